@@ -1,0 +1,51 @@
+"""shardwise plans, runs and measures distributed training of large language models.
+
+The public names below are imported when first used, so that `import shardwise` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Cluster": "shardwise.spec.hardware",
+    "Device": "shardwise.spec.hardware",
+    "Link": "shardwise.spec.hardware",
+    "Job": "shardwise.spec.job",
+    "Model": "shardwise.spec.model",
+    "Strategy": "shardwise.spec.strategy",
+    "Training": "shardwise.spec.training",
+    "SpecError": "shardwise.spec.errors",
+    "CollectiveKind": "shardwise.collectives",
+    "Topology": "shardwise.collectives",
+    "collective_latency_and_volume": "shardwise.collectives",
+    "p2p_latency": "shardwise.collectives",
+    "analyze": "shardwise.cost.analysis",
+    "per_gpu_memory_bytes": "shardwise.cost.memory",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency
+    from shardwise.cost.analysis import analyze
+    from shardwise.cost.memory import per_gpu_memory_bytes
+    from shardwise.spec.errors import SpecError
+    from shardwise.spec.hardware import Cluster, Device, Link
+    from shardwise.spec.job import Job
+    from shardwise.spec.model import Model
+    from shardwise.spec.strategy import Strategy
+    from shardwise.spec.training import Training
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,32 @@
+"""`shardwise analyze`: price one job."""
+
+from __future__ import annotations
+
+import json
+
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.inputs import job_from
+from shardwise.cost.analysis import analyze
+
+_EXAMPLE = """
+shardwise analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192
+"""
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("analyze", "Prices one job: communication, memory, FLOPs, what bounds it.", _EXAMPLE)
+    add_job_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
+    parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
+    parsed = parser.parse(arguments)
+    analysis = analyze(job_from(parsed))
+    if parsed.json:
+        from shardwise.report.analysis_json import analysis_data
+
+        print(json.dumps(analysis_data(analysis, scaling=parsed.scaling, ranks=parsed.ranks), indent=2))
+        return 0
+    from shardwise.report.analysis_text import print_analysis
+
+    print_analysis(analysis, scaling=parsed.scaling, ranks=parsed.ranks)
+    return 0

@@ -1,0 +1,119 @@
+"""Argument parsing shared by the verbs: one clear line for a mistake, and the flags that describe a job."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from shardwise.spec.errors import SpecError, nearest_name, shown
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises SpecError and suggests the nearest flag."""
+
+    def __init__(self, verb: str, description: str, example: str) -> None:
+        super().__init__(
+            prog=f"shardwise {verb}",
+            description=description,
+            epilog="example:\n" + "\n".join(f"  {line}" for line in example.strip().splitlines()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError("", message, f"see `{self.prog} --help`")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """The parsed flags; an unknown one is named with its nearest neighbour."""
+        known, unknown = self.parse_known_args(arguments)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            flag = unknown[0].split("=")[0]
+            remedy = nearest_name(flag, flags) if flag.startswith("-") else ""
+            raise SpecError("", f"unknown argument {shown(unknown[0])}", remedy or f"see `{self.prog} --help`")
+        return known
+
+
+# Flags that set one field of the job: flag, path of the field, help.
+_FIELD_FLAGS = (
+    ("--dp", "strategy.dp", "data parallel degree (default: the devices that are left)"),
+    ("--tp", "strategy.tp", "tensor parallel degree"),
+    ("--pp", "strategy.pp", "pipeline stages"),
+    ("--cp", "strategy.cp", "context parallel degree"),
+    ("--ep", "strategy.ep", "expert parallel degree"),
+    ("--expert-tp", "strategy.expert_tp", "ranks that split one expert (default: tp)"),
+    ("--zero", "strategy.zero", "ZeRO stage: 0, 1, 2 or 3"),
+    ("--shard-group", "strategy.shard_group", "ranks ZeRO shards over (hybrid sharding)"),
+    ("--order", "strategy.order", "rank order, innermost first: tp,cp,dp,pp"),
+    ("--microbatch", "strategy.microbatch", "sequences per microbatch"),
+    ("--schedule", "strategy.schedule", "pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, ..."),
+    ("--interleave", "strategy.interleave", "model chunks per pipeline rank"),
+    ("--stage-layers", "strategy.stage_layers", "even, balanced, or layers per stage: 7,8,8,7"),
+    ("--recompute", "strategy.recompute", "none, selective or full"),
+    ("--context-method", "strategy.context_method", "ring, all-gather or ulysses"),
+    ("--dispatch", "strategy.dispatch", "all-to-all or deduplicated"),
+    ("--collective", "strategy.collective", "auto, textbook, or one algorithm"),
+    ("--global-batch", "training.global_batch", "sequences per step, or tokens: 16M-tokens"),
+    ("--batch", "training.global_batch", "the same as --global-batch"),
+    ("--seq", "training.seq", "tokens per sequence"),
+    ("--precision", "training.precision", "fp32, fp16, bf16, bf16-fp32-grads, fp8, mxfp8, nvfp4"),
+    ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adam8bit, muon"),
+    ("--attention", "training.attention", "flash or unfused"),
+)
+_LISTS = ("strategy.order", "strategy.stage_layers")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """A job file, and flags that override it."""
+    parser.add_argument("job", nargs="?", help="job file (YAML); flags override it")
+    what = parser.add_argument_group("the job")
+    what.add_argument("--model", help="preset, model file, or a Hugging Face config.json")
+    what.add_argument("--cluster", help="preset or file, sized: dgx-h100:64, tpu-v5p:8x8x16")
+    what.add_argument("--gpus", help="number of devices")
+    what.add_argument("--gpus-per-node", help="devices of a node in use")
+    fields = parser.add_argument_group("strategy and training")
+    for flag, path, help_text in _FIELD_FLAGS:
+        fields.add_argument(flag, dest=path, metavar="X", help=help_text)
+    fields.add_argument("--no-sp", action="store_true", help="tensor parallelism without sequence parallelism")
+    fields.add_argument("--dropout", action="store_true", help="dropout masks are kept for the backward pass")
+    fields.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any field of the job, such as strategy.overlap.tp=true",
+    )
+    bare = parser.add_argument_group("bare numbers in place of presets")
+    bare.add_argument("--params", help="parameters, such as 70e9 or 70B")
+    for flag in ("--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab"):
+        bare.add_argument(flag, metavar="N")
+    bare.add_argument("--topology", help="ring, tree, hierarchical, switch, mesh, torus, line, fully-connected")
+    bare.add_argument("--shape", help="axes of a mesh or torus: 8x8, 4x4x8")
+    bare.add_argument("--bandwidth", help="one direction, per level innermost first: 450GB/s,50GB/s")
+    bare.add_argument("--latency", help="per message, per level innermost first: 2us,5us")
+    bare.add_argument("--device", help="device preset or file (default h100-sxm)")
+
+
+def field_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fields of strategy and training set by flags, as path → value."""
+    from shardwise.spec.files import parse_yaml
+
+    overrides: dict[str, Any] = {}
+    for _, path, _ in _FIELD_FLAGS:
+        value = getattr(arguments, path)
+        if value is None:
+            continue
+        if path in _LISTS and "," in value:
+            overrides[path] = [item.strip() for item in value.split(",")]
+        else:
+            overrides[path] = value
+    if arguments.no_sp:
+        overrides["strategy.sequence_parallel"] = False
+    if arguments.dropout:
+        overrides["training.dropout"] = True
+    for setting in arguments.set:
+        path, equals, text = setting.partition("=")
+        if not equals or not path.strip():
+            raise SpecError("--set", f"{shown(setting)} is not FIELD=VALUE", "write it like strategy.overlap.tp=true")
+        overrides[path.strip()] = parse_yaml(text, f"--set {path.strip()}")
+    return overrides

@@ -1,0 +1,186 @@
+"""Models and clusters from bare numbers: `--params 70e9 --layers 80 ... --topology ring --gpus 64`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from shardwise.spec.clusters import parse_shape
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.hardware import Cluster, NetworkLevel
+from shardwise.spec.model import Model
+from shardwise.spec.units import parse
+
+TOPOLOGIES = ("line", "ring", "tree", "hierarchical", "switch", "mesh", "torus", "fully-connected")
+DEFAULT_VOCAB = 32_000
+DEFAULT_DEVICE = "h100-sxm"
+DEFAULT_LATENCY = "5us"
+
+
+def gives_model(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, name) is not None for name in ("params", "layers", "hidden", "heads"))
+
+
+def gives_cluster(arguments: argparse.Namespace) -> bool:
+    return arguments.topology is not None
+
+
+def _whole(arguments: argparse.Namespace, name: str, default: int | None = None) -> int:
+    text = getattr(arguments, name)
+    flag = "--" + name.replace("_", "-")
+    if text is None:
+        if default is None:
+            raise SpecError(flag, "is missing", "bare numbers need --layers, --hidden and --heads")
+        return default
+    number = parse(text, "count", flag)
+    if number != int(number) or number < 1 or number > 10**12:
+        raise SpecError(flag, f"{shown(text)} is not a positive whole number", "write one like 64")
+    return int(number)
+
+
+def model(arguments: argparse.Namespace, tensor_parallel: object = 1) -> Model:
+    """A plain decoder with the given numbers; ``--params`` fixes the MLP width that makes them add up."""
+    layers, hidden, heads = (_whole(arguments, name) for name in ("layers", "hidden", "heads"))
+    kv_heads = _whole(arguments, "kv_heads", heads)
+    vocab = _whole(arguments, "vocab", DEFAULT_VOCAB)
+    if heads > hidden or hidden % heads:
+        raise SpecError("--heads", f"{heads} does not divide --hidden {hidden}", "use a divisor")
+    if arguments.params is None:
+        ffn = _whole(arguments, "ffn", 4 * hidden)
+    else:
+        ffn = _width_for(_whole(arguments, "params"), layers, hidden, heads, kv_heads, vocab, tensor_parallel)
+    return Model(
+        name="bare numbers",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        norm="rmsnorm",
+        activation="gelu",
+    )
+
+
+def _width_for(
+    parameters: int, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, tensor_parallel: object
+) -> int:
+    """The MLP width (two matrices) that brings the whole model to ``parameters``, a multiple of tp."""
+    attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads) * kv_heads
+    left = (parameters - 2 * vocab * hidden - hidden) / layers - attention - 2 * hidden
+    multiple = int(str(tensor_parallel)) if str(tensor_parallel).isdigit() and int(str(tensor_parallel)) > 0 else 1
+    width = round(left / (2 * hidden) / multiple) * multiple
+    if width < 1:
+        least = layers * (attention + 2 * hidden) + 2 * vocab * hidden + hidden
+        raise SpecError("--params", f"{parameters:,} is too few for these layers", f"they need more than {least:,}")
+    return width
+
+
+def cluster(arguments: argparse.Namespace) -> Cluster:
+    """Devices joined by one bare topology, or by a hierarchy of switches."""
+    topology = str(arguments.topology).lower().replace("_", "-")
+    if topology not in TOPOLOGIES:
+        raise SpecError(
+            "--topology",
+            f"unknown topology {shown(arguments.topology)}",
+            nearest_name(topology, TOPOLOGIES) or "choose one of " + ", ".join(TOPOLOGIES),
+        )
+    if arguments.bandwidth is None:
+        raise SpecError("--bandwidth", "is missing", "give it per level, innermost first: 450GB/s,50GB/s")
+    bandwidths = _listed(arguments.bandwidth, "bytes/s", "--bandwidth")
+    latencies = _listed(arguments.latency or ",".join([DEFAULT_LATENCY] * len(bandwidths)), "seconds", "--latency")
+    if len(latencies) != len(bandwidths):
+        raise SpecError("--latency", f"{len(latencies)} values for {len(bandwidths)} bandwidths", "give one per level")
+    if topology == "hierarchical":
+        levels = _hierarchy(arguments, bandwidths, latencies)
+    else:
+        levels = [_flat(arguments, topology, bandwidths, latencies)]
+    device: Any = arguments.device or DEFAULT_DEVICE
+    node = _whole(arguments, "gpus_per_node") if arguments.gpus_per_node else None
+    return Cluster(name=f"bare {topology}", device=device, levels=tuple(levels), devices_per_node=node)
+
+
+def _listed(text: str, dimension: str, flag: str) -> list[float]:
+    values = [float(parse(part, dimension, flag)) for part in str(text).split(",")]
+    for value in values:
+        if value < 0 or (value == 0 and dimension == "bytes/s"):
+            raise SpecError(flag, f"{shown(text)} is not positive", "use a value above 0")
+    return values
+
+
+def _flat(
+    arguments: argparse.Namespace, topology: Any, bandwidths: list[float], latencies: list[float]
+) -> NetworkLevel:
+    if len(bandwidths) != 1:
+        raise SpecError(
+            "--bandwidth",
+            f"{len(bandwidths)} values for a {topology}",
+            "give one, or use --topology hierarchical",
+        )
+    if topology in ("mesh", "torus"):
+        shape = grid_shape(arguments.shape, None if arguments.gpus is None else _whole(arguments, "gpus"), topology)
+        return NetworkLevel(
+            name=topology, topology=topology, shape=shape, bandwidth=bandwidths[0], latency=latencies[0]
+        )
+    if arguments.shape:
+        raise SpecError("--shape", f"{shown(arguments.shape)} does not belong to a {topology}", "use --gpus")
+    return NetworkLevel(
+        name=topology, topology=topology, size=_gpus(arguments), bandwidth=bandwidths[0], latency=latencies[0]
+    )
+
+
+def _gpus(arguments: argparse.Namespace) -> int:
+    if arguments.gpus is None:
+        raise SpecError("--gpus", "is missing", "say how many devices there are")
+    return _whole(arguments, "gpus")
+
+
+def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[int, ...]:
+    """The axes of a mesh or torus: as given, or as square as ``devices`` allows."""
+    if shape is not None:
+        axes = parse_shape(shape, "--shape")
+        if not 1 <= len(axes) <= 3:
+            raise SpecError("--shape", f"{shape} has {len(axes)} axes", "use 2 or 3")
+        if devices is not None and math.prod(axes) != devices:
+            raise SpecError(
+                "--shape",
+                f"{shape} multiplies to {math.prod(axes)}, not {devices} devices",
+                f"use --gpus {math.prod(axes)} or another shape",
+            )
+        return axes
+    if devices is None:
+        raise SpecError("--shape", f"is missing for a {topology}", "give --shape 8x8 or --gpus 64")
+    rows = next(d for d in range(math.isqrt(devices), 0, -1) if devices % d == 0)
+    return (rows, devices // rows)
+
+
+def _hierarchy(arguments: argparse.Namespace, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
+    """Levels of switches: a node of --gpus-per-node, then the rest; more levels by --shape 8x4x2."""
+    devices = _gpus(arguments) if arguments.gpus or not arguments.shape else None
+    if arguments.shape:
+        widths = parse_shape(arguments.shape, "--shape")
+        if devices is not None and math.prod(widths) != devices:
+            raise SpecError(
+                "--shape",
+                f"{arguments.shape} multiplies to {math.prod(widths)}, not {devices} devices",
+                f"use --gpus {math.prod(widths)} or another shape",
+            )
+    else:
+        node = _whole(arguments, "gpus_per_node", 8)
+        assert devices is not None
+        if devices % node:
+            low = devices // node * node
+            raise SpecError(
+                "--gpus",
+                f"{devices} is no whole number of nodes of {node}",
+                f"use {low + node}" if low == 0 else f"use {low} or {low + node}",
+            )
+        widths = (node, devices // node)
+    if len(bandwidths) != len(widths):
+        raise SpecError("--bandwidth", f"{len(bandwidths)} values for {len(widths)} levels", "give one per level")
+    names = ("node", "network", "pod", "region", "world")
+    return [
+        NetworkLevel(name=names[min(i, 4)], size=width, bandwidth=bandwidths[i], latency=latencies[i])
+        for i, width in enumerate(widths)
+    ]

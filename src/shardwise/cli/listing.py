@@ -1,0 +1,148 @@
+"""`shardwise list`: the catalogue."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shardwise.cli.arguments import Parser
+from shardwise.spec import presets
+from shardwise.spec.errors import SpecError, nearest_name
+from shardwise.spec.hardware import Cluster, Device, Link
+from shardwise.spec.model import Model
+from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.units import readable_bytes, readable_count, readable_rate, readable_seconds
+
+WHAT = ("models", "devices", "links", "clusters", "collectives")
+Rows = list[dict[str, Any]]
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser(
+        "list",
+        "Shows the catalogue; every name stands wherever a file of one's own may stand.",
+        "shardwise list clusters",
+    )
+    parser.add_argument("what", help=", ".join(WHAT))
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--sources", action="store_true", help="where each entry comes from")
+    parsed = parser.parse(arguments)
+    if parsed.what not in WHAT:
+        raise SpecError("", f"nothing is listed as {parsed.what!r}", nearest_name(parsed.what, WHAT))
+    rows = {
+        "models": _models,
+        "devices": _devices,
+        "links": _links,
+        "clusters": _clusters,
+        "collectives": _collectives,
+    }[parsed.what]()
+    if parsed.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    from shardwise.report.console import console, table
+
+    hidden = () if parsed.sources else ("source",)
+    columns = [name for name in rows[0] if name not in hidden]
+    out = console()
+    out.print(table("", columns, ([str(row[name]) for name in columns] for row in rows), numbers_from=len(columns)))
+    return 0
+
+
+def _models() -> Rows:
+    rows = []
+    for name in presets.names("model"):
+        model = presets.load("model", Model, name)
+        total, active = parameter_count(model), active_parameter_count(model)
+        published = model.published_parameters
+        kind = "MoE" if model.moe else "dense"
+        attention = (
+            "MLA" if model.mla else "MHA" if model.key_value_heads == model.heads else f"GQA {model.key_value_heads}"
+        )
+        rows.append(
+            {
+                "name": name,
+                "parameters": f"{total:,}",
+                "published": f"{published:,}" if isinstance(published, int) else str(published),
+                "active": readable_count(active),
+                "kind": kind,
+                "layers": model.layers,
+                "hidden": model.hidden,
+                "heads": model.heads,
+                "attention": attention,
+                "vocab": model.vocab,
+                "source": model.source,
+            }
+        )
+    return rows
+
+
+def _devices() -> Rows:
+    rows = []
+    for name in presets.names("device"):
+        device = presets.load("device", Device, name)
+        peaks = ", ".join(f"{kind} {peak / 1e12:g}" for kind, peak in device.peak.items())
+        rows.append(
+            {
+                "name": name,
+                "memory": readable_bytes(device.memory),
+                "bandwidth": readable_rate(device.memory_bandwidth),
+                "peak TFLOP/s, dense": peaks,
+                "source": device.source,
+            }
+        )
+    return rows
+
+
+def _links() -> Rows:
+    rows = []
+    for name in presets.names("link"):
+        link = presets.load("link", Link, name)
+        rows.append(
+            {
+                "name": name,
+                "kind": link.kind,
+                "bandwidth, one way": readable_rate(link.bandwidth),
+                "latency": readable_seconds(link.latency),
+                "efficiency": f"{link.efficiency:g}",
+                "source": link.source,
+            }
+        )
+    return rows
+
+
+def _clusters() -> Rows:
+    rows = []
+    for name in presets.names("cluster"):
+        cluster = presets.load("cluster", Cluster, name)
+        levels = " · ".join(
+            f"{level.name} {'x'.join(map(str, level.shape)) if level.shape else level.width} "
+            f"({level.topology}, {readable_rate(level.bandwidth_per_direction)})"
+            for level in cluster.levels
+        )
+        rows.append(
+            {
+                "name": name,
+                "device": cluster.device.name,
+                "devices": cluster.devices,
+                "levels, innermost first": levels,
+                "source": cluster.source,
+            }
+        )
+    return rows
+
+
+def _collectives() -> Rows:
+    from shardwise.collectives import pairs
+
+    return [
+        {
+            "collective": pair.kind.value,
+            "topology": pair.topology,
+            "algorithm": pair.algorithm,
+            "closed form": pair.exactness,
+            "schedule": "yes" if pair.has_schedule else "none",
+            "seconds": pair.formula,
+            "source": pair.source,
+        }
+        for pair in pairs()
+    ]

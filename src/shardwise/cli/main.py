@@ -1,0 +1,62 @@
+"""The command line: parse, call, print. Only the verb that is asked for is imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from shardwise.spec.errors import SpecError, nearest_name
+
+VERBS = {
+    "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
+    "explain": ("explain", "one formula with the numbers put in and its source"),
+    "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
+}
+
+_HELP = """usage: shardwise VERB [options]
+
+Plan, run and measure distributed training of large language models.
+
+{verbs}
+
+`shardwise VERB --help` explains a verb, with an example that works as printed.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; the exit status is 0, or 2 for a mistake in the input."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(arguments)
+    except SpecError as error:
+        print(f"shardwise: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        lines = "\n".join(f"  {verb:<10} {what}" for verb, (_, what) in VERBS.items())
+        print(_HELP.format(verbs=lines))
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        from shardwise import __version__
+
+        print(f"shardwise {__version__}")
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise SpecError("", f"unknown verb {verb!r}", nearest_name(verb, VERBS))
+    module = importlib.import_module(f"shardwise.cli.{VERBS[verb][0]}")
+    status: int = module.run(rest)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

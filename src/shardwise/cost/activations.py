@@ -1,0 +1,171 @@
+"""What one layer keeps for its backward pass, tensor by tensor.
+
+The list follows Korthikanti et al. 2022 (arXiv 2205.05198, section 4) and is generalised from the model's
+own tensors: with GELU of width 4h, multi-head attention, dropout, unfused attention and 16-bit elements it
+adds up to their sbh(34 + 5as/h), and to their TP, TP+SP, selective and full variants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+
+Region = Literal["sequence", "tensor"]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor kept from forward to backward: bytes of one microbatch on one device.
+
+    ``recomputed_by`` names the selective-recompute operator that would make it again.
+    """
+
+    name: str
+    bytes: float
+    recomputed_by: str = ""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Tokens and bytes per element that every tensor of a layer is made of."""
+
+    full_tokens: float  # tokens of the microbatch on this context-parallel rank
+    region_tokens: float  # the same, divided by tp inside the norm regions under sequence parallelism
+    tensor: int  # tp
+    key_tokens: float  # keys a query sees in a stored score matrix (the whole sequence)
+    element: float
+    linear_input: float
+
+
+def _sizes(job: Job) -> _Sizes:
+    recipe, strategy = job.training.recipe, job.strategy
+    tokens = job.microbatch_tokens
+    region = tokens / strategy.tp if strategy.sequence_parallel else tokens
+    return _Sizes(tokens, region, strategy.tp, job.training.seq, recipe.activation, recipe.linear_input)
+
+
+def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
+    """Every tensor that one layer saves when nothing is recomputed."""
+    sizes, model = _sizes(job), job.model
+    tensors = [
+        *_norm_and_linear_inputs(model, sizes),
+        *_attention_tensors(job, sizes),
+        *(_expert_tensors(job, sizes) if moe and model.moe else _mlp_tensors(model, sizes, model.ffn)),
+    ]
+    if job.training.dropout:
+        blocks = 1 if model.parallel_block else 2
+        tensors.append(SavedTensor("dropout masks", blocks * model.hidden * sizes.region_tokens))
+    return tuple(tensors)
+
+
+def _norm_and_linear_inputs(model: Model, sizes: _Sizes) -> list[SavedTensor]:
+    hidden = model.hidden * sizes.region_tokens
+    inputs = 1 if model.parallel_block else 2  # attention and MLP read one or two normalised tensors
+    return [
+        SavedTensor("norm inputs", model.norms_per_layer * hidden * sizes.element),
+        SavedTensor("linear inputs", inputs * hidden * sizes.linear_input, "norm"),
+    ]
+
+
+def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
+    model = job.model
+    tokens, heads = sizes.full_tokens, model.heads / sizes.tensor
+    key_heads = model.heads if model.mla else model.key_value_heads
+    kv_heads = key_heads / min(sizes.tensor, key_heads)
+    tensors = [
+        SavedTensor("queries", tokens * heads * model.query_key_dim * sizes.element),
+        SavedTensor("keys", tokens * kv_heads * model.query_key_dim * sizes.element),
+        SavedTensor("values", tokens * kv_heads * model.value_dim * sizes.element),
+        SavedTensor("attention output", tokens * heads * model.value_dim * sizes.linear_input),
+        *_score_tensors(job, sizes, heads),
+    ]
+    if model.qk_norm:
+        before = tokens * (heads + kv_heads) * model.query_key_dim * sizes.element
+        tensors.append(SavedTensor("queries and keys before their norm", before))
+    if model.mla:
+        # Inputs of the latent norms and of the up-projections; the key's rotary part besides.
+        latent = 2 * (model.mla.q_rank or 0) + 2 * model.mla.kv_rank + model.mla.rope_dim
+        tensors.append(SavedTensor("latent vectors", sizes.region_tokens * latent * sizes.element))
+    return tensors
+
+
+def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
+    """What attention keeps of its scores: the matrix itself, or with FlashAttention a row sum each."""
+    if job.training.attention == "flash":
+        # Dao et al. 2022 (arXiv 2205.14135): one fp32 log-sum-exp per head and query; the output is kept
+        # in the element type for the backward pass, beside a narrower linear input if there is one.
+        extra = 0.0
+        if sizes.linear_input != sizes.element:
+            extra = sizes.full_tokens * heads * job.model.value_dim * sizes.element
+        return [SavedTensor("log-sum-exp", 4 * sizes.full_tokens * heads + extra, "attention")]
+    scores = heads * sizes.full_tokens * sizes.key_tokens
+    kept = scores * sizes.element  # softmax output
+    if job.training.dropout:
+        kept += scores * 1 + scores * sizes.element  # dropout mask and dropped-out softmax
+    return [SavedTensor("attention scores", kept, "attention")]
+
+
+def _mlp_tensors(model: Model, sizes: _Sizes, width: int) -> list[SavedTensor]:
+    wide = sizes.full_tokens * width / sizes.tensor
+    before = 2 if model.gated else 1
+    return [
+        SavedTensor("activation inputs", before * wide * sizes.element),
+        SavedTensor("activation output", wide * sizes.linear_input, "activation"),
+    ]
+
+
+def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
+    """Router, dispatched tokens and expert MLPs, with balanced load."""
+    model, moe = job.model, job.model.moe
+    assert moe
+    routed = sizes.region_tokens * moe.top_k  # (token, expert) pairs that land on this device
+    before = 2 if model.gated else 1
+    tensors = [
+        SavedTensor("router scores", 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
+        SavedTensor(
+            "dispatched tokens",
+            routed * job.strategy.expert_tensor_parallel * model.hidden * sizes.linear_input,
+        ),
+        SavedTensor("expert activation inputs", before * routed * moe.ffn * sizes.element),
+        SavedTensor("expert activation output", routed * moe.ffn * sizes.linear_input, "activation"),
+    ]
+    if moe.shared_ffn:
+        tensors += _mlp_tensors(model, sizes, moe.shared_ffn)
+    return tensors
+
+
+def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None) -> float:
+    """Bytes one layer keeps for one microbatch on one device, under ``recompute`` (default the job's)."""
+    mode = job.strategy.recompute if recompute is None else recompute
+    if mode == "full":
+        # Only the layer's input; under sequence parallelism it is already divided.
+        sizes = _sizes(job)
+        return job.model.hidden * sizes.region_tokens * sizes.element
+    tensors = layer_saved_tensors(job, moe=moe)
+    if mode == "selective":
+        tensors = tuple(t for t in tensors if t.recomputed_by not in job.strategy.recompute_operators)
+    return sum(tensor.bytes for tensor in tensors)
+
+
+def embedding_activation_bytes(job: Job) -> float:
+    """What the embedding keeps per microbatch: its dropout mask."""
+    return job.model.hidden * _sizes(job).region_tokens if job.training.dropout else 0.0
+
+
+def head_activation_bytes(job: Job) -> float:
+    """What the last stage keeps per microbatch: final norm and projection inputs, fp32 softmax of the logits.
+
+    4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary.
+    """
+    sizes = _sizes(job)
+    inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
+    return inputs + 4 * sizes.full_tokens * job.model.vocab / sizes.tensor
+
+
+def logits_temporary_bytes(job: Job) -> float:
+    """Logits in the element type, alive while the loss is computed."""
+    sizes = _sizes(job)
+    return sizes.element * sizes.full_tokens * job.model.vocab / sizes.tensor

@@ -1,0 +1,117 @@
+"""Context parallelism: ring attention, all-gather of keys and values, or Ulysses.
+
+Ring attention passes keys and values around point to point under its own blocks (Liu et al. 2023, arXiv
+2310.01889); Llama 3 gathers keys and values (arXiv 2407.21783, section 3.3.2); Ulysses exchanges sequence for
+heads by all-to-all (Jacobs et al. 2023, arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+from shardwise.collectives import CollectiveKind, Topology
+from shardwise.cost.network import group_runs, spanned
+from shardwise.cost.stages import RankContents
+from shardwise.cost.traffic import Traffic, Window, priced
+from shardwise.spec.job import Job
+
+
+def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Collectives of the context-parallel group in attention."""
+    topology = spanned(job.cluster, group_runs(job.strategy, ("cp",)), "strategy.cp")
+    if topology is None:
+        return []
+    method = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.strategy.context_method]
+    return method(job, contents, topology)
+
+
+def _forward_passes(job: Job) -> float:
+    """Forward passes of attention per microbatch: recompute runs it again.
+
+    FlashAttention rebuilds its scores inside its own backward kernel, so selective recompute of attention
+    repeats the exchange only where the score matrix is stored.
+    """
+    strategy = job.strategy
+    selective = strategy.recompute == "selective" and "attention" in strategy.recompute_operators
+    again = strategy.recompute == "full" or (selective and job.training.attention == "unfused")
+    return 2.0 if again else 1.0
+
+
+def _key_value_features(job: Job) -> float:
+    """Features of keys and values together that one tensor-parallel rank holds per token."""
+    model = job.model
+    heads = model.heads if model.mla else model.key_value_heads
+    return heads / min(job.strategy.tp, heads) * (model.query_key_dim + model.value_dim)
+
+
+def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+    """Every rank sends its keys and values cp−1 times forward; backward the same and their gradients."""
+    strategy, steps = job.strategy, job.strategy.cp - 1
+    chunk = job.microbatch_tokens * _key_value_features(job) * job.training.recipe.communication
+    calls = contents.layers * job.microbatches * steps
+
+    def line(what: str, count: float, window: Window) -> Traffic:
+        return priced(
+            "cp",
+            what,
+            CollectiveKind.SEND_RECV,
+            chunk,
+            count,
+            topology,
+            strategy.collective,
+            window=window if strategy.overlap.cp else "none",
+        )
+
+    return [
+        line("keys and values, forward", calls * _forward_passes(job), "attention forward"),
+        line("keys, values and their gradients, backward", 2 * calls, "attention backward"),
+    ]
+
+
+def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+    strategy = job.strategy
+    size = job.microbatch_tokens * strategy.cp * _key_value_features(job) * job.training.recipe.communication
+    calls = contents.layers * job.microbatches
+    return [
+        priced(
+            "cp",
+            "keys and values, forward",
+            CollectiveKind.ALL_GATHER,
+            size,
+            calls * _forward_passes(job),
+            topology,
+            strategy.collective,
+        ),
+        priced(
+            "cp", "keys and values, backward", CollectiveKind.ALL_GATHER, size, calls, topology, strategy.collective
+        ),
+        priced(
+            "cp", "their gradients, backward", CollectiveKind.REDUCE_SCATTER, size, calls, topology, strategy.collective
+        ),
+    ]
+
+
+def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+    """Queries, keys, values and output change from sequence-split to head-split and back.
+
+    Key-value heads fewer than ranks are repeated until every rank has one.
+    """
+    model, strategy = job.model, job.strategy
+    heads = model.heads / strategy.tp
+    kv_heads = max(_key_value_features(job) / (model.query_key_dim + model.value_dim), strategy.cp)
+    kv_heads = min(kv_heads, heads)
+    features = (heads + kv_heads) * (model.query_key_dim + model.value_dim)
+    size = job.microbatch_tokens * features * job.training.recipe.communication / 4
+    calls = 4 * contents.layers * job.microbatches  # q, k, v and the output: four exchanges of this mean size
+    return [
+        priced(
+            "cp",
+            "q, k, v and output, forward",
+            CollectiveKind.ALL_TO_ALL,
+            size,
+            calls * _forward_passes(job),
+            topology,
+            strategy.collective,
+        ),
+        priced(
+            "cp", "their gradients, backward", CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective
+        ),
+    ]

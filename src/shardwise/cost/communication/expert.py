@@ -1,0 +1,78 @@
+"""Expert parallelism: tokens travel to their experts and back, forward and backward.
+
+A plain all-to-all sends a token once per chosen expert. The deduplicated form (DeepSeek-V3, arXiv 2412.19437,
+section 3.2.2; DeepEP) sends it once per destination node and forwards it inside, once per destination device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
+from shardwise.collectives.work import Work, settle
+from shardwise.cost.network import expert_runs, level_names, spanned
+from shardwise.cost.stages import RankContents
+from shardwise.cost.traffic import Traffic, Window, priced
+from shardwise.spec.job import Job
+from shardwise.spec.model import MixtureOfExperts
+
+
+def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Dispatch and combine of the routed tokens of every mixture-of-experts layer."""
+    model, strategy, recipe = job.model, job.strategy, job.training.recipe
+    if model.moe is None or strategy.ep == 1 or not contents.moe_layers:
+        return []
+    topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep")
+    if topology is None:
+        return []
+    region = job.microbatch_tokens / (strategy.tp if strategy.sequence_parallel else 1)
+    calls = contents.moe_layers * job.microbatches
+    forward = calls * (2 if strategy.recompute == "full" and strategy.recompute_layers is None else 1)
+    # Tokens are dispatched in the format the expert's first product reads, and combined in the wire format.
+    sizes = {"dispatch": min(recipe.linear_input, recipe.communication), "combine": recipe.communication}
+    traffics = []
+    for what, element in sizes.items():
+        token_bytes = region * model.hidden * element
+        phases: tuple[tuple[Window, float], ...] = (("forward", forward), ("backward", calls))
+        for phase, count in phases:
+            traffic = _exchange(job, model.moe, topology, f"{what}, {phase}", token_bytes, count)
+            traffics.append(replace(traffic, window=phase if strategy.overlap.ep else "none"))
+    return traffics
+
+
+def _exchange(
+    job: Job, moe: MixtureOfExperts, topology: Topology, what: str, token_bytes: float, count: float
+) -> Traffic:
+    size = token_bytes * moe.top_k
+    if job.strategy.dispatch == "all-to-all":
+        return priced("ep", what, CollectiveKind.ALL_TO_ALL, size, count, topology, job.strategy.collective)
+    cost = deduplicated_cost(topology, token_bytes, moe)
+    return Traffic("ep", what, CollectiveKind.ALL_TO_ALL, size, count, cost, level_names(topology))
+
+
+def expected_destinations(places: int, chosen: int, limit: int | None = None) -> float:
+    """Distinct places that ``chosen`` experts of a token lie on, uniform routing: N(1 − (1 − 1/N)^k).
+
+    ``limit`` is the most places that node-limited routing allows.
+    """
+    expected = places * (1 - (1 - 1 / places) ** chosen)
+    return expected if limit is None else min(expected, float(limit))
+
+
+def deduplicated_cost(topology: Topology, token_bytes: float, moe: MixtureOfExperts) -> CollectiveCost:
+    """Two-level exchange: each level carries every token once per distinct member it visits there.
+
+    The levels are forwarded under each other, so the slowest sets the time; latencies add.
+    """
+    used: dict[int, Work] = {}
+    places = 1
+    for index in reversed(range(len(topology.levels))):
+        width = topology.levels[index].size
+        places *= width
+        # Node-limited routing puts one group of experts on each of the places it counts (DeepSeek-V3: 4 of 8 nodes).
+        limit = moe.groups_used if 1 < moe.groups == places else None
+        visited = expected_destinations(places, moe.top_k, limit)
+        used[index] = Work(hops=1, bytes=token_bytes * visited * (width - 1) / width, steps=1)
+    sent = max(work.bytes for work in used.values())
+    volume = Work(steps=len(used), sent_bytes=sent, received_bytes=sent, total_bytes=sent * topology.size)
+    return settle(topology, used, volume, "deduplicated", exact=False, overlapped=True)

@@ -1,0 +1,122 @@
+"""How many floating-point operations training takes, by each published way of counting.
+
+One multiply-add is two operations. The backward pass costs twice the forward pass: one product for the
+input gradient, one for the weight gradient (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.spec.model import Matrix, Model
+from shardwise.spec.parameters import active_parameter_count, embedding_parameters
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Forward FLOPs of one layer per token: matrix products, and attention over the sequence."""
+
+    matrices: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.matrices + self.attention
+
+
+def attended_tokens(model: Model, seq: int, *, halve_causal: bool = True) -> float:
+    """Keys that a query attends to on average; ``halve_causal`` leaves out what a causal mask hides."""
+    if not model.causal or not halve_causal:
+        return _windowed(model, seq, float(seq))
+    return _windowed(model, seq, seq / 2)
+
+
+def _windowed(model: Model, seq: int, full: float) -> float:
+    """Layers with a sliding window attend to the window; every n-th layer (if n > 1) to all."""
+    if model.sliding_window is None or model.sliding_window >= seq:
+        return full
+    window = min(full, float(model.sliding_window))
+    every = model.sliding_window_every
+    return window if every == 1 else (window * (every - 1) + full) / every
+
+
+def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool = True) -> LayerFlops:
+    """Forward FLOPs per token of one dense or one mixture-of-experts layer."""
+    matrices = _products(model.attention_matrices)
+    if moe and model.moe:
+        matrices += model.moe.top_k * _products(model.mlp_matrices(model.moe.ffn)) + _products(model.router_matrices)
+        if model.moe.shared_ffn:
+            matrices += _products(model.mlp_matrices(model.moe.shared_ffn))
+    else:
+        matrices += _products(model.mlp_matrices(model.ffn))
+    attended = attended_tokens(model, seq, halve_causal=halve_causal)
+    # Scores: 2·d_qk per key and head; weighted values: 2·d_v per key and head.
+    attention = 2 * model.heads * (model.query_key_dim + model.value_dim) * attended
+    return LayerFlops(matrices, attention)
+
+
+def head_forward_flops(model: Model) -> float:
+    """Forward FLOPs per token of the output projection (tied or not, the product is made)."""
+    return 2 * model.head_matrix.inputs * model.head_matrix.outputs
+
+
+def forward_flops(model: Model, seq: int, *, halve_causal: bool = True) -> float:
+    """Forward FLOPs per token of the whole model, without multi-token-prediction modules."""
+    dense = layer_forward_flops(model, seq, moe=False, halve_causal=halve_causal).total
+    routed = layer_forward_flops(model, seq, moe=True, halve_causal=halve_causal).total if model.moe else 0.0
+    layers = (model.layers - model.moe_layers) * dense + model.moe_layers * routed
+    return layers + head_forward_flops(model)
+
+
+def _products(matrices: Iterable[Matrix]) -> float:
+    return sum(2 * matrix.inputs * matrix.outputs for matrix in matrices)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One published way to count training FLOPs per token."""
+
+    name: str
+    formula: str
+    source: str
+
+
+CONVENTIONS = (
+    Convention("causal", "3·(matrix products + attention over s/2 keys)",
+               "Megatron-Core training.py and NVIDIA Megatron-Bridge tables: causal attention counted once"),
+    Convention("full-attention", "3·(matrix products + attention over s keys); 72·L·s·h²(1+s/6h+v/12hL) for GPT",
+               "Narayanan et al. 2021 (arXiv 2104.04473) eq. 3 without recompute; Korthikanti et al. 2022 eq. 7"),
+    Convention("6nd", "6·N, N the parameters a token passes through", "Kaplan et al. 2020 (arXiv 2001.08361)"),
+    Convention("palm", "6·N + 12·L·H·Q·T", "Chowdhery et al. 2022 (arXiv 2204.02311) appendix B"),
+    Convention("torchtitan", "6·(N − embedding) + 12·L·H·Q·T", "TorchTitan get_nparams_and_flops"),
+)  # fmt: skip
+
+
+def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float:
+    """Training FLOPs (forward and backward, nothing recomputed) per token, counted by ``convention``."""
+    attention = 12 * model.layers * model.heads * model.head_size * seq
+    if convention == "causal":
+        return 3 * forward_flops(model, seq)
+    if convention == "full-attention":
+        return 3 * forward_flops(model, seq, halve_causal=False)
+    if convention == "6nd":
+        return 6 * active_parameter_count(model)
+    if convention == "palm":
+        return 6 * active_parameter_count(model) + attention
+    if convention == "torchtitan":
+        return 6 * (active_parameter_count(model) - embedding_parameters(model)) + attention
+    raise AssertionError(f"unknown convention {convention}")
+
+
+def recomputed_flops_per_token(model: Model, seq: int, recompute: str, operators: tuple[str, ...]) -> float:
+    """Forward FLOPs per token that are run a second time; element-wise operators count as nothing."""
+    if recompute == "full":
+        return forward_flops(model, seq) - head_forward_flops(model)
+    if recompute == "selective" and "attention" in operators:
+        return model.layers * layer_forward_flops(model, seq, moe=False).attention
+    return 0.0
+
+
+def training_flops(model: Model, seq: int, tokens: float, convention: str = "causal") -> float:
+    return flops_per_token(model, seq, convention) * tokens

@@ -1,0 +1,193 @@
+"""The memory of one device, split into its parts, for every kind of pipeline rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shardwise.cost.activations import (
+    embedding_activation_bytes,
+    head_activation_bytes,
+    layer_activation_bytes,
+    logits_temporary_bytes,
+)
+from shardwise.cost.in_flight import chunks_in_flight
+from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
+from shardwise.cost.states import StateBytes, rank_state_bytes, state_bytes
+from shardwise.spec.job import Job
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one device of a pipeline rank at its peak; ``host`` is what offload moved off it."""
+
+    pipeline_rank: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    recomputed: float
+    gathered: float
+    communication: float
+    temporary: float
+    allowance: float
+    host: float
+
+    PARTS = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "recomputed",
+        "gathered",
+        "communication",
+        "temporary",
+        "allowance",
+    )
+
+    @property
+    def states(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, part) for part in self.PARTS))
+
+    def to_dict(self) -> dict[str, float]:
+        parts = {f"{f.name}_bytes": getattr(self, f.name) for f in fields(self) if f.name != "pipeline_rank"}
+        return {"pipeline_rank": self.pipeline_rank, **parts, "total_bytes": self.total}
+
+
+def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
+    """The peak memory of one device of a pipeline rank."""
+    contents = rank_contents(job, pipeline_rank)
+    states = rank_state_bytes(contents, job.strategy, job.training.precision, job.training.optimizer)
+    activations = activation_bytes(job, contents)
+    offloaded = activations * job.strategy.offload.activations
+    return DeviceMemory(
+        pipeline_rank=pipeline_rank,
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations - offloaded,
+        recomputed=_recomputed_layer_bytes(job, contents),
+        gathered=_gathered_bytes(job, contents),
+        communication=_communication_buffer_bytes(job),
+        temporary=logits_temporary_bytes(job) if contents.has_head else 0.0,
+        allowance=job.cluster.device.framework_memory,
+        host=states.offloaded + offloaded,
+    )
+
+
+def device_memories(job: Job) -> tuple[DeviceMemory, ...]:
+    """Memory of the pipeline ranks whose figures differ."""
+    return tuple(memory_of_rank(job, rank) for rank in pipeline_ranks_to_price(job))
+
+
+def peak_memory(job: Job) -> DeviceMemory:
+    """The fullest device of the job."""
+    return max(device_memories(job), key=lambda memory: memory.total)
+
+
+def activation_bytes(job: Job, contents: RankContents) -> float:
+    """Activations alive on a rank at its peak: its layers times the microbatches in flight, and the ends."""
+    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    layers = _kept_by_layers(job, contents) * in_flight
+    if contents.has_embedding:
+        layers += embedding_activation_bytes(job) * in_flight
+    if contents.has_head:
+        # The loss of a microbatch is followed at once by its backward pass.
+        layers += head_activation_bytes(job) * (1 if job.strategy.schedule != "gpipe" else in_flight)
+    return layers
+
+
+def _kept_by_layers(job: Job, contents: RankContents) -> float:
+    full = contents.layers
+    if job.strategy.recompute == "full" and job.strategy.recompute_layers is not None:
+        full = min(job.strategy.recompute_layers, contents.layers)
+    recomputed_share = full / contents.layers if contents.layers else 0.0
+    kept = 0.0
+    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        if not count:
+            continue
+        if job.strategy.recompute == "full":
+            whole = layer_activation_bytes(job, moe=moe, recompute="none")
+            checkpoint = layer_activation_bytes(job, moe=moe, recompute="full")
+            kept += count * (recomputed_share * checkpoint + (1 - recomputed_share) * whole)
+        else:
+            kept += count * layer_activation_bytes(job, moe=moe)
+    return kept
+
+
+def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
+    """Tensors that recompute brings back while one layer runs its backward pass."""
+    if job.strategy.recompute == "none" or job.strategy.recompute_layers == 0:
+        return 0.0
+    kinds = [moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count]
+    return max(
+        layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe) for moe in kinds
+    )
+
+
+def _gathered_bytes(job: Job, contents: RankContents) -> float:
+    """Whole layers that sharded data parallelism holds for a moment.
+
+    ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
+    it is reduced (FSDP2: one unit in use, one in flight).
+    """
+    strategy, recipe = job.strategy, job.training.recipe
+    if strategy.zero < 2 or strategy.sharding_group == 1:
+        return 0.0
+    largest = contents.total / max(1, contents.layers)
+    gradient = largest * recipe.gradient if strategy.gradients_sharded else 0.0
+    if strategy.zero == 2:
+        return gradient
+    if strategy.keep_parameters:
+        return contents.total * recipe.weight + gradient
+    return 2 * largest * recipe.weight + gradient
+
+
+def _communication_buffer_bytes(job: Job) -> float:
+    """Buffers that tensors pass through on their way between devices."""
+    model, strategy, recipe = job.model, job.strategy, job.training.recipe
+    tokens = job.microbatch_tokens
+    region = tokens / strategy.tp if strategy.sequence_parallel else tokens
+    hidden = model.hidden * recipe.communication
+    buffers = 0.0
+    if strategy.tp > 1 and strategy.sequence_parallel:
+        buffers += hidden * tokens  # the gathered input of the linear layer in use
+    if strategy.pp > 1:
+        buffers += 2 * hidden * region  # one activation received, one gradient
+    if strategy.cp > 1:
+        buffers += 2 * _key_value_bytes(job) * (strategy.cp if strategy.context_method == "all-gather" else 1)
+    if strategy.ep > 1 and model.moe:
+        buffers += 2 * hidden * region * model.moe.top_k  # sent and received tokens
+    return buffers
+
+
+def _key_value_bytes(job: Job) -> float:
+    model, tensor = job.model, job.strategy.tp
+    heads = model.heads if model.mla else model.key_value_heads
+    per_token = heads / min(tensor, heads) * (model.query_key_dim + model.value_dim)
+    return per_token * job.microbatch_tokens * job.training.recipe.communication
+
+
+def per_gpu_memory_bytes(
+    job: Job | None = None,
+    *,
+    parameters: float | None = None,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    zero: int = 0,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+) -> DeviceMemory | StateBytes:
+    """Memory of the fullest device of a job; or, from a bare parameter count, its model states alone.
+
+    >>> per_gpu_memory_bytes(parameters=7.5e9, dp=64, zero=1).total / 1e9   # ZeRO, Figure 1
+    31.40625
+    """
+    if job is not None:
+        return peak_memory(job)
+    assert parameters is not None, "give a job, or parameters"
+    return state_bytes(parameters / (tp * pp), precision=precision, optimizer=optimizer, zero=zero, shards=dp)

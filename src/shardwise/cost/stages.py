@@ -1,0 +1,108 @@
+"""What one pipeline rank holds: its layers, whether it has the embedding or the loss, its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.spec.job import Job
+from shardwise.spec.parameters import (
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    prediction_module_parameters,
+)
+from shardwise.spec.rules import stage_layer_counts
+
+
+@dataclass(frozen=True)
+class RankContents:
+    """The part of the model on one pipeline rank, in parameters that one device holds before ZeRO.
+
+    ``layer_matrices`` are weight matrices inside layers (what Muon treats as matrices), ``others`` norms,
+    embeddings and head; ``experts`` are the routed ones, which have their own data-parallel group.
+    """
+
+    rank: int
+    dense_layers: int
+    moe_layers: int
+    has_embedding: bool
+    has_head: bool
+    layer_matrices: float
+    others: float
+    experts: float
+
+    @property
+    def layers(self) -> int:
+        return self.dense_layers + self.moe_layers
+
+    @property
+    def dense(self) -> float:
+        """Parameters outside the routed experts."""
+        return self.layer_matrices + self.others
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def chunk_of_rank(job: Job, rank: int) -> tuple[int, ...]:
+    """The stages (model chunks, in model order) that a pipeline rank holds.
+
+    Interleaved chunks are not contiguous: rank r holds r, r+p, r+2p, ... (Narayanan et al. 2021, section
+    2.2). V-shaped schedules fold: r and 2p−1−r (Qi et al. 2024, arXiv 2405.15362).
+    """
+    p, chunks = job.strategy.pp, job.strategy.chunks_per_rank
+    if chunks > 1 and job.strategy.schedule != "interleaved":
+        return (rank, 2 * p - 1 - rank)
+    return tuple(rank + p * chunk for chunk in range(chunks))
+
+
+def rank_contents(job: Job, rank: int) -> RankContents:
+    """What pipeline rank ``rank`` holds."""
+    model, strategy = job.model, job.strategy
+    counts = stage_layer_counts(model, strategy)
+    first_layer = [sum(counts[:stage]) for stage in range(len(counts))]
+    chunks = chunk_of_rank(job, rank)
+    moe = sum(
+        model.is_moe_layer(index)
+        for stage in chunks
+        for index in range(first_layer[stage], first_layer[stage] + counts[stage])
+    )
+    dense = sum(counts[stage] for stage in chunks) - moe
+    has_embedding, has_head = 0 in chunks, len(counts) - 1 in chunks
+    matrices, others, experts = _layer_parts(job, dense, moe)
+    if has_embedding or (has_head and model.tied_embeddings):
+        # Tied weights live on both ends of a pipeline; on one rank they are one tensor.
+        others += embedding_parameters(model, strategy.tp)
+    if has_head:
+        others += head_parameters(model, strategy.tp)
+        module = prediction_module_parameters(model, **_degrees(job))
+        matrices += model.mtp_layers * (module.dense - module.norms)
+        others += model.mtp_layers * module.norms
+        experts += model.mtp_layers * module.experts
+    return RankContents(rank, dense, moe, has_embedding, has_head, matrices, others, experts)
+
+
+def _degrees(job: Job) -> dict[str, int]:
+    strategy = job.strategy
+    return {
+        "tensor_parallel": strategy.tp,
+        "expert_parallel": strategy.ep,
+        "expert_tensor_parallel": strategy.expert_tensor_parallel,
+    }
+
+
+def _layer_parts(job: Job, dense: int, moe: int) -> tuple[float, float, float]:
+    plain = layer_parameters(job.model, moe=False, **_degrees(job))
+    routed = layer_parameters(job.model, moe=True, **_degrees(job))
+    matrices = dense * (plain.dense - plain.norms) + moe * (routed.dense - routed.norms)
+    return matrices, dense * plain.norms + moe * routed.norms, moe * routed.experts
+
+
+def pipeline_ranks_to_price(job: Job) -> tuple[int, ...]:
+    """Pipeline ranks whose figures differ: all of a small pipeline, the ends and the middle of a large one."""
+    p = job.strategy.pp
+    uneven = job.strategy.stage_layers != "even" or job.model.moe_layers not in (0, job.model.layers)
+    if p <= 8 or (uneven and p <= 64):
+        return tuple(range(p))
+    return (0, 1, p // 2, p - 1)

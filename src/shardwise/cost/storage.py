@@ -1,0 +1,46 @@
+"""Checkpoints and data against the cluster's storage: seconds to write and read, bytes per second needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.cost.analysis import Analysis
+from shardwise.spec.training import OPTIMIZERS
+
+TOKEN_BYTES = 4  # token ids above 65,535 need four bytes
+
+
+@dataclass(frozen=True)
+class StorageCost:
+    """One storage level: the whole cluster's bandwidth, and what this job asks of it."""
+
+    name: str
+    bandwidth: float
+    write_seconds: float
+    read_seconds: float
+    data_rate_share: float
+
+
+def checkpoint_bytes(analysis: Analysis) -> float:
+    """One checkpoint of the whole model: weights in the recipe's format, master weights, optimizer states."""
+    recipe, states = analysis.job.training.recipe, OPTIMIZERS[analysis.job.training.optimizer]
+    per_parameter = (recipe.master or recipe.weight) + states.matrices
+    if recipe.master:
+        per_parameter += recipe.weight
+    return analysis.parameters * per_parameter
+
+
+def data_rate(analysis: Analysis) -> float:
+    """Bytes of token ids that the run reads per second at its step-time floor."""
+    return analysis.tokens_per_second * TOKEN_BYTES
+
+
+def storage_costs(analysis: Analysis) -> list[StorageCost]:
+    """Every storage level of the cluster; shared levels are read by all, local ones by each node its part."""
+    costs = []
+    size = checkpoint_bytes(analysis)
+    for storage in analysis.job.cluster.storage:
+        bandwidth = storage.bandwidth(analysis.job.cluster.nodes)
+        seconds = size / bandwidth + storage.link.latency
+        costs.append(StorageCost(storage.name, bandwidth, seconds, seconds, data_rate(analysis) / bandwidth))
+    return costs

@@ -1,0 +1,132 @@
+"""A Hugging Face ``config.json`` as a `Model`, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.interop.families import ALIASES, FAMILIES
+from shardwise.interop.keys import Config, Family
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.model import Model
+
+_MAX_BYTES = 16 * 2**20
+
+
+def model_from_hf_config(config: Config | Path | str, name: str | None = None) -> Model:
+    """The model a ``config.json`` describes; ``config`` is its content, its path, or the folder it lies in.
+
+    A key that is absent takes the default of the `transformers` library. Of a config with a ``text_config``
+    (vision-language models) the language model is read. Two small things a `Model` does not hold are left out
+    of its count: OPT's two spare position rows and the attention sinks of gpt-oss. Raises SpecError, with the
+    key, for what is malformed, of a family not known here, or outside what a `Model` can say.
+    """
+    if isinstance(config, (str, Path)):
+        config = _read_json(Path(config))
+    if not isinstance(config, Mapping):
+        raise SpecError("config", f"{shown(config)} should be a mapping of keys", "give the content of config.json")
+    model_type, nested = config.get("model_type"), config.get("text_config")
+    if model_type not in (*FAMILIES, *ALIASES) and isinstance(nested, Mapping):
+        try:
+            return model_from_hf_config(nested, name or _name_in(config))
+        except SpecError as error:
+            raise error.under("text_config") from None
+    family = _family(model_type)
+    return replace(_read(family, config), name=name or _name_in(config) or family.model_type)
+
+
+def hf_config_from_model(model: Model) -> dict[str, Any]:
+    """The ``config.json`` of the first family that can say this model, such that reading it gives it back.
+
+    Raises SpecError when no family can.
+    """
+    for family in FAMILIES.values():
+        try:
+            config = _write(family, model)
+            if _shape(_read(family, config)) == _shape(model):
+                return config
+        except SpecError:
+            continue
+    raise SpecError(
+        "model",
+        f"no Hugging Face family has the shape of {shown(model.name)}",
+        f"known are {', '.join(FAMILIES)}",
+    )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        if path.stat().st_size > _MAX_BYTES:
+            raise SpecError("config", f"{shown(str(path))} is larger than {_MAX_BYTES >> 20} MiB", "name a config.json")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError("config", f"{shown(str(path))} is not there", "check the path") from None
+    except OSError as error:
+        raise SpecError("config", f"{shown(str(path))} cannot be read ({error.strerror})", "check the file") from None
+    except SpecError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise SpecError("config", f"{shown(str(path))} is not JSON: {shown(str(error))}", "correct the file") from None
+
+
+def _name_in(config: Config) -> str:
+    path = config.get("_name_or_path")
+    return path.rstrip("/").rsplit("/", 1)[-1] if isinstance(path, str) else ""
+
+
+def _family(model_type: Any) -> Family:
+    known = sorted((*FAMILIES, *ALIASES))
+    supported = "supported are " + ", ".join(known)
+    if model_type is None:
+        raise SpecError("model_type", "is missing", supported)
+    if not isinstance(model_type, str):
+        raise SpecError("model_type", f"{shown(model_type)} should be text", supported)
+    if model_type not in known:
+        near = nearest_name(model_type, known)
+        raise SpecError("model_type", f"{shown(model_type)} is not supported", f"{near} {supported}".strip())
+    return FAMILIES[ALIASES.get(model_type, model_type)]
+
+
+def _read(family: Family, config: Config) -> Model:
+    values = {key.name: key.value_in(config) for key in family.keys.values()}
+    filled = {**config, **values}
+    for name, understood in family.requires.items():
+        understood = understood(filled) if callable(understood) else understood
+        if filled.get(name) not in (None, understood):
+            problem = f"{shown(filled[name])} is not supported for {family.model_type}"
+            raise SpecError(name, problem, f"only {shown(understood)} is")
+    fields: dict[str, Any] = {"source": f"Hugging Face config.json, model_type {family.model_type}"}
+    for field, value in family.fixed.items():
+        _set(fields, field, value)
+    for field, key in family.keys.items():
+        _set(fields, field, key.read(values[key.name], filled))
+    try:
+        return Model.from_dict(fields)
+    except SpecError as error:
+        at = family.keys[error.field].name if error.field in family.keys else error.field
+        raise SpecError(at, error.problem, error.remedy) from None
+
+
+def _write(family: Family, model: Model) -> dict[str, Any]:
+    config = {"model_type": family.model_type, "_name_or_path": model.name, **family.also(model)}
+    for field, key in family.keys.items():
+        noun, _, inner = field.rpartition(".")
+        owner = getattr(model, noun) if noun else model
+        if owner is None:
+            raise SpecError(noun, f"is needed for {family.model_type}")
+        config[key.name] = key.write(getattr(owner, inner), model)
+    return config
+
+
+def _set(fields: dict[str, Any], dotted: str, value: Any) -> None:
+    noun, _, inner = dotted.rpartition(".")
+    (fields.setdefault(noun, {}) if noun else fields)[inner] = value
+
+
+def _shape(model: Model) -> Model:
+    """The model without the fields that only describe it."""
+    return replace(model, name="", source="", published_parameters=None)

@@ -1,0 +1,234 @@
+"""An analysis as text: one table per dimension, memory, arithmetic, and the sentence that names the bottleneck."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from shardwise.cost.analysis import DIMENSIONS, Analysis
+from shardwise.cost.flops import flops_per_token
+from shardwise.cost.ranks import rank_places
+from shardwise.cost.scaling import scaling_table
+from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
+from shardwise.cost.traffic import Traffic
+from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
+from shardwise.report.console import bar, console, table
+from shardwise.spec.units import (
+    readable_bytes,
+    readable_count,
+    readable_flops,
+    readable_rate,
+    readable_seconds,
+)
+
+_TITLES = {
+    "tp": "Tensor parallel",
+    "cp": "Context parallel",
+    "ep": "Expert parallel",
+    "pp": "Pipeline parallel",
+    "dp": "Data parallel",
+    "offload": "Offload",
+}
+_PART_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "recomputed": "recomputed layer",
+    "gathered": "gathered layers",
+    "communication": "communication buffers",
+    "temporary": "logits, temporary",
+    "allowance": "framework (allowance)",
+}
+
+
+def print_analysis(analysis: Analysis, *, scaling: bool = False, ranks: bool = False) -> None:
+    """Prints everything `analyze` has to say."""
+    out = console()
+    out.print(_headline(analysis), markup=False)
+    for note in analysis.notes:
+        out.print(f"note: {note}", style="yellow", markup=False)
+    for name in DIMENSIONS:
+        traffics = analysis.dimension_traffics(name)
+        if traffics:
+            out.print(_dimension_table(analysis, name, traffics))
+    out.print(_memory_table(analysis))
+    out.print(_time_table(analysis))
+    out.print(_storage_table(analysis))
+    if scaling:
+        for kind in ("strong", "weak"):
+            out.print(_scaling_table(analysis, kind))
+    if ranks:
+        out.print(_ranks_table(analysis))
+    for line in verdict_lines(analysis):
+        out.print(line, style="bold", markup=False)
+
+
+def _headline(analysis: Analysis) -> str:
+    job = analysis.job
+    degrees = " × ".join(f"{name} {job.strategy.degree(name)}" for name in job.strategy.order)
+    active = ""
+    if analysis.active_parameters != analysis.parameters and job.model.moe:
+        active = f" ({readable_count(analysis.active_parameters)} active)"
+    return (
+        f"{job.model.name}: {readable_count(analysis.parameters)} parameters{active} on {job.cluster.devices} × "
+        f"{job.cluster.device.name} ({job.cluster.name})\n"
+        f"{degrees}, zero {job.strategy.zero}, {job.training.precision}; "
+        f"{job.sequences} sequences of {job.training.seq} = {readable_count(job.tokens_per_step)} tokens per step "
+        f"in {job.microbatches} microbatches of {job.strategy.microbatch}"
+    )
+
+
+def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> Table:
+    seconds = sum(traffic.seconds for traffic in traffics)
+    exposed = sum(traffic.exposed_seconds for traffic in traffics)
+    title = f"{_TITLES[name]}: {readable_seconds(seconds)} per step, {readable_seconds(exposed)} exposed"
+    columns = (
+        "what",
+        "collective",
+        "network",
+        "bytes",
+        "times",
+        "steps",
+        "latency",
+        "bandwidth",
+        "seconds",
+        "hidden",
+        "exposed",
+    )
+    return table(title, columns, (_traffic_row(traffic) for traffic in traffics), numbers_from=3)
+
+
+def _traffic_row(traffic: Traffic) -> Iterator[str]:
+    cost = traffic.cost
+    yield traffic.what
+    yield f"{traffic.kind.value.replace('_', '-')}, {cost.algorithm.replace('_', ' ')}"
+    yield traffic.network
+    yield readable_bytes(traffic.size_bytes)
+    yield f"{traffic.count:,.0f}"
+    yield str(cost.steps)
+    yield readable_seconds(traffic.count * float(cost.latency_seconds))
+    yield readable_seconds(traffic.count * float(cost.bandwidth_seconds))
+    yield readable_seconds(traffic.seconds)
+    yield readable_seconds(traffic.hidden_seconds)
+    yield readable_seconds(traffic.exposed_seconds)
+
+
+def _memory_table(analysis: Analysis) -> Table:
+    memory, capacity = analysis.memory, analysis.capacity_bytes
+    where = f" (fullest: pipeline rank {memory.pipeline_rank})" if analysis.job.strategy.pp > 1 else ""
+    verdict = "fits" if analysis.fits else "DOES NOT FIT"
+    title = f"Memory of one device{where}: {readable_bytes(memory.total)} of {readable_bytes(capacity)}, {verdict}"
+    rows = [
+        (
+            _PART_WORDS[part],
+            bar(getattr(memory, part) / capacity),
+            readable_bytes(getattr(memory, part)),
+            f"{getattr(memory, part) / capacity:.1%}",
+        )
+        for part in memory.PARTS
+        if getattr(memory, part)
+    ]
+    free = capacity - memory.total
+    rows.append(
+        (
+            "free" if free >= 0 else "missing",
+            bar(abs(free) / capacity),
+            readable_bytes(abs(free)),
+            f"{abs(free) / capacity:.1%}",
+        )
+    )
+    if memory.host:
+        rows.append(("offloaded to host", "", readable_bytes(memory.host), ""))
+    return table(title, ("part", "share of the device", "bytes", "share"), rows, numbers_from=2)
+
+
+def _time_table(analysis: Analysis) -> Table:
+    job, step = analysis.job, analysis.step_seconds
+    per_token = flops_per_token(job.model, job.training.seq)
+    title = (
+        f"One step: {readable_flops(analysis.flops_per_step())} "
+        f"({readable_flops(per_token)} per token, causal attention counted once)"
+    )
+    rows = [
+        ("ideal compute (at peak)", analysis.compute_seconds),
+        ("pipeline bubble", analysis.bubble_seconds),
+        *((f"exposed {name} communication", seconds) for name, seconds in analysis.exposed_by_dimension().items()),
+        ("floor of the step time", step),
+    ]
+    shown = [(what, bar(seconds / step), readable_seconds(seconds), f"{seconds / step:.1%}") for what, seconds in rows]
+    shown.append(("ceiling of tokens/s", "", f"{analysis.tokens_per_second:,.0f}", ""))
+    shown.append(("ceiling of MFU", "", f"{analysis.mfu_ceiling:.1%}", ""))
+    if job.training.tokens:
+        seconds = job.training.tokens / analysis.tokens_per_second
+        shown.append((f"{readable_count(job.training.tokens)} tokens take at least", "", readable_seconds(seconds), ""))
+    return table(title, ("part", "share of the step", "value", "share"), shown, numbers_from=2)
+
+
+def _storage_table(analysis: Analysis) -> Table:
+    size, rate = readable_bytes(checkpoint_bytes(analysis)), readable_rate(data_rate(analysis))
+    title = f"Storage: a checkpoint is {size}, the data {rate}"
+    rows = [
+        (
+            cost.name,
+            readable_rate(cost.bandwidth),
+            readable_seconds(cost.write_seconds),
+            readable_seconds(cost.read_seconds),
+            f"{cost.data_rate_share:.2%}",
+        )
+        for cost in storage_costs(analysis)
+    ]
+    return table(title, ("level", "bandwidth", "write", "read", "data needs"), rows)
+
+
+def _scaling_table(analysis: Analysis, kind: str) -> Table:
+    formula = "T1/(N·TN), fixed batch" if kind == "strong" else "T1/TN, batch grows with N"
+    rows = [
+        (
+            str(row.devices),
+            str(row.data_parallel),
+            str(row.sequences),
+            readable_seconds(row.step_seconds),
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.efficiency:.1%}",
+            f"{row.exposed_share:.1%}",
+            "yes" if row.fits else "no",
+        )
+        for row in scaling_table(analysis.job, kind)
+    ]
+    columns = ("devices", "dp", "sequences", "step floor", "tokens/s", "efficiency", "exposed", "fits")
+    return table(f"{kind.capitalize()} scaling ({formula})", columns, rows, numbers_from=0)
+
+
+def _ranks_table(analysis: Analysis) -> Table:
+    places = rank_places(analysis.job)
+    names = list(places[0].groups)
+    rows = [
+        (
+            str(place.rank),
+            str(place.node),
+            str(place.local_rank),
+            *(f"{place.groups[name]}.{place.coordinates[name]}" for name in names),
+        )
+        for place in places
+    ]
+    return table("Ranks (group.position in every dimension)", ("rank", "node", "local", *names), rows, numbers_from=0)
+
+
+def verdict_lines(analysis: Analysis) -> Iterator[str]:
+    """The share of exposed communication, the change that lowers it most if it is high, and the bottleneck."""
+    share = analysis.exposed_share
+    if share > EXPOSED_LIMIT:
+        yield f"▲ Exposed communication: {share:.0%} of the step, above {EXPOSED_LIMIT:.0%}."
+        change = best_change(analysis)
+        if change is None:
+            yield "  No single change of the strategy lowers it without a longer step or more memory."
+        else:
+            longer = (
+                f"step {readable_seconds(change.step_seconds)} instead of {readable_seconds(analysis.step_seconds)}"
+            )
+            yield f"  What lowers it most: {change.what} (to {change.exposed_share:.0%}, {longer})."
+    else:
+        yield f"Exposed communication: {share:.0%} of the step."
+    yield bottleneck(analysis)

@@ -1,0 +1,74 @@
+"""YAML documents in and out, with every failure as one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.spec.errors import SpecError, shown
+
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MAX_BYTES = 16 * 2**20
+
+
+class _Loader(_BaseLoader):  # type: ignore[misc]
+    """A safe loader that refuses a key given twice: the second would silently win."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node.value, str) else None
+            if key in seen and key != "<<":
+                line = key_node.start_mark.line + 1
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice, line {line}", None)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path | str, what: str = "file") -> Any:
+    """The document in ``path`` as plain data."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise SpecError(what, f"{shown(str(path))} is a folder", "name the file inside it")
+        if path.stat().st_size > _MAX_BYTES:
+            raise SpecError(what, f"{shown(str(path))} is larger than {_MAX_BYTES >> 20} MiB", "is it a YAML file?")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(what, f"{shown(str(path))} is not there", "check the path") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not text in UTF-8"
+        raise SpecError(what, f"{shown(str(path))} cannot be read ({reason})", "check the file") from None
+    return parse_yaml(text, what=f"{what} {path}")
+
+
+def parse_yaml(text: str, what: str = "text") -> Any:
+    """The document in ``text`` as plain data."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it does not parse"
+        raise SpecError(what, f"malformed YAML: {problem} {where}", "correct that line") from None
+    except (RecursionError, ValueError, TypeError) as error:
+        raise SpecError(what, f"malformed YAML: {shown(str(error))}", "correct the file") from None
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists of plain values on one line and the keys in their own order."""
+
+
+def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    flow = not any(isinstance(item, (dict, list)) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+
+_Dumper.add_representer(list, _represent_list)
+
+
+def dump_yaml(data: Any) -> str:
+    """``data`` as YAML text that reads back to equal data."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

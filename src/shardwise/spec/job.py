@@ -1,0 +1,89 @@
+"""A job: a model, a cluster, a strategy and a training; complete, and checked as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.spec import presets, rules
+from shardwise.spec.clusters import cluster_from, cluster_short
+from shardwise.spec.codec import Spec, reference
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import dump_yaml, parse_yaml, read_yaml
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.model import Model
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+
+
+def _model(value: Any) -> Model:
+    return presets.resolve("model", Model, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Spec):
+    """Everything `analyze`, `plan` and `train` need; a job file holds exactly this."""
+
+    model: Model = reference(_model, presets.shorten)
+    cluster: Cluster = reference(cluster_from, cluster_short)
+    strategy: Strategy = field(default_factory=Strategy)
+    training: Training = field(default_factory=Training)
+
+    def check(self) -> None:
+        rules.check_model_fits(self.model, self.strategy, self.training)
+        object.__setattr__(self, "strategy", rules.completed_strategy(self.cluster, self.strategy))
+        rules.check_job(self.model, self.cluster, self.strategy, self.training)
+
+    @property
+    def batch_multiple(self) -> int:
+        """The global batch is a whole number of this many sequences."""
+        return self.strategy.data_parallel * self.strategy.microbatch
+
+    @property
+    def sequences(self) -> int:
+        return self.training.sequences(self.batch_multiple)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that each pipeline processes in one step."""
+        return self.sequences // self.batch_multiple
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.training.seq
+
+    @property
+    def microbatch_tokens(self) -> float:
+        """Tokens of one microbatch on one rank: its sequences, cut by context parallelism."""
+        return self.strategy.microbatch * self.training.seq / self.strategy.cp
+
+    def with_strategy(self, **changes: Any) -> Job:
+        return replace(self, strategy=replace(self.strategy, **changes))
+
+    def to_yaml(self) -> str:
+        return dump_yaml(self.to_dict())
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Job:
+        return cls.from_dict(parse_yaml(text, "job"))
+
+    @classmethod
+    def read(cls, path: Path | str) -> Job:
+        """The job in a file; files it names are looked for beside it."""
+        return cls.from_dict(read_job_fields(path))
+
+
+def read_job_fields(path: Path | str) -> dict[str, Any]:
+    """The plain fields of a job file, before they are checked as a whole (flags may still override)."""
+    data = read_yaml(path, "job file")
+    if not isinstance(data, Mapping):
+        raise SpecError("job file", f"{path} holds no fields", "it needs model, cluster, strategy and training")
+    fields = dict(data)
+    for name in ("model", "cluster"):
+        value = fields.get(name)
+        if isinstance(value, str) and presets.looks_like_file(value):
+            beside = Path(path).parent / value
+            fields[name] = str(beside) if beside.exists() or not Path(value).exists() else value
+    return fields

@@ -1,0 +1,233 @@
+"""What a transformer is: its shape, and the matrices that follow from it.
+
+`Model` is the noun a user writes. `Model.attention_matrices` and its siblings list every weight matrix once,
+with how tensor parallelism splits it; parameter counts, FLOPs, memory and communication all read that list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardwise.spec.codec import Spec, count
+from shardwise.spec.errors import SpecError
+
+Split = Literal["column", "row", "none"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One linear map of a layer: ``inputs`` → ``outputs`` features.
+
+    ``split`` is what tensor parallelism cuts: a column-parallel matrix its outputs (and bias), a
+    row-parallel one its inputs (the bias stays whole). ``groups`` is the number of heads the outputs
+    are made of: fewer groups than ranks are replicated (KV heads under GQA).
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    split: Split
+    bias: bool = False
+    groups: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return self.inputs * self.outputs + (self.outputs if self.bias else 0)
+
+    def parameters_per_rank(self, tensor_parallel: int) -> float:
+        """Parameters of this matrix that one of ``tensor_parallel`` ranks holds."""
+        weights, bias = self.inputs * self.outputs, self.outputs if self.bias else 0
+        if self.split == "none":
+            return weights + bias
+        share = self.share(tensor_parallel)
+        return weights * share + (bias * share if self.split == "column" else bias)
+
+    def share(self, tensor_parallel: int) -> float:
+        """The part of this matrix one rank holds and computes with."""
+        if self.split == "none":
+            return 1.0
+        return 1 / min(tensor_parallel, self.groups) if self.groups else 1 / tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Spec):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head sizes."""
+
+    kv_rank: int = count()
+    nope_dim: int = count()
+    rope_dim: int = count()
+    value_dim: int = count()
+    q_rank: int | None = count(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts(Spec):
+    """Routed experts: how many, how many per token, how wide, and in which layers."""
+
+    experts: int = count()
+    top_k: int = count()
+    ffn: int = count()
+    shared_ffn: int = count(0, minimum=0)
+    shared_gate: bool = False
+    dense_layers: int = count(0, minimum=0)
+    every: int = count(1)
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    groups: int = count(1)
+    groups_used: int = count(1)
+
+    def check(self) -> None:
+        if self.top_k > self.experts:
+            raise SpecError("top_k", f"{self.top_k} is more than {self.experts} experts", "lower top_k")
+        if self.experts % self.groups:
+            raise SpecError("groups", f"{self.groups} does not divide {self.experts} experts", "use a divisor")
+        if self.groups_used > self.groups:
+            raise SpecError("groups_used", f"{self.groups_used} is more than {self.groups} groups", "lower it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Spec):
+    """A decoder (or BERT-like encoder) by its shape; every size is a whole number of features.
+
+    ``sliding_window`` limits the keys of a query; with ``sliding_window_every: n`` above 1 every n-th layer
+    attends to all keys instead (Gemma), with 1 none does (Mistral). ``published_parameters`` is what the source
+    prints: a whole number is exact, text such as "174.6B" right to its digits.
+    """
+
+    layers: int = count()
+    hidden: int = count()
+    heads: int = count()
+    ffn: int = count()
+    vocab: int = count()
+    name: str = "custom"
+    max_seq: int = count(2048)
+    kv_heads: int | None = count(None)
+    head_dim: int | None = count(None)
+    activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    positions: Literal["learned", "rope", "none"] = "rope"
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    lm_head_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = count(2, minimum=0)
+    norm_bias: bool = True
+    parallel_block: bool = False
+    final_norm: bool = True
+    causal: bool = True
+    sliding_window: int | None = count(None)
+    sliding_window_every: int = count(1)
+    token_types: int = count(0, minimum=0)
+    embedding_norm: bool = False
+    pooler: bool = False
+    mlm_head: bool = False
+    mtp_layers: int = count(0, minimum=0)
+    mla: LatentAttention | None = None
+    moe: MixtureOfExperts | None = None
+    published_parameters: str | int | None = None
+    source: str = ""
+
+    def check(self) -> None:
+        kv_heads = self.kv_heads or self.heads
+        if self.heads % kv_heads:
+            raise SpecError("kv_heads", f"{kv_heads} does not divide {self.heads} query heads", "use a divisor")
+        if self.head_dim is None and self.mla is None and self.hidden % self.heads:
+            raise SpecError(
+                "heads",
+                f"{self.heads} does not divide hidden {self.hidden}",
+                "give head_dim or use a divisor",
+            )
+        if self.moe and self.moe.dense_layers > self.layers:
+            raise SpecError("moe.dense_layers", f"{self.moe.dense_layers} is more than {self.layers} layers")
+        object.__setattr__(self, "kv_heads", kv_heads)
+        if self.head_dim is None:
+            object.__setattr__(self, "head_dim", max(1, self.hidden // self.heads))
+
+    # -- derived sizes -------------------------------------------------------------------------------
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+    @cached_property
+    def moe_layers(self) -> int:
+        """Layers whose MLP is a mixture of experts."""
+        if self.moe is None:
+            return 0
+        return sum(self.is_moe_layer(index) for index in range(self.layers))
+
+    def is_moe_layer(self, index: int) -> bool:
+        if self.moe is None or index < self.moe.dense_layers:
+            return False
+        return (index - self.moe.dense_layers) % self.moe.every == self.moe.every - 1
+
+    @property
+    def query_key_dim(self) -> int:
+        """Features of one query or key head."""
+        return self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_size
+
+    @property
+    def value_dim(self) -> int:
+        return self.mla.value_dim if self.mla else self.head_size
+
+    # -- matrices ------------------------------------------------------------------------------------
+
+    @cached_property
+    def attention_matrices(self) -> tuple[Matrix, ...]:
+        h, a, kv, d = self.hidden, self.heads, self.key_value_heads, self.head_size
+        if self.mla:
+            return self._latent_attention_matrices()
+        return (
+            Matrix("query", h, a * d, "column", self.qkv_bias),
+            Matrix("key", h, kv * d, "column", self.qkv_bias, groups=kv),
+            Matrix("value", h, kv * d, "column", self.qkv_bias, groups=kv),
+            Matrix("attention output", a * d, h, "row", self.attention_out_bias),
+        )
+
+    def _latent_attention_matrices(self) -> tuple[Matrix, ...]:
+        assert self.mla
+        h, a, mla = self.hidden, self.heads, self.mla
+        queries = a * (mla.nope_dim + mla.rope_dim)
+        if mla.q_rank is None:
+            query: tuple[Matrix, ...] = (Matrix("query", h, queries, "column"),)
+        else:
+            query = (
+                Matrix("query down", h, mla.q_rank, "none"),
+                Matrix("query up", mla.q_rank, queries, "column"),
+            )
+        return (
+            *query,
+            Matrix("key-value down", h, mla.kv_rank + mla.rope_dim, "none"),
+            Matrix("key-value up", mla.kv_rank, a * (mla.nope_dim + mla.value_dim), "column"),
+            Matrix("attention output", a * mla.value_dim, h, "row", self.attention_out_bias),
+        )
+
+    def mlp_matrices(self, width: int) -> tuple[Matrix, ...]:
+        """The MLP of one layer, or one expert, of the given width."""
+        up = Matrix("up", self.hidden, width, "column", self.mlp_bias)
+        gate = (Matrix("gate", self.hidden, width, "column", self.mlp_bias),) if self.gated else ()
+        return (*gate, up, Matrix("down", width, self.hidden, "row", self.mlp_bias))
+
+    @cached_property
+    def router_matrices(self) -> tuple[Matrix, ...]:
+        if self.moe is None:
+            return ()
+        gate = (Matrix("shared gate", self.hidden, 1, "none"),) if self.moe.shared_gate else ()
+        return (Matrix("router", self.hidden, self.moe.experts, "none"), *gate)
+
+    @cached_property
+    def head_matrix(self) -> Matrix:
+        """The output projection to the vocabulary; with tied embeddings its weights are the embedding's."""
+        return Matrix("head", self.hidden, self.vocab, "column", self.lm_head_bias)

@@ -1,0 +1,111 @@
+"""How many parameters a model has, part by part, whole or on one rank.
+
+The parts matter because each is split differently: attention and MLP by tensor parallelism, experts by
+expert parallelism, norms not at all, embeddings only on the ends of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.spec.model import Matrix, Model
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Parameters of one layer on one rank; ``experts`` are the routed ones, ``dense`` all the rest."""
+
+    attention: float
+    mlp: float
+    norms: float
+    router: float
+    experts: float
+
+    @property
+    def dense(self) -> float:
+        return self.attention + self.mlp + self.norms + self.router
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def layer_parameters(
+    model: Model,
+    *,
+    moe: bool,
+    tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int = 1,
+) -> LayerParameters:
+    """Parameters that one rank holds of one layer (of all ranks together when every degree is 1)."""
+    attention = _held(model.attention_matrices, tensor_parallel) + _attention_norms(model)
+    norms = model.norms_per_layer * _norm_parameters(model)
+    if not moe or model.moe is None:
+        return LayerParameters(attention, _held(model.mlp_matrices(model.ffn), tensor_parallel), norms, 0, 0)
+    routed = _held(model.mlp_matrices(model.moe.ffn), expert_tensor_parallel)
+    shared = _held(model.mlp_matrices(model.moe.shared_ffn), tensor_parallel) if model.moe.shared_ffn else 0
+    router = _held(model.router_matrices, 1) + (model.moe.experts if model.moe.router_bias else 0)
+    return LayerParameters(attention, shared, norms, router, routed * model.moe.experts / expert_parallel)
+
+
+def embedding_parameters(model: Model, tensor_parallel: int = 1) -> float:
+    """Token, position and token-type embeddings; the vocabulary is split by tensor parallelism."""
+    tokens = model.vocab * model.hidden / tensor_parallel
+    positions = model.max_seq * model.hidden if model.positions == "learned" else 0
+    extra = model.token_types * model.hidden + (_norm_parameters(model) if model.embedding_norm else 0)
+    return tokens + positions + extra
+
+
+def head_parameters(model: Model, tensor_parallel: int = 1) -> float:
+    """What follows the last layer: final norm, output projection (if not tied), BERT's heads."""
+    final = _norm_parameters(model) if model.final_norm else 0
+    pooler = model.hidden * (model.hidden + 1) if model.pooler else 0
+    masked = model.hidden * (model.hidden + 1) + _norm_parameters(model) + model.vocab if model.mlm_head else 0
+    if model.tied_embeddings:
+        projection = model.vocab / tensor_parallel if model.lm_head_bias else 0
+    else:
+        projection = model.head_matrix.parameters_per_rank(tensor_parallel)
+    return final + pooler + masked + projection
+
+
+def prediction_module_parameters(model: Model, **degrees: int) -> LayerParameters:
+    """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437 section 2.2): two norms, a projection
+    of the concatenated states and one layer; embedding and head are shared with the main model."""
+    layer = layer_parameters(model, moe=model.moe is not None, **degrees)
+    extra = 2 * model.hidden * model.hidden + 3 * _norm_parameters(model)
+    return LayerParameters(layer.attention, layer.mlp, layer.norms + extra, layer.router, layer.experts)
+
+
+def parameter_count(model: Model, *, with_prediction_modules: bool = False) -> int:
+    """All parameters of the model; multi-token-prediction modules only when asked for."""
+    total = embedding_parameters(model) + head_parameters(model)
+    total += model.moe_layers * layer_parameters(model, moe=True).total
+    total += (model.layers - model.moe_layers) * layer_parameters(model, moe=False).total
+    if with_prediction_modules:
+        total += model.mtp_layers * prediction_module_parameters(model).total
+    return round(total)
+
+
+def active_parameter_count(model: Model) -> int:
+    """Parameters a token passes through: of the routed experts only the chosen ones."""
+    if model.moe is None:
+        return parameter_count(model)
+    idle = layer_parameters(model, moe=True).experts * (1 - model.moe.top_k / model.moe.experts)
+    return parameter_count(model) - round(model.moe_layers * idle)
+
+
+def _held(matrices: Iterable[Matrix], tensor_parallel: int) -> float:
+    return sum(matrix.parameters_per_rank(tensor_parallel) for matrix in matrices)
+
+
+def _norm_parameters(model: Model) -> int:
+    return model.hidden * (2 if model.norm == "layernorm" and model.norm_bias else 1)
+
+
+def _attention_norms(model: Model) -> int:
+    """Norms inside attention: per head on q and k (Qwen3), on the latent vectors (MLA)."""
+    per_head = 2 * model.head_size if model.qk_norm else 0
+    latent = (model.mla.q_rank or 0) + model.mla.kv_rank if model.mla else 0
+    return per_head + latent

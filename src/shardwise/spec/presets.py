@@ -1,0 +1,77 @@
+"""Presets by name, and a user's own file wherever a preset name stands.
+
+A preset is one YAML file in `catalogue/<kind>s/`, in the very format a user writes. Only the file asked
+for is read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.spec.codec import Spec
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.files import read_yaml
+
+_FOLDER = Path(__file__).parent / "catalogue"
+KINDS = ("model", "device", "link", "cluster")
+
+S = TypeVar("S", bound=Spec)
+
+
+def names(kind: str) -> list[str]:
+    """All preset names of a kind ("model", "device", "link" or "cluster"), sorted."""
+    return sorted(path.stem for path in (_FOLDER / f"{kind}s").glob("*.yaml"))
+
+
+def resolve(kind: str, cls: type[S], value: Any) -> S:
+    """The noun that ``value`` means: itself, a mapping of its fields, a preset name, or a file."""
+    if isinstance(value, cls):
+        return value
+    if isinstance(value, Mapping):
+        return cls.from_dict(value)
+    if not isinstance(value, str) or not value.strip():
+        raise SpecError(
+            "", f"{shown(value)} is not a {kind}", f"give a preset name, a file or a mapping of {kind} fields"
+        )
+    return load(kind, cls, value.strip())
+
+
+def load(kind: str, cls: type[S], name: str) -> S:
+    """A preset by name, or the user's own file of that kind."""
+    if looks_like_file(name):
+        data = read_yaml(name, kind)
+        if isinstance(data, Mapping) and "name" not in data:
+            data = {**data, "name": Path(name).stem}
+        return cls.from_dict(data, path=Path(name).name)
+    noun: Any = cls
+    found: S = _preset(kind, noun, name)
+    return found
+
+
+@functools.cache
+def _preset(kind: str, cls: Any, name: str) -> Any:
+    path = _FOLDER / f"{kind}s" / f"{name.lower()}.yaml"
+    if not _is_plain(name) or not path.is_file():
+        remedy = nearest_name(name, names(kind)) or f"`shardwise list {kind}s` shows all"
+        raise SpecError("", f"unknown {kind} {shown(name)}", remedy)
+    return cls.from_dict(read_yaml(path, kind), path=path.name)
+
+
+def shorten(noun: Any) -> Any:
+    """The preset name of ``noun`` where that alone brings it back, else all of its fields."""
+    kind = {"Model": "model", "Device": "device", "Link": "link"}.get(type(noun).__name__)
+    own_class: Any = type(noun)
+    if kind and noun.name in names(kind) and _preset(kind, own_class, noun.name) == noun:
+        return noun.name
+    return noun.to_dict()
+
+
+def looks_like_file(text: str) -> bool:
+    return text.lower().endswith((".yaml", ".yml", ".json")) or "/" in text or "\\" in text
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and all(c.isalnum() or c in "-._" for c in name) and not name.startswith(".")

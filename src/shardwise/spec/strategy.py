@@ -1,0 +1,174 @@
+"""How the work is split: the degrees, their order over the ranks, and every choice that has a price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.spec.codec import Spec, count
+from shardwise.spec.errors import SpecError
+
+Dimension = Literal["tp", "cp", "dp", "pp"]
+DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "zb-1p",
+    "zb-2p",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipe",
+    "dualpipev",
+)
+ScheduleName = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "zb-1p",
+    "zb-2p",
+    "zbv",
+    "v-half",
+    "v-min",
+    "dualpipe",
+    "dualpipev",
+]
+RecomputedOperator = Literal["attention", "activation", "norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap(Spec):
+    """Which communication runs under computation; what is priced as hidden is what the engine hides."""
+
+    dp: bool = True
+    tp: bool = False
+    pp: bool = False
+    cp: bool = True
+    ep: bool = False
+    offload: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload(Spec):
+    """Shares of each kind of state kept outside device memory, and where."""
+
+    optimizer: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    gradients: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    weights: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    activations: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    target: Literal["cpu", "nvme"] = "cpu"
+
+    @property
+    def any(self) -> bool:
+        return max(self.optimizer, self.gradients, self.weights, self.activations) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(Spec):
+    """A parallel layout.
+
+    ``tp``·``cp``·``dp``·``pp`` devices; ``order`` lays them over the ranks, innermost first. Expert
+    parallelism reuses the ranks of one pipeline stage (tp·cp·dp): ``expert_tp``·``ep``· expert data
+    parallelism, innermost first. ``zero`` shards optimizer states (1), gradients (2), parameters (3)
+    over ``shard_group`` data-parallel ranks (default all of them; fewer is hybrid sharding).
+    With ``accumulate: sharded`` ZeRO-2 and 3 reduce gradients after every microbatch; ``local`` keeps them
+    whole and reduces once. ``keep_parameters`` keeps what ZeRO-3 gathered until the step ends.
+    """
+
+    tp: int = count(1)
+    cp: int = count(1)
+    dp: int | None = count(None)
+    pp: int = count(1)
+    ep: int = count(1)
+    expert_tp: int | None = count(None)
+    sequence_parallel: bool = True
+    zero: Literal[0, 1, 2, 3] = 0
+    shard_group: int | None = count(None)
+    keep_parameters: bool = False
+    accumulate: Literal["sharded", "local"] = "sharded"
+    order: tuple[Dimension, ...] = DIMENSIONS
+    microbatch: int = count(1)
+    schedule: ScheduleName = "1f1b"
+    interleave: int = count(1)
+    stage_layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_operators: tuple[RecomputedOperator, ...] = ("attention",)
+    recompute_layers: int | None = count(None, minimum=0)
+    context_method: Literal["ring", "all-gather", "ulysses"] = "ring"
+    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    overlap: Overlap = field(default_factory=Overlap)
+    offload: Offload = field(default_factory=Offload)
+    collective: str = "auto"
+
+    def check(self) -> None:
+        if sorted(self.order) != sorted(DIMENSIONS):
+            raise SpecError(
+                "order",
+                f"{list(self.order)} does not name tp, cp, dp and pp once each",
+                "write it like [tp, cp, dp, pp]",
+            )
+        if self.interleave > 1 and self.schedule != "interleaved":
+            raise SpecError(
+                "interleave", f"{self.interleave} needs schedule: interleaved", f"the schedule is {self.schedule}"
+            )
+        if self.schedule == "interleaved" and self.interleave == 1 and self.pp > 1:
+            raise SpecError("interleave", "1 chunk per rank is plain 1f1b", "use interleave: 2 or schedule: 1f1b")
+        if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.pp * self.chunks_per_rank:
+            raise SpecError(
+                "stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.pp * self.chunks_per_rank}"
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        return self.dp or 1
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Model chunks that one pipeline rank holds."""
+        if self.schedule == "interleaved":
+            return self.interleave
+        return 2 if self.schedule in ("zbv", "v-half", "v-min", "dualpipev") and self.pp > 1 else 1
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        return self.expert_tp or self.tp
+
+    @property
+    def expert_data_parallel(self) -> int:
+        return self.tp * self.cp * self.data_parallel // (self.expert_tensor_parallel * self.ep)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.data_parallel * self.pp
+
+    @property
+    def gradient_group(self) -> int:
+        """Ranks that hold the same dense parameters and reduce their gradients: cp·dp."""
+        return self.cp * self.data_parallel
+
+    @property
+    def sharding_group(self) -> int:
+        """Ranks over which ZeRO divides states."""
+        return self.shard_group or self.gradient_group
+
+    def stride(self, dimension: str) -> int:
+        """Distance in ranks between neighbours of a dimension."""
+        distance = 1
+        for name in self.order:
+            if name == dimension:
+                break
+            distance *= self.degree(name)
+        return distance
+
+    @property
+    def gradients_sharded(self) -> bool:
+        """Whether a device holds only its shard of the gradients between microbatches."""
+        return self.zero >= 2 and self.accumulate == "sharded"
+
+    def degree(self, dimension: str) -> int:
+        return {"tp": self.tp, "cp": self.cp, "dp": self.data_parallel, "pp": self.pp}[dimension]

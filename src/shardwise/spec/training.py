@@ -1,0 +1,118 @@
+"""What is trained and how: batch, sequence, numeric formats, optimizer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.spec import units
+from shardwise.spec.codec import Spec, count
+from shardwise.spec.errors import SpecError, shown
+
+_TOKENS = re.compile(r"\s*(.+?)[\s-]*tokens?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes per parameter and per activation element of a precision recipe."""
+
+    name: str
+    compute: str  # data type of the matrix products
+    weight: float  # the weights the model computes with or casts from
+    copies: float  # extra low-precision copies of the weights that stay in memory
+    gradient: float
+    master: float  # fp32 master weights kept by the optimizer
+    activation: float  # element of a saved activation
+    linear_input: float  # element of a saved input of a linear layer
+    communication: float  # element of an activation on the wire
+    source: str
+
+
+_MIXED = "Micikevicius et al. 2018 (arXiv 1710.03740); ZeRO (arXiv 1910.02054) section 3.1"
+_TE = "NVIDIA Transformer Engine: FP8 weight and its transpose cached beside the BF16 weight"
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("fp32", "fp32", 4, 0, 4, 0, 4, 4, 4, "one format for all"),
+        Recipe("fp16", "fp16", 2, 0, 2, 4, 2, 2, 2, _MIXED),
+        Recipe("bf16", "bf16", 2, 0, 2, 4, 2, 2, 2, _MIXED),
+        Recipe("bf16-fp32-grads", "bf16", 2, 0, 4, 4, 2, 2, 2, "Megatron-LM accumulates gradients in fp32: 18 B"),
+        Recipe("fp8", "fp8", 2, 2, 4, 4, 2, 1, 2, _TE),
+        Recipe("mxfp8", "fp8", 2, 2 * (1 + 1 / 32), 4, 4, 2, 1 + 1 / 32, 2,
+               "OCP Microscaling Formats v1.0: one 8-bit scale per 32 elements"),
+        Recipe("nvfp4", "fp4", 2, 2 * (1 / 2 + 1 / 16), 4, 4, 2, 1 / 2 + 1 / 16, 2,
+               "NVFP4: one 8-bit scale per 16 four-bit elements"),
+    )
+}  # fmt: skip
+PrecisionName = Literal["fp32", "fp16", "bf16", "bf16-fp32-grads", "fp8", "mxfp8", "nvfp4"]
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """Bytes of optimizer state per parameter, besides the master weights of the recipe."""
+
+    matrices: float  # weight matrices inside the layers
+    others: float  # embeddings, head, norms, biases
+    source: str
+
+
+OPTIMIZERS: dict[str, OptimizerStates] = {
+    "sgd": OptimizerStates(0, 0, "no state"),
+    "sgd-momentum": OptimizerStates(4, 4, "one fp32 momentum"),
+    "adamw": OptimizerStates(8, 8, "two fp32 moments (arXiv 1711.05101)"),
+    "adam8bit": OptimizerStates(2 + 8 / 256, 2 + 8 / 256,
+                                "two 8-bit moments, an fp32 scale per 256 (arXiv 2110.02861; bitsandbytes 0.43+)"),
+    "muon": OptimizerStates(4, 8, "one fp32 momentum for matrices, AdamW for the rest (Jordan et al. 2024)"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Spec):
+    """``global_batch`` counts sequences, or tokens when written like "16M-tokens" (decimal)."""
+
+    global_batch: int | str = 1
+    seq: int = count(2048)
+    precision: PrecisionName = "bf16"
+    optimizer: Literal["sgd", "sgd-momentum", "adamw", "adam8bit", "muon"] = "adamw"
+    attention: Literal["flash", "unfused"] = "flash"
+    dropout: bool = False
+    tokens: int | None = count(None)
+    checkpoint_interval: float | None = field(default=None, metadata={"dimension": "seconds", "above": 0})
+
+    def check(self) -> None:
+        self.batch_request()
+
+    @property
+    def recipe(self) -> Recipe:
+        return RECIPES[self.precision]
+
+    def batch_request(self) -> tuple[int, bool]:
+        """The batch as asked for, and whether it counts tokens."""
+        value, in_tokens = self.global_batch, False
+        if isinstance(value, str):
+            match = _TOKENS.fullmatch(value)
+            in_tokens = match is not None
+            value = units.parse(match.group(1) if match else value, "count", "global_batch")  # type: ignore[assignment]
+        if value != int(value) or value < 1 or value > 10**15:
+            raise SpecError("global_batch", f"{shown(self.global_batch)} is not a positive whole number",
+                            "write sequences like 1024, or tokens like 16M-tokens")  # fmt: skip
+        return int(value), in_tokens
+
+    def sequences(self, multiple: int) -> int:
+        """The global batch in sequences; one given in tokens is rounded to a multiple the layout divides."""
+        requested, in_tokens = self.batch_request()
+        if not in_tokens:
+            return requested
+        return max(1, round(requested / self.seq / multiple)) * multiple
+
+    def rounding_note(self, multiple: int) -> str:
+        """What the rounding of a batch in tokens changed; empty when nothing was rounded."""
+        requested, in_tokens = self.batch_request()
+        sequences = self.sequences(multiple)
+        if not in_tokens or sequences * self.seq == requested:
+            return ""
+        return (
+            f"global batch {requested:,} tokens rounded to {sequences:,} sequences of {self.seq:,} "
+            f"({sequences * self.seq:,} tokens, {sequences * self.seq / requested - 1:+.2%}), a multiple of {multiple}"
+        )

@@ -1,0 +1,188 @@
+"""Published ``config.json`` files, the keys that shape the model only, by repository.
+
+``CATALOGUE`` names the catalogue entry each describes; ``COUNTED`` gives the exact parameters of those that
+have no entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA_3 = {
+    "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "mlp_bias": False,
+    "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+}  # fmt: skip
+_QWEN_3 = {
+    "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "num_key_value_heads": 8, "sliding_window": None,
+    "use_sliding_window": False, "tie_word_embeddings": False, "vocab_size": 151936,
+}  # fmt: skip
+_DEEPSEEK = {
+    "attention_bias": False, "hidden_act": "silu", "kv_lora_rank": 512, "moe_layer_freq": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "tie_word_embeddings": False, "max_position_embeddings": 163840,
+}  # fmt: skip
+_GEMMA_2 = {
+    "model_type": "gemma2", "attention_bias": False, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "sliding_window": 4096,
+    "vocab_size": 256000, "query_pre_attn_scalar": 256,
+}  # fmt: skip
+
+CATALOGUE: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-community/gpt2": ("gpt2", {
+        "model_type": "gpt2", "activation_function": "gelu_new", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "vocab_size": 50257,
+    }),
+    "openai-community/gpt2-xl": ("gpt2-xl", {
+        "model_type": "gpt2", "activation_function": "gelu_new", "n_embd": 1600, "n_head": 25,
+        "n_layer": 48, "n_positions": 1024, "vocab_size": 50257,
+    }),
+    "meta-llama/Llama-2-7b-hf": ("llama2-7b", {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "vocab_size": 32000,
+    }),
+    "meta-llama/Meta-Llama-3-8B": ("llama3-8b", {
+        **_LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192,
+        "num_attention_heads": 32, "num_hidden_layers": 32,
+    }),
+    "meta-llama/Llama-3.1-70B": ("llama3.1-70b", {
+        **_LLAMA_3, "hidden_size": 8192, "intermediate_size": 28672, "max_position_embeddings": 131072,
+        "num_attention_heads": 64, "num_hidden_layers": 80,
+    }),
+    "meta-llama/Llama-3.2-1B": ("llama3.2-1b", {
+        **_LLAMA_3, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_attention_heads": 32, "max_position_embeddings": 131072, "num_hidden_layers": 16,
+        "tie_word_embeddings": True,
+    }),
+    "01-ai/Yi-34B": ("yi-34b", {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 20480,
+        "max_position_embeddings": 4096, "num_attention_heads": 56, "num_hidden_layers": 60,
+        "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 64000,
+    }),
+    "mistralai/Mistral-7B-v0.1": ("mistral-7b", {
+        "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 32000,
+    }),
+    "mistralai/Mixtral-8x7B-v0.1": ("mixtral-8x7b", {
+        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "sliding_window": None,
+        "vocab_size": 32000,
+    }),
+    "Qwen/Qwen2.5-7B": ("qwen2.5-7b", {
+        "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_position_embeddings": 131072, "max_window_layers": 28, "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": 131072,
+        "use_sliding_window": False, "tie_word_embeddings": False, "vocab_size": 152064,
+    }),
+    "Qwen/Qwen3-0.6B": ("qwen3-0.6b", {
+        **_QWEN_3, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "tie_word_embeddings": True,
+    }),
+    "Qwen/Qwen3-32B": ("qwen3-32b", {
+        **_QWEN_3, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+    }),
+    "Qwen/Qwen3-30B-A3B": ("qwen3-30b-a3b", {
+        **_QWEN_3, "model_type": "qwen3_moe", "decoder_sparse_step": 1, "hidden_size": 2048,
+        "intermediate_size": 6144, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4,
+    }),
+    "deepseek-ai/DeepSeek-V2": ("deepseek-v2", {
+        **_DEEPSEEK, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 5120,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_group": 8, "n_routed_experts": 160,
+        "n_shared_experts": 2, "num_attention_heads": 128, "num_experts_per_tok": 6,
+        "num_hidden_layers": 60, "num_key_value_heads": 128, "scoring_func": "softmax", "topk_group": 3,
+        "topk_method": "group_limited_greedy", "vocab_size": 102400,
+    }),
+    "deepseek-ai/DeepSeek-V2-Lite": ("deepseek-v2-lite", {
+        **_DEEPSEEK, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 2048,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_key_value_heads": 16, "q_lora_rank": None, "scoring_func": "softmax", "topk_group": 1,
+        "topk_method": "greedy", "vocab_size": 102400,
+    }),
+    "deepseek-ai/DeepSeek-V3": ("deepseek-v3", {
+        **_DEEPSEEK, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280,
+    }),
+    "moonshotai/Kimi-K2-Instruct": ("kimi-k2", {
+        **_DEEPSEEK, "model_type": "kimi_k2", "first_k_dense_replace": 1, "hidden_size": 7168,
+        "intermediate_size": 18432, "max_position_embeddings": 131072, "moe_intermediate_size": 2048,
+        "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "num_attention_heads": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0, "scoring_func": "sigmoid", "topk_group": 1,
+        "topk_method": "noaux_tc", "vocab_size": 163840,
+    }),
+    "google/gemma-7b": ("gemma-7b", {
+        "model_type": "gemma", "attention_bias": False, "head_dim": 256, "hidden_act": "gelu",
+        "hidden_activation": None, "hidden_size": 3072, "intermediate_size": 24576,
+        "max_position_embeddings": 8192, "num_attention_heads": 16, "num_hidden_layers": 28,
+        "num_key_value_heads": 16, "vocab_size": 256000,
+    }),
+    "google/gemma-2-9b": ("gemma2-9b", {
+        **_GEMMA_2, "head_dim": 256, "hidden_size": 3584, "intermediate_size": 14336,
+        "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8,
+    }),
+    "google/gemma-2-27b": ("gemma2-27b", {
+        **_GEMMA_2, "head_dim": 128, "hidden_size": 4608, "intermediate_size": 36864,
+        "num_attention_heads": 32, "num_hidden_layers": 46, "num_key_value_heads": 16,
+    }),
+    "google/gemma-3-1b-pt": ("gemma3-1b", {
+        "model_type": "gemma3_text", "attention_bias": False, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+    }),
+    "EleutherAI/gpt-neox-20b": ("gpt-neox-20b", {
+        "model_type": "gpt_neox", "hidden_act": "gelu_fast", "hidden_size": 6144,
+        "intermediate_size": 24576, "max_position_embeddings": 2048, "num_attention_heads": 64,
+        "num_hidden_layers": 44, "rotary_pct": 0.25, "tie_word_embeddings": False, "vocab_size": 50432,
+    }),
+    "openai/gpt-oss-20b": ("gpt-oss-20b", {
+        "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880,
+        "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "sliding_window": 128,
+        "tie_word_embeddings": False, "vocab_size": 201088,
+    }),
+}  # fmt: skip
+
+COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "microsoft/Phi-3-mini-4k-instruct": (3821079552, {
+        "model_type": "phi3", "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "sliding_window": 2047, "tie_word_embeddings": False,
+        "vocab_size": 32064,
+    }),
+    "Qwen/Qwen1.5-MoE-A2.7B": (14315784192, {
+        "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 5632, "max_position_embeddings": 8192, "moe_intermediate_size": 1408,
+        "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    }),
+    "tiiuae/falcon-7b": (6921720704, {
+        "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544, "multi_query": True,
+        "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
+        "parallel_attn": True, "vocab_size": 65024,
+    }),
+    "tiiuae/falcon-40b": (41303293952, {
+        "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 8192,
+        "new_decoder_architecture": True, "num_attention_heads": 128, "num_hidden_layers": 60,
+        "num_kv_heads": 8, "parallel_attn": True, "vocab_size": 65024,
+    }),
+    # OPT's position table has two spare rows, which a Model does not hold: 125239296 less 2 x 768.
+    "facebook/opt-125m": (125239296 - 2 * 768, {
+        "model_type": "opt", "activation_function": "relu", "do_layer_norm_before": True, "ffn_dim": 3072,
+        "hidden_size": 768, "max_position_embeddings": 2048, "num_attention_heads": 12,
+        "num_hidden_layers": 12, "vocab_size": 50272, "word_embed_proj_dim": 768,
+    }),
+}  # fmt: skip
