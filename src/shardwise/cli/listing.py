@@ -139,7 +139,7 @@ def _collectives() -> Rows:
             "collective": pair.kind.value,
             "topology": pair.topology,
             "algorithm": pair.algorithm,
-            "closed form": pair.exactness,
+            "closed form": pair.bound,
             "schedule": "yes" if pair.has_schedule else "none",
             "seconds": pair.formula,
             "source": pair.source,

@@ -18,7 +18,7 @@ from shardwise.spec.strategy import Strategy
 def network(cluster: Cluster) -> Topology:
     """The whole cluster's network."""
     levels = tuple(_level(level) for level in cluster.levels)
-    return Topology(levels=levels, pipelined_levels=cluster.pipelined_levels)
+    return Topology(levels=levels, pipelined_levels=cluster.pipelined_levels, library=cluster.library)
 
 
 def _level(level: NetworkLevel) -> Level:
@@ -123,7 +123,9 @@ def spanned(cluster: Cluster, runs: tuple[Run, ...], field: str) -> Topology | N
             raise SpecError(field, error.problem, error.remedy) from None
     if not levels:
         return None
-    return Topology(levels=tuple(levels), pipelined_levels=cluster.pipelined_levels)
+    return Topology(
+        levels=tuple(levels), pipelined_levels=cluster.pipelined_levels, library=cluster.library
+    )
 
 
 def level_names(topology: Topology) -> str:

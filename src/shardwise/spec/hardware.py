@@ -183,7 +183,11 @@ class Storage(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Spec):
-    """Equal devices joined by network levels, innermost first."""
+    """Equal devices joined by network levels, innermost first.
+
+    ``library`` is the communication library of the machine: `auto` picks only algorithms that it offers.
+    ``pipelined_levels`` says that it overlaps the levels of a hierarchical collective, as NCCL does.
+    """
 
     device: Device = reference(_device, _short)
     levels: tuple[NetworkLevel, ...] = ()
@@ -192,6 +196,7 @@ class Cluster(Spec):
     host_memory: float | None = quantity("bytes", None)
     host_link: Link | None = reference(_link_or_none, _short_or_none, default=None)
     pipelined_levels: bool = False
+    library: Literal["any", "nccl"] = "any"
     storage: tuple[Storage, ...] = ()
     source: str = ""
 

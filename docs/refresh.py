@@ -1,0 +1,119 @@
+"""Runs every example in the documentation and puts its output where it stands.
+
+An example is a fenced `console` block. Lines from `$ ` on are commands, what follows is output. A comment before the
+block says which part of the output is shown, as pieces of text that begin the first line and the line after the last:
+
+    <!-- show: "Memory of".."One step"; "Bound by".. -->
+
+Without a comment all of the output is shown. `python docs/refresh.py` rewrites the documents, `--check` only says
+whether they are what the commands print today.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "docs/*.md")
+WIDTH = 132
+
+_BLOCK = re.compile(r"(?:<!-- show: (?P<show>.*?) -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
+_RANGE = re.compile(r'"(?P<first>[^"]*)"(?:\.\.(?:"(?P<stop>[^"]*)")?)?')
+_SHELL = 'shardwise() { "$SHARDWISE_PYTHON" -m shardwise "$@"; }; python() { "$SHARDWISE_PYTHON" "$@"; }; '
+
+
+def run(command: str) -> str:
+    """What ``command`` prints, on a terminal that is ``WIDTH`` columns wide."""
+    environment = {
+        **os.environ,
+        "COLUMNS": str(WIDTH),
+        "NO_COLOR": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+        "SHARDWISE_PYTHON": sys.executable,
+    }
+    done = subprocess.run(
+        ["bash", "-c", _SHELL + command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, 2):
+        raise SystemExit(f"{command}\n{done.stderr}")
+    return "\n".join(line.rstrip() for line in (done.stdout + done.stderr).strip("\n").splitlines())
+
+
+def selected(output: str, show: str | None) -> list[str]:
+    """The lines that ``show`` asks for, with "..." where some are left out."""
+    lines = output.splitlines()
+    if show is None:
+        return lines
+    kept: list[str] = []
+    end = 0
+    for match in _RANGE.finditer(show):
+        start = _find(lines, match["first"], end)
+        ends_early = ".." in match[0]
+        stop = len(lines) if ends_early and match["stop"] is None else start + 1
+        if match["stop"] is not None:
+            stop = _find(lines, match["stop"], start + 1)
+        if start > end:
+            kept.append("...")
+        piece = lines[start:stop]
+        while piece and not piece[-1]:
+            piece.pop()
+        kept += piece
+        end = stop
+    return kept + (["..."] if end < len(lines) else [])
+
+
+def _find(lines: list[str], beginning: str, after: int) -> int:
+    for index in range(after, len(lines)):
+        if lines[index].strip().startswith(beginning):
+            return index
+    raise SystemExit(f"no line begins with {beginning!r} in:\n" + "\n".join(lines))
+
+
+def commands(body: str) -> list[str]:
+    """The commands of a block; one that ends in a backslash, or inside quotes, goes on in the next line."""
+    found: list[str] = []
+    lines = iter(body.splitlines())
+    for line in lines:
+        if line.startswith("$ "):
+            command = line[2:]
+            while command.endswith("\\") or command.count('"') % 2:
+                command += "\n" + next(lines)
+            found.append(command)
+    return found
+
+
+def refreshed(text: str) -> str:
+    """The document with the output of its examples as it is today."""
+
+    def replace(match: re.Match[str]) -> str:
+        parts: list[str] = []
+        for command in commands(match["body"]):
+            parts += [f"$ {command}", *selected(run(command), match["show"])]
+        comment = f"<!-- show: {match['show']} -->\n" if match["show"] is not None else ""
+        return comment + "```console\n" + "\n".join(parts) + "\n```\n"
+
+    return _BLOCK.sub(replace, text)
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    for pattern in DOCUMENTS:
+        for path in sorted(ROOT.glob(pattern)):
+            text = path.read_text(encoding="utf-8")
+            fresh = refreshed(text)
+            if fresh == text:
+                continue
+            stale.append(path.relative_to(ROOT))
+            if "--check" not in arguments:
+                path.write_text(fresh, encoding="utf-8")
+    for path in stale:
+        print(f"{'out of date' if '--check' in arguments else 'rewritten'}: {path}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

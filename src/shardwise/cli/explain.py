@@ -1,0 +1,312 @@
+"""`shardwise explain`: one formula, with the numbers put in and its source."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import bare
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.inputs import job_from, model_from, whole
+from shardwise.spec import presets
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.hardware import Device, Link
+from shardwise.spec.units import parse
+
+if TYPE_CHECKING:
+    from shardwise.collectives import CollectiveKind, Topology
+    from shardwise.report.explain.explanation import Explanation
+
+_EXAMPLES = """
+shardwise explain allreduce --topology torus --n 64 --size 1GiB --bandwidth 50GB/s --latency 2us
+shardwise explain zero --params 7.5e9 --dp 64
+shardwise explain activations --model llama3-8b --seq 8192 --tp 2
+"""
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    topic, *rest = arguments
+    explanation, as_json = _topic(topic)(topic, rest)
+    if as_json:
+        print(json.dumps(explanation.to_dict(), indent=2, ensure_ascii=False))
+        return 0
+    from shardwise.report.console import console
+
+    explanation.print(console())
+    return 0
+
+
+def _overview() -> str:
+    lines = "\n".join(f"  {name:<12} {what}" for name, (_, what) in TOPICS.items())
+    return (
+        "usage: shardwise explain TOPIC [options]\n\nOne formula with the numbers put in, and its source.\n\n"
+        f"{lines}\n  all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter: a collective\n\n"
+        f"examples:{_EXAMPLES.replace(chr(10), chr(10) + '  ').rstrip()}\n"
+    )
+
+
+def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, bool]]:
+    if name in TOPICS:
+        return TOPICS[name][0]
+    from shardwise.collectives import CollectiveKind
+
+    try:
+        CollectiveKind.parse(name)
+    except SpecError:
+        known = [*TOPICS, *(kind.value.replace("_", "-") for kind in CollectiveKind)]
+        raise SpecError("", f"nothing is explained as {shown(name)}",
+                        nearest_name(name, known) or "see `shardwise explain --help`") from None  # fmt: skip
+    return _collective
+
+
+def _parser(topic: str, description: str, example: str) -> Parser:
+    parser = Parser(f"explain {topic}", description, example)
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    return parser
+
+
+def _collective(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.collectives import CollectiveKind
+    from shardwise.report.explain.collective import explain_collective
+
+    parser = _parser(topic, "A collective on a topology, or on a cluster of the catalogue.", _EXAMPLES.splitlines()[1])
+    parser.add_argument("--topology", help=", ".join(bare.TOPOLOGIES))
+    parser.add_argument("--n", "--gpus", dest="gpus", help="ranks")
+    parser.add_argument("--shape", help="axes of a mesh or torus, widths of a hierarchy: 8x8")
+    parser.add_argument("--gpus-per-node", help="width of the inner level of a hierarchy")
+    parser.add_argument("--size", default="1GiB", help="bytes of the whole buffer")
+    parser.add_argument("--bandwidth", help="one direction, per level: 50GB/s or 450GB/s,50GB/s")
+    parser.add_argument("--latency", help="per message, per level: 2us or 2us,5us")
+    parser.add_argument("--cluster", help="a cluster in place of a topology: dgx-h100:4")
+    parser.add_argument("--algorithm", help="one algorithm, textbook or auto")
+    parsed = parser.parse(arguments)
+    kind = CollectiveKind.parse(topic)
+    topology, usual = _topology(parsed, kind)
+    size = float(parse(parsed.size, "bytes", "--size"))
+    if size < 0:
+        raise SpecError("--size", f"{shown(parsed.size)} is negative", "use 0 or more")
+    return explain_collective(kind, size, topology, parsed.algorithm or usual), parsed.json
+
+
+def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
+    """The network asked for, and the algorithm people expect on it: the textbook's, or the cluster's cheapest."""
+    from shardwise.cost.network import network
+    from shardwise.spec.clusters import cluster_from
+
+    if parsed.cluster:
+        if parsed.topology:
+            raise SpecError(
+                "--cluster", f"{shown(parsed.cluster)} and --topology exclude each other", "give one of them"
+            )
+        cluster = cluster_from(parsed.cluster)
+        if parsed.gpus:
+            cluster = cluster.with_devices(whole(parsed.gpus, "--n"))
+        return network(cluster), "auto"
+    parsed.topology = parsed.topology or "ring"
+    if parsed.gpus is None and parsed.shape is None:
+        parsed.gpus = "2" if kind.value == "send_recv" else "8"
+    parsed.bandwidth = parsed.bandwidth or ("450GB/s,50GB/s" if parsed.topology == "hierarchical" else "50GB/s")
+    parsed.device = None
+    return network(bare.cluster(parsed)), "textbook"
+
+
+def _p2p(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    """One message over one link."""
+    from shardwise.collectives import p2p_latency
+    from shardwise.report.explain.explanation import Explanation
+    from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+
+    parser = _parser(topic, "One message over one link.", "shardwise explain p2p --size 64MiB --link infiniband-ndr")
+    parser.add_argument("--size", default="64MiB")
+    parser.add_argument("--link", help="link preset or file")
+    parser.add_argument("--bandwidth", help="in place of a link")
+    parser.add_argument("--latency", help="in place of a link")
+    parsed = parser.parse(arguments)
+    if parsed.bandwidth or parsed.latency:
+        link = Link(
+            name="given", bandwidth=parsed.bandwidth or "50GB/s", latency=parsed.latency or bare.DEFAULT_LATENCY
+        )
+    else:
+        link = presets.resolve("link", Link, parsed.link or "infiniband-ndr")
+    cost = p2p_latency(parsed.size, link)
+    size = float(cost.volume.sent_bytes)
+    explanation = Explanation(
+        title=f"One message of {readable_bytes(size)} over {link.name}",
+        formula=("seconds = a + m·b",),
+        numbers=(
+            ("m", "bytes of the message", f"{size:,.0f}"),
+            ("a", "latency, end to end in software", readable_seconds(link.latency)),
+            ("1/b", "bandwidth, one direction, after line coding", readable_rate(link.bandwidth)),
+        ),
+        result=(
+            ("latency part", readable_seconds(link.latency)),
+            ("bandwidth part", readable_seconds(size / link.bandwidth)),
+            ("total", readable_seconds(float(cost.latency))),
+            ("half of the bandwidth is reached at", readable_bytes(link.latency * link.bandwidth)),
+        ),
+        source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
+    )  # fmt: skip
+    return explanation, parsed.json
+
+
+def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.report.explain.memory import explain_zero
+    from shardwise.spec.parameters import parameter_count
+    from shardwise.spec.training import Training
+
+    parser = _parser(topic, "Model states of one device under ZeRO.", _EXAMPLES.splitlines()[2])
+    parser.add_argument("--params", help="parameters (default 7.5e9, as in the paper)")
+    parser.add_argument("--model", help="take the parameters of a model")
+    parser.add_argument("--dp", default="64", help="devices that share the states")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--optimizer", default="adamw")
+    parsed = parser.parse(arguments)
+    checked = Training(precision=parsed.precision, optimizer=parsed.optimizer)
+    if parsed.model:
+        parameters: float = parameter_count(model_from(parsed.model))
+    else:
+        parameters = float(parse(parsed.params or "7.5e9", "count", "--params"))
+    if not 0 < parameters < 1e18:
+        raise SpecError("--params", f"{shown(parsed.params)} is out of range", "use a number such as 7.5e9")
+    return explain_zero(parameters, whole(parsed.dp, "--dp"), checked.precision, checked.optimizer), parsed.json
+
+
+def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.report.explain.compute import explain_flops
+
+    parser = _parser(
+        topic,
+        "Training FLOPs by every published convention.",
+        "shardwise explain flops --model gpt3-175b --tokens 300B",
+    )
+    parser.add_argument("--model", default="gpt3-175b")
+    parser.add_argument("--seq", default="2048")
+    parser.add_argument("--tokens", default="300B", help="tokens trained on")
+    parser.add_argument("--device", default="a100-80gb")
+    parsed = parser.parse(arguments)
+    tokens = float(parse(parsed.tokens, "count", "--tokens"))
+    if tokens <= 0:
+        raise SpecError("--tokens", f"{shown(parsed.tokens)} is not positive", "use a number such as 300B")
+    device = presets.resolve("device", Device, parsed.device)
+    return explain_flops(model_from(parsed.model), whole(parsed.seq, "--seq"), tokens, device), parsed.json
+
+
+def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.report.explain.compute import explain_bubble
+
+    parser = _parser(
+        topic, "Pipeline bubble of every schedule.", "shardwise explain bubble --pp 8 --microbatches 32 --interleave 2"
+    )
+    parser.add_argument("--pp", default="8", help="stages")
+    parser.add_argument("--microbatches", default="32")
+    parser.add_argument("--interleave", default="2", help="chunks per rank")
+    parsed = parser.parse(arguments)
+    numbers = [whole(getattr(parsed, name), f"--{name}") for name in ("pp", "microbatches", "interleave")]
+    return explain_bubble(*numbers), parsed.json
+
+
+def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.cost.analysis import analyze
+    from shardwise.cost.flops import recomputed_flops_per_token
+    from shardwise.report.explain.compute import explain_mfu
+
+    parser = _parser(topic, "Utilisation from a measured step time.",
+                     "shardwise explain mfu --step-seconds 12 --model llama3-8b --cluster dgx-h100:2 --global-batch 1024 --seq 8192")  # fmt: skip
+    add_job_arguments(parser)
+    parser.add_argument("--step-seconds", default="10s", help="measured time of one step")
+    parsed = _with_job_defaults(parser.parse(arguments), {})
+    seconds = float(parse(parsed.step_seconds, "seconds", "--step-seconds"))
+    if seconds <= 0:
+        raise SpecError("--step-seconds", f"{shown(parsed.step_seconds)} is not positive", "use a time such as 12s")
+    job = job_from(parsed)
+    analysis = analyze(job)
+    strategy = job.strategy
+    again = recomputed_flops_per_token(job.model, job.training.seq, strategy.recompute, strategy.recompute_operators)
+    devices = job.cluster.devices
+    return explain_mfu(
+        analysis.flops_per_step(), seconds, devices, analysis.peak_flops / devices, again * job.tokens_per_step
+    ), parsed.json
+
+
+def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.report.explain.compute import explain_scaling
+
+    example = "shardwise explain scaling --n 8 --t1 10s --strong 1.5s --weak 11s"
+    parser = _parser(topic, "Scaling efficiency from measured step times.", example)
+    parser.add_argument("--n", default="8", help="how many times as many devices")
+    parser.add_argument("--t1", default="10s", help="step on the smaller machine")
+    parser.add_argument("--strong", default="1.5s", help="step on the larger machine with the same batch")
+    parser.add_argument("--weak", default="11s", help="step on the larger machine with n times the batch")
+    parsed = parser.parse(arguments)
+    times = [float(parse(getattr(parsed, name), "seconds", f"--{name}")) for name in ("t1", "strong", "weak")]
+    if min(times) <= 0:
+        raise SpecError("--t1", "a step takes more than no time", "use times such as 10s")
+    return explain_scaling(whole(parsed.n, "--n"), *times), parsed.json
+
+
+_DEFAULTS: dict[str, dict[str, str]] = {
+    "activations": {"strategy.tp": "1"},
+    "tp": {"strategy.tp": "8"},
+    "dp": {"strategy.zero": "1"},
+    "pp": {"strategy.pp": "2"},
+    "cp": {"strategy.cp": "2"},
+    "ep": {"strategy.ep": "8", "model": "mixtral-8x7b"},
+}
+
+
+def _with_job_defaults(parsed: argparse.Namespace, defaults: dict[str, str]) -> argparse.Namespace:
+    """A complete small job behind every topic, so that `explain tp` alone already shows numbers."""
+    usual: dict[str, Any] = {"training.seq": "4096", "training.global_batch": "64"}
+    if not parsed.job and not bare.gives_model(parsed):
+        usual["model"] = defaults.get("model", "llama3-8b")
+    if not parsed.job and not bare.gives_cluster(parsed):
+        usual["cluster"] = "dgx-h100:2"
+    usual |= {name: value for name, value in defaults.items() if name != "model"}
+    for name, value in usual.items():
+        if not parsed.job and getattr(parsed, name) is None:
+            setattr(parsed, name, value)
+    return parsed
+
+
+def _activations(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.report.explain.memory import explain_activations
+
+    parser = _parser(topic, "What a layer keeps for its backward pass.", _EXAMPLES.splitlines()[3])
+    add_job_arguments(parser)
+    parsed = _with_job_defaults(parser.parse(arguments), _DEFAULTS[topic])
+    return explain_activations(job_from(parsed)), parsed.json
+
+
+def _dimension(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.cost.analysis import analyze
+    from shardwise.report.explain.dimension import explain_dimension
+
+    parser = _parser(
+        topic,
+        f"What {topic} sends in one step of a job.",
+        f"shardwise explain {topic} --model llama3-70b --cluster dgx-h100:8",
+    )
+    add_job_arguments(parser)
+    parsed = _with_job_defaults(parser.parse(arguments), _DEFAULTS[topic])
+    return explain_dimension(topic, analyze(job_from(parsed))), parsed.json
+
+
+TOPICS: dict[str, tuple[Callable[[str, list[str]], tuple[Explanation, bool]], str]] = {
+    "p2p": (_p2p, "one message over one link"),
+    "zero": (_zero, "model states under ZeRO 0 to 3"),
+    "activations": (_activations, "what a layer keeps for its backward pass, tensor by tensor"),
+    "flops": (_flops, "training FLOPs by every published convention"),
+    "mfu": (_mfu, "model and hardware FLOPs utilisation of a measured step"),
+    "bubble": (_bubble, "the pipeline bubble of every schedule"),
+    "scaling": (_scaling, "strong and weak scaling efficiency"),
+    "tp": (_dimension, "what tensor parallelism sends"),
+    "dp": (_dimension, "what data parallelism and ZeRO send"),
+    "pp": (_dimension, "what pipeline parallelism sends"),
+    "cp": (_dimension, "what context parallelism sends"),
+    "ep": (_dimension, "what expert parallelism sends"),
+}

@@ -1,0 +1,78 @@
+"""What a collective is, what it costs on a network, and proof that its schedule does what it says.
+
+Prices are imported at once; schedules and what is done with them only when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shardwise.collectives.api import LatencyAndVolume, Volume, collective_latency_and_volume, p2p_latency
+from shardwise.collectives.cost import collective_cost
+from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.placement import place
+from shardwise.collectives.schedule import Schedule, Transfer
+from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Switch, Tree
+from shardwise.collectives.topology import InNetwork, Level, Topology
+from shardwise.collectives.work import CollectiveCost, LevelCost
+
+if TYPE_CHECKING:
+    from shardwise.collectives.build import build_schedule
+    from shardwise.collectives.crossover import crossovers
+    from shardwise.collectives.drawing import draw_rounds
+    from shardwise.collectives.listing import Pair, pairs, why_not
+    from shardwise.collectives.pricing import price_schedule
+    from shardwise.collectives.verifier import InvalidSchedule, verify
+
+_LATER = {
+    "build_schedule": "build",
+    "crossovers": "crossover",
+    "draw_rounds": "drawing",
+    "Pair": "listing",
+    "pairs": "listing",
+    "why_not": "listing",
+    "price_schedule": "pricing",
+    "InvalidSchedule": "verifier",
+    "verify": "verifier",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+__all__ = [
+    "Axis",
+    "CollectiveCost",
+    "CollectiveKind",
+    "FullyConnected",
+    "Grid",
+    "InNetwork",
+    "InvalidSchedule",
+    "LatencyAndVolume",
+    "Level",
+    "LevelCost",
+    "Pair",
+    "Schedule",
+    "Switch",
+    "Topology",
+    "Transfer",
+    "Tree",
+    "Volume",
+    "build_schedule",
+    "collective_cost",
+    "collective_latency_and_volume",
+    "crossovers",
+    "draw_rounds",
+    "p2p_latency",
+    "pairs",
+    "place",
+    "price_schedule",
+    "verify",
+    "why_not",
+]

@@ -1,0 +1,1 @@
+"""One file per algorithm: its rounds (``build``) and their price (``work``) side by side."""

@@ -1,0 +1,83 @@
+"""Partners at doubling distances: recursive halving-doubling (Rabenseifner) and Bruck's rotations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.collectives.algorithms.base import Algorithm, bits_below, gathering, log2_ceil, log2_floor
+from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.schedule import Schedule, Transfer, from_all_gather, schedule_of
+from shardwise.collectives.topology import Level
+from shardwise.collectives.work import Work
+
+if TYPE_CHECKING:
+    from shardwise.collectives.arrays import Size
+
+
+def halving_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
+    """2 floor(log2 n)a + 2(p-1)/p mb, p = 2^floor(log2 n), + 2(a + mb) to fold other n in (Rabenseifner 2004)."""
+    n, power = level.size, log2_floor(level.size)
+    p = 2**power
+    folded = 0 if n == p else 1
+    rounds = 2 * power + 2 * folded
+    data = 2 * (p - 1) / p * size
+    busiest = data + folded * size
+    return Work(rounds, data + 2 * folded * size, rounds, busiest, busiest, 2 * (n - 1) * size)
+
+
+def halving_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
+    n, power = level.size, log2_floor(level.size)
+    p = 2**power
+    everything = tuple(range(p))
+    fold = [Transfer(p + i, i, everything, reduce=True) for i in range(n - p)]
+    unfold = [Transfer(i, p + i, everything) for i in range(n - p)]
+    doubling = []
+    for distance in (2**j for j in range(power)):
+        # Rank i holds the aligned run of `distance` chunks around i and swaps it with its partner's.
+        runs = [tuple(range(i - i % distance, i - i % distance + distance)) for i in range(p)]
+        doubling.append([Transfer(i, i ^ distance, runs[i]) for i in range(p)])
+    gathered = schedule_of(CollectiveKind.ALL_GATHER, p, p, doubling, "halving_doubling")
+    inner = from_all_gather(CollectiveKind.ALL_REDUCE, gathered)
+    return schedule_of(kind, n, p, [fold, *inner.rounds, unfold], "halving_doubling")
+
+
+HALVING_DOUBLING = Algorithm("halving_doubling", halving_work, halving_build)
+
+
+def bruck_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
+    """ceil(log2 n) rounds for any n (Bruck et al. 1997)."""
+    n = level.size
+    rounds = log2_ceil(n)
+    if kind is CollectiveKind.ALL_TO_ALL:
+        # A block travels once for every one-bit of its distance: about m/2 ceil(log2 n).
+        sent = bits_below(n) / n * size
+        return Work(rounds, sent, rounds, sent, sent, n * sent)
+    sent = (n - 1) / n * size
+    return gathering(kind, Work(rounds, sent, rounds, sent, sent, n * sent))
+
+
+def bruck_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
+    n = level.size
+    distances = [2**j for j in range(log2_ceil(n))]
+    if kind is CollectiveKind.ALL_TO_ALL:
+        rounds = [[_rotate(i, distance, n) for i in range(n)] for distance in distances]
+        return schedule_of(kind, n, n * n, rounds, "bruck")
+
+    def held(i: int, distance: int) -> tuple[int, ...]:
+        return tuple((i + offset) % n for offset in range(min(distance, n - distance)))
+
+    gather = [[Transfer(i, (i - far) % n, held(i, far)) for i in range(n)] for far in distances]
+    return from_all_gather(kind, schedule_of(CollectiveKind.ALL_GATHER, n, n, gather, "bruck"))
+
+
+def _rotate(rank: int, distance: int, n: int) -> Transfer:
+    """Send on every block whose way to go contains ``distance``; smaller powers it has already gone."""
+    blocks = []
+    for way in range(n):
+        if way & distance:
+            source = (rank - way % distance) % n
+            blocks.append(source * n + (source + way) % n)
+    return Transfer(rank, (rank + distance) % n, tuple(blocks))
+
+
+BRUCK = Algorithm("bruck", bruck_work, bruck_build)

@@ -1,0 +1,82 @@
+"""Arithmetic that takes one size or a numpy array of sizes; numpy is imported only for arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.units import parse
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Size: TypeAlias = float | NDArray[Any]
+
+MAX_CHUNKS = 4096  # a pipeline is never cut finer than this
+
+
+def is_array(value: object) -> bool:
+    return hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0
+
+
+def checked_size(size_bytes: Any) -> Size:
+    """``size_bytes`` as a float (or float array), or a SpecError if it is not a size."""
+    if isinstance(size_bytes, (list, tuple)) or is_array(size_bytes):
+        import numpy as np
+
+        array = np.asarray(size_bytes, dtype=float)
+        if not bool(np.all(np.isfinite(array) & (array >= 0))):
+            raise SpecError("size_bytes", "some sizes are negative or not finite", "give sizes of 0 or more")
+        return array
+    if hasattr(size_bytes, "item"):
+        size_bytes = size_bytes.item()
+    number = float(parse(size_bytes, "bytes", "size_bytes"))
+    if number < 0:
+        raise SpecError("size_bytes", f"{shown(size_bytes)} is negative", "give a size of 0 or more")
+    return number
+
+
+def maximum(left: Size, right: Size) -> Size:
+    if is_array(left) or is_array(right):
+        import numpy as np
+
+        return np.maximum(left, right)
+    return left if left >= right else right
+
+
+def square_root(value: Size) -> Size:
+    if is_array(value):
+        import numpy as np
+
+        result: Size = np.sqrt(value)
+        return result
+    return math.sqrt(float(value))
+
+
+def best_chunks(extra_stages: int, latency_seconds: float, transfer_seconds: Size) -> Size:
+    """The whole number k in 1..MAX_CHUNKS that minimizes (extra_stages + k)(latency + transfer/k).
+
+    The real minimum is sqrt(extra_stages * transfer / latency) (Thakur et al. 2005; Chan et al. 2007).
+    """
+
+    def seconds(k: Size) -> Any:
+        return (extra_stages + k) * (latency_seconds + transfer_seconds / k)
+
+    if extra_stages <= 0:
+        return 1
+    if is_array(transfer_seconds):
+        import numpy as np
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ideal = np.sqrt(extra_stages * transfer_seconds / latency_seconds)
+        low = np.clip(np.floor(np.nan_to_num(ideal, posinf=MAX_CHUNKS)), 1, MAX_CHUNKS)
+        high = np.minimum(MAX_CHUNKS, low + 1)
+        chosen: Size = np.where(seconds(high) < seconds(low), high, low)
+        return chosen
+    bound = MAX_CHUNKS**2 * latency_seconds
+    work = extra_stages * float(transfer_seconds)
+    low = MAX_CHUNKS if work > bound else math.floor(math.sqrt(work / latency_seconds)) if work else 1
+    low = max(1, low)
+    high = min(MAX_CHUNKS, low + 1)
+    return high if seconds(high) < seconds(low) else low

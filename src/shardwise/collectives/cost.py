@@ -1,0 +1,173 @@
+"""The price of a collective, without building its schedule: the same few operations for 8 devices or 16384."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.collectives.arrays import checked_size, is_array
+from shardwise.collectives.hierarchy import flat_direct_cost, flat_ring_cost, hierarchical_cost, stage
+from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.libraries import offered, runs_levels_in_turn
+from shardwise.collectives.table import EXACT, LEVELS_ROWS, choose, rows_for, rows_for_level_of_hierarchy
+from shardwise.collectives.topology import Topology
+from shardwise.collectives.work import CollectiveCost, level_cost, settle
+from shardwise.spec.errors import SpecError, nearest_name, shown
+
+if TYPE_CHECKING:
+    from shardwise.collectives.arrays import Size
+
+_COMPOSITE = re.compile(r"(hierarchical|hierarchical_pipelined)(?:\(([\w, ]+)\))?")
+
+
+def collective_cost(
+    kind: str | CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str = "textbook"
+) -> CollectiveCost:
+    """Time and traffic of one collective among all devices of ``topology``.
+
+    ``size_bytes`` is a number, text ("64MiB") or an array; see CollectiveKind for what it counts.
+    ``algorithm`` is a name from ``pairs()``, "textbook", "auto" (the cheapest for each size), or for several
+    levels "hierarchical(inner, ..., outer)" with one algorithm per level.
+    """
+    kind, size = CollectiveKind.parse(kind), checked_size(size_bytes)
+    slim, kept = without_unit_levels(topology)
+    if algorithm == "auto":
+        cost = _cheapest(kind, size, slim)
+    else:
+        cost = _named(kind, size, slim, textbook_name(kind, slim) if algorithm == "textbook" else algorithm)
+    if len(kept) == len(topology.levels):
+        return cost
+    unused = [level_cost(i, level, None) for i, level in enumerate(topology.levels)]
+    for index, one in zip(kept, cost.levels):
+        unused[index] = replace(one, level_index=index, level_name=unused[index].level_name)
+    return replace(cost, levels=tuple(unused))
+
+
+def without_unit_levels(topology: Topology) -> tuple[Topology, list[int]]:
+    """The topology less the levels with a single member, and the indices of those that stay."""
+    kept = [i for i, level in enumerate(topology.levels) if level.size > 1]
+    if len(kept) == len(topology.levels):
+        return topology, kept
+    return replace(topology, levels=tuple(topology.levels[i] for i in kept)), kept
+
+
+def algorithm_names(kind: CollectiveKind, topology: Topology) -> list[str]:
+    """The algorithms for ``kind`` on ``topology``, textbook first."""
+    slim, _ = without_unit_levels(topology)
+    if len(slim.levels) == 1:
+        return [row.name for row in rows_for(kind, slim.levels[0])]
+    if not slim.levels:
+        return ["none"]
+    return [row.name for row in LEVELS_ROWS if kind in row.kinds]
+
+
+def textbook_name(kind: CollectiveKind, topology: Topology) -> str:
+    return algorithm_names(kind, topology)[0]
+
+
+def _named(kind: CollectiveKind, size: Size, topology: Topology, algorithm: str) -> CollectiveCost:
+    if not topology.levels:
+        zero = 0.0 * size
+        return CollectiveCost(zero, zero, 0, zero, zero, zero, algorithm, exact=True)
+    if len(topology.levels) == 1:
+        level = topology.levels[0]
+        row = choose(rows_for(kind, level), algorithm, kind, level.shape.name)
+        work = row.algorithm.work(kind, level, size)
+        return settle(topology, {0: work}, work, row.name, row.bound == EXACT)
+    names = algorithm_names(kind, topology)
+    composite = parse_composite(algorithm)
+    if composite is not None and "hierarchical" in names:
+        overlapped = algorithm.startswith("hierarchical_pipelined")
+        return hierarchical_cost(kind, size, topology, composite, overlapped)
+    if algorithm not in names:
+        remedy = nearest_name(algorithm, names) or "choose one of " + ", ".join(names)
+        raise SpecError("algorithm", f"{shown(algorithm)} cannot run {kind} on several levels", remedy)
+    if algorithm == "flat_ring":
+        return flat_ring_cost(kind, size, topology)
+    return flat_direct_cost(kind, size, topology)
+
+
+def parse_composite(algorithm: str) -> list[str] | None:
+    """[] for "hierarchical", the levels' algorithms for "hierarchical(ring, bruck)", None for other names."""
+    match = _COMPOSITE.fullmatch(algorithm)
+    if match is None:
+        return None
+    return [part.strip() for part in match.group(2).split(",")] if match.group(2) else []
+
+
+def _cheapest(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
+    costs = [_named(kind, size, topology, name) for name in candidates(kind, size, topology)]
+    if not is_array(size):
+        return min(costs, key=lambda cost: float(cost.seconds))
+    return _select(costs)
+
+
+def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str]:
+    """Names among which is the cheapest for every size; lower bounds only where the user says they hold."""
+    names = algorithm_names(kind, topology)
+    if len(topology.levels) < 2 or kind is CollectiveKind.SEND_RECV:
+        return offered(topology.library, kind, names, str)
+    if not runs_levels_in_turn(topology.library, kind):
+        return [name for name in names if not name.startswith("hierarchical")]
+    if topology.library != "any":
+        names = [name for name in names if name == "flat_ring"]
+    elif not topology.pipelined_levels:
+        names = [name for name in names if name != "hierarchical_pipelined"]
+    best = [_best_on_level(kind, size, topology, index) for index in range(len(topology.levels))]
+    for choice in _combinations(best):
+        names.append(f"hierarchical({','.join(choice)})")
+        if topology.pipelined_levels:
+            names.append(f"hierarchical_pipelined({','.join(choice)})")
+    return names
+
+
+def _best_on_level(kind: CollectiveKind, size: Size, topology: Topology, index: int) -> Any:
+    """The cheapest algorithm's name on one level; for an array of sizes, an array of names."""
+    rows = rows_for_level_of_hierarchy(kind, topology.levels[index], index == len(topology.levels) - 1)
+    rows = offered(topology.library, kind, rows, lambda row: row.name)
+    seconds = []
+    for row in rows:
+        one = level_cost(index, topology.levels[index], stage(kind, topology, index, row).work(kind, size))
+        seconds.append(one.latency_seconds + one.bandwidth_seconds)
+    if not is_array(size):
+        return rows[min(range(len(rows)), key=lambda i: float(seconds[i]))].name
+    import numpy as np
+
+    stacked = np.stack([np.broadcast_to(s, np.shape(size)) for s in seconds])
+    return np.array([row.name for row in rows])[stacked.argmin(axis=0)]
+
+
+def _combinations(best: Sequence[Any]) -> list[tuple[str, ...]]:
+    """The distinct choices of one algorithm per level."""
+    if isinstance(best[0], str):
+        return [tuple(best)]
+    return sorted({tuple(str(name) for name in names) for names in zip(*(b.ravel() for b in best))})
+
+
+def _select(costs: list[CollectiveCost]) -> CollectiveCost:
+    """Element by element the cheapest; ``algorithm`` joins the names that were chosen anywhere."""
+    import numpy as np
+
+    seconds = np.stack([cost.seconds for cost in costs])
+    winner = seconds.argmin(axis=0)
+    shape = winner.shape
+
+    def pick(values: Sequence[Any]) -> Any:
+        return np.choose(winner, [np.broadcast_to(value, shape) for value in values])
+
+    numbers = ("latency_seconds", "bandwidth_seconds", "steps", "sent_bytes", "received_bytes", "total_bytes")
+    per_level = ("hops", "bytes", "latency_seconds", "bandwidth_seconds")
+    levels = tuple(
+        replace(one, **{name: pick([getattr(cost.levels[i], name) for cost in costs]) for name in per_level})
+        for i, one in enumerate(costs[0].levels)
+    )
+    chosen = [costs[i] for i in np.unique(winner)]
+    return replace(
+        costs[0],
+        **{name: pick([getattr(cost, name) for cost in costs]) for name in numbers},
+        algorithm="|".join(dict.fromkeys(cost.algorithm for cost in chosen)),
+        exact=all(cost.exact for cost in chosen),
+        levels=levels,
+    )

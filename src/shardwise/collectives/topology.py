@@ -1,0 +1,178 @@
+"""A network as a list of levels, innermost first: NVLink inside, then InfiniBand, then whatever joins pods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwise.collectives.libraries import LIBRARIES
+from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Shape, Switch, Tree, grid_sizes, shape_of
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.units import parse
+
+Quantity = int | float | str
+
+
+def _quantity(name: str, value: object, dimension: str, positive: bool) -> float:
+    number = float(parse(value, dimension, f"topology.{name}"))
+    if number < 0 or (positive and number == 0):
+        least = "positive" if positive else "zero or more"
+        raise SpecError(f"topology.{name}", f"{shown(value)} is not {least}", f"give a {least} quantity")
+    return number
+
+
+def _check_ports(ports: object) -> None:
+    if ports is not None and (isinstance(ports, bool) or not isinstance(ports, int) or ports < 1):
+        raise SpecError("topology.ports", f"{shown(ports)} is not a count of ports", "give 1 or more, or leave it out")
+
+
+@dataclass(frozen=True)
+class InNetwork:
+    """Switches that reduce and multicast: NVLink SHARP ("nvls") or InfiniBand SHARP ("sharp").
+
+    ``efficiency``, ``ramp_bytes`` and ``startup`` take the place of the level's own while it is used.
+    """
+
+    kind: str
+    efficiency: float = 1.0
+    ramp_bytes: float = 0.0
+    startup: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("nvls", "sharp"):
+            raise SpecError("topology.in_network", f"{shown(self.kind)} is unknown", "choose nvls or sharp")
+        object.__setattr__(self, "efficiency", _quantity("in_network.efficiency", self.efficiency, "share", True))
+        object.__setattr__(self, "ramp_bytes", _quantity("in_network.ramp_bytes", self.ramp_bytes, "bytes", False))
+        object.__setattr__(self, "startup", _quantity("in_network.startup", self.startup, "seconds", False))
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a network.
+
+    ``bandwidth`` is bytes/s in one direction: of one link (grids, fully connected) or of one device's
+    port (switch, tree). ``latency`` is seconds per message, on grids per hop. ``ports`` is how many ports
+    all devices below one member of this level share (None: each device has its own). ``startup`` is
+    paid once per collective that uses the level. Large messages reach ``efficiency`` of the bandwidth;
+    V bytes cost as much as V + sqrt(ramp_bytes * V).
+    """
+
+    shape: Shape
+    bandwidth: float
+    latency: float = 0.0
+    ports: int | None = None
+    startup: float = 0.0
+    efficiency: float = 1.0
+    ramp_bytes: float = 0.0
+    in_network: InNetwork | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bandwidth", _quantity("bandwidth", self.bandwidth, "bytes/s", True))
+        object.__setattr__(self, "latency", _quantity("latency", self.latency, "seconds", False))
+        object.__setattr__(self, "startup", _quantity("startup", self.startup, "seconds", False))
+        object.__setattr__(self, "efficiency", _quantity("efficiency", self.efficiency, "share", True))
+        object.__setattr__(self, "ramp_bytes", _quantity("ramp_bytes", self.ramp_bytes, "bytes", False))
+        _check_ports(self.ports)
+
+    @property
+    def size(self) -> int:
+        return self.shape.size
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s that large messages reach on one link."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Levels, innermost first; device ranks count through the innermost level fastest.
+
+    ``pipelined_levels`` says that the library overlaps the levels of a hierarchical collective, as NCCL
+    does: "auto" then prices the levels' bandwidth as the maximum instead of the sum. ``library`` names the
+    communication library whose algorithms "auto" may choose from ("any": all of them).
+    """
+
+    levels: tuple[Level, ...]
+    pipelined_levels: bool = field(default=False, kw_only=True)
+    library: str = field(default="any", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.library not in LIBRARIES:
+            remedy = "choose one of " + ", ".join(LIBRARIES)
+            raise SpecError("topology.library", f"{shown(self.library)} is unknown", remedy)
+
+    @property
+    def size(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def name(self) -> str:
+        """line, ring, mesh, torus2d, torus3d, tree, switch, fully_connected or hierarchical."""
+        live = [level for level in self.levels if level.size > 1] or list(self.levels[:1])
+        return "hierarchical" if len(live) > 1 else live[0].shape.name if live else "switch"
+
+    def below(self, index: int) -> int:
+        """Devices below one member of level ``index``."""
+        return math.prod(level.size for level in self.levels[:index])
+
+    def sharing(self, index: int) -> int:
+        """Devices on the busiest port of level ``index`` when all devices below a member use it."""
+        ports = self.levels[index].ports
+        return 1 if ports is None else math.ceil(self.below(index) / ports)
+
+    @classmethod
+    def line(cls, n: int, bandwidth: Quantity, latency: Quantity = 0.0) -> Topology:
+        return cls((_level(Grid((Axis(n),)), bandwidth, latency),))
+
+    @classmethod
+    def ring(cls, n: int, bandwidth: Quantity, latency: Quantity = 0.0) -> Topology:
+        return cls((_level(Grid((Axis(n, wrap=True),)), bandwidth, latency),))
+
+    @classmethod
+    def tree(cls, n: int, bandwidth: Quantity, latency: Quantity = 0.0) -> Topology:
+        return cls((_level(Tree(n), bandwidth, latency),))
+
+    @classmethod
+    def switch(cls, n: int, bandwidth: Quantity, latency: Quantity = 0.0) -> Topology:
+        return cls((_level(Switch(n), bandwidth, latency),))
+
+    @classmethod
+    def fully_connected(cls, n: int, bandwidth: Quantity, latency: Quantity = 0.0) -> Topology:
+        return cls((_level(FullyConnected(n), bandwidth, latency),))
+
+    @classmethod
+    def mesh(cls, shape: str | tuple[int, ...], bandwidth: Quantity, latency: Quantity = 0.0) -> Topology:
+        return cls((_level(Grid(tuple(Axis(n) for n in grid_sizes(shape))), bandwidth, latency),))
+
+    @classmethod
+    def torus(cls, shape: str | tuple[int, ...], bandwidth: Quantity, latency: Quantity = 0.0) -> Topology:
+        return cls((_level(Grid(tuple(Axis(n, True) for n in grid_sizes(shape))), bandwidth, latency),))
+
+    @classmethod
+    def hierarchical(
+        cls,
+        sizes: Sequence[int | str | tuple[int, ...]],
+        bandwidths: Sequence[Quantity],
+        latencies: Sequence[Quantity],
+        shapes: Sequence[str | Shape] | None = None,
+    ) -> Topology:
+        """Levels innermost first; a shape is a name ("switch", "ring", "torus", ...) or a Shape."""
+        named: Sequence[str | Shape] = shapes if shapes is not None else ["switch"] * len(sizes)
+        if not len(sizes) == len(bandwidths) == len(latencies) == len(named):
+            counts = (
+                f"{len(sizes)} sizes, {len(bandwidths)} bandwidths, {len(latencies)} latencies, {len(named)} shapes"
+            )
+            raise SpecError("topology", f"lists of unequal length: {counts}", "give one of each per level")
+        return cls(
+            tuple(
+                _level(shape_of(shape, size) if isinstance(shape, str) else shape, bandwidth, latency)
+                for size, bandwidth, latency, shape in zip(sizes, bandwidths, latencies, named)
+            )
+        )
+
+
+def _level(shape: Shape, bandwidth: Quantity, latency: Quantity) -> Level:
+    return Level(shape, bandwidth, latency)  # type: ignore[arg-type]  # text is parsed by Level

@@ -1,0 +1,175 @@
+"""A collective on a topology: formula, numbers, alternatives, and its rounds drawn small."""
+
+from __future__ import annotations
+
+from shardwise.collectives import (
+    CollectiveCost,
+    CollectiveKind,
+    Topology,
+    build_schedule,
+    collective_cost,
+    crossovers,
+    draw_rounds,
+    pairs,
+    price_schedule,
+)
+from shardwise.collectives.cost import algorithm_names
+from shardwise.collectives.shapes import Grid as GridShape
+from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.spec.errors import SpecError
+from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+
+_LARGEST_CHECKED = 64  # ranks up to which the schedule itself is built and priced
+_LARGEST_DRAWN = 8
+
+
+def explain_collective(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm: str) -> Explanation:
+    """What ``kind`` costs, why, and what the alternatives cost."""
+    cost = collective_cost(kind, size_bytes, topology, algorithm)
+    formula, source = _row_of(kind, topology, cost.algorithm)
+    return Explanation(
+        title=f"{_spoken(kind)} of {readable_bytes(size_bytes)} on a {topology.name} of {topology.size}, "
+        f"algorithm: {cost.algorithm.replace('_', ' ')}",
+        formula=(f"seconds = {formula}", _levels_formula(topology)),
+        numbers=_numbers(kind, size_bytes, topology),
+        result=_result(cost),
+        tables=(_by_level(cost), _alternatives(kind, size_bytes, topology)),
+        remarks=(*_schedule_remark(kind, size_bytes, topology, cost), *_crossover_remarks(kind, topology)),
+        drawing=_drawing(kind, topology, cost.algorithm),
+        source=(source,),
+    )
+
+
+def _spoken(kind: CollectiveKind) -> str:
+    return kind.value.replace("_", "-")
+
+
+def _row_of(kind: CollectiveKind, topology: Topology, algorithm: str) -> tuple[str, str]:
+    """Formula and source of an algorithm, from the table of pairs."""
+    name = algorithm.split("(")[0]
+    for pair in pairs():
+        if pair.kind is kind and pair.topology == topology.name and pair.algorithm == name:
+            return pair.formula, pair.source
+    return "sum over the levels of each level's own algorithm", "composition of the levels' algorithms"
+
+
+def _levels_formula(topology: Topology) -> str:
+    if any(level.ramp_bytes or level.startup for level in topology.levels):
+        return "every level: startup + hops·a + (V + sqrt(ramp·V))·b, V the bytes over its busiest link"
+    return "every level: hops·a + V·b, V the bytes over its busiest link"
+
+
+def _numbers(kind: CollectiveKind, size_bytes: float, topology: Topology) -> tuple[tuple[str, str, str], ...]:
+    meaning = {
+        CollectiveKind.ALL_TO_ALL: "bytes one rank sends in all",
+        CollectiveKind.ALL_GATHER: "bytes of the gathered whole",
+        CollectiveKind.REDUCE_SCATTER: "bytes of the whole before it is scattered",
+        CollectiveKind.GATHER: "bytes of the gathered whole",
+        CollectiveKind.SCATTER: "bytes of the whole before it is scattered",
+    }.get(kind, "bytes every rank holds")
+    numbers = [
+        ("n", "ranks", str(topology.size)),
+        ("m", meaning, f"{size_bytes:,.0f} ({readable_bytes(size_bytes)})"),
+    ]
+    for index, level in enumerate(topology.levels):
+        suffix = str(index + 1) if len(topology.levels) > 1 else ""
+        shape = level.shape.name
+        if isinstance(level.shape, GridShape) and len(level.shape.axes) > 1:
+            shape += " " + "x".join(str(axis.size) for axis in level.shape.axes)
+        where = f"{level.name or shape}, {level.size} members" if suffix else shape
+        numbers.append((f"a{suffix}", f"latency of one message ({where})", readable_seconds(level.latency)))
+        numbers.append((f"1/b{suffix}", f"bandwidth, one direction ({where})", readable_rate(level.rate)))
+    return tuple(numbers)
+
+
+def _result(cost: CollectiveCost) -> tuple[tuple[str, str], ...]:
+    return (
+        ("latency part", readable_seconds(float(cost.latency_seconds))),
+        ("bandwidth part", readable_seconds(float(cost.bandwidth_seconds))),
+        ("total", readable_seconds(float(cost.seconds))),
+        ("steps, one after the other", f"{float(cost.steps):.0f}"),
+        ("bytes the busiest rank sends", readable_bytes(float(cost.sent_bytes))),
+        ("bytes the busiest rank receives", readable_bytes(float(cost.received_bytes))),
+        ("bytes of all ranks", readable_bytes(float(cost.total_bytes))),
+    )
+
+
+def _by_level(cost: CollectiveCost) -> Grid:
+    rows = tuple(
+        (
+            level.level_name,
+            f"{float(level.hops):.0f}",
+            readable_bytes(float(level.bytes)),
+            readable_seconds(float(level.latency_seconds)),
+            readable_seconds(float(level.bandwidth_seconds)),
+        )
+        for level in cost.levels
+    )
+    return Grid("numbers put in", ("level", "hops", "V", "hops·a", "V·b"), rows)
+
+
+def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology) -> Grid:
+    rows = []
+    for name in algorithm_names(kind, topology):
+        cost = collective_cost(kind, size_bytes, topology, name)
+        formula, _ = _row_of(kind, topology, name)
+        seconds = float(cost.seconds)
+        rows.append((seconds, (name.replace("_", " "), formula, f"{float(cost.steps):.0f}", readable_seconds(seconds))))
+    rows.sort(key=lambda row: row[0])
+    return Grid("every algorithm here, cheapest first", ("algorithm", "seconds", "steps", "total"),
+                tuple(row for _, row in rows), words=2)  # fmt: skip
+
+
+def _schedule_remark(
+    kind: CollectiveKind, size_bytes: float, topology: Topology, cost: CollectiveCost
+) -> tuple[str, ...]:
+    if not cost.exact:
+        return ("This closed form is a bound or a model; no schedule of ours equals it.",)
+    if topology.size > _LARGEST_CHECKED:
+        return ()
+    try:
+        schedule = build_schedule(kind, topology, cost.algorithm, size_bytes)
+    except SpecError:
+        return ()
+    seconds = float(price_schedule(schedule, topology, size_bytes).seconds)
+    return (
+        f"The schedule itself ({len(schedule.rounds)} rounds), priced by its busiest links: {readable_seconds(seconds)}, "
+        f"{abs(seconds / float(cost.seconds) - 1) if cost.seconds else 0:.0e} from the closed form.",
+    )
+
+
+def _crossover_remarks(kind: CollectiveKind, topology: Topology) -> tuple[str, ...]:
+    return tuple(
+        f"From {readable_bytes(size)} on {after.replace('_', ' ')} is cheaper than {before.replace('_', ' ')}."
+        for size, before, after in crossovers(kind, topology)
+    )
+
+
+def _drawing(kind: CollectiveKind, topology: Topology, algorithm: str) -> str:
+    """The rounds of the same algorithm on a topology small enough to draw."""
+    small = _small(topology)
+    try:
+        schedule = build_schedule(kind, small, algorithm)
+    except SpecError:
+        return ""
+    note = "" if small.size == topology.size else f" (drawn for {small.size} ranks)"
+    return f"rounds{note}\n{draw_rounds(schedule)}"
+
+
+def _small(topology: Topology) -> Topology:
+    if topology.size <= _LARGEST_DRAWN:
+        return topology
+    from shardwise.collectives.shapes import Axis, shape_of
+    from dataclasses import replace
+
+    levels = []
+    for level in topology.levels:
+        shape = level.shape
+        if isinstance(shape, GridShape):
+            limit = 4 if len(shape.axes) == 1 and len(topology.levels) == 1 else 3 if len(shape.axes) == 2 else 2
+            small = GridShape(tuple(Axis(min(axis.size, limit), axis.wrap) for axis in shape.axes))
+            levels.append(replace(level, shape=small))
+        else:
+            limit = 2 if len(topology.levels) > 1 else 4
+            levels.append(replace(level, shape=shape_of(shape.name, min(shape.size, limit)), ports=None))
+    return replace(topology, levels=tuple(levels))

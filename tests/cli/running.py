@@ -1,0 +1,60 @@
+"""Runs the command line in this process, as the tests of it need."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.cli.main import main
+
+HEADLINE = (
+    "analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192"
+).split()
+SMALL = "analyze --model llama3-8b --cluster dgx-h100:1 --tp 8 --global-batch 8 --seq 2048".split()
+
+
+@dataclass(frozen=True)
+class Result:
+    status: Any
+    out: str
+    err: str
+
+
+def run(*arguments: str) -> Result:
+    """What `shardwise ARGUMENTS` prints and its exit status; any exception but SystemExit goes through."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status: Any = main(list(arguments))
+        except SystemExit as end:
+            status = end.code
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def run_json(*arguments: str) -> Any:
+    """The JSON document that a command prints; it must succeed, and hold no NaN or infinity."""
+    result = run(*arguments, "--json")
+    assert result.status == 0, result.err
+    assert result.err == ""
+    return strict_json(result.out)
+
+
+def strict_json(text: str) -> Any:
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def error_line(result: Result) -> str:
+    """The message of a refused command, after checking that it is one line and status 2."""
+    assert result.status == 2, (result.status, result.err)
+    assert result.out == ""
+    lines = result.err.splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("shardwise: error: "), result.err
+    assert result.err.endswith("\n")
+    return lines[0].removeprefix("shardwise: error: ")

@@ -1,0 +1,227 @@
+"""Random, mostly hostile input: the command line answers with status 0 or with one line and status 2, always."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.running import Result, error_line, run, strict_json
+from interop.published_configs import CATALOGUE
+from shardwise.spec import presets
+
+SEEDS, RUNS_PER_SEED = range(14), 150  # of each of the three kinds of input: 6,300 in all
+
+HOSTILE = [
+    "", " ", "0", "-1", "-0", "+5", "1.5", "1e3", "1e400", "-1e400", "1e18", "999999999999999999999", "nan", "inf",
+    "-inf", "NaN", "0x8", "8xx8", "8x", "x8", "8x8", "0x10", "x", "None", "null", "true", "[]", "{}", "[1, 2]", "~",
+    "١٢", "八", "🦙", "\u202e8", "a\nb", "\t", "\x00", "é" * 200, "9" * 5000, "1_000", "1,2", ",", ",,", "--", "-",
+    "80GiB", "80 GB", "5us", "-5us", "400Gb/s", "0GB/s", "1e300GB/s", "5%", "16M-tokens", "0-tokens", "tokens", "../x",
+    "/", "/dev/null", "/nonexistent/job.yaml", ".", "..", "*", "$(true)", "%s", "{0}", "!!python/object:os.system",
+    "&a *a", "a: b: c", "'", '"', "#", "1e-320", "2**3", "0b11", "1e", "e5", "Infinity",
+]  # fmt: skip
+PLAUSIBLE = {
+    "--tp": ["1", "2", "4", "8", "3"],
+    "--pp": ["1", "2", "4", "8", "5"],
+    "--dp": ["1", "2", "4", "8", "16"],
+    "--cp": ["1", "2", "4", "3"],
+    "--ep": ["1", "2", "8", "64"],
+    "--expert-tp": ["1", "2", "4"],
+    "--zero": ["0", "1", "2", "3", "4"],
+    "--shard-group": ["1", "2", "8"],
+    "--order": ["tp,cp,dp,pp", "pp,dp,cp,tp", "dp,tp", "tp,tp,tp,tp"],
+    "--microbatch": ["1", "2", "4"],
+    "--schedule": ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-min", "dualpipe", "dualpipev"],
+    "--interleave": ["1", "2", "4"],
+    "--stage-layers": ["even", "balanced", "7,8,8,9", "1,1"],
+    "--recompute": ["none", "selective", "full"],
+    "--context-method": ["ring", "all-gather", "ulysses"],
+    "--dispatch": ["all-to-all", "deduplicated"],
+    "--collective": ["auto", "textbook", "ring", "double_tree", "bucket"],
+    "--global-batch": ["1", "64", "1024", "4M-tokens", "1e15"],
+    "--seq": ["1", "128", "8192", "1M"],
+    "--precision": ["bf16", "fp8", "fp32", "nvfp4"],
+    "--optimizer": ["adamw", "muon", "sgd"],
+    "--attention": ["flash", "unfused"],
+    "--gpus": ["1", "8", "64", "16384", "7"],
+    "--gpus-per-node": ["1", "4", "8", "9"],
+    "--set": ["strategy.overlap.tp=true", "strategy.offload.optimizer=1", "training.tokens=1e12", "strategy.tp=[1]",
+              "model.layers=3", "cluster=laptop", "strategy.offload.target=nvme", "strategy.recompute_layers=2"],
+    "--params": ["70e9", "7B", "1"],
+    "--layers": ["32", "1", "80"],
+    "--hidden": ["4096", "64"],
+    "--heads": ["32", "8", "1"],
+    "--kv-heads": ["8", "1"],
+    "--ffn": ["11008", "1"],
+    "--vocab": ["32000", "1"],
+    "--topology": ["ring", "tree", "hierarchical", "switch", "mesh", "torus", "line", "fully-connected", "star"],
+    "--shape": ["8x8", "4x4x4", "2x4", "64"],
+    "--bandwidth": ["450GB/s", "450GB/s,50GB/s", "1B/s"],
+    "--latency": ["2us", "2us,5us", "0"],
+    "--device": ["a100-80gb", "h100-sxm", "cpu", "h100"],
+    "--no-sp": None, "--dropout": None, "--json": None, "--scaling": None, "--ranks": None, "--sources": None,
+}  # fmt: skip
+FLAGS = list(PLAUSIBLE)
+MODELS = [*presets.names("model"), "llama", "gpt4"]
+CLUSTERS = [*presets.names("cluster"), "dgx-h100:2", "dgx-a100:8", "tpu-v5p:8x8x4", "gb200-nvl72:2", "dgx-h100:0",
+            "dgx-h100:99999999", "tpu-v4:0x4x4", "dgx"]  # fmt: skip
+
+
+def random_flags(rng: random.Random) -> list[str]:
+    """A command that is half right: named parts, then a few flags, each with a plausible or a hostile value."""
+    arguments = [rng.choice(["analyze"] * 30 + ["list", "explain", "anlyze", "", "--help", "-h", "help", "--version"])]
+    if rng.random() < 0.75:
+        arguments += ["--model", rng.choice(MODELS)]
+    if rng.random() < 0.75:
+        arguments += ["--cluster", rng.choice(CLUSTERS)]
+    if rng.random() < 0.5:
+        arguments += ["--global-batch", rng.choice(["512", "4M-tokens"])]
+    for flag in rng.sample(FLAGS, rng.randint(0, 5)):
+        values = PLAUSIBLE[flag]
+        if values is None:
+            arguments.append(flag)
+            continue
+        value = rng.choice(HOSTILE) if rng.random() < 0.25 else rng.choice(values)
+        arguments += [f"{flag}={value}"] if rng.random() < 0.3 else [flag, value]
+    if rng.random() < 0.1:
+        arguments.insert(rng.randint(1, len(arguments)), rng.choice(HOSTILE))
+    if rng.random() < 0.5:
+        arguments.append("--json")
+    return arguments
+
+
+JOB = """\
+model:
+  layers: 8
+  hidden: 512
+  heads: 8
+  kv_heads: 4
+  ffn: 2048
+  vocab: 32000
+  activation: swiglu
+cluster:
+  device:
+    name: mine
+    peak: {bf16: 100TFLOPS, fp32: 50TFLOPS}
+    memory: 24GiB
+    memory_bandwidth: 1TB/s
+  levels:
+    - {name: inner, topology: switch, size: 4, bandwidth: 50GB/s, latency: 2us}
+    - {name: outer, topology: ring, size: 2, link: infiniband-ndr, startup: 5us}
+  host_memory: 512GB
+  host_link: pcie-4
+  storage:
+    - {name: disk, link: nvme-gen4}
+strategy:
+  tp: 2
+  pp: 2
+  zero: 1
+  microbatch: 2
+  order: [tp, cp, dp, pp]
+  overlap: {tp: true}
+  offload: {optimizer: 0.5, target: cpu}
+training:
+  global_batch: 16
+  seq: 1024
+  precision: bf16
+  tokens: 1e9
+"""
+
+
+def random_job(rng: random.Random) -> bytes:
+    """A valid job file with its bytes, lines or values disturbed."""
+    lines = JOB.splitlines()
+    for _ in range(rng.randint(0, 3)):
+        i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
+        match rng.randrange(5):
+            case 0:
+                del lines[i]
+            case 1:
+                lines.insert(j, lines[i])
+            case 2:
+                lines[i], lines[j] = lines[j], lines[i]
+            case _:
+                lines[i] = _other_value(rng, lines[i])
+    data = bytearray("\n".join(lines).encode(errors="replace"))
+    for _ in range(rng.choice([0, 0, 0, 1, 3])):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def _other_value(rng: random.Random, line: str) -> str:
+    """The line with one of its values replaced by a hostile one."""
+    values = list(re.finditer(r"(?<=: )[^,{}]+", line))
+    if not values:
+        return line + " " + rng.choice(HOSTILE)
+    place = rng.choice(values)
+    return line[: place.start()] + rng.choice(HOSTILE) + line[place.end() :]
+
+
+def random_config(rng: random.Random) -> bytes:
+    """A published config.json with keys lost, values exchanged or bytes flipped."""
+    config: dict[str, Any] = dict(CATALOGUE[rng.choice(sorted(CATALOGUE))][1])
+    hostile = [*HOSTILE, 0, -1, 1, 3, 2**40, 10**30, 1.5, 1e308, True, None, [], [1], {}, {"a": 1}]
+    for key in rng.sample(sorted(config), min(len(config), rng.randint(0, 2))):
+        if rng.random() < 0.3:
+            del config[key]
+        else:
+            config[key] = rng.choice(hostile)
+    data = bytearray(json.dumps(config).encode())
+    for _ in range(rng.choice([0, 0, 0, 1, 3])):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def check(arguments: list[str], result: Result) -> None:
+    if result.status == 2:
+        error_line(result)
+    else:
+        assert result.status == 0
+        assert result.err == ""
+        if "--json" in arguments and not {"-h", "--help", "help", "--version"} & set(arguments):
+            strict_json(result.out)
+
+
+def fuzz(make: Callable[[random.Random], list[str]], seed: int) -> set[Any]:
+    """Runs many inputs; a failure names the arguments that bring it back."""
+    rng = random.Random(seed)
+    statuses = set()
+    for _ in range(RUNS_PER_SEED):
+        arguments = make(rng)
+        try:
+            result = run(*arguments)
+            check(arguments, result)
+        except BaseException as error:
+            error.add_note(f"shardwise {arguments!r}")
+            raise
+        statuses.add(result.status)
+    return statuses
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_flags(seed: int) -> None:
+    assert fuzz(random_flags, seed) == {0, 2}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_job_files(seed: int, tmp_path: Path) -> None:
+    def command(rng: random.Random) -> list[str]:
+        (tmp_path / "job.yaml").write_bytes(random_job(rng))
+        return ["analyze", str(tmp_path / "job.yaml"), *(["--json"] if rng.random() < 0.8 else [])]
+
+    assert fuzz(command, seed) == {0, 2}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_hugging_face_configs(seed: int, tmp_path: Path) -> None:
+    def command(rng: random.Random) -> list[str]:
+        (tmp_path / "config.json").write_bytes(random_config(rng))
+        cluster = ["--cluster", "dgx-h100:2", "--tp", rng.choice(["1", "8"]), "--global-batch", "16"]
+        return ["analyze", "--model", str(tmp_path / "config.json"), *cluster, "--json"]
+
+    assert fuzz(command, seed) == {0, 2}

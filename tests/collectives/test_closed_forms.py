@@ -1,0 +1,87 @@
+"""Every exact closed form equals the price of its schedule, and every schedule is proved right."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from collectives.agreement import (
+    SINGLE,
+    SIZE,
+    check,
+    check_all,
+    hierarchies,
+    levels,
+    shapes,
+    single,
+)
+from shardwise.collectives import CollectiveKind, Level, Topology
+from shardwise.collectives.table import rows_for_level_of_hierarchy
+
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+LONG = settings(QUICK, max_examples=600)
+
+GRIDS = [
+    (1, 1), (2, 2), (3, 2), (2, 3), (1, 5), (4, 3), (3, 4), (5, 3), (7, 2), (4, 4), (6, 2), (2, 6), (8, 4), (5, 7), (8, 8),
+    (2, 2, 2), (3, 3, 3), (2, 3, 4), (4, 3, 2), (4, 2, 5), (1, 4, 1), (5, 1, 2), (4, 4, 4), (2, 2, 3, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [*range(1, 34), 64])
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_level(name: str, n: int) -> None:
+    check_all(single(name, n))
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+@pytest.mark.parametrize("name", ["mesh", "torus"])
+def test_grids(name: str, shape: tuple[int, ...]) -> None:
+    check_all(getattr(Topology, name)(shape, 1e9, 1e-4))
+
+
+@QUICK
+@given(shapes(9, strides=(1, 2, 3, 4)), st.sampled_from((0.0, 2e-5, 1e-3)), st.sampled_from((1.0, 3e4, 4e6)))
+def test_strided_and_mixed_shapes(shape, latency: float, size: float) -> None:
+    topology = Topology((Level(shape, 1e9, latency or 1e-5, ramp_bytes=1e3),))
+    check_all(topology, size)
+
+
+@QUICK
+@given(hierarchies(60))
+def test_hierarchies(topology: Topology) -> None:
+    check_all(topology)
+
+
+@settings(QUICK, max_examples=20)
+@given(hierarchies(24, strides=(1, 2, 3)))
+def test_strided_hierarchies(topology: Topology) -> None:
+    check_all(topology)
+
+
+@settings(QUICK, max_examples=60)
+@given(st.data())
+def test_any_algorithm_on_any_level(data: st.DataObject) -> None:
+    some = st.lists(levels(5).filter(lambda level: level.size > 1), min_size=2, max_size=3)
+    topology = Topology(tuple(data.draw(some.filter(lambda made: Topology(tuple(made)).size <= 60))))
+    kind = data.draw(st.sampled_from([k for k in CollectiveKind if k is not CollectiveKind.SEND_RECV]))
+    last = len(topology.levels) - 1
+    names = [
+        data.draw(st.sampled_from([row.name for row in rows_for_level_of_hierarchy(kind, level, i == last)]))
+        for i, level in enumerate(topology.levels)
+    ]
+    check(kind, topology, f"hierarchical({','.join(names)})", SIZE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(34, 64))
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_level_of_every_size(name: str, n: int) -> None:
+    check_all(single(name, n))
+
+
+@pytest.mark.slow
+@LONG
+@given(hierarchies(120, strides=(1, 2)))
+def test_many_hierarchies(topology: Topology) -> None:
+    check_all(topology)
