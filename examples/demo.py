@@ -10,7 +10,8 @@ from shardwise.cli.main import main
 STEPS = (
     (
         "A job that fits: Llama-3 70B on 64 DGX H100",
-        "analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192",
+        "analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 "
+        "--global-batch 1024 --seq 8192",
     ),
     (
         "The same model on 8 GPUs, before anything is launched",

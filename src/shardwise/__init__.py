@@ -27,7 +27,7 @@ _PUBLIC = {
     "per_gpu_memory_bytes": "shardwise.cost.memory",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency

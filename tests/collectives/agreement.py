@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -99,11 +100,20 @@ def levels(largest: int, strides: tuple[int, ...] = (1,)) -> st.SearchStrategy:
     )
 
 
-def hierarchies(most_devices: int, strides: tuple[int, ...] = (1,)) -> st.SearchStrategy:
+def hierarchies(most_devices: int) -> st.SearchStrategy:
     """Two to four levels of mixed shapes, some with shared ports."""
     counts = st.one_of(
-        st.tuples(levels(6, strides), levels(6, strides)),
-        st.tuples(levels(4, strides), levels(4, strides), levels(3, strides)),
+        st.tuples(levels(6), levels(6)),
+        st.tuples(levels(4), levels(4), levels(3)),
         st.tuples(levels(3), levels(2), levels(3), levels(3)),
     )
     return st.builds(Topology, counts).filter(lambda t: t.size <= most_devices)
+
+
+def placed_hierarchies(most_devices: int) -> st.SearchStrategy:
+    """Two levels as place() makes them: only the first axis of all is strided."""
+    axis = st.builds(Axis, st.integers(2, 4), st.booleans(), st.integers(2, 3))
+    plain = st.builds(Axis, st.integers(1, 3), st.booleans())
+    inner = st.builds(Grid, st.tuples(axis) | st.tuples(axis, plain)) | st.builds(Tree, st.integers(2, 4), st.just(2))
+    made = st.tuples(levels(1).flatmap(lambda level: inner.map(lambda shape: replace(level, shape=shape))), levels(4))
+    return st.builds(Topology, made).filter(lambda t: t.size <= most_devices)

@@ -38,9 +38,9 @@ def test_constructors() -> None:
     assert Topology.switch(8, "400Gb/s", 0).levels[0].bandwidth == 50e9
     net = Topology.hierarchical([8, "4x4"], [450e9, 50e9], ["1us", "5us"], ["fully_connected", "torus"])
     assert net.size == 128 and net.name == "hierarchical" and net.levels[1].shape.name == "torus2d"
-    names = {Topology.line(3, 1).name, Topology.ring(3, 1).name, Topology.mesh((2, 3), 1).name, Topology.tree(3, 1).name,
-             Topology.torus((2, 3, 4), 1).name, Topology.switch(3, 1).name, Topology.fully_connected(3, 1).name,
-             Topology.torus((3, 3), 1).name, net.name}  # fmt: skip
+    simple = [getattr(Topology, name)(3, 1) for name in ("line", "ring", "tree", "switch", "fully_connected")]
+    grids = [Topology.mesh((2, 3), 1), Topology.torus((3, 3), 1), Topology.torus((2, 3, 4), 1)]
+    names = {topology.name for topology in (*simple, *grids, net)}
     assert names == set(TOPOLOGIES)
     assert hash(net) == hash(Topology(net.levels))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import ceil, log2
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_tree_gives_way_to_ring() -> None:
         assert here < collective_cost("all_reduce", size * factor, net, other).seconds
     assert crossovers("all_reduce", Topology.switch(1, 1, 0)) == []
     names = [step[1:] for step in crossovers("broadcast", net)]
-    assert names[0][0] == "binomial" and all(a[1] == c[0] for a, c in zip(names, names[1:]))
+    assert names[0][0] == "binomial" and all(a[1] == c[0] for a, c in pairwise(names))
 
 
 def _ports(topology: Topology) -> int:

@@ -35,7 +35,7 @@ SOUND = {
 def with_transfer(schedule: Schedule, at: int, index: int, new: tuple[Transfer, ...]) -> Schedule:
     one = schedule.rounds[at]
     changed = one[:index] + new + one[index + 1 :]
-    return replace(schedule, rounds=schedule.rounds[:at] + (changed,) + schedule.rounds[at + 1 :])
+    return replace(schedule, rounds=(*schedule.rounds[:at], changed, *schedule.rounds[at + 1 :]))
 
 
 def mutants(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
@@ -78,11 +78,11 @@ def test_order_of_rounds_matters() -> None:
 def test_statements() -> None:
     schedule = SOUND["ring all-reduce"]
     first = schedule.rounds[0][0]
-    with pytest.raises(InvalidSchedule, match="round 0, 0 -> 3: the contribution of rank 0 .* reduced twice"):
+    with pytest.raises(InvalidSchedule, match=r"round 0, 0 -> 3: the contribution of rank 0 .* reduced twice"):
         verify(with_transfer(schedule, 0, 0, (first, first)))
     with pytest.raises(InvalidSchedule, match="not a pair of different ranks"):
         verify(with_transfer(schedule, 0, 0, (replace(first, dst=first.src),)))
-    with pytest.raises(InvalidSchedule, match="at the end rank .* holds"):
+    with pytest.raises(InvalidSchedule, match=r"at the end rank .* holds"):
         verify(replace(schedule, rounds=schedule.rounds[:-1]))
     with pytest.raises(InvalidSchedule, match="even blocks"):
         verify(replace(SOUND["bruck"], chunk_count=7))

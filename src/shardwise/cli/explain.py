@@ -45,7 +45,8 @@ def _overview() -> str:
     lines = "\n".join(f"  {name:<12} {what}" for name, (_, what) in TOPICS.items())
     return (
         "usage: shardwise explain TOPIC [options]\n\nOne formula with the numbers put in, and its source.\n\n"
-        f"{lines}\n  all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter: a collective\n\n"
+        f"{lines}\n"
+        "  a collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter\n\n"
         f"examples:{_EXAMPLES.replace(chr(10), chr(10) + '  ').rstrip()}\n"
     )
 
@@ -59,8 +60,9 @@ def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, bool]]:
         CollectiveKind.parse(name)
     except SpecError:
         known = [*TOPICS, *(kind.value.replace("_", "-") for kind in CollectiveKind)]
-        raise SpecError("", f"nothing is explained as {shown(name)}",
-                        nearest_name(name, known) or "see `shardwise explain --help`") from None  # fmt: skip
+        raise SpecError(
+            "", f"nothing is explained as {shown(name)}", nearest_name(name, known) or "see `shardwise explain --help`"
+        ) from None
     return _collective
 
 
@@ -128,9 +130,8 @@ def _p2p(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     parser.add_argument("--latency", help="in place of a link")
     parsed = parser.parse(arguments)
     if parsed.bandwidth or parsed.latency:
-        link = Link(
-            name="given", bandwidth=parsed.bandwidth or "50GB/s", latency=parsed.latency or bare.DEFAULT_LATENCY
-        )
+        given = {"bandwidth": parsed.bandwidth or "50GB/s", "latency": parsed.latency or bare.DEFAULT_LATENCY}
+        link = Link.from_dict({"name": "given", **given})
     else:
         link = presets.resolve("link", Link, parsed.link or "infiniband-ndr")
     cost = p2p_latency(parsed.size, link)
@@ -150,7 +151,7 @@ def _p2p(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
             ("half of the bandwidth is reached at", readable_bytes(link.latency * link.bandwidth)),
         ),
         source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
-    )  # fmt: skip
+    )
     return explanation, parsed.json
 
 
@@ -215,8 +216,11 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.cost.flops import recomputed_flops_per_token
     from shardwise.report.explain.compute import explain_mfu
 
-    parser = _parser(topic, "Utilisation from a measured step time.",
-                     "shardwise explain mfu --step-seconds 12 --model llama3-8b --cluster dgx-h100:2 --global-batch 1024 --seq 8192")  # fmt: skip
+    parser = _parser(
+        topic,
+        "Utilisation from a measured step time.",
+        "shardwise explain mfu --step-seconds 12 --model llama3-8b --cluster dgx-h100:2 --global-batch 1024 --seq 8192",
+    )
     add_job_arguments(parser)
     parser.add_argument("--step-seconds", default="10s", help="measured time of one step")
     parsed = _with_job_defaults(parser.parse(arguments), {})

@@ -123,11 +123,15 @@ def spanned(cluster: Cluster, runs: tuple[Run, ...], field: str) -> Topology | N
             raise SpecError(field, error.problem, error.remedy) from None
     if not levels:
         return None
-    return Topology(
-        levels=tuple(levels), pipelined_levels=cluster.pipelined_levels, library=cluster.library
-    )
+    return Topology(levels=tuple(levels), pipelined_levels=cluster.pipelined_levels, library=cluster.library)
 
 
 def level_names(topology: Topology) -> str:
     """The network levels of a group, for a table: "nvlink 8 · infiniband 4"."""
-    return " · ".join(f"{level.name} {level.size}" for level in topology.levels)
+    return " · ".join(f"{level.name} {_width(level)}" for level in topology.levels)
+
+
+def _width(level: Level) -> str:
+    if isinstance(level.shape, Grid) and len(level.shape.axes) > 1:
+        return "x".join(str(axis.size) for axis in level.shape.axes)
+    return str(level.size)

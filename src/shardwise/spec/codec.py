@@ -223,11 +223,11 @@ def _check_range(value: Any, metadata: Mapping[str, Any], path: str) -> None:
 class FrozenMapping(dict[str, Any]):
     """A mapping field of a noun: as immutable and hashable as the noun itself."""
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a spec is immutable: use dataclasses.replace")
 
     __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse
-    __ior__ = _refuse  # type: ignore[assignment]
+    __ior__ = _refuse

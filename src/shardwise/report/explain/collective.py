@@ -14,6 +14,7 @@ from shardwise.collectives import (
     price_schedule,
 )
 from shardwise.collectives.cost import algorithm_names
+from shardwise.collectives.listing import SYMBOLS
 from shardwise.collectives.shapes import Grid as GridShape
 from shardwise.report.explain.explanation import Explanation, Grid
 from shardwise.spec.errors import SpecError
@@ -30,10 +31,10 @@ def explain_collective(kind: CollectiveKind, size_bytes: float, topology: Topolo
     return Explanation(
         title=f"{_spoken(kind)} of {readable_bytes(size_bytes)} on a {topology.name} of {topology.size}, "
         f"algorithm: {cost.algorithm.replace('_', ' ')}",
-        formula=(f"seconds = {formula}", _levels_formula(topology)),
+        formula=(f"seconds = {formula}", _levels_formula(topology), f"symbols: {SYMBOLS}"),
         numbers=_numbers(kind, size_bytes, topology),
         result=_result(cost),
-        tables=(_by_level(cost), _alternatives(kind, size_bytes, topology)),
+        tables=(_by_level(cost), _alternatives(kind, size_bytes, topology, cost.algorithm)),
         remarks=(*_schedule_remark(kind, size_bytes, topology, cost), *_crossover_remarks(kind, topology)),
         drawing=_drawing(kind, topology, cost.algorithm),
         source=(source,),
@@ -108,16 +109,20 @@ def _by_level(cost: CollectiveCost) -> Grid:
     return Grid("numbers put in", ("level", "hops", "V", "hops·a", "V·b"), rows)
 
 
-def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology) -> Grid:
+def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, chosen: str) -> Grid:
     rows = []
-    for name in algorithm_names(kind, topology):
+    for name in dict.fromkeys((chosen, *algorithm_names(kind, topology))):
         cost = collective_cost(kind, size_bytes, topology, name)
         formula, _ = _row_of(kind, topology, name)
         seconds = float(cost.seconds)
         rows.append((seconds, (name.replace("_", " "), formula, f"{float(cost.steps):.0f}", readable_seconds(seconds))))
     rows.sort(key=lambda row: row[0])
-    return Grid("every algorithm here, cheapest first", ("algorithm", "seconds", "steps", "total"),
-                tuple(row for _, row in rows), words=2)  # fmt: skip
+    return Grid(
+        "every algorithm here, cheapest first",
+        ("algorithm", "seconds", "steps", "total"),
+        tuple(row for _, row in rows),
+        words=2,
+    )
 
 
 def _schedule_remark(
@@ -133,7 +138,8 @@ def _schedule_remark(
         return ()
     seconds = float(price_schedule(schedule, topology, size_bytes).seconds)
     return (
-        f"The schedule itself ({len(schedule.rounds)} rounds), priced by its busiest links: {readable_seconds(seconds)}, "
+        f"The schedule itself ({len(schedule.rounds)} rounds), priced by its busiest links: "
+        f"{readable_seconds(seconds)}, "
         f"{abs(seconds / float(cost.seconds) - 1) if cost.seconds else 0:.0e} from the closed form.",
     )
 
@@ -159,8 +165,9 @@ def _drawing(kind: CollectiveKind, topology: Topology, algorithm: str) -> str:
 def _small(topology: Topology) -> Topology:
     if topology.size <= _LARGEST_DRAWN:
         return topology
-    from shardwise.collectives.shapes import Axis, shape_of
     from dataclasses import replace
+
+    from shardwise.collectives.shapes import Axis, shape_of
 
     levels = []
     for level in topology.levels:

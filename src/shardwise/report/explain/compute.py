@@ -20,10 +20,15 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
     rows = []
     for convention in CONVENTIONS:
         per_token = flops_per_token(model, seq, convention.name)
-        rows.append((
-            convention.name, convention.formula, readable_flops(per_token), readable_flops(per_token * tokens),
-            readable_seconds(per_token * tokens / peak),
-        ))  # fmt: skip
+        rows.append(
+            (
+                convention.name,
+                convention.formula,
+                readable_flops(per_token),
+                readable_flops(per_token * tokens),
+                readable_seconds(per_token * tokens / peak),
+            )
+        )
     return Explanation(
         title=f"Training FLOPs of {model.name} at sequence length {seq}",
         formula=("forward: 2 per weight and token, plus attention; backward: twice the forward pass",),
@@ -35,14 +40,20 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
             ("", f"peak of one {device.name}, bf16", readable_flops(peak) + "/s"),
         ),
         result=(),
-        tables=(Grid("by convention", ("convention", "per token", "FLOPs/token", "FLOPs in all", "one device at peak"),
-                     tuple(rows), words=2),),
+        tables=(
+            Grid(
+                "by convention",
+                ("convention", "per token", "FLOPs/token", "FLOPs in all", "one device at peak"),
+                tuple(rows),
+                words=2,
+            ),
+        ),
         remarks=(
             "MFU divides model FLOPs by peak × time, idle time included; recomputed FLOPs count only in HFU.",
             "Conventions differ by causal attention (counted once or fully) and by the embedding: convert, never mix.",
         ),
         source=tuple(f"{c.name}: {c.source}" for c in CONVENTIONS),
-    )  # fmt: skip
+    )
 
 
 def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
@@ -63,20 +74,30 @@ def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
             ("v", "chunks per rank (interleaved)", str(chunks)),
         ),
         result=(),
-        tables=(Grid("by schedule", ("schedule", "microbatches kept", "", "of busy time", "of the step"), tuple(rows), words=3),),
+        tables=(
+            Grid(
+                "by schedule",
+                ("schedule", "microbatches kept", "", "of busy time", "of the step"),
+                tuple(rows),
+                words=3,
+            ),
+        ),
         remarks=("Unequal stages and communication between stages need a simulation of the schedule's actions.",),
         source=(
             "Narayanan et al. 2021 (arXiv 2104.04473), section 2.2",
             "Qi et al. 2023 (arXiv 2401.10241); Qi et al. 2024 (arXiv 2405.15362); DeepSeek DualPipe README",
         ),
-    )  # fmt: skip
+    )
 
 
 def explain_mfu(flops: float, seconds: float, devices: int, peak: float, recomputed: float) -> Explanation:
     """Model and hardware FLOPs utilisation of a measured step."""
     return Explanation(
         title="Model FLOPs utilisation",
-        formula=("MFU = model FLOPs / (seconds · N · peak)", "HFU = (model FLOPs + recomputed FLOPs) / (seconds · N · peak)"),
+        formula=(
+            "MFU = model FLOPs / (seconds · N · peak)",
+            "HFU = (model FLOPs + recomputed FLOPs) / (seconds · N · peak)",
+        ),
         numbers=(
             ("", "model FLOPs of one step", readable_flops(flops)),
             ("", "recomputed FLOPs of one step", readable_flops(recomputed)),
@@ -89,7 +110,7 @@ def explain_mfu(flops: float, seconds: float, devices: int, peak: float, recompu
             ("HFU", f"{(flops + recomputed) / (seconds * devices * peak):.1%}"),
         ),
         source=("Chowdhery et al. 2022, PaLM (arXiv 2204.02311), appendix B",),
-    )  # fmt: skip
+    )
 
 
 def explain_scaling(devices: int, first_seconds: float, strong_seconds: float, weak_seconds: float) -> Explanation:

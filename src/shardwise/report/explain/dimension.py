@@ -22,11 +22,11 @@ _THEORY = {
         "Tensor parallelism",
         (
             "per layer and microbatch, without SP: 2 all-reduces forward and 2 backward of b·s·h·e bytes",
-            "with SP: 2 all-gathers + 2 reduce-scatters each way of the same bytes, + 2 re-gathers for weight gradients",
+            "with SP: 2 all-gathers + 2 reduce-scatters each way, the same bytes, + 2 re-gathers for weight gradients",
         ),
         (
-            "A column-parallel layer does not all-reduce its output; its input gradient is reduced. The row-parallel layer "
-            "reduces its output.",
+            "A column-parallel layer does not all-reduce its output; its input gradient is reduced.",
+            "The row-parallel layer reduces its output.",
         ),
         ("Shoeybi et al. 2019 (arXiv 1909.08053)", "Korthikanti et al. 2022 (arXiv 2205.05198)"),
     ),
@@ -48,7 +48,7 @@ _THEORY = {
     "cp": _Theory(
         "Context parallelism",
         (
-            "ring: c−1 point-to-point sends of 2·b·(s/c)·h_kv·e forward, twice that backward, under attention's own blocks",
+            "ring: c−1 point-to-point sends of 2·b·(s/c)·h_kv·e forward, twice that backward, under attention itself",
             "all-gather: 2·b·s·h_kv·e gathered forward, gathered and reduce-scattered backward",
             "Ulysses: all-to-all of q, k, v and the output, (2h + 2h_kv)·b·s/c·e, each way",
         ),
@@ -90,9 +90,17 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         formula=theory.formula,
         numbers=(
             ("b, s", "microbatch and sequence", f"{strategy.microbatch}, {job.training.seq}"),
-            ("h, h_kv", "hidden, width of keys", f"{job.model.hidden}, {job.model.key_value_heads * job.model.head_size}"),
+            (
+                "h, h_kv",
+                "hidden, width of keys",
+                f"{job.model.hidden}, {job.model.key_value_heads * job.model.head_size}",
+            ),
             ("e", "bytes per element", f"{job.training.recipe.communication:g}"),
-            ("", "tp, cp, dp, pp, ep", f"{strategy.tp}, {strategy.cp}, {strategy.data_parallel}, {strategy.pp}, {strategy.ep}"),
+            (
+                "",
+                "tp, cp, dp, pp, ep",
+                f"{strategy.tp}, {strategy.cp}, {strategy.data_parallel}, {strategy.pp}, {strategy.ep}",
+            ),
             ("", "microbatches", str(job.microbatches)),
         ),
         result=(
@@ -103,4 +111,4 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         tables=(Grid("in one step", columns, rows, words=3),) if rows else (),
         remarks=theory.remarks if rows else (f"This job has {name} 1: nothing is sent.", *theory.remarks),
         source=theory.source,
-    )  # fmt: skip
+    )

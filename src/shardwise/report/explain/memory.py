@@ -31,10 +31,17 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
     rows = []
     for stage, formula in enumerate(formulas):
         part = state_bytes(parameters, precision=precision, optimizer=optimizer, zero=stage, shards=shards)
-        rows.append((
-            f"ZeRO-{stage}" if stage else "none", formula, bar(part.total / whole, 24), _gigabytes(part.weights),
-            _gigabytes(part.gradients), _gigabytes(part.optimizer), _gigabytes(part.total),
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"ZeRO-{stage}" if stage else "none",
+                formula,
+                bar(part.total / whole, 24),
+                _gigabytes(part.weights),
+                _gigabytes(part.gradients),
+                _gigabytes(part.optimizer),
+                _gigabytes(part.total),
+            )
+        )
     return Explanation(
         title=f"Model states of {readable_count(parameters)} parameters over {shards} devices "
         f"({precision}, {optimizer})",
@@ -44,17 +51,32 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
             ("N", "devices that share the states", str(shards)),
             ("", f"bytes per parameter: weights ({recipe.name})", f"{weight:g}"),
             ("", "bytes per parameter: gradients", f"{gradient:g}"),
-            ("", f"bytes per parameter: master weights and {optimizer} states", f"{recipe.master:g} + {states.matrices:g}"),
+            (
+                "",
+                f"bytes per parameter: master weights and {optimizer} states",
+                f"{recipe.master:g} + {states.matrices:g}",
+            ),
         ),
         result=(),
-        tables=(Grid("bytes of one device", ("stage", "formula", "", "weights", "gradients", "optimizer", "total"),
-                     tuple(rows), words=3),),
+        tables=(
+            Grid(
+                "bytes of one device",
+                ("stage", "formula", "", "weights", "gradients", "optimizer", "total"),
+                tuple(rows),
+                words=3,
+            ),
+        ),
         remarks=(
             "These already hold weights, gradients and optimizer states; activations come on top.",
-            "ZeRO divides states, never activations. Stage 1 and 2 move the bytes of one all-reduce, stage 3 1.5 times that.",
+            "ZeRO divides states, never activations.",
+            "Stages 1 and 2 move the bytes of one all-reduce, stage 3 moves 1.5 times that.",
         ),
-        source=("Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), section 5 and Figure 1", recipe.source, states.source),
-    )  # fmt: skip
+        source=(
+            "Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), section 5 and Figure 1",
+            recipe.source,
+            states.source,
+        ),
+    )
 
 
 def _gigabytes(number: float) -> str:
@@ -89,7 +111,10 @@ def explain_activations(job: Job) -> Explanation:
         ),
         result=(
             ("nothing recomputed", readable_bytes(total)),
-            ("selective recompute (attention)", readable_bytes(layer_activation_bytes(job, moe=moe, recompute="selective"))),
+            (
+                "selective recompute (attention)",
+                readable_bytes(layer_activation_bytes(job, moe=moe, recompute="selective")),
+            ),
             ("full recompute", readable_bytes(layer_activation_bytes(job, moe=moe, recompute="full"))),
             ("in units of s·b·h", f"{total / (job.training.seq * strategy.microbatch * model.hidden):.2f}"),
             ("embedding, first stage", readable_bytes(embedding_activation_bytes(job))),
@@ -100,4 +125,4 @@ def explain_activations(job: Job) -> Explanation:
             "Korthikanti et al. 2022 (arXiv 2205.05198), section 4 and Table 2",
             "Dao et al. 2022, FlashAttention (arXiv 2205.14135): one log-sum-exp per head and query",
         ),
-    )  # fmt: skip
+    )
