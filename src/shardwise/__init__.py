@@ -27,7 +27,23 @@ _PUBLIC = {
     "per_gpu_memory_bytes": "shardwise.cost.memory",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "Cluster",
+    "CollectiveKind",
+    "Device",
+    "Job",
+    "Link",
+    "Model",
+    "SpecError",
+    "Strategy",
+    "Topology",
+    "Training",
+    "__version__",
+    "analyze",
+    "collective_latency_and_volume",
+    "p2p_latency",
+    "per_gpu_memory_bytes",
+]
 
 if TYPE_CHECKING:
     from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency
