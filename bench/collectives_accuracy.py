@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardwise.cost.validation import ScoredRow, score_all_reduces
+from shardwise.cost.validation.collectives import ScoredRow, score_all_reduces
 from shardwise.report.console import console, table
 from shardwise.spec.units import readable_bytes, readable_seconds
 

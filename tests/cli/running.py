@@ -12,8 +12,7 @@ from shardwise.cli.main import main
 
 HEADLINE = (
     "analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192"
-).split()
-SMALL = "analyze --model llama3-8b --cluster dgx-h100:1 --tp 8 --global-batch 8 --seq 2048".split()
+)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,17 @@ from cli.running import Result, error_line, run, strict_json
 from interop.published_configs import CATALOGUE
 from shardwise.spec import presets
 
-SEEDS, RUNS_PER_SEED = range(14), 150  # of each of the three kinds of input: 6,300 in all
+SEEDS, RUNS_PER_SEED = range(6), 200  # of each of the five kinds of input: 6,000 in all
 
 HOSTILE = [
     "", " ", "0", "-1", "-0", "+5", "1.5", "1e3", "1e400", "-1e400", "1e18", "999999999999999999999", "nan", "inf",
     "-inf", "NaN", "0x8", "8xx8", "8x", "x8", "8x8", "0x10", "x", "None", "null", "true", "[]", "{}", "[1, 2]", "~",
-    "١٢", "八", "🦙", "\u202e8", "a\nb", "\t", "\x00", "é" * 200, "9" * 5000, "1_000", "1,2", ",", ",,", "--", "-",
+    "١٢", "八", "🦙", "\u202e8", "a\nb", "\t", "\x00", "é" * 200, "9" * 5000, "9" * 400, "a/" + "b" * 300,
+    "b" * 300 + ".json", "a/\x00.yaml", "1_000", "1,2", ",", ",,", "--", "-",
     "80GiB", "80 GB", "5us", "-5us", "400Gb/s", "0GB/s", "1e300GB/s", "5%", "16M-tokens", "0-tokens", "tokens", "../x",
     "/", "/dev/null", "/nonexistent/job.yaml", ".", "..", "*", "$(true)", "%s", "{0}", "!!python/object:os.system",
-    "&a *a", "a: b: c", "'", '"', "#", "1e-320", "2**3", "0b11", "1e", "e5", "Infinity",
+    "1", "7", "64", "1e9", "1e15", "1e17", "1e-9", "1e-300", "1e300", "1e308", "0.5", "1e15GB/s",
+    "1e-300GB/s", "1e300s", "&a *a", "a: b: c", "'", '"', "#", "1e-320", "2**3", "0b11", "1e", "e5", "Infinity",
 ]  # fmt: skip
 PLAUSIBLE = {
     "--tp": ["1", "2", "4", "8", "3"],
@@ -48,25 +50,27 @@ PLAUSIBLE = {
     "--precision": ["bf16", "fp8", "fp32", "nvfp4"],
     "--optimizer": ["adamw", "muon", "sgd"],
     "--attention": ["flash", "unfused"],
-    "--gpus": ["1", "8", "64", "16384", "7"],
+    "--gpus": ["1", "8", "64", "512", "7"],
     "--gpus-per-node": ["1", "4", "8", "9"],
     "--set": ["strategy.overlap.tp=true", "strategy.offload.optimizer=1", "training.tokens=1e12", "strategy.tp=[1]",
               "model.layers=3", "cluster=laptop", "strategy.offload.target=nvme", "strategy.recompute_layers=2"],
-    "--params": ["70e9", "7B", "1"],
+    "--params": ["70e9", "7B", "30B"],
     "--layers": ["32", "1", "80"],
-    "--hidden": ["4096", "64"],
-    "--heads": ["32", "8", "1"],
-    "--kv-heads": ["8", "1"],
-    "--ffn": ["11008", "1"],
+    "--hidden": ["4096", "8192"],
+    "--heads": ["32", "8", "64"],
+    "--kv-heads": ["8", "8", "1"],
+    "--ffn": ["16384", "1024"],
     "--vocab": ["32000", "1"],
-    "--topology": ["ring", "tree", "hierarchical", "switch", "mesh", "torus", "line", "fully-connected", "star"],
+    "--topology": ["ring", "tree", "switch", "mesh", "torus", "line", "fully-connected", "hierarchical", "star"],
     "--shape": ["8x8", "4x4x4", "2x4", "64"],
-    "--bandwidth": ["450GB/s", "450GB/s,50GB/s", "1B/s"],
-    "--latency": ["2us", "2us,5us", "0"],
+    "--bandwidth": ["450GB/s", "1B/s", "450GB/s,50GB/s"],
+    "--latency": ["2us", "0", "2us,5us"],
     "--device": ["a100-80gb", "h100-sxm", "cpu", "h100"],
     "--no-sp": None, "--dropout": None, "--json": None, "--scaling": None, "--ranks": None, "--sources": None,
 }  # fmt: skip
-FLAGS = list(PLAUSIBLE)
+BARE = ("--params", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--topology", "--shape",
+        "--bandwidth", "--latency", "--device")  # fmt: skip
+FLAGS = [flag for flag in PLAUSIBLE if flag not in BARE or flag in ("--params", "--device")]
 MODELS = [*presets.names("model"), "llama", "gpt4"]
 CLUSTERS = [*presets.names("cluster"), "dgx-h100:2", "dgx-a100:8", "tpu-v5p:8x8x4", "gb200-nvl72:2", "dgx-h100:0",
             "dgx-h100:99999999", "tpu-v4:0x4x4", "dgx"]  # fmt: skip
@@ -74,14 +78,14 @@ CLUSTERS = [*presets.names("cluster"), "dgx-h100:2", "dgx-a100:8", "tpu-v5p:8x8x
 
 def random_flags(rng: random.Random) -> list[str]:
     """A command that is half right: named parts, then a few flags, each with a plausible or a hostile value."""
-    arguments = [rng.choice(["analyze"] * 30 + ["list", "explain", "anlyze", "", "--help", "-h", "help", "--version"])]
-    if rng.random() < 0.75:
+    arguments = [rng.choice(["analyze"] * 30 + ["list", "anlyze", "", "--help", "-h", "help", "--version"])]
+    if rng.random() < 0.85:
         arguments += ["--model", rng.choice(MODELS)]
-    if rng.random() < 0.75:
+    if rng.random() < 0.85:
         arguments += ["--cluster", rng.choice(CLUSTERS)]
-    if rng.random() < 0.5:
-        arguments += ["--global-batch", rng.choice(["512", "4M-tokens"])]
-    for flag in rng.sample(FLAGS, rng.randint(0, 5)):
+    if rng.random() < 0.8:
+        arguments += ["--global-batch", rng.choice(["512", "4M-tokens", "16M-tokens"])]
+    for flag in rng.sample(FLAGS, rng.choice([0, 1, 1, 2, 3, 5])):
         values = PLAUSIBLE[flag]
         if values is None:
             arguments.append(flag)
@@ -93,6 +97,46 @@ def random_flags(rng: random.Random) -> list[str]:
     if rng.random() < 0.5:
         arguments.append("--json")
     return arguments
+
+
+def random_bare_numbers(rng: random.Random) -> list[str]:
+    """A job without presets, from the flags for bare numbers, now and then hostile or left out."""
+    topology = rng.choice(PLAUSIBLE["--topology"] or [])
+    grid, levels = topology in ("mesh", "torus"), 2 if topology == "hierarchical" else 1
+    given = {
+        "--layers": "32",
+        "--hidden": "4096",
+        "--heads": "32",
+        "--topology": topology,
+        "--bandwidth": ",".join(["50GB/s"] * levels),
+        **({"--shape": "8x8"} if grid and rng.random() < 0.5 else {"--gpus": "64"}),
+        **({"--params": "7B"} if rng.random() < 0.5 else {}),
+        "--global-batch": "64",
+        "--tp": rng.choice(["1", "2", "8"]),
+    }
+    for flag in rng.sample([*BARE, "--gpus", "--global-batch"], rng.choice([0, 1, 1, 2, 3])):
+        given[flag] = rng.choice(HOSTILE) if rng.random() < 0.5 else rng.choice(PLAUSIBLE[flag] or [])
+    if rng.random() < 0.1:
+        del given[rng.choice(sorted(given))]
+    return ["analyze", *(word for pair in given.items() for word in pair), "--json"]
+
+
+EXPLAINED = ["all-reduce", "allgather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter",
+             "p2p", "zero", "activations", "flops", "mfu", "bubble", "scaling", "tp", "dp", "pp", "cp", "ep",
+             "tea"]  # fmt: skip
+EXPLAIN_FLAGS = {
+    "--size": ["1GiB", "1", "0", "3MB"], "--n": ["8", "64", "7"], "--algorithm": ["ring", "auto", "textbook", "magic"],
+    "--link": ["infiniband-ndr", "pcie"], "--tokens": ["300B"], "--microbatches": ["32"], "--step-seconds": ["12s"],
+    "--t1": ["10s"], "--strong": ["1.5s"], "--weak": ["11s"],
+    **{flag: PLAUSIBLE[flag] for flag in (*BARE, "--dp", "--tp", "--pp", "--cp", "--ep", "--seq", "--gpus")},
+}  # fmt: skip
+
+
+def random_explanation(rng: random.Random) -> list[str]:
+    arguments = ["explain", rng.choice(EXPLAINED)]
+    for flag in rng.sample(sorted(EXPLAIN_FLAGS), rng.choice([0, 1, 1, 2, 4])):
+        arguments += [flag, rng.choice(HOSTILE) if rng.random() < 0.4 else rng.choice(EXPLAIN_FLAGS[flag] or [])]
+    return [*arguments, *(["--json"] if rng.random() < 0.5 else [])]
 
 
 JOB = """\
@@ -136,7 +180,7 @@ training:
 def random_job(rng: random.Random) -> bytes:
     """A valid job file with its bytes, lines or values disturbed."""
     lines = JOB.splitlines()
-    for _ in range(rng.randint(0, 3)):
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
         match rng.randrange(5):
             case 0:
@@ -204,8 +248,9 @@ def fuzz(make: Callable[[random.Random], list[str]], seed: int) -> set[Any]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_flags(seed: int) -> None:
-    assert fuzz(random_flags, seed) == {0, 2}
+@pytest.mark.parametrize("make", [random_flags, random_bare_numbers, random_explanation])
+def test_flags(make: Callable[[random.Random], list[str]], seed: int) -> None:
+    assert fuzz(make, seed) == {0, 2}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

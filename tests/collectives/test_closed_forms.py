@@ -17,7 +17,7 @@ from collectives.agreement import (
     shapes,
     single,
 )
-from shardwise.collectives import CollectiveKind, Level, Topology
+from shardwise.collectives import Axis, CollectiveKind, Grid, Level, Topology
 from shardwise.collectives.table import rows_for_level_of_hierarchy
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -27,6 +27,10 @@ GRIDS = [
     (1, 1), (2, 2), (3, 2), (2, 3), (1, 5), (4, 3), (3, 4), (5, 3), (7, 2), (4, 4), (6, 2), (2, 6), (8, 4), (5, 7),
     (8, 8), (2, 2, 2), (3, 3, 3), (2, 3, 4), (4, 3, 2), (4, 2, 5), (1, 4, 1), (5, 1, 2), (4, 4, 4), (2, 2, 3, 2),
 ]  # fmt: skip
+
+
+axes = st.builds(Axis, st.sampled_from((1, 2, 3, 5, 6, 7)), st.booleans())
+grids = st.builds(Grid, st.tuples(axes, axes) | st.tuples(axes, axes, axes)).filter(lambda grid: grid.size <= 100)
 
 
 @pytest.mark.parametrize("n", [*range(1, 34), 64])
@@ -41,26 +45,32 @@ def test_grids(name: str, shape: tuple[int, ...]) -> None:
     check_all(getattr(Topology, name)(shape, 1e9, 1e-4))
 
 
-@settings(QUICK, max_examples=30)
+@settings(QUICK, max_examples=120)
 @given(shapes(8, strides=(1, 2, 3, 4)), st.sampled_from((0.0, 2e-5, 1e-3)), st.sampled_from((1.0, 3e4, 4e6)))
 def test_strided_and_mixed_shapes(shape, latency: float, size: float) -> None:
     topology = Topology((Level(shape, 1e9, latency or 1e-5, ramp_bytes=1e3),))
     check_all(topology, size)
 
 
-@QUICK
+@settings(QUICK, max_examples=150)
 @given(hierarchies(60))
 def test_hierarchies(topology: Topology) -> None:
     check_all(topology)
 
 
 @settings(QUICK, max_examples=20)
+@given(grids)
+def test_uneven_grids(shape: Grid) -> None:
+    check_all(Topology((Level(shape, 1e9, 1e-4),)))
+
+
+@settings(QUICK, max_examples=60)
 @given(placed_hierarchies(24))
 def test_strided_hierarchies(topology: Topology) -> None:
     check_all(topology)
 
 
-@settings(QUICK, max_examples=60)
+@settings(QUICK, max_examples=200)
 @given(st.data())
 def test_any_algorithm_on_any_level(data: st.DataObject) -> None:
     some = st.lists(levels(5).filter(lambda level: level.size > 1), min_size=2, max_size=3)

@@ -94,7 +94,7 @@ def test_drawing() -> None:
     text = draw_rounds(ring)
     assert text.splitlines()[2].split("|")[1].strip() == "1+3" and len(text.splitlines()) == 6
     assert "more rounds" in draw_rounds(build_schedule("all_gather", Topology.ring(40, 1, 0)), max_rounds=2)
-    assert str(ring).splitlines()[1].startswith("0: 0+>3[1]")
+    assert str(ring).splitlines()[1].startswith("0: 1+>0[2]")
     assert draw_rounds(build_schedule("all_reduce", Topology.ring(1, 1, 0)))
     wide = draw_rounds(build_schedule("all_to_all", Topology.switch(12, 1, 0)))
     assert max(map(len, wide.splitlines())) < 100

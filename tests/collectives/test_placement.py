@@ -58,7 +58,7 @@ def uneven_ports(topology: Topology, stride: int) -> bool:
     return False
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.data())
 def test_one_group_sees_what_all_groups_do(data: st.DataObject) -> None:
     made = data.draw(st.lists(LEVELS, min_size=1, max_size=3))

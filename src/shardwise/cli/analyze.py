@@ -7,6 +7,9 @@ import json
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.cost.analysis import analyze
+from shardwise.spec.errors import SpecError
+
+_MOST_RANKS = 100_000
 
 _EXAMPLE = """
 shardwise analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192
@@ -20,7 +23,10 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
     parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
     parsed = parser.parse(arguments)
-    analysis = analyze(job_from(parsed))
+    job = job_from(parsed)
+    if parsed.ranks and job.cluster.devices > _MOST_RANKS:
+        raise SpecError("--ranks", f"{job.cluster.devices:,} rows are more than {_MOST_RANKS:,}", "leave it out")
+    analysis = analyze(job)
     if parsed.json:
         from shardwise.report.analysis_json import analysis_data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -19,6 +20,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        # "-5GB/s" after a flag is its value, which then says what is wrong with it; no flag of ours looks like that.
+        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
     def error(self, message: str) -> NoReturn:
         raise SpecError("", message, f"see `{self.prog} --help`")

@@ -26,6 +26,20 @@ def gives_cluster(arguments: argparse.Namespace) -> bool:
     return arguments.topology is not None
 
 
+def check_unused(arguments: argparse.Namespace) -> None:
+    """Raises SpecError for a bare number that would silently change nothing."""
+    needs: dict[str, str] = {}
+    if not gives_model(arguments):
+        needs |= dict.fromkeys(("kv_heads", "ffn", "vocab"), "--layers, --hidden and --heads")
+    if not gives_cluster(arguments):
+        needs |= dict.fromkeys(("shape", "bandwidth", "latency", "device"), "--topology")
+    for name, needed in needs.items():
+        value = getattr(arguments, name)
+        if value is not None:
+            flag = "--" + name.replace("_", "-")
+            raise SpecError(flag, f"{shown(value)} is not used without {needed}", f"add {needed}, or leave {flag} out")
+
+
 def _whole(arguments: argparse.Namespace, name: str, default: int | None = None) -> int:
     text = getattr(arguments, name)
     flag = "--" + name.replace("_", "-")
@@ -46,6 +60,8 @@ def model(arguments: argparse.Namespace, tensor_parallel: object = 1) -> Model:
     vocab = _whole(arguments, "vocab", DEFAULT_VOCAB)
     if heads > hidden or hidden % heads:
         raise SpecError("--heads", f"{heads} does not divide --hidden {hidden}", "use a divisor")
+    if arguments.params is not None and arguments.ffn is not None:
+        raise SpecError("--ffn", f"{shown(arguments.ffn)} and --params exclude each other", "give one of them")
     if arguments.params is None:
         ffn = _whole(arguments, "ffn", 4 * hidden)
     else:
@@ -89,15 +105,16 @@ def cluster(arguments: argparse.Namespace) -> Cluster:
     if arguments.bandwidth is None:
         raise SpecError("--bandwidth", "is missing", "give it per level, innermost first: 450GB/s,50GB/s")
     bandwidths = _listed(arguments.bandwidth, "bytes/s", "--bandwidth")
-    latencies = _listed(arguments.latency or ",".join([DEFAULT_LATENCY] * len(bandwidths)), "seconds", "--latency")
+    latency = ",".join([DEFAULT_LATENCY] * len(bandwidths)) if arguments.latency is None else arguments.latency
+    latencies = _listed(latency, "seconds", "--latency")
     if len(latencies) != len(bandwidths):
         raise SpecError("--latency", f"{len(latencies)} values for {len(bandwidths)} bandwidths", "give one per level")
     if topology == "hierarchical":
         levels = _hierarchy(arguments, bandwidths, latencies)
     else:
         levels = [_flat(arguments, topology, bandwidths, latencies)]
-    device: Any = arguments.device or DEFAULT_DEVICE
-    node = _whole(arguments, "gpus_per_node") if arguments.gpus_per_node else None
+    device: Any = DEFAULT_DEVICE if arguments.device is None else arguments.device
+    node = _whole(arguments, "gpus_per_node") if arguments.gpus_per_node is not None else None
     return Cluster(name=f"bare {topology}", device=device, levels=tuple(levels), devices_per_node=node)
 
 
@@ -123,7 +140,7 @@ def _flat(
         return NetworkLevel(
             name=topology, topology=topology, shape=shape, bandwidth=bandwidths[0], latency=latencies[0]
         )
-    if arguments.shape:
+    if arguments.shape is not None:
         raise SpecError("--shape", f"{shown(arguments.shape)} does not belong to a {topology}", "use --gpus")
     return NetworkLevel(
         name=topology, topology=topology, size=_gpus(arguments), bandwidth=bandwidths[0], latency=latencies[0]
@@ -157,8 +174,8 @@ def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[i
 
 def _hierarchy(arguments: argparse.Namespace, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
     """Levels of switches: a node of --gpus-per-node, then the rest; more levels by --shape 8x4x2."""
-    devices = _gpus(arguments) if arguments.gpus or not arguments.shape else None
-    if arguments.shape:
+    devices = _gpus(arguments) if arguments.gpus is not None or arguments.shape is None else None
+    if arguments.shape is not None:
         widths = parse_shape(arguments.shape, "--shape")
         if devices is not None and math.prod(widths) != devices:
             raise SpecError(

@@ -219,7 +219,7 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     parser = _parser(
         topic,
         "Utilisation from a measured step time.",
-        "shardwise explain mfu --step-seconds 12 --model llama3-8b --cluster dgx-h100:2 --global-batch 1024 --seq 8192",
+        "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --global-batch 1024 --seq 8192",
     )
     add_job_arguments(parser)
     parser.add_argument("--step-seconds", default="10s", help="measured time of one step")
@@ -230,7 +230,7 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     job = job_from(parsed)
     analysis = analyze(job)
     strategy = job.strategy
-    again = recomputed_flops_per_token(job.model, job.training.seq, strategy.recompute, strategy.recompute_operators)
+    again = recomputed_flops_per_token(job.model, job.training.seq, strategy.recompute, job.recomputed_operators)
     devices = job.cluster.devices
     return explain_mfu(
         analysis.flops_per_step(), seconds, devices, analysis.peak_flops / devices, again * job.tokens_per_step

@@ -10,7 +10,7 @@ from shardwise.cli import bare
 from shardwise.cli.arguments import field_overrides
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job, read_job_fields
 from shardwise.spec.model import Model
@@ -21,14 +21,31 @@ def job_from(arguments: argparse.Namespace) -> Job:
     """The job that a file and flags describe; flags override the file."""
     fields: dict[str, Any] = read_job_fields(arguments.job) if arguments.job else {}
     overrides = field_overrides(arguments)
+    bare.check_unused(arguments)
     for path, value in overrides.items():
         _set(fields, path, value)
     fields["model"] = _model(arguments, fields)
     fields["cluster"] = _cluster(arguments, fields)
-    if arguments.topology and "strategy.collective" not in overrides:
+    if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
         # Whoever names a bare topology wants its textbook algorithm.
         _set(fields, "strategy.collective", "textbook")
-    return Job.from_dict(fields)
+    job = Job.from_dict(fields)
+    _check_collective(job.strategy.collective)
+    return job
+
+
+def _check_collective(name: str) -> None:
+    """Refuses an algorithm that no collective has; one that only some have falls back for the others."""
+    if name in ("auto", "textbook"):
+        return
+    from shardwise.collectives import pairs
+    from shardwise.collectives.cost import parse_composite
+
+    known = {pair.algorithm for pair in pairs()}
+    for part in parse_composite(name) or [name.partition("(")[0]]:
+        if part not in known:
+            remedy = nearest_name(part, {"auto", "textbook", *known}) or "`shardwise list collectives` shows all"
+            raise SpecError("strategy.collective", f"{shown(name)} is no algorithm", remedy)
 
 
 def _set(fields: dict[str, Any], path: str, value: Any) -> None:
@@ -44,9 +61,9 @@ def _set(fields: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Model:
-    named = arguments.model or fields.get("model")
+    named = fields.get("model") if arguments.model is None else arguments.model
     if bare.gives_model(arguments):
-        if arguments.model:
+        if arguments.model is not None:
             raise SpecError(
                 "--model", f"{shown(arguments.model)} and bare numbers exclude each other", "give one of them"
             )
@@ -80,14 +97,14 @@ def model_from(named: Any) -> Model:
 
 def _cluster(arguments: argparse.Namespace, fields: dict[str, Any]) -> Cluster:
     if bare.gives_cluster(arguments):
-        if arguments.cluster:
+        if arguments.cluster is not None:
             raise SpecError(
                 "--cluster",
                 f"{shown(arguments.cluster)} and --topology exclude each other",
                 "give one of them",
             )
         return bare.cluster(arguments)
-    named = arguments.cluster or fields.get("cluster")
+    named = fields.get("cluster") if arguments.cluster is None else arguments.cluster
     if named is None:
         raise SpecError(
             "cluster",
@@ -98,9 +115,9 @@ def _cluster(arguments: argparse.Namespace, fields: dict[str, Any]) -> Cluster:
         cluster = cluster_from(named)
     except SpecError as error:
         raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
-    if arguments.gpus_per_node:
+    if arguments.gpus_per_node is not None:
         cluster = cluster.with_node_devices(whole(arguments.gpus_per_node, "--gpus-per-node"))
-    if arguments.gpus:
+    if arguments.gpus is not None:
         cluster = cluster.with_devices(whole(arguments.gpus, "--gpus"))
     return cluster
 

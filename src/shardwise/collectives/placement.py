@@ -27,7 +27,8 @@ def place(topology: Topology, stride: int, degree: int) -> Topology:
 
     Ranks count through the innermost level fastest. A group that covers a whole wrapped axis keeps the
     ring; a part of it is a line; members ``o`` apart share their links with the o - 1 groups in between.
-    Shared ports are divided among those groups. Levels with one member vanish.
+    Shared ports are divided among those groups; where they do not divide evenly every device is given the
+    share of the busiest port, an upper bound. Levels with one member vanish.
     """
     for field, value in (("stride", stride), ("degree", degree)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -23,7 +23,8 @@ class Route:
 def expand(topology: Topology) -> tuple[Topology, list[list[int]]]:
     """The network in which no axis is strided, and the rank lists of all the groups that share it.
 
-    A stride of s on an axis stands for s interleaved groups; here they are written out.
+    A stride of s on an axis stands for s interleaved groups; here they are written out. Only the first axis
+    with more than one member is strided in what place() makes; shared ports are dealt out accordingly.
     """
     levels, rails = [], 1
     groups = [[0]]

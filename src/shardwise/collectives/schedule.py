@@ -70,7 +70,7 @@ _REVERSED = {
 def reverse(schedule: Schedule) -> Schedule:
     """The same rounds backwards in time: all-gather becomes reduce-scatter, broadcast reduce, scatter gather.
 
-    Where a chunk fanned out, contributions now meet (Chan et al. 2007, section 4).
+    Where a chunk fanned out, contributions now meet (Chan et al. 2007).
     """
     kind = _REVERSED[schedule.kind]
     adds = kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)

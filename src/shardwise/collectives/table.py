@@ -94,7 +94,7 @@ ROWS: tuple[Row, ...] = (
     Row(CHAIN, (BCAST, REDUCE), ("line", "ring", "tree", "switch", "fully_connected"), "(n-2+k)(a + mb/k), best k near"
         " sqrt((n-2)mb/a)", CHAN),
     Row(SPANNING_TREE, (BCAST, REDUCE), ("ring", "grid"), "(h-1+k)(a + mb/k), h = sum(d_i-1), wrapped axes"
-        " floor(d_i/2)", "Watts, van de Geijn 1995"),
+        " floor(d_i/2)", CHAN),
     Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("ring",), "2(n-1)(a + mb/n)", THAKUR, nests=False),
     Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("tree", "switch"), "(q + n-1)a + 2(n-1)/n mb", THAKUR, nests=False),
     Row(SCATTER_ALL_GATHER, (BCAST, REDUCE), ("fully_connected",), "2a + 2mb/n", CHAN, nests=False),
@@ -121,9 +121,9 @@ ROWS: tuple[Row, ...] = (
     Row(BRUCK, (A2A,), _STAR, "qa + (one-bits in 0..n-1)/n mb, about q/2 mb", BRUCKS),
     # in the switch
     Row(NVLS, (AR,), _STAR, "2a + m(1+1/n)b", TUNING, MODEL),
-    Row(SHARP, (AR,), _STAR, "2a + mb", "Graham et al. 2016 (SHARP)", MODEL),
+    Row(SHARP, (AR,), _STAR, "2a + mb", "Bloch et al. 2017 (SHARP)", MODEL),
     Row(NVLS, (BCAST, REDUCE), _STAR, "a + mb", TUNING, MODEL),
-    Row(SHARP, (BCAST, REDUCE), _STAR, "a + mb", "Graham et al. 2016 (SHARP)", MODEL),
+    Row(SHARP, (BCAST, REDUCE), _STAR, "a + mb", "Bloch et al. 2017 (SHARP)", MODEL),
 )  # fmt: skip
 
 IN_NETWORK = ("nvls", "sharp")

@@ -75,10 +75,11 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     tokens, heads = sizes.full_tokens, model.heads / sizes.tensor
     key_heads = model.heads if model.mla else model.key_value_heads
     kv_heads = key_heads / min(sizes.tensor, key_heads)
+    again = "up-projection" if model.mla else ""
     tensors = [
-        SavedTensor("queries", tokens * heads * model.query_key_dim * sizes.element),
-        SavedTensor("keys", tokens * kv_heads * model.query_key_dim * sizes.element),
-        SavedTensor("values", tokens * kv_heads * model.value_dim * sizes.element),
+        SavedTensor("queries", tokens * heads * model.query_key_dim * sizes.element, again),
+        SavedTensor("keys", tokens * kv_heads * model.query_key_dim * sizes.element, again),
+        SavedTensor("values", tokens * kv_heads * model.value_dim * sizes.element, again),
         SavedTensor("attention output", tokens * heads * model.value_dim * sizes.linear_input),
         *_score_tensors(job, sizes, heads),
     ]
@@ -100,7 +101,7 @@ def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
         extra = 0.0
         if sizes.linear_input != sizes.element:
             extra = sizes.full_tokens * heads * job.model.value_dim * sizes.element
-        return [SavedTensor("log-sum-exp", 4 * sizes.full_tokens * heads + extra, "attention")]
+        return [SavedTensor("log-sum-exp", 4 * sizes.full_tokens * heads + extra)]
     scores = heads * sizes.full_tokens * sizes.key_tokens
     kept = scores * sizes.element  # softmax output
     if job.training.dropout:
@@ -121,7 +122,8 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     """Router, dispatched tokens and expert MLPs, with balanced load."""
     model, moe = job.model, job.model.moe
     assert moe
-    routed = sizes.region_tokens * moe.top_k  # (token, expert) pairs that land on this device
+    # (token, expert) pairs per device; ranks that hold the same tokens (no sequence parallelism) share them.
+    routed = sizes.full_tokens / sizes.tensor * moe.top_k
     before = 2 if model.gated else 1
     tensors = [
         SavedTensor("router scores", 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
@@ -146,7 +148,7 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
         return job.model.hidden * sizes.region_tokens * sizes.element
     tensors = layer_saved_tensors(job, moe=moe)
     if mode == "selective":
-        tensors = tuple(t for t in tensors if t.recomputed_by not in job.strategy.recompute_operators)
+        tensors = tuple(t for t in tensors if t.recomputed_by not in job.selective_operators)
     return sum(tensor.bytes for tensor in tensors)
 
 
@@ -158,11 +160,12 @@ def embedding_activation_bytes(job: Job) -> float:
 def head_activation_bytes(job: Job) -> float:
     """What the last stage keeps per microbatch: final norm and projection inputs, fp32 softmax of the logits.
 
-    4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary.
+    4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. Every
+    multi-token-prediction module has a loss of its own.
     """
     sizes = _sizes(job)
     inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
-    return inputs + 4 * sizes.full_tokens * job.model.vocab / sizes.tensor
+    return (inputs + 4 * sizes.full_tokens * job.model.vocab / sizes.tensor) * (1 + job.model.mtp_layers)
 
 
 def logits_temporary_bytes(job: Job) -> float:

@@ -107,7 +107,7 @@ class Analysis:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was rounded or assumed."""
-        note = self.job.training.rounding_note(self.job.batch_multiple)
+        note = self.job.training.batch_note(self.job.batch_multiple)
         host = self.job.cluster.host_memory
         over: tuple[str, ...] = ()
         if host is not None and self.job.strategy.offload.target == "cpu" and self.host_bytes > host:
@@ -132,6 +132,9 @@ def analyze(job: Job) -> Analysis:
 
 
 def _ranks_to_time(job: Job) -> tuple[int, ...]:
-    """Both ends and the middle: the kinds of stages that differ in time."""
-    priced = pipeline_ranks_to_price(job)
-    return tuple(sorted({priced[0], priced[len(priced) // 2], priced[-1]}))
+    """One rank of every kind of stage: those with equal layers and ends take the same time."""
+    kinds: dict[tuple[int, int, bool, bool], int] = {}
+    for rank in pipeline_ranks_to_price(job):
+        contents = rank_contents(job, rank)
+        kinds.setdefault((contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head), rank)
+    return tuple(kinds.values())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.cost.communication.pipeline import bubble_share
-from shardwise.cost.flops import head_forward_flops, layer_forward_flops
-from shardwise.cost.stages import RankContents
+from shardwise.cost.flops import head_forward_flops, layer_forward_flops, prediction_forward_flops
+from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import ComputeWindows
+from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.job import Job
 
 
@@ -49,25 +49,36 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
         flops = layer_forward_flops(job.model, job.training.seq, moe=moe)
         matrices += count * flops.matrices * tokens / narrow_peak
         attention += count * flops.attention * tokens / wide_peak
-    head = head_forward_flops(job.model) * tokens / wide_peak if contents.has_head else 0.0
+    after_layers = head_forward_flops(job.model) + prediction_forward_flops(job.model)
+    head = after_layers * tokens / wide_peak if contents.has_head else 0.0
     again_matrices, again_attention = _recomputed_shares(job, contents)
     return StageCompute(matrices + head, attention, matrices * again_matrices, attention * again_attention)
 
 
 def _recomputed_shares(job: Job, contents: RankContents) -> tuple[float, float]:
     """Shares of the layers' forward products and attention that run again in the backward pass."""
-    strategy = job.strategy
-    if strategy.recompute == "full":
-        layers = contents.layers if strategy.recompute_layers is None else strategy.recompute_layers
-        share = min(1.0, layers / max(1, contents.layers))
-        return share, share
-    if strategy.recompute == "selective" and "attention" in strategy.recompute_operators:
-        return 0.0, 1.0
-    return 0.0, 0.0
+    strategy, share = job.strategy, fully_recomputed_share(job, contents)
+    if strategy.recompute == "selective":
+        return _up_projection_share(job), 1.0 if "attention" in job.recomputed_operators else 0.0
+    return share, share
+
+
+def _up_projection_share(job: Job) -> float:
+    """Share of a layer's products that the up-projections of latent attention are."""
+    if "up-projection" not in job.recomputed_operators or job.model.mla is None:
+        return 0.0
+    up = sum(2 * m.inputs * m.outputs for m in job.model.attention_matrices if m.name.endswith("up"))
+    return up / layer_forward_flops(job.model, job.training.seq, moe=job.model.moe is not None).matrices
 
 
 def bubble_seconds(job: Job, stage: StageCompute) -> float:
-    """Idle seconds of the pipeline in one step, from the schedule's closed form."""
-    strategy, m = job.strategy, job.microbatches
-    share = bubble_share(strategy.schedule, strategy.pp, m, strategy.chunks_per_rank)
-    return share * m * (stage.forward + stage.backward)
+    """Idle seconds of the pipeline in one step, from the schedule's closed form, messages not counted."""
+    strategy = job.strategy
+    if strategy.pp == 1:
+        return 0.0
+    chunks = strategy.chunks_per_rank
+    forward, weight_gradient = stage.forward / chunks, stage.forward / chunks
+    input_gradient = stage.backward / chunks - weight_gradient
+    return float(
+        idle_seconds(strategy.schedule, strategy.pp, job.microbatches, chunks, forward, input_gradient, weight_gradient)
+    )

@@ -27,16 +27,15 @@ class LayerFlops:
 
 def attended_tokens(model: Model, seq: int, *, halve_causal: bool = True) -> float:
     """Keys that a query attends to on average; ``halve_causal`` leaves out what a causal mask hides."""
-    if not model.causal or not halve_causal:
-        return _windowed(model, seq, float(seq))
-    return _windowed(model, seq, seq / 2)
-
-
-def _windowed(model: Model, seq: int, full: float) -> float:
-    """Layers with a sliding window attend to the window; every n-th layer (if n > 1) to all."""
+    masked = model.causal and halve_causal
+    full = seq / 2 if masked else float(seq)
     if model.sliding_window is None or model.sliding_window >= seq:
         return full
-    window = min(full, float(model.sliding_window))
+    # Layers with a sliding window attend to the window; every n-th layer (if n > 1) to all. Under the causal
+    # mask the first `window` queries see half of it on average.
+    window = float(model.sliding_window)
+    if masked:
+        window -= window * window / (2 * seq)
     every = model.sliding_window_every
     return window if every == 1 else (window * (every - 1) + full) / every
 
@@ -62,11 +61,24 @@ def head_forward_flops(model: Model) -> float:
 
 
 def forward_flops(model: Model, seq: int, *, halve_causal: bool = True) -> float:
-    """Forward FLOPs per token of the whole model, without multi-token-prediction modules."""
-    dense = layer_forward_flops(model, seq, moe=False, halve_causal=halve_causal).total
-    routed = layer_forward_flops(model, seq, moe=True, halve_causal=halve_causal).total if model.moe else 0.0
-    layers = (model.layers - model.moe_layers) * dense + model.moe_layers * routed
-    return layers + head_forward_flops(model)
+    """Forward FLOPs per token of the whole model, its multi-token-prediction modules included."""
+    layers = _layers_forward_flops(model, seq, halve_causal=halve_causal)
+    return layers + head_forward_flops(model) + prediction_forward_flops(model)
+
+
+def prediction_forward_flops(model: Model) -> float:
+    """What multi-token-prediction modules add besides their layer: a projection of two states to one, and the head."""
+    return model.mtp_layers * (2 * 2 * model.hidden * model.hidden + head_forward_flops(model))
+
+
+def _layers_forward_flops(model: Model, seq: int, *, halve_causal: bool) -> float:
+    """All layers, those of multi-token-prediction modules included (experts, if the model has any)."""
+    routed = model.moe_layers + (model.mtp_layers if model.moe else 0)
+    dense = model.layers + model.mtp_layers - routed
+    return (
+        dense * layer_forward_flops(model, seq, moe=False, halve_causal=halve_causal).total
+        + routed * layer_forward_flops(model, seq, moe=True, halve_causal=halve_causal).total
+    )
 
 
 def _products(matrices: Iterable[Matrix]) -> float:
@@ -95,7 +107,8 @@ CONVENTIONS = (
 
 def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float:
     """Training FLOPs (forward and backward, nothing recomputed) per token, counted by ``convention``."""
-    attention = 12 * model.layers * model.heads * model.head_size * seq
+    # 12·L·H·Q·T; where queries and values differ in size (MLA), Q is their mean.
+    attention = 6 * model.layers * model.heads * (model.query_key_dim + model.value_dim) * seq
     if convention == "causal":
         return 3 * forward_flops(model, seq)
     if convention == "full-attention":
@@ -112,9 +125,9 @@ def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float
 def recomputed_flops_per_token(model: Model, seq: int, recompute: str, operators: tuple[str, ...]) -> float:
     """Forward FLOPs per token that are run a second time; element-wise operators count as nothing."""
     if recompute == "full":
-        return forward_flops(model, seq) - head_forward_flops(model)
+        return _layers_forward_flops(model, seq, halve_causal=True)
     if recompute == "selective" and "attention" in operators:
-        return model.layers * layer_forward_flops(model, seq, moe=False).attention
+        return (model.layers + model.mtp_layers) * layer_forward_flops(model, seq, moe=False).attention
     return 0.0
 
 

@@ -11,9 +11,11 @@ from shardwise.cost.activations import (
     logits_temporary_bytes,
 )
 from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
-from shardwise.cost.states import StateBytes, rank_state_bytes, state_bytes
+from shardwise.cost.stages import RankContents, fully_recomputed_share, pipeline_ranks_to_price, rank_contents
+from shardwise.cost.states import StateBytes, expert_shards, rank_state_bytes, state_bytes
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
+from shardwise.spec.training import OPTIMIZERS, RECIPES
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,7 @@ def activation_bytes(job: Job, contents: RankContents) -> float:
 
 
 def _kept_by_layers(job: Job, contents: RankContents) -> float:
-    full = contents.layers
-    if job.strategy.recompute == "full" and job.strategy.recompute_layers is not None:
-        full = min(job.strategy.recompute_layers, contents.layers)
-    recomputed_share = full / contents.layers if contents.layers else 0.0
+    recomputed_share = fully_recomputed_share(job, contents)
     kept = 0.0
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if not count:
@@ -135,14 +134,17 @@ def _gathered_bytes(job: Job, contents: RankContents) -> float:
     it is reduced (FSDP2: one unit in use, one in flight).
     """
     strategy, recipe = job.strategy, job.training.recipe
-    if strategy.zero < 2 or strategy.sharding_group == 1:
+    if strategy.zero < 2:
         return 0.0
-    largest = contents.total / max(1, contents.layers)
+    # Experts that no other device holds are whole already.
+    sharded = contents.dense if strategy.sharding_group > 1 else 0.0
+    sharded += contents.experts if expert_shards(strategy) > 1 else 0.0
+    largest = sharded / max(1, contents.layers)
     gradient = largest * recipe.gradient if strategy.gradients_sharded else 0.0
     if strategy.zero == 2:
         return gradient
     if strategy.keep_parameters:
-        return contents.total * recipe.weight + gradient
+        return sharded * recipe.weight + gradient
     return 2 * largest * recipe.weight + gradient
 
 
@@ -189,5 +191,9 @@ def per_gpu_memory_bytes(
     """
     if job is not None:
         return peak_memory(job)
-    assert parameters is not None, "give a job, or parameters"
+    if parameters is None:
+        raise SpecError("parameters", "neither a job nor a parameter count is given", "give one of them")
+    for field, value, known in (("precision", precision, RECIPES), ("optimizer", optimizer, OPTIMIZERS)):
+        if value not in known:
+            raise SpecError(field, f"unknown {field} {shown(value)}", nearest_name(value, known))
     return state_bytes(parameters / (tp * pp), precision=precision, optimizer=optimizer, zero=zero, shards=dp)

@@ -34,7 +34,10 @@ def scaling_table(job: Job, kind: str, factors: tuple[float, ...] = (1 / 4, 1 / 
         scaled = _scaled(job, factor, grow_batch=kind == "weak")
         if scaled is None:
             continue
-        analysis = analyze(scaled)
+        try:
+            analysis = analyze(scaled)
+        except SpecError:  # a group would cut across the smaller network
+            continue
         rows.append(_row(analysis, rows[0] if rows else None, kind))
     return rows
 

@@ -18,8 +18,9 @@ from shardwise.spec.rules import stage_layer_counts
 class RankContents:
     """The part of the model on one pipeline rank, in parameters that one device holds before ZeRO.
 
-    ``layer_matrices`` are weight matrices inside layers (what Muon treats as matrices), ``others`` norms,
-    embeddings and head; ``experts`` are the routed ones, which have their own data-parallel group.
+    Layers include those of multi-token-prediction modules, which sit beside the head. ``layer_matrices`` are
+    weight matrices inside layers (what Muon treats as matrices), ``others`` norms, embeddings and head;
+    ``experts`` are the routed ones, which have their own data-parallel group.
     """
 
     rank: int
@@ -60,27 +61,49 @@ def chunk_of_rank(job: Job, rank: int) -> tuple[int, ...]:
 def rank_contents(job: Job, rank: int) -> RankContents:
     """What pipeline rank ``rank`` holds."""
     model, strategy = job.model, job.strategy
-    counts = stage_layer_counts(model, strategy)
-    first_layer = [sum(counts[:stage]) for stage in range(len(counts))]
+    last = strategy.pp * strategy.chunks_per_rank - 1
     chunks = chunk_of_rank(job, rank)
-    moe = sum(
-        model.is_moe_layer(index)
-        for stage in chunks
-        for index in range(first_layer[stage], first_layer[stage] + counts[stage])
-    )
-    dense = sum(counts[stage] for stage in chunks) - moe
-    has_embedding, has_head = 0 in chunks, len(counts) - 1 in chunks
-    matrices, others, experts = _layer_parts(job, dense, moe)
-    if has_embedding or (has_head and model.tied_embeddings):
-        # Tied weights live on both ends of a pipeline; on one rank they are one tensor.
+    dense, moe = _layer_counts(job, chunks)
+    if last in chunks:
+        dense, moe = (dense, moe + model.mtp_layers) if model.moe else (dense + model.mtp_layers, moe)
+    # DualPipe runs half of the microbatches from the other end: a rank holds its mirror's stage too.
+    held = tuple({*chunks, last - rank}) if strategy.schedule == "dualpipe" else chunks
+    matrices, others, experts = _layer_parts(job, *_layer_counts(job, held))
+    if 0 in held:
         others += embedding_parameters(model, strategy.tp)
-    if has_head:
+    elif last in held and embedding_on_both_ends(job):
+        others += model.vocab * model.hidden / strategy.tp
+    if last in held:
         others += head_parameters(model, strategy.tp)
         module = prediction_module_parameters(model, **_degrees(job))
         matrices += model.mtp_layers * (module.dense - module.norms)
         others += model.mtp_layers * module.norms
         experts += model.mtp_layers * module.experts
-    return RankContents(rank, dense, moe, has_embedding, has_head, matrices, others, experts)
+    return RankContents(rank, dense, moe, 0 in chunks, last in chunks, matrices, others, experts)
+
+
+def embedding_on_both_ends(job: Job) -> bool:
+    """Whether the last stage needs the token embedding as well: tied to the head, or read by prediction modules."""
+    return job.model.tied_embeddings or job.model.mtp_layers > 0
+
+
+def _layer_counts(job: Job, stages: tuple[int, ...]) -> tuple[int, int]:
+    """Dense and mixture-of-experts layers of the given stages."""
+    counts = stage_layer_counts(job.model, job.strategy)
+    moe = 0
+    for stage in stages:
+        first = sum(counts[:stage])
+        moe += sum(job.model.is_moe_layer(index) for index in range(first, first + counts[stage]))
+    return sum(counts[stage] for stage in stages) - moe, moe
+
+
+def fully_recomputed_share(job: Job, contents: RankContents) -> float:
+    """Share of a rank's layers whose whole forward pass, communication included, runs again."""
+    if job.strategy.recompute != "full":
+        return 0.0
+    if job.strategy.recompute_layers is None:
+        return 1.0
+    return min(1.0, job.strategy.recompute_layers / max(1, contents.layers))
 
 
 def _degrees(job: Job) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.cost.analysis import Analysis
+from shardwise.spec.parameters import embedding_parameters, head_parameters
 from shardwise.spec.training import OPTIMIZERS
 
 TOKEN_BYTES = 4  # token ids above 65,535 need four bytes
@@ -24,10 +25,11 @@ class StorageCost:
 def checkpoint_bytes(analysis: Analysis) -> float:
     """One checkpoint of the whole model: weights in the recipe's format, master weights, optimizer states."""
     recipe, states = analysis.job.training.recipe, OPTIMIZERS[analysis.job.training.optimizer]
-    per_parameter = (recipe.master or recipe.weight) + states.matrices
-    if recipe.master:
-        per_parameter += recipe.weight
-    return analysis.parameters * per_parameter
+    model = analysis.job.model
+    ends = embedding_parameters(model) + head_parameters(model)
+    matrices = analysis.parameters - ends
+    per_parameter = recipe.weight + recipe.master
+    return analysis.parameters * per_parameter + matrices * states.matrices + ends * states.others
 
 
 def data_rate(analysis: Analysis) -> float:

@@ -94,18 +94,26 @@ class ComputeWindows:
 
 
 def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> list[Traffic]:
-    """The same traffics with what of each stays exposed; those that share a window share its seconds."""
-    used: dict[str, float] = {}
-    result = []
-    for traffic in traffics:
+    """The same traffics with what of each stays exposed; those that share a window share its seconds.
+
+    What spreads over the step claims first and takes an even part of every microbatch; what has only the window
+    of one microbatch (``window_share`` below 1) finds there what the others leave. Both in the order given.
+    """
+    spread: dict[str, float] = {}
+    single: dict[str, float] = {}
+    result = list(traffics)
+    for index in sorted(range(len(traffics)), key=lambda i: traffics[i].window_share < 1):
+        traffic = traffics[index]
         if traffic.fixed_exposed_seconds is not None:
-            result.append(replace(traffic, exposed_seconds=traffic.fixed_exposed_seconds))
+            result[index] = replace(traffic, exposed_seconds=traffic.fixed_exposed_seconds)
             continue
         # Attention is part of the forward and backward passes: one pool of seconds per pass.
         pool = traffic.window.removeprefix("attention ")
-        left = max(0.0, windows.seconds(pool) - used.get(pool, 0.0))  # type: ignore[arg-type]
-        available = min(left, windows.seconds(traffic.window) * traffic.window_share)
+        share = traffic.window_share
+        left = share * (windows.seconds(pool) - spread.get(pool, 0.0)) - single.get(pool, 0.0)  # type: ignore[arg-type]
+        available = max(0.0, min(left, windows.seconds(traffic.window) * share))
         hidden = min(traffic.seconds * (1 - traffic.unhideable), available)
+        used = spread if share == 1 else single
         used[pool] = used.get(pool, 0.0) + hidden
-        result.append(replace(traffic, exposed_seconds=traffic.seconds - hidden))
+        result[index] = replace(traffic, exposed_seconds=traffic.seconds - hidden)
     return result

@@ -128,7 +128,7 @@ def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
                 **{name: degree * 2, "dp": dp // 2},
             )
     yield from changed(f"double the microbatch to {strategy.microbatch * 2}", microbatch=strategy.microbatch * 2)
-    for name in ("tp", "dp", "ep", "pp"):
+    for name in ("tp", "dp", "cp", "ep", "pp", "offload"):
         if not getattr(strategy.overlap, name):
             yield from changed(f"overlap {name} communication", overlap=replace(strategy.overlap, **{name: True}))
     if strategy.zero == 3:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.table import Table
+from rich.console import RenderableType
 
 from shardwise.cost.analysis import DIMENSIONS, Analysis
 from shardwise.cost.flops import flops_per_token
@@ -13,7 +13,9 @@ from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
-from shardwise.report.console import bar, console, table
+from shardwise.report.console import bar, console, spoken, table
+from shardwise.spec.job import Job
+from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import (
     readable_bytes,
     readable_count,
@@ -55,7 +57,8 @@ def print_analysis(analysis: Analysis, *, scaling: bool = False, ranks: bool = F
             out.print(_dimension_table(analysis, name, traffics))
     out.print(_memory_table(analysis))
     out.print(_time_table(analysis))
-    out.print(_storage_table(analysis))
+    if analysis.job.cluster.storage:
+        out.print(_storage_table(analysis))
     if scaling:
         for kind in ("strong", "weak"):
             out.print(_scaling_table(analysis, kind))
@@ -67,23 +70,42 @@ def print_analysis(analysis: Analysis, *, scaling: bool = False, ranks: bool = F
 
 def _headline(analysis: Analysis) -> str:
     job = analysis.job
-    degrees = " × ".join(f"{name} {job.strategy.degree(name)}" for name in job.strategy.order)
-    active = ""
-    if analysis.active_parameters != analysis.parameters and job.model.moe:
-        active = f" ({readable_count(analysis.active_parameters)} active)"
+    parameters = readable_count(parameter_count(job.model))
+    active = f" ({readable_count(analysis.active_parameters)} active)" if job.model.moe else ""
+    many = "microbatch" if job.microbatches == 1 else "microbatches"
     return (
-        f"{job.model.name}: {readable_count(analysis.parameters)} parameters{active} on {job.cluster.devices} × "
+        f"{job.model.name}: {parameters} parameters{active} on {job.cluster.devices} × "
         f"{job.cluster.device.name} ({job.cluster.name})\n"
-        f"{degrees}, zero {job.strategy.zero}, {job.training.precision}; "
+        f"{_layout(job)}\n"
         f"{job.sequences} sequences of {job.training.seq} = {readable_count(job.tokens_per_step)} tokens per step "
-        f"in {job.microbatches} microbatches of {job.strategy.microbatch}"
+        f"in {job.microbatches} {many} of {job.strategy.microbatch}"
     )
 
 
-def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> Table:
+def _layout(job: Job) -> str:
+    """The degrees in rank order, innermost first, and every choice that is not the plain one."""
+    strategy = job.strategy
+    parts = [" × ".join(f"{name} {strategy.degree(name)}" for name in strategy.order)]
+    if strategy.ep > 1:
+        parts.append(f"ep {strategy.ep} ({strategy.dispatch})")
+    if strategy.tp > 1:
+        parts.append("sequence parallel" if strategy.sequence_parallel else "no sequence parallel")
+    if strategy.cp > 1:
+        parts.append(f"{strategy.context_method} attention")
+    if strategy.pp > 1:
+        parts.append(f"{strategy.schedule}" + (f" × {strategy.interleave}" if strategy.interleave > 1 else ""))
+    parts.append(f"zero {strategy.zero}" + (f" over {strategy.shard_group}" if strategy.shard_group else ""))
+    if strategy.recompute != "none":
+        parts.append(f"{strategy.recompute} recompute")
+    parts += [job.training.precision, job.training.optimizer]
+    return ", ".join(parts)
+
+
+def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> RenderableType:
     seconds = sum(traffic.seconds for traffic in traffics)
     exposed = sum(traffic.exposed_seconds for traffic in traffics)
-    title = f"{_TITLES[name]}: {readable_seconds(seconds)} per step, {readable_seconds(exposed)} exposed"
+    rank = f" on pipeline rank {analysis.contents.rank}" if analysis.job.strategy.pp > 1 else ""
+    title = f"{_TITLES[name]}: {readable_seconds(seconds)} per step{rank}, {readable_seconds(exposed)} exposed"
     columns = (
         "what",
         "collective",
@@ -103,7 +125,7 @@ def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...
 def _traffic_row(traffic: Traffic) -> Iterator[str]:
     cost = traffic.cost
     yield traffic.what
-    yield f"{traffic.kind.value.replace('_', '-')}, {cost.algorithm.replace('_', ' ')}"
+    yield f"{traffic.kind.value.replace('_', '-')}, {spoken(cost.algorithm)}"
     yield traffic.network
     yield readable_bytes(traffic.size_bytes)
     yield f"{traffic.count:,.0f}"
@@ -115,7 +137,7 @@ def _traffic_row(traffic: Traffic) -> Iterator[str]:
     yield readable_seconds(traffic.exposed_seconds)
 
 
-def _memory_table(analysis: Analysis) -> Table:
+def _memory_table(analysis: Analysis) -> RenderableType:
     memory, capacity = analysis.memory, analysis.capacity_bytes
     where = f" (fullest: pipeline rank {memory.pipeline_rank})" if analysis.job.strategy.pp > 1 else ""
     verdict = "fits" if analysis.fits else "DOES NOT FIT"
@@ -144,7 +166,7 @@ def _memory_table(analysis: Analysis) -> Table:
     return table(title, ("part", "share of the device", "bytes", "share"), rows, numbers_from=2)
 
 
-def _time_table(analysis: Analysis) -> Table:
+def _time_table(analysis: Analysis) -> RenderableType:
     job, step = analysis.job, analysis.step_seconds
     per_token = flops_per_token(job.model, job.training.seq)
     title = (
@@ -166,7 +188,7 @@ def _time_table(analysis: Analysis) -> Table:
     return table(title, ("part", "share of the step", "value", "share"), shown, numbers_from=2)
 
 
-def _storage_table(analysis: Analysis) -> Table:
+def _storage_table(analysis: Analysis) -> RenderableType:
     size, rate = readable_bytes(checkpoint_bytes(analysis)), readable_rate(data_rate(analysis))
     title = f"Storage: a checkpoint is {size}, the data {rate}"
     rows = [
@@ -182,7 +204,7 @@ def _storage_table(analysis: Analysis) -> Table:
     return table(title, ("level", "bandwidth", "write", "read", "data needs"), rows)
 
 
-def _scaling_table(analysis: Analysis, kind: str) -> Table:
+def _scaling_table(analysis: Analysis, kind: str) -> RenderableType:
     formula = "T1/(N·TN), fixed batch" if kind == "strong" else "T1/TN, batch grows with N"
     rows = [
         (
@@ -201,7 +223,7 @@ def _scaling_table(analysis: Analysis, kind: str) -> Table:
     return table(f"{kind.capitalize()} scaling ({formula})", columns, rows, numbers_from=0)
 
 
-def _ranks_table(analysis: Analysis) -> Table:
+def _ranks_table(analysis: Analysis) -> RenderableType:
     places = rank_places(analysis.job)
     names = list(places[0].groups)
     rows = [
@@ -217,18 +239,17 @@ def _ranks_table(analysis: Analysis) -> Table:
 
 
 def verdict_lines(analysis: Analysis) -> Iterator[str]:
-    """The share of exposed communication, the change that lowers it most if it is high, and the bottleneck."""
-    share = analysis.exposed_share
-    if share > EXPOSED_LIMIT:
-        yield f"▲ Exposed communication: {share:.0%} of the step, above {EXPOSED_LIMIT:.0%}."
-        change = best_change(analysis)
-        if change is None:
-            yield "  No single change of the strategy lowers it without a longer step or more memory."
-        else:
-            longer = (
-                f"step {readable_seconds(change.step_seconds)} instead of {readable_seconds(analysis.step_seconds)}"
-            )
-            yield f"  What lowers it most: {change.what} (to {change.exposed_share:.0%}, {longer})."
-    else:
-        yield f"Exposed communication: {share:.0%} of the step."
+    """What bounds the job, the share of exposed communication, and the change that lowers it if it is high."""
     yield bottleneck(analysis)
+    share = analysis.exposed_share
+    if share <= EXPOSED_LIMIT:
+        yield f"Exposed communication: {share:.0%} of the step."
+        return
+    yield f"▲ Exposed communication: {share:.0%} of the step, above {EXPOSED_LIMIT:.0%}."
+    change = best_change(analysis)
+    if change is None:
+        yield "  No single change of the strategy lowers it without a longer step or more memory."
+        return
+    step = f"step {readable_seconds(change.step_seconds)} instead of {readable_seconds(analysis.step_seconds)}"
+    unfit = "" if change.fits else "; it still does not fit"
+    yield f"  What lowers it most: {change.what} (to {change.exposed_share:.0%}, {step}{unfit})."

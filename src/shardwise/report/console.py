@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 _FILE_WIDTH = 132  # where no terminal says how wide it is
 
@@ -19,16 +20,23 @@ def console() -> Console:
     return Console(width=width, highlight=False, soft_wrap=False)
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, numbers_from: int = 1) -> Table:
-    """A plain table: the first ``numbers_from`` columns hold words, the rest numbers."""
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
+def table(
+    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, numbers_from: int = 1
+) -> RenderableType:
+    """A plain table under its title: the first ``numbers_from`` columns hold words, the rest numbers."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(columns):
         # Words may wrap; numbers never do.
         is_number = index >= numbers_from
-        result.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
+        result.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
         result.add_row(*row)
-    return result
+    return Group(Text(title, style="bold"), result) if title else result
+
+
+def spoken(algorithm: str) -> str:
+    """An algorithm's name for people; commas may break, so that a narrow column shows all of it."""
+    return algorithm.replace("_", " ").replace(",", ", ")
 
 
 def bar(share: float, width: int = 40) -> str:

@@ -27,9 +27,9 @@ def quantity(dimension: str, default: Any = dataclasses.MISSING, *, minimum: flo
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def count(default: Any = dataclasses.MISSING, *, minimum: int = 1) -> Any:
-    """A field that takes a whole number of at least ``minimum``."""
-    return dataclasses.field(default=default, metadata={"minimum": minimum})
+def count(default: Any = dataclasses.MISSING, *, minimum: int = 1, maximum: int | None = None) -> Any:
+    """A field that takes a whole number of at least ``minimum`` and at most ``maximum``."""
+    return dataclasses.field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
 def reference(resolve: Callable[[Any], Any], shorten: Callable[[Any], Any], **options: Any) -> Any:
@@ -200,7 +200,7 @@ def _whole_number(value: Any, path: str) -> int:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
+        or not abs(value) < math.inf
         or value != int(value)
     ):
         raise SpecError(path, f"{shown(value)} is not a whole number", "write a whole number")

@@ -38,9 +38,9 @@ def join_path(prefix: str, field: str) -> str:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A user's value as it is quoted in an error: short, and on one line."""
+    """A user's value as it is quoted in an error: short, and on one line; a long one keeps both its ends."""
     text = " ".join((repr(value) if isinstance(value, str) else str(value)).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[1 - limit // 2 :]}"
 
 
 def nearest_name(wanted: str, known: Iterable[str]) -> str:

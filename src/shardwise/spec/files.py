@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwise.spec.errors import SpecError, shown
 
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_BYTES = 16 * 2**20
+_MAX_VALUES = 10**6
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]
@@ -32,22 +34,26 @@ def read_yaml(path: Path | str, what: str = "file") -> Any:
     path = Path(path)
     try:
         if path.is_dir():
-            raise SpecError(what, f"{shown(str(path))} is a folder", "name the file inside it")
+            raise SpecError(what, f"{shown(str(path), 300)} is a folder", "name the file inside it")
         if path.stat().st_size > _MAX_BYTES:
-            raise SpecError(what, f"{shown(str(path))} is larger than {_MAX_BYTES >> 20} MiB", "is it a YAML file?")
+            raise SpecError(
+                what, f"{shown(str(path), 300)} is larger than {_MAX_BYTES >> 20} MiB", "is it a YAML file?"
+            )
         text = path.read_text(encoding="utf-8")
+    except SpecError:
+        raise
     except FileNotFoundError:
-        raise SpecError(what, f"{shown(str(path))} is not there", "check the path") from None
+        raise SpecError(what, f"{shown(str(path), 300)} is not there", "check the path") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not text in UTF-8"
-        raise SpecError(what, f"{shown(str(path))} cannot be read ({reason})", "check the file") from None
+        raise SpecError(what, f"{shown(str(path), 300)} cannot be read ({reason})", "check the file") from None
     return parse_yaml(text, what=f"{what} {path}")
 
 
 def parse_yaml(text: str, what: str = "text") -> Any:
     """The document in ``text`` as plain data."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -55,6 +61,20 @@ def parse_yaml(text: str, what: str = "text") -> Any:
         raise SpecError(what, f"malformed YAML: {problem} {where}", "correct that line") from None
     except (RecursionError, ValueError, TypeError) as error:
         raise SpecError(what, f"malformed YAML: {shown(str(error))}", "correct the file") from None
+    if _values_in(data, {}) > _MAX_VALUES:
+        raise SpecError(what, f"aliases make it more than {_MAX_VALUES:,} values", "write them out")
+    return data
+
+
+def _values_in(data: Any, counted: dict[int, float]) -> float:
+    """Values of a document with its aliases written out; infinite where one holds itself."""
+    if not isinstance(data, (dict, list)):
+        return 1
+    if id(data) not in counted:
+        counted[id(data)] = math.inf
+        inner = data.values() if isinstance(data, dict) else data
+        counted[id(data)] = 1 + sum(_values_in(item, counted) for item in inner)
+    return counted[id(data)]
 
 
 class _Dumper(yaml.SafeDumper):

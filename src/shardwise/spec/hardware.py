@@ -13,6 +13,7 @@ from shardwise.spec.errors import SpecError
 
 DATA_TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
 TopologyName = Literal["line", "ring", "tree", "switch", "mesh", "torus", "fully-connected"]
+MOST_DEVICES = 10_000_000
 GRIDS = ("line", "ring", "mesh", "torus")
 
 
@@ -203,6 +204,8 @@ class Cluster(Spec):
     def check(self) -> None:
         if not self.levels:
             raise SpecError("levels", "is empty", "give at least one network level")
+        if self.devices > MOST_DEVICES:
+            raise SpecError("levels", f"make {self.devices:,} devices", f"use at most {MOST_DEVICES:,}")
 
     @property
     def devices(self) -> int:

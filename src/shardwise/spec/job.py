@@ -59,6 +59,24 @@ class Job(Spec):
         """Tokens of one microbatch on one rank: its sequences, cut by context parallelism."""
         return self.strategy.microbatch * self.training.seq / self.strategy.cp
 
+    @property
+    def recomputed_operators(self) -> tuple[str, ...]:
+        """What runs again because the strategy says selective recompute."""
+        return self.selective_operators if self.strategy.recompute == "selective" else ()
+
+    @property
+    def selective_operators(self) -> tuple[str, ...]:
+        """What selective recompute would run again.
+
+        FlashAttention rebuilds its scores inside its own backward kernel, so there ``attention`` alone means the
+        cheap operators around it: norms, activation functions and the up-projections of latent attention.
+        """
+        named: tuple[str, ...] = self.strategy.recompute_operators
+        if self.training.attention == "flash":
+            named = tuple(operator for operator in named if operator != "attention")
+            return named or ("norm", "activation", *(("up-projection",) if self.model.mla else ()))
+        return named
+
     def with_strategy(self, **changes: Any) -> Job:
         return replace(self, strategy=replace(self.strategy, **changes))
 
@@ -80,10 +98,5 @@ def read_job_fields(path: Path | str) -> dict[str, Any]:
     data = read_yaml(path, "job file")
     if not isinstance(data, Mapping):
         raise SpecError("job file", f"{path} holds no fields", "it needs model, cluster, strategy and training")
-    fields = dict(data)
-    for name in ("model", "cluster"):
-        value = fields.get(name)
-        if isinstance(value, str) and presets.looks_like_file(value):
-            beside = Path(path).parent / value
-            fields[name] = str(beside) if beside.exists() or not Path(value).exists() else value
+    fields: dict[str, Any] = presets.files_beside(data, Path(path).parent)
     return fields

@@ -96,7 +96,7 @@ class Model(Spec):
     prints: a whole number is exact, text such as "174.6B" right to its digits.
     """
 
-    layers: int = count()
+    layers: int = count(maximum=100_000)
     hidden: int = count()
     heads: int = count()
     ffn: int = count()

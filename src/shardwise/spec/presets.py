@@ -7,6 +7,7 @@ for is read.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,13 +43,38 @@ def resolve(kind: str, cls: type[S], value: Any) -> S:
 def load(kind: str, cls: type[S], name: str) -> S:
     """A preset by name, or the user's own file of that kind."""
     if looks_like_file(name):
-        data = read_yaml(name, kind)
+        data = files_beside(read_yaml(name, "file"), Path(name).parent)
         if isinstance(data, Mapping) and "name" not in data:
             data = {**data, "name": Path(name).stem}
         return cls.from_dict(data, path=Path(name).name)
     noun: Any = cls
     found: S = _preset(kind, noun, name)
     return found
+
+
+_REFERENCES = ("model", "cluster", "device", "link", "host_link")
+
+
+def files_beside(data: Any, folder: Path) -> Any:
+    """``data`` with the files it names looked for in ``folder`` first, where the file that names them lies."""
+    if isinstance(data, Mapping):
+        return {
+            key: _beside(item, folder) if key in _REFERENCES else files_beside(item, folder)
+            for key, item in data.items()
+        }
+    if isinstance(data, list):
+        return [files_beside(item, folder) for item in data]
+    return data
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    if not isinstance(value, str):
+        return files_beside(value, folder)
+    name, colon, size = value.rpartition(":")
+    path = name if colon and size.replace("x", "").isdigit() else value
+    if looks_like_file(path) and os.path.exists(folder / path):  # noqa: PTH110 (Path.exists raises for a long name)
+        return str(folder / path) + value[len(path) :]
+    return value
 
 
 @functools.cache
@@ -74,4 +100,4 @@ def looks_like_file(text: str) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    return bool(name) and all(c.isalnum() or c in "-._" for c in name) and not name.startswith(".")
+    return 0 < len(name) < 100 and all(c.isalnum() or c in "-._" for c in name) and not name.startswith(".")

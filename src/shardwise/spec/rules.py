@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from shardwise.spec.errors import SpecError
@@ -28,9 +29,9 @@ def completed_strategy(cluster: Cluster, strategy: Strategy) -> Strategy:
 
 def check_model_fits(model: Model, strategy: Strategy, training: Training) -> None:
     """Raises SpecError for the first rule that the strategy breaks whatever the cluster is."""
-    _check_heads(model, strategy)
+    _check_heads(model, strategy, training)
     _check_stages(model, strategy)
-    _check_sequence(training, strategy)
+    _check_sequence(model, strategy, training)
 
 
 def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Training) -> None:
@@ -57,23 +58,46 @@ def _check_world(cluster: Cluster, strategy: Strategy) -> None:
     )
 
 
-def _check_heads(model: Model, strategy: Strategy) -> None:
-    if model.heads % strategy.tp:
-        raise _not_dividing("strategy.tp", strategy.tp, f"{model.heads} query heads", divisors(model.heads))
-    per_rank = model.heads // strategy.tp
+def _check_heads(model: Model, strategy: Strategy, training: Training) -> None:
+    tp, kv_heads = strategy.tp, model.key_value_heads
+    if model.heads % tp:
+        raise _not_dividing("strategy.tp", tp, f"{model.heads} query heads", _valid_tp(model, strategy, training))
+    if kv_heads % tp and tp % kv_heads:
+        raise _not_dividing("strategy.tp", tp, f"{kv_heads} key-value heads", _valid_tp(model, strategy, training))
+    for what, width in _split_widths(model):
+        if width % tp:
+            raise _not_dividing("strategy.tp", tp, f"{what} {width}", _valid_tp(model, strategy, training))
+    per_rank = model.heads // tp
     if strategy.context_method == "ulysses" and per_rank % strategy.cp:
-        raise _not_dividing(
-            "strategy.cp", strategy.cp, f"{per_rank} query heads per rank (ulysses)", divisors(per_rank)
-        )
-    if model.key_value_heads % strategy.tp and strategy.tp % model.key_value_heads:
-        valid = [t for t in divisors(model.heads) if not (model.key_value_heads % t and t % model.key_value_heads)]
-        raise _not_dividing("strategy.tp", strategy.tp, f"{model.key_value_heads} key-value heads", valid)
+        what = f"{per_rank} query heads per rank (ulysses)"
+        raise _not_dividing("strategy.cp", strategy.cp, what, _valid_cp(model, strategy, training))
+
+
+def _split_widths(model: Model) -> list[tuple[str, int]]:
+    """Widths of the MLPs that tensor parallelism cuts."""
     widths = [("ffn", model.ffn)] if model.moe is None or model.moe_layers < model.layers else []
-    if model.moe and model.moe.shared_ffn:
-        widths.append(("shared expert ffn", model.moe.shared_ffn))
-    for what, width in widths:
-        if width % strategy.tp:
-            raise _not_dividing("strategy.tp", strategy.tp, f"{what} {width}", divisors(width))
+    return [*widths, ("shared expert ffn", model.moe.shared_ffn)] if model.moe and model.moe.shared_ffn else widths
+
+
+def _valid_tp(model: Model, strategy: Strategy, training: Training) -> list[int]:
+    """Every tp that the model and the sequence allow; 1 always is."""
+    kv_heads, widths = model.key_value_heads, [width for _, width in _split_widths(model)]
+    if model.moe and strategy.expert_tp is None:
+        widths.append(model.moe.ffn)
+    if strategy.sequence_parallel and training.seq % strategy.cp == 0:
+        widths.append(training.seq // strategy.cp)
+    return [
+        tp
+        for tp in divisors(model.heads)
+        if not (kv_heads % tp and tp % kv_heads) and not any(width % tp for width in widths)
+    ]
+
+
+def _valid_cp(model: Model, strategy: Strategy, training: Training) -> list[int]:
+    """Every cp that the sequence allows, and the heads where they are exchanged."""
+    heads = model.heads // strategy.tp if strategy.context_method == "ulysses" else 0
+    tokens = training.seq // strategy.tp if strategy.sequence_parallel else training.seq
+    return [cp for cp in divisors(training.seq) if heads % cp == 0 and tokens % cp == 0]
 
 
 def _check_experts(model: Model, strategy: Strategy) -> None:
@@ -82,30 +106,26 @@ def _check_experts(model: Model, strategy: Strategy) -> None:
             if degree > 1:
                 raise SpecError(f"strategy.{name}", f"{degree}, but {model.name} has no experts", f"use {name} 1")
         return
+    ranks, expert_tp = strategy.tp * strategy.cp * strategy.data_parallel, strategy.expert_tensor_parallel
+    if model.moe.ffn % expert_tp or ranks % expert_tp:
+        what = f"expert ffn {model.moe.ffn}" if model.moe.ffn % expert_tp else f"the {ranks} ranks of a stage"
+        valid = [degree for degree in divisors(model.moe.ffn) if ranks % (degree * strategy.ep) == 0] or [1]
+        raise _not_dividing("strategy.expert_tp", expert_tp, what, valid)
+    valid = [degree for degree in divisors(model.moe.experts) if ranks % (degree * expert_tp) == 0]
     if model.moe.experts % strategy.ep:
-        raise _not_dividing("strategy.ep", strategy.ep, f"{model.moe.experts} experts", divisors(model.moe.experts))
-    if model.moe.ffn % strategy.expert_tensor_parallel:
-        raise _not_dividing(
-            "strategy.expert_tp",
-            strategy.expert_tensor_parallel,
-            f"expert ffn {model.moe.ffn}",
-            divisors(model.moe.ffn),
-        )
-    ranks = strategy.tp * strategy.cp * strategy.data_parallel
-    if ranks % (strategy.ep * strategy.expert_tensor_parallel):
-        valid = [d for d in divisors(ranks) if ranks % (d * strategy.expert_tensor_parallel) == 0] or [1]
-        raise _not_dividing(
-            "strategy.ep",
-            strategy.ep,
-            f"the {ranks} ranks of a stage (tp·cp·dp) with expert_tp {strategy.expert_tensor_parallel}",
-            valid,
-        )
+        raise _not_dividing("strategy.ep", strategy.ep, f"{model.moe.experts} experts", valid)
+    if ranks % (strategy.ep * expert_tp):
+        what = f"the {ranks} ranks of a stage (tp·cp·dp) with expert_tp {expert_tp}"
+        raise _not_dividing("strategy.ep", strategy.ep, what, valid)
 
 
 def _check_stages(model: Model, strategy: Strategy) -> None:
-    stages = strategy.pp * strategy.chunks_per_rank
-    if stages > model.layers:
-        raise SpecError("strategy.pp", f"{stages} stages for {model.layers} layers", f"use at most {model.layers}")
+    stages, chunks = strategy.pp * strategy.chunks_per_rank, strategy.chunks_per_rank
+    times = f" × {chunks} chunks" if chunks > 1 else ""
+    if chunks > model.layers:
+        can_shrink = strategy.interleave > 1 and model.layers > 1
+        field, remedy = ("interleave", f"at most {model.layers}") if can_shrink else ("schedule", "1f1b")
+        raise SpecError(f"strategy.{field}", f"{chunks} chunks for {model.layers} layers", f"use {remedy}")
     if isinstance(strategy.stage_layers, tuple):
         if sum(strategy.stage_layers) != model.layers:
             raise SpecError(
@@ -116,23 +136,28 @@ def _check_stages(model: Model, strategy: Strategy) -> None:
         if min(strategy.stage_layers) < 1:
             raise SpecError("strategy.stage_layers", "has a stage without layers", "give each at least 1")
     elif strategy.stage_layers == "even" and model.layers % stages:
-        valid = [d for d in divisors(model.layers) if d % strategy.chunks_per_rank == 0]
-        valid = sorted({d // strategy.chunks_per_rank for d in valid}) or [1]
-        error = _not_dividing("strategy.pp", strategy.pp, f"{model.layers} layers", valid)
-        raise SpecError(error.field, error.problem, error.remedy + ", or stage_layers: balanced")
+        valid = [degree // chunks for degree in divisors(model.layers) if degree % chunks == 0]
+        nearest = [_around(strategy.pp, valid)] if valid else []
+        balanced = ["stage_layers: balanced"] if stages <= model.layers else []
+        raise SpecError(
+            "strategy.pp",
+            f"{strategy.pp}{times} does not divide {model.layers} layers",
+            "use " + (", or ".join(nearest + balanced) or f"at most {model.layers // chunks}"),
+        )
+    elif stages > model.layers:
+        raise SpecError(
+            "strategy.pp", f"{strategy.pp}{times} for {model.layers} layers", f"use at most {model.layers // chunks}"
+        )
 
 
-def _check_sequence(training: Training, strategy: Strategy) -> None:
+def _check_sequence(model: Model, strategy: Strategy, training: Training) -> None:
     if training.seq % strategy.cp:
-        raise _not_dividing("strategy.cp", strategy.cp, f"sequence length {training.seq}", divisors(training.seq))
+        what = f"sequence length {training.seq}"
+        raise _not_dividing("strategy.cp", strategy.cp, what, _valid_cp(model, strategy, training) or [1])
     per_rank = training.seq // strategy.cp
     if strategy.sequence_parallel and strategy.tp > 1 and per_rank % strategy.tp:
-        raise _not_dividing(
-            "strategy.tp",
-            strategy.tp,
-            f"{per_rank} tokens of a sequence (sequence parallel)",
-            divisors(per_rank),
-        )
+        what = f"{per_rank} tokens of a sequence (sequence parallel)"
+        raise _not_dividing("strategy.tp", strategy.tp, what, _valid_tp(model, strategy, training))
 
 
 def _check_sharding(strategy: Strategy) -> None:
@@ -152,17 +177,19 @@ def _check_sharding(strategy: Strategy) -> None:
 
 def _check_batch(training: Training, strategy: Strategy) -> None:
     multiple = strategy.data_parallel * strategy.microbatch
+    interleaved = strategy.schedule == "interleaved" and strategy.pp > 1
     sequences = training.sequences(multiple)
     if sequences % multiple:
-        low = sequences // multiple * multiple
-        nearest = f"use {low + multiple}" if low == 0 else f"use {low} or {low + multiple}"
+        whole = multiple * strategy.pp if interleaved else multiple
+        low = sequences // whole * whole
+        nearest = f"use {low + whole}" if low == 0 else f"use {low} or {low + whole}"
         raise SpecError(
             "training.global_batch",
             f"{sequences} sequences do not divide over dp {strategy.data_parallel} × microbatch {strategy.microbatch}",
             nearest,
         )
     microbatches = sequences // multiple
-    if strategy.schedule == "interleaved" and strategy.pp > 1 and microbatches % strategy.pp:
+    if interleaved and microbatches % strategy.pp:
         raise SpecError(
             "training.global_batch",
             f"{microbatches} microbatches are no multiple of pp {strategy.pp}, which interleaving needs",
@@ -188,7 +215,8 @@ def _balanced(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    """The divisors of ``number``: all of them up to 10^12, of a larger number those next to its ends."""
+    small = [d for d in range(1, min(math.isqrt(number), 10**6) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 

@@ -38,7 +38,7 @@ ScheduleName = Literal[
     "dualpipe",
     "dualpipev",
 ]
-RecomputedOperator = Literal["attention", "activation", "norm"]
+RecomputedOperator = Literal["attention", "activation", "norm", "up-projection"]
 
 
 @dataclass(frozen=True, kw_only=True)

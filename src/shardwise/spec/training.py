@@ -69,9 +69,12 @@ OPTIMIZERS: dict[str, OptimizerStates] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Spec):
-    """``global_batch`` counts sequences, or tokens when written like "16M-tokens" (decimal)."""
+    """``global_batch`` counts sequences, or tokens when written like "16M-tokens" (decimal).
 
-    global_batch: int | str = 1
+    Left out, it is one microbatch for every data-parallel rank.
+    """
+
+    global_batch: int | str | None = None
     seq: int = count(2048)
     precision: PrecisionName = "bf16"
     optimizer: Literal["sgd", "sgd-momentum", "adamw", "adam8bit", "muon"] = "adamw"
@@ -87,32 +90,48 @@ class Training(Spec):
     def recipe(self) -> Recipe:
         return RECIPES[self.precision]
 
-    def batch_request(self) -> tuple[int, bool]:
-        """The batch as asked for, and whether it counts tokens."""
-        value, in_tokens = self.global_batch, False
+    def batch_request(self) -> tuple[int, bool] | None:
+        """The batch as asked for, and whether it counts tokens; None where it was left out."""
+        value = self.global_batch
+        if value is None:
+            return None
+        number: float
+        in_tokens = False
         if isinstance(value, str):
             match = _TOKENS.fullmatch(value)
             in_tokens = match is not None
-            value = units.parse(match.group(1) if match else value, "count", "global_batch")  # type: ignore[assignment]
-        if value != int(value) or value < 1 or value > 10**15:
-            raise SpecError("global_batch", f"{shown(self.global_batch)} is not a positive whole number",
-                            "write sequences like 1024, or tokens like 16M-tokens")  # fmt: skip
-        return int(value), in_tokens
+            number = units.parse(match.group(1) if match else value, "count", "global_batch")
+        else:
+            number = value
+        if number != int(number) or not 1 <= number <= 10**15:
+            raise SpecError(
+                "global_batch",
+                f"{shown(value)} is not a positive whole number",
+                "write sequences like 1024, or tokens like 16M-tokens",
+            )
+        return int(number), in_tokens
 
     def sequences(self, multiple: int) -> int:
         """The global batch in sequences; one given in tokens is rounded to a multiple the layout divides."""
-        requested, in_tokens = self.batch_request()
+        request = self.batch_request()
+        if request is None:
+            return multiple
+        requested, in_tokens = request
         if not in_tokens:
             return requested
         return max(1, round(requested / self.seq / multiple)) * multiple
 
-    def rounding_note(self, multiple: int) -> str:
-        """What the rounding of a batch in tokens changed; empty when nothing was rounded."""
-        requested, in_tokens = self.batch_request()
+    def batch_note(self, multiple: int) -> str:
+        """What was assumed or rounded to get the batch in sequences; empty when nothing was."""
         sequences = self.sequences(multiple)
-        if not in_tokens or sequences * self.seq == requested:
+        request = self.batch_request()
+        if request is None:
+            return f"no global batch given: {sequences:,} sequences, one microbatch per data-parallel rank"
+        requested, in_tokens = request
+        tokens = sequences * self.seq
+        if not in_tokens or tokens == requested:
             return ""
         return (
             f"global batch {requested:,} tokens rounded to {sequences:,} sequences of {self.seq:,} "
-            f"({sequences * self.seq:,} tokens, {sequences * self.seq / requested - 1:+.2%}), a multiple of {multiple}"
+            f"({tokens:,} tokens, {tokens / requested - 1:+.2%}), a multiple of {multiple}"
         )

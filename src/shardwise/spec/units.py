@@ -66,6 +66,8 @@ _RENDERED = {
     "watts": ["W"],
     "share": [],
 }
+# Beyond these no quantity means anything, and products of a few would leave what a float can hold.
+_LEAST, _MOST = 1e-30, 1e30
 _QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?[\d_]*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-zµ%/]*)\s*")
 
 
@@ -86,8 +88,10 @@ def parse(text: object, dimension: str, field: str = "") -> Number:
         number = _scaled(digits.replace("_", ""), factor)
     else:
         number = text
-    if not math.isfinite(number):
+    if not abs(number) < math.inf:  # holds for a whole number too large for a float, too
         raise SpecError(field, f"{shown(text)} is not a finite number", f"write it like {_EXAMPLE[dimension]}")
+    if number and not _LEAST <= abs(number) <= _MOST:
+        raise SpecError(field, f"{shown(text)} is out of range", f"write it like {_EXAMPLE[dimension]}")
     return number
 
 

@@ -20,12 +20,12 @@ def binomial_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
     n, load = level.size, level.shape.step_load
     rounds = log2_ceil(n)
     if kind in _BLOCKS:
-        # ceil(log2 n)a + (n-1)/n mb: Thakur et al. 2005, section 4.1.
+        # ceil(log2 n)a + (n-1)/n mb: Thakur et al. 2005
         sent = (n - 1) / n * size
         largest = max(n - 2 ** (rounds - 1), 2 ** (rounds - 1) // 2)
         total = bits_below(n) / n * size
         return rooted(kind, Work(rounds, sent * load, rounds, sent, largest / n * size, total))
-    # ceil(log2 n)(a + mb): Thakur et al. 2005, section 4.3.
+    # ceil(log2 n)(a + mb): Thakur et al. 2005
     outward = Work(rounds, rounds * size * load, rounds, rounds * size, size, (n - 1) * size)
     if kind is not CollectiveKind.ALL_REDUCE:
         return rooted(kind, outward)

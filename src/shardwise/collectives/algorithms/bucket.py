@@ -72,7 +72,7 @@ def _phase_cost(legs: Iterable[_Leg]) -> tuple[int, int, float]:
 def _work(kind: CollectiveKind, level: Level, size: Size, parts: int) -> Work:
     """Equal axes: sum(d-1)a + (n-1)/n mb/D on a mesh, sum floor(d/2)a + (n-1)/n mb/(2D) on a torus.
 
-    Chan et al. 2007, section 7; jax scaling-book. Other axes: the finite sum over the rounds.
+    Chan et al. 2007; jax scaling-book. Other axes: the finite sum over the rounds.
     """
     axes = _axes(level)
     rounds, hops, blocks, sent = 0, 0, 0.0, 0

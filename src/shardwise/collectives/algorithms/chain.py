@@ -77,7 +77,7 @@ def spanning_chunks(kind: CollectiveKind, level: Level, size: Size) -> Size:
 
 
 def spanning_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    """(depth-1+k)(a + mb/k), depth = sum of (d-1), or floor(d/2) where an axis wraps (Watts & van de Geijn 1995).
+    """(depth-1+k)(a + mb/k), depth = sum of (d-1), or floor(d/2) on wrapped axes (Chan et al. 2007).
 
     Axis i is in use until the tree's first i+1 axes are done, so the last rounds see only the last axes.
     """

@@ -59,7 +59,7 @@ DIRECT = Algorithm("direct", direct_work, direct_build)
 
 
 def pairwise_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    """(n-1)(a + mb/n): in step d, every rank sends to the rank d places on (Thakur et al. 2005, section 4.2)."""
+    """(n-1)(a + mb/n): in step d, every rank sends to the rank d places on (Thakur et al. 2005)."""
     n = level.size
     sent = (n - 1) / n * size
     return Work(n - 1, sent, n - 1, sent, sent, n * sent)

@@ -30,7 +30,7 @@ def nvls_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
 
 
 def sharp_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    """2a + mb: up the tree of switches and down again (Graham et al. 2016)."""
+    """2a + mb: up the tree of switches and down again (Bloch et al. 2017)."""
     n = level.size
     return _all_reduce(n, size) if kind is CollectiveKind.ALL_REDUCE else _one_way(kind, n, size)
 

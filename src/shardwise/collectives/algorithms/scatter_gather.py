@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _halves(level: Level) -> tuple[Algorithm, Algorithm]:
-    """How to scatter and how to gather on this shape (Thakur et al. 2005, section 4.3; Chan et al. 2007)."""
+    """How to scatter and how to gather on this shape (Thakur et al. 2005; Chan et al. 2007)."""
     if level.shape.family == "fully_connected":
         return DIRECT, DIRECT
     return (CHAIN if level.shape.family == "ring" else BINOMIAL), RING

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import group_runs, spanned
-from shardwise.cost.stages import RankContents
+from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import Traffic, Window, priced
 from shardwise.spec.job import Job
 
@@ -23,16 +23,15 @@ def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     return method(job, contents, topology)
 
 
-def _forward_passes(job: Job) -> float:
+def _forward_passes(job: Job, contents: RankContents) -> float:
     """Forward passes of attention per microbatch: recompute runs it again.
 
     FlashAttention rebuilds its scores inside its own backward kernel, so selective recompute of attention
     repeats the exchange only where the score matrix is stored.
     """
-    strategy = job.strategy
-    selective = strategy.recompute == "selective" and "attention" in strategy.recompute_operators
-    again = strategy.recompute == "full" or (selective and job.training.attention == "unfused")
-    return 2.0 if again else 1.0
+    if "attention" in job.recomputed_operators:
+        return 2.0
+    return 1.0 + fully_recomputed_share(job, contents)
 
 
 def _key_value_features(job: Job) -> float:
@@ -61,7 +60,7 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
         )
 
     return [
-        line("keys and values, forward", calls * _forward_passes(job), "attention forward"),
+        line("keys and values, forward", calls * _forward_passes(job, contents), "attention forward"),
         line("keys, values and their gradients, backward", 2 * calls, "attention backward"),
     ]
 
@@ -76,7 +75,7 @@ def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffi
             "keys and values, forward",
             CollectiveKind.ALL_GATHER,
             size,
-            calls * _forward_passes(job),
+            calls * _forward_passes(job, contents),
             topology,
             strategy.collective,
         ),
@@ -107,7 +106,7 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
             "q, k, v and output, forward",
             CollectiveKind.ALL_TO_ALL,
             size,
-            calls * _forward_passes(job),
+            calls * _forward_passes(job, contents),
             topology,
             strategy.collective,
         ),

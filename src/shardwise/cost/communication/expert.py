@@ -11,7 +11,7 @@ from dataclasses import replace
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
 from shardwise.cost.network import expert_runs, level_names, spanned
-from shardwise.cost.stages import RankContents
+from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import Traffic, Window, priced
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts
@@ -25,9 +25,12 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep")
     if topology is None:
         return []
-    region = job.microbatch_tokens / (strategy.tp if strategy.sequence_parallel else 1)
+    # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them, to
+    # every rank that splits an expert.
+    copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
+    region = job.microbatch_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
-    forward = calls * (2 if strategy.recompute == "full" and strategy.recompute_layers is None else 1)
+    forward = calls * (1 + fully_recomputed_share(job, contents))
     # Tokens are dispatched in the format the expert's first product reads, and combined in the wire format.
     sizes = {"dispatch": min(recipe.linear_input, recipe.communication), "combine": recipe.communication}
     traffics = []
@@ -65,14 +68,18 @@ def deduplicated_cost(topology: Topology, token_bytes: float, moe: MixtureOfExpe
     The levels are forwarded under each other, so the slowest sets the time; latencies add.
     """
     used: dict[int, Work] = {}
-    places = 1
+    places, sent = 1, 0.0
     for index in reversed(range(len(topology.levels))):
-        width = topology.levels[index].size
+        shape = topology.levels[index].shape
+        width = shape.size
         places *= width
         # Node-limited routing puts one group of experts on each of the places it counts (DeepSeek-V3: 4 of 8 nodes).
         limit = moe.groups_used if 1 < moe.groups == places else None
         visited = expected_destinations(places, moe.top_k, limit)
-        used[index] = Work(hops=1, bytes=token_bytes * visited * (width - 1) / width, steps=1)
-    sent = max(work.bytes for work in used.values())
+        block = token_bytes * visited / width  # for each member of the level, this device's own among them
+        sent += block * (width - 1)
+        used[index] = Work(
+            hops=shape.farthest_hops, bytes=block * shape.exchange_load * topology.sharing(index), steps=1
+        )
     volume = Work(steps=len(used), sent_bytes=sent, received_bytes=sent, total_bytes=sent * topology.size)
     return settle(topology, used, volume, "deduplicated", exact=False, overlapped=True)

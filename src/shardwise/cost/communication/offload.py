@@ -27,6 +27,9 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     shards = strategy.sharding_group if strategy.zero else 1
     owned = contents.dense / shards + contents.experts / (expert_shards(strategy) if strategy.zero else 1)
 
+    def held(sharded: bool) -> float:
+        return owned if sharded else contents.total
+
     def line(what: str, size: float, count: float, window: Window, share: float) -> Traffic:
         return priced(
             "offload",
@@ -42,17 +45,19 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
     traffics = []
     if offload.optimizer:
-        moved = owned * offload.optimizer
-        traffics += [
-            line("gradients to host", moved * recipe.gradient, 1, "backward", 1 / m),
-            line("weights from host", moved * recipe.weight, 1, "forward", 1 / m),
-        ]
+        moved = owned * offload.optimizer  # less what lives on the host anyway
+        down, up = moved * (1 - offload.gradients), moved * (1 - offload.weights)
+        if down:
+            traffics.append(line("gradients to host", down * recipe.gradient, 1, "backward", 1 / m))
+        if up:
+            traffics.append(line("updated weights from host", up * recipe.weight, 1, "forward", 1 / m))
     if offload.weights:
-        held = contents.total / (shards if strategy.zero == 3 else 1)
-        traffics.append(line("weights from host", held * recipe.weight * offload.weights, 2 * m, "forward", 1.0))
+        size = held(strategy.zero == 3) * recipe.weight * offload.weights
+        traffics.append(line("weights from host, forward", size, m, "forward", 1.0))
+        traffics.append(line("weights from host, backward", size, m, "backward", 1.0))
     if offload.gradients:
-        held = contents.total / (shards if strategy.gradients_sharded else 1)
-        traffics.append(line("gradients to host", held * recipe.gradient * offload.gradients, m, "backward", 1.0))
+        size = held(strategy.gradients_sharded) * recipe.gradient * offload.gradients
+        traffics.append(line("gradients to host", size, m, "backward", 1.0))
     if offload.activations:
         in_flight = chunks_in_flight(job, contents.rank) / strategy.chunks_per_rank
         one = activation_bytes(job, contents) / in_flight * offload.activations

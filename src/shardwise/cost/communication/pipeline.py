@@ -10,8 +10,10 @@ from dataclasses import replace
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import group_runs, spanned
-from shardwise.cost.stages import RankContents
+from shardwise.cost.stages import RankContents, embedding_on_both_ends
 from shardwise.cost.traffic import Traffic, priced
+from shardwise.pipeline import bubble_seconds as idle_seconds
+from shardwise.pipeline import chunks_per_rank
 from shardwise.spec.job import Job
 
 
@@ -31,46 +33,34 @@ def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         for what in ("activations, forward", "gradients, backward")
     ]
     exposed = exposed_messages(job) * float(traffics[0].cost.seconds) / 2
-    return [replace(traffic, fixed_exposed_seconds=exposed) for traffic in traffics]
+    messages_of_step = [replace(traffic, fixed_exposed_seconds=exposed) for traffic in traffics]
+    return messages_of_step + _embedding_traffic(job, contents, boundary)
+
+
+def _embedding_traffic(job: Job, contents: RankContents, boundary: Topology) -> list[Traffic]:
+    """Gradients of the token embedding where both ends of the pipeline hold it (Shoeybi et al. 2019, section 3)."""
+    apart = contents.has_embedding != contents.has_head and job.strategy.schedule != "dualpipe"
+    if not (apart and embedding_on_both_ends(job)):
+        return []
+    parameters = job.model.vocab * job.model.hidden / job.strategy.tp
+    size = parameters * job.training.recipe.gradient
+    # An all-reduce of two ranks is one exchange of the whole buffer.
+    what = "embedding gradients of both ends"
+    return [priced("pp", what, CollectiveKind.SEND_RECV, size, 1, boundary, job.strategy.collective)]
 
 
 def exposed_messages(job: Job) -> float:
-    """Messages on the critical path of one step.
+    """Messages on the critical path of one step: by how many the schedule's idle time grows per message time.
 
-    Overlapped, only the fill and the drain wait: 2(p−1)·v. Otherwise 1F1B's limit of p microbatches in
-    flight makes every microbatch pay 2(p−1)/p of one, plus 2(p−2) at the ends (derived from the event
-    simulation of the schedule; exact when p divides m); interleaving pays 2(p−1)·v more per fill.
+    With overlap, no more than the fill and the drain wait: 2(p−1)·v.
     """
-    p, m, v = job.strategy.pp, job.microbatches, job.strategy.chunks_per_rank
-    if job.strategy.overlap.pp:
-        return 2.0 * (p - 1) * v
-    if job.strategy.schedule == "interleaved":
-        return 2.0 * (p - 1) * v + 2.0 * m * v * (p - 1) / p
-    return 2.0 * (p - 1) * m / p + 2.0 * max(0, p - 2)
+    strategy, m, v = job.strategy, job.microbatches, job.strategy.chunks_per_rank
+    silent = idle_seconds(strategy.schedule, strategy.pp, m, v)
+    waiting = float(idle_seconds(strategy.schedule, strategy.pp, m, v, comm_seconds=1.0) - silent)
+    return min(waiting, 2.0 * (strategy.pp - 1) * v) if strategy.overlap.pp else waiting
 
 
 def bubble_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float:
-    """Idle time of a pipeline as a share of its busy time, for equal stages, F = B = W, no communication.
-
-    Narayanan et al. 2021 (GPipe, 1F1B, interleaved), Qi et al. 2023 (zero bubble), DeepSeek DualPipe README.
-    A simulator of the very action lists replaces this where stages or passes are unequal.
-    """
-    p, m = stages, microbatches
-    if p == 1:
-        return 0.0
-    plain = (p - 1) / m
-    return {
-        "gpipe": plain,
-        "1f1b": plain,
-        "interleaved": plain / chunks,
-        "zb-h1": plain / 3,
-        "zb-1p": plain / 3,
-        "zb-h2": 0.0,
-        "zb-2p": 0.0,
-        "zbv": 0.0,
-        "v-half": plain / 2,
-        "v-min": plain * 2 / 3,
-        # (p/2 − 1)(F&B + B − 3W) with F&B = F + B_full overlapped = 3 units, B_full = 2, W = 1.
-        "dualpipe": max(0.0, (p / 2 - 1) * 2 / (3 * m)),
-        "dualpipev": max(0.0, (p / 2 - 1) * 2 / (3 * m)),
-    }[schedule]
+    """Idle time of a pipeline as a share of its busy time, for equal stages, F = I = W, no communication."""
+    chunks = chunks if schedule == "interleaved" else chunks_per_rank(schedule)
+    return float(idle_seconds(schedule, stages, microbatches, chunks)) / (3 * chunks * microbatches)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import expert_tensor_runs, group_runs, spanned
-from shardwise.cost.stages import RankContents
+from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import Traffic, Window, priced
 from shardwise.spec.job import Job
+from shardwise.spec.parameters import layer_parameters
 
 
 def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
@@ -22,6 +23,7 @@ def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     if topology is not None:
         traffics += _layer_traffic(job, contents, topology)
         traffics += _vocabulary_traffic(job, contents, topology)
+        traffics += _replicated_gradient_traffic(job, contents, topology)
     return traffics + _expert_tensor_traffic(job, contents)
 
 
@@ -38,7 +40,7 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
     strategy = job.strategy
     size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
     calls = _blocks(job, contents) * job.microbatches
-    again = _recomputed_share(job, contents)
+    again = fully_recomputed_share(job, contents)
     hide = strategy.overlap.tp
 
     def line(what: str, kind: CollectiveKind, count: float, window: Window) -> Traffic:
@@ -79,40 +81,49 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
     ]
 
 
-def _recomputed_share(job: Job, contents: RankContents) -> float:
-    """Share of layers whose forward pass, communication included, runs again."""
-    if job.strategy.recompute != "full":
-        return 0.0
-    if job.strategy.recompute_layers is None:
-        return 1.0
-    return min(1.0, job.strategy.recompute_layers / max(1, contents.layers))
+def _replicated_gradient_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+    """Gradients of what tensor parallelism does not split (norms, router, latent projections): under sequence
+    parallelism each rank has those of its own tokens, summed once per step (Megatron-LM finalize_model_grads)."""
+    if not job.strategy.sequence_parallel:
+        return []
+    replicated = sum(
+        count * _replicated_parameters(job, moe)
+        for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
+    )
+    size = replicated * job.training.recipe.gradient
+    what = "gradients of unsplit parameters"
+    return [priced("tp", what, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective)]
+
+
+def _replicated_parameters(job: Job, moe: bool) -> float:
+    """Of one layer: a rank holds R + S/t, the layer has R + S, so R = (t·held − whole)/(t − 1)."""
+    tp = job.strategy.tp
+    held = layer_parameters(job.model, moe=moe, tensor_parallel=tp).dense
+    return (tp * held - layer_parameters(job.model, moe=moe).dense) / (tp - 1)
 
 
 def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Vocabulary-parallel embedding and loss on the ends of the pipeline."""
     strategy, m = job.strategy, job.microbatches
-    size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    hidden = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    gather = CollectiveKind.ALL_GATHER
     reduce = CollectiveKind.REDUCE_SCATTER if strategy.sequence_parallel else CollectiveKind.ALL_REDUCE
+
+    def line(what: str, kind: CollectiveKind, count: float, size: float = hidden) -> Traffic:
+        return priced("tp", what, kind, size, count, topology, strategy.collective)
+
     traffics = []
     if contents.has_embedding:
-        traffics.append(priced("tp", "embedding, forward", reduce, size, m, topology, strategy.collective))
-    if contents.has_head:
+        traffics.append(line("embedding, forward", reduce, m))
         if strategy.sequence_parallel:
-            traffics.append(
-                priced(
-                    "tp",
-                    "head input, forward",
-                    CollectiveKind.ALL_GATHER,
-                    size,
-                    m,
-                    topology,
-                    strategy.collective,
-                )
-            )
-        traffics.append(priced("tp", "head input gradient, backward", reduce, size, m, topology, strategy.collective))
+            traffics.append(line("embedding gradient, backward", gather, m))
+    if contents.has_head:
+        losses = m * (1 + job.model.mtp_layers)
+        if strategy.sequence_parallel:
+            traffics.append(line("head input, forward and again backward", gather, 2 * losses))
+        traffics.append(line("head input gradient, backward", reduce, losses))
         # Maximum, target logit and sum of exponentials of every token, fp32.
-        loss_size = 3 * 4 * job.microbatch_tokens
-        traffics.append(priced("tp", "loss", CollectiveKind.ALL_REDUCE, loss_size, m, topology, strategy.collective))
+        traffics.append(line("loss", CollectiveKind.ALL_REDUCE, losses, 3 * 4 * job.microbatch_tokens))
     return traffics
 
 
@@ -124,11 +135,11 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     topology = spanned(job.cluster, expert_tensor_runs(strategy), "strategy.expert_tp")
     if topology is None:
         return []
-    region = job.microbatch_tokens / (strategy.tp if strategy.sequence_parallel else 1)
-    routed = region * model.moe.top_k * strategy.expert_tensor_parallel
+    # Without sequence parallelism the gather and the reduce-scatter are one all-reduce of the same bytes.
+    routed = job.microbatch_tokens / strategy.tp * model.moe.top_k * strategy.expert_tensor_parallel
     size = routed * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
-    again = _recomputed_share(job, contents)
+    again = fully_recomputed_share(job, contents)
     return [
         priced(
             "tp",

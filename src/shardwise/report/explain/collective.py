@@ -140,8 +140,13 @@ def _schedule_remark(
     return (
         f"The schedule itself ({len(schedule.rounds)} rounds), priced by its busiest links: "
         f"{readable_seconds(seconds)}, "
-        f"{abs(seconds / float(cost.seconds) - 1) if cost.seconds else 0:.0e} from the closed form.",
+        f"{_distance(seconds, float(cost.seconds))}.",
     )
+
+
+def _distance(priced: float, closed_form: float) -> str:
+    error = abs(priced / closed_form - 1) if closed_form else abs(priced)
+    return "equal to the closed form" if error < 1e-9 else f"{error:.1e} from the closed form"
 
 
 def _crossover_remarks(kind: CollectiveKind, topology: Topology) -> tuple[str, ...]:

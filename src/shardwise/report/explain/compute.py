@@ -61,7 +61,7 @@ def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
     rows = []
     for schedule in SCHEDULES:
         share = bubble_share(schedule, stages, microbatches, chunks)
-        rows.append((schedule, SOURCES[schedule], bar(share, 16), f"{share:.1%}", f"{share / (1 + share):.1%}"))
+        rows.append((schedule, bar(share, 16), SOURCES[schedule], f"{share:.1%}", f"{share / (1 + share):.1%}"))
     return Explanation(
         title=f"Pipeline bubble of {stages} stages and {microbatches} microbatches",
         formula=(
@@ -77,7 +77,7 @@ def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
         tables=(
             Grid(
                 "by schedule",
-                ("schedule", "microbatches kept", "", "of busy time", "of the step"),
+                ("schedule", "", "activations it keeps, by", "of busy time", "of the step"),
                 tuple(rows),
                 words=3,
             ),
@@ -92,6 +92,7 @@ def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
 
 def explain_mfu(flops: float, seconds: float, devices: int, peak: float, recomputed: float) -> Explanation:
     """Model and hardware FLOPs utilisation of a measured step."""
+    mfu = flops / (seconds * devices * peak)
     return Explanation(
         title="Model FLOPs utilisation",
         formula=(
@@ -106,9 +107,10 @@ def explain_mfu(flops: float, seconds: float, devices: int, peak: float, recompu
             ("", "peak of one device", readable_flops(peak) + "/s"),
         ),
         result=(
-            ("MFU", f"{flops / (seconds * devices * peak):.1%}"),
+            ("MFU", f"{mfu:.1%}"),
             ("HFU", f"{(flops + recomputed) / (seconds * devices * peak):.1%}"),
         ),
+        remarks=("More than the peak: check the step time, the batch and the devices.",) if mfu > 1 else (),
         source=("Chowdhery et al. 2022, PaLM (arXiv 2204.02311), appendix B",),
     )
 

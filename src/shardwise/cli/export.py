@@ -1,0 +1,78 @@
+"""`shardwise export`: a job as another framework's configuration, with what that does not carry."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.inputs import job_from
+from shardwise.interop.frameworks import TARGETS, Exported, target
+from shardwise.spec.errors import SpecError, shown
+
+_EXAMPLE = """
+shardwise export --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --zero 1 --global-batch 1024 --to megatron
+"""
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("export", "Writes a job as the configuration of another training framework.", _EXAMPLE)
+    add_job_arguments(parser)
+    parser.add_argument("--to", help="framework: " + ", ".join(TARGETS))
+    parser.add_argument("--out", metavar="PATH", help="file or folder to write to (default: standard output)")
+    parser.add_argument("--strict", action="store_true", help="refuse a job that the framework cannot run as it is")
+    parser.add_argument("--json", action="store_true", help="files, losses and notes for a machine")
+    parsed = parser.parse(arguments)
+    if parsed.to is None:
+        raise SpecError("--to", "is missing", "choose one of " + ", ".join(TARGETS))
+    chosen = target(parsed.to)
+    exported = chosen.export(job_from(parsed))
+    if parsed.strict:
+        exported.strict()
+    if parsed.out is not None:
+        _write(exported, Path(parsed.out))
+    if parsed.json:
+        print(json.dumps(_data(exported), indent=2))
+        return 0
+    if parsed.out is None:
+        for text in exported.files.values():
+            sys.stdout.write(text)
+    _report(exported)
+    return 0
+
+
+def _write(exported: Exported, out: Path) -> None:
+    """Into ``out`` where it is a folder (or ends in a slash), else the one file to that path."""
+    try:
+        for name, text in exported.files.items():
+            path = out / name if out.is_dir() or len(exported.files) > 1 else out
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError("--out", f"{shown(str(out))} cannot be written ({error.strerror})", "choose another") from None
+
+
+def _report(exported: Exported) -> None:
+    """What the configuration does not say, on standard error: standard output may be redirected to a file."""
+    groups = (
+        (f"{exported.target} cannot do, or does otherwise:", exported.missing),
+        ("to be said in the training script or by the launcher:", exported.elsewhere),
+        ("notes:", exported.notes),
+    )
+    for title, lines in groups:
+        if lines:
+            print(title, *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
+
+
+def _data(exported: Exported) -> dict[str, object]:
+    return {
+        "target": exported.target,
+        "version": exported.version,
+        "files": dict(exported.files),
+        "lost": [
+            {"field": one.field, "value": one.value, "why": one.why, "elsewhere": one.elsewhere}
+            for one in exported.lost
+        ],
+        "notes": list(exported.notes),
+    }

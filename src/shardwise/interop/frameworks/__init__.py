@@ -1,0 +1,75 @@
+"""Jobs in the words of other training frameworks, and back.
+
+`TARGETS` holds one entry per framework: ``export(job)`` writes its configuration and says what that does not carry,
+``read(text, ...)`` understands one. A new framework is one file with a table, its option names under ``options/``,
+and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.interop.frameworks.accelerate import ACCELERATE
+from shardwise.interop.frameworks.colossalai import COLOSSALAI
+from shardwise.interop.frameworks.deepspeed import DEEPSPEED
+from shardwise.interop.frameworks.files import read_file, recognise
+from shardwise.interop.frameworks.megatron import MEGATRON
+from shardwise.interop.frameworks.nanotron import NANOTRON
+from shardwise.interop.frameworks.parts import Exported, Imported, Lost
+from shardwise.interop.frameworks.target import Target
+from shardwise.interop.frameworks.torchtitan import TORCHTITAN
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+
+__all__ = ["TARGETS", "Exported", "Imported", "Lost", "Target", "can_run", "export", "framework_of", "read", "target"]
+
+TARGETS: dict[str, Target] = {
+    one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
+}
+
+
+def target(name: str) -> Target:
+    """A target by name; raises SpecError with the nearest one for another name."""
+    if name.lower() not in TARGETS:
+        raise SpecError("target", f"{shown(name)} is not known", nearest_name(name, TARGETS))
+    return TARGETS[name.lower()]
+
+
+def export(job: Job, to: str) -> Exported:
+    """The job as a configuration of the framework ``to``."""
+    return target(to).export(job)
+
+
+def can_run(job: Job, name: str) -> list[Lost]:
+    """What the framework lacks to run the job as it is; empty when it can."""
+    return list(target(name).export(job).missing)
+
+
+def framework_of(path: Path | str) -> str | None:
+    """The name of the framework whose configuration the file looks like; None for any other file."""
+    one = recognise(path, TARGETS)
+    return one.name if one else None
+
+
+def read(
+    path: Path | str,
+    name: str | None = None,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Imported:
+    """What a framework's configuration file says about a job.
+
+    ``name`` is the framework (default: the one the file looks like); ``model``, ``cluster`` and ``given`` (fields by
+    dotted path, such as ``{"strategy.pp": 4}``) are what is known beside the file. Raises SpecError for what is
+    malformed, unknown or contradictory.
+    """
+    one = recognise(path, TARGETS) if name is None else target(name)
+    if one is None:
+        known = ", ".join(TARGETS)
+        raise SpecError("configuration", f"{shown(str(path))} looks like none of {known}", "name the framework")
+    return read_file(path, one, model, cluster, given)

@@ -1,0 +1,238 @@
+"""Accelerate: the YAML that ``accelerate launch --config_file`` reads.
+
+Three of its modes are used: plain data parallelism (MULTI_GPU), FSDP2 with its parallelism configuration, and the
+DeepSpeed plugin where the job needs what only that has (ZeRO-1 and 2, NVMe, Ulysses, offloading in parts).
+Batch, sequence and optimizer belong to the training script.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.interop.frameworks.documents import YAML, Settings
+from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+_FSDP, _DEEPSPEED, _MESH = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
+_MODES = {"MULTI_GPU": "MULTI_GPU", "NO": "MULTI_GPU", "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED"}
+_DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
+_ROTATION = {"allgather": "all-gather", "alltoall": "ring"}
+
+
+def mode_for(job: Job) -> str:
+    """The mode of Accelerate that fits the job best."""
+    strategy, offload = job.strategy, job.strategy.offload
+    ulysses = strategy.cp > 1 and strategy.context_method == "ulysses"
+    states = {offload.optimizer, offload.gradients, offload.weights}
+    if ulysses or strategy.zero in (1, 2) or (offload.any and offload.target == "nvme"):
+        return "DEEPSPEED"
+    if strategy.zero == 3 or strategy.tp > 1 or strategy.cp > 1:
+        return "FSDP" if len(states) == 1 else "DEEPSPEED"
+    return "MULTI_GPU"
+
+
+def _compose(job: Job) -> Settings:
+    strategy, mode = job.strategy, mode_for(job)
+    precision = job.training.precision
+    words = {"fp32": "no", "fp16": "fp16", "fp8": "fp8"}
+    settings: Settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": mode,
+        "mixed_precision": words.get(precision, "bf16"),
+        "num_processes": job.cluster.devices,
+        "num_machines": job.cluster.nodes,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": False,
+        "debug": False,
+    }
+    if mode == "FSDP":
+        settings.update(_fsdp(job))
+    if mode == "DEEPSPEED":
+        settings.update(_deepspeed(job))
+        if strategy.cp > 1 and strategy.context_method == "ulysses":
+            settings.update({_MESH + "sp_size": strategy.cp, _MESH + "sp_backend": "deepspeed"})
+    return settings
+
+
+def _fsdp(job: Job) -> Settings:
+    strategy = job.strategy
+    replicas = strategy.gradient_group // strategy.sharding_group if strategy.zero else strategy.data_parallel
+    replicas = replicas if strategy.data_parallel % replicas == 0 else 1
+    full = strategy.recompute == "full"
+    settings: Settings = {
+        _FSDP + "version": 2,
+        _FSDP + "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        _FSDP + "reshard_after_forward": not strategy.keep_parameters,
+        _FSDP + "offload_params": strategy.offload.weights == 1,
+        _FSDP + "activation_checkpointing": full,
+        _FSDP + "activation_checkpointing_offload": True if full and strategy.offload.activations == 1 else None,
+        _FSDP + "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if max(strategy.tp, strategy.cp, replicas) > 1:
+        settings[_MESH + "dp_replicate_size"] = replicas
+        settings[_MESH + "dp_shard_size"] = strategy.data_parallel // replicas
+        settings[_MESH + "tp_size"] = strategy.tp
+        settings[_MESH + "cp_size"] = strategy.cp
+        if strategy.cp > 1:
+            settings[_MESH + "cp_comm_strategy"] = {"ring": "alltoall"}.get(strategy.context_method, "allgather")
+    return settings
+
+
+def _deepspeed(job: Job) -> Settings:
+    strategy, offload = job.strategy, job.strategy.offload
+    devices = {"optimizer": offload.optimizer > 0, "param": offload.weights > 0}
+    settings: Settings = {
+        _DEEPSPEED + "zero_stage": strategy.zero,
+        _DEEPSPEED + "gradient_accumulation_steps": job.microbatches,
+        _DEEPSPEED + "zero3_init_flag": strategy.zero == 3,
+    }
+    for name, moved in devices.items():
+        settings[_DEEPSPEED + f"offload_{name}_device"] = offload.target if moved else "none"
+        if moved and offload.target == "nvme":
+            settings[_DEEPSPEED + f"offload_{name}_nvme_path"] = "/local_nvme"
+    return settings
+
+
+def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    mode = reading.choice("distributed_type", _MODES)
+    if mode is None:
+        raise SpecError("distributed_type", "is missing", "use MULTI_GPU, FSDP or DEEPSPEED")
+    processes = reading.count("num_processes")
+    if processes is not None and reading.cluster is not None and processes != reading.cluster.devices:
+        problem = f"{processes}, but the cluster has {reading.cluster.devices} devices"
+        raise SpecError("num_processes", problem, f"use --gpus {processes}")
+    fields.update({"strategy.tp": 1, "strategy.cp": 1, "strategy.zero": 0})
+    precision = reading.choice("mixed_precision", {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}, "fp32")
+    if mode != "DEEPSPEED" and precision == "bf16":
+        precision = "bf16-fp32-grads"  # weights stay fp32, and so do their gradients
+    fields["training.precision"] = precision
+    if mode == "FSDP":
+        _read_fsdp(reading, fields)
+    if mode == "DEEPSPEED":
+        _read_deepspeed(reading, fields)
+
+
+def _read_fsdp(reading: Reading, fields: dict[str, Any]) -> None:
+    version = reading.count(_FSDP + "version", 1)
+    tp, cp = reading.count(_MESH + "tp_size", 1), reading.count(_MESH + "cp_size", 1)
+    replicas, shards = reading.count(_MESH + "dp_replicate_size", 1), reading.count(_MESH + "dp_shard_size")
+    fields.update({"strategy.tp": tp, "strategy.cp": cp, "strategy.zero": 3})
+    if tp > 1:
+        fields["strategy.sequence_parallel"] = False
+    if cp > 1:
+        fields["strategy.context_method"] = reading.choice(_MESH + "cp_comm_strategy", _ROTATION, "all-gather")
+    if shards is not None:
+        fields["strategy.dp"] = replicas * shards
+        if shards * cp == 1:
+            fields["strategy.zero"] = 0
+        elif replicas > 1:
+            fields["strategy.shard_group"] = shards * cp
+    if version == 1:
+        _read_first_version(reading, fields)
+    else:
+        fields["strategy.keep_parameters"] = not reading.flag(_FSDP + "reshard_after_forward", True)
+    if reading.flag(_FSDP + "offload_params"):
+        fields.update({f"strategy.offload.{kind}": 1.0 for kind in ("optimizer", "gradients", "weights")})
+    if reading.flag(_FSDP + "activation_checkpointing"):
+        fields["strategy.recompute"] = "full"
+        if reading.flag(_FSDP + "activation_checkpointing_offload"):
+            fields["strategy.offload.activations"] = 1.0
+
+
+def _read_first_version(reading: Reading, fields: dict[str, Any]) -> None:
+    stages = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+    key = "sharding_strategy" if reading.has(_FSDP + "sharding_strategy") else "reshard_after_forward"
+    word = reading.text(_FSDP + key, "FULL_SHARD")
+    fields["strategy.zero"] = reading.choice(_FSDP + key, stages, 3)
+    if word.upper().startswith("HYBRID") and reading.cluster is not None:
+        fields["strategy.shard_group"] = reading.cluster.node_devices
+
+
+def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
+    zero = reading.whole(_DEEPSPEED + "zero_stage", 2)
+    if not 0 <= zero <= 3:
+        raise SpecError(_DEEPSPEED + "zero_stage", f"{zero} is no ZeRO stage", "use 0, 1, 2 or 3")
+    fields["strategy.zero"] = zero
+    fields["strategy.overlap.dp"] = zero == 3  # DeepSpeed's own default
+    fields["strategy.cp"] = reading.count(_MESH + "sp_size", 1)
+    reading.text(_MESH + "sp_backend")
+    if fields["strategy.cp"] > 1:
+        fields.update({"strategy.context_method": "ulysses", "strategy.overlap.cp": False})
+    if reading.has(_DEEPSPEED + "deepspeed_config_file"):
+        reading.notes.append("deepspeed_config_file is not read: give that file instead")
+    optimizer = reading.choice(_DEEPSPEED + "offload_optimizer_device", _DEVICES, "none")
+    weights = reading.choice(_DEEPSPEED + "offload_param_device", _DEVICES, "none")
+    moved = float(optimizer != "none")
+    fields.update({"strategy.offload.optimizer": moved, "strategy.offload.gradients": moved})
+    fields["strategy.offload.weights"] = float(weights != "none")
+    if {optimizer, weights} != {"none"}:
+        fields["strategy.offload.target"] = "nvme" if "nvme" in (optimizer, weights) else "cpu"
+    reading.count(_DEEPSPEED + "gradient_accumulation_steps")
+
+
+def _notes(job: Job) -> list[str]:
+    notes = [f"Accelerator(gradient_accumulation_steps={job.microbatches}) in the training script"]
+    if mode_for(job) == "FSDP":
+        notes.append(
+            "with FSDP the script passes fsdp_transformer_layer_cls_to_wrap where the model names no layer class"
+        )
+    return notes
+
+
+def _rotating(job: Job) -> bool:
+    return job.strategy.cp > 1 and job.strategy.context_method == "ulysses" and job.strategy.tp > 1
+
+
+# fmt: off
+ACCELERATE = Target(
+    name="accelerate",
+    title="Accelerate",
+    format=YAML,
+    options=(),
+    compose=_compose,
+    interpret=_interpret,
+    notes=_notes,
+    elsewhere={
+        "training.global_batch": "the data loader of the training script",
+        "training.seq": "the training script cuts the sequences",
+        "training.optimizer": "the training script builds it",
+        "training.attention": "the model's code (attn_implementation)",
+        "training.dropout": "the model's code",
+        "training.tokens": "the training script counts them",
+        "strategy.microbatch": "the data loader of the training script",
+    },
+    reasons={
+        "strategy.pp": "no pipeline of its own (its Megatron-LM plugin has one: export to megatron)",
+        "strategy.ep": "no expert parallelism",
+        "strategy.expert_tp": "no expert parallelism",
+        "strategy.zero": "FSDP2 shards weights, gradients and optimizer together",
+        "strategy.tp": "tensor parallelism is of the FSDP2 mode only",
+        "strategy.cp": "rotation or gathering with FSDP2, Ulysses with DeepSpeed",
+        "strategy.sequence_parallel": "tensor parallelism without sequence parallelism",
+        "strategy.shard_group": "hybrid sharding is of the FSDP2 mode, in whole data ranks",
+        "strategy.accumulate": "gradients are reduced after every microbatch",
+        "strategy.order": "ranks are laid out tp, cp, dp",
+        "strategy.recompute": "only FSDP recomputes, whole layers; else call gradient_checkpointing_enable()",
+        "strategy.recompute_layers": "all layers alike",
+        "strategy.overlap.dp": lambda job: (
+            "said in a DeepSpeed file: export to deepspeed" if mode_for(job) == "DEEPSPEED" else "always overlapped"
+        ),
+        "strategy.overlap.cp": "Ulysses is never overlapped, the others always",
+        "strategy.offload": "all states together (FSDP2), or optimizer with gradients, and weights (DeepSpeed)",
+        "strategy.offload.activations": "only with FSDP2 and full recomputation, all of them",
+        "strategy.offload.gradients": "gradients go where the optimizer goes",
+        "training.precision": lambda job: (
+            "fp8 is the only format below bf16" if job.training.precision in ("mxfp8", "nvfp4")
+            else "gradients have the format of the weights: 16 bit with DeepSpeed, fp32 otherwise"
+        ),
+    },
+    refusals=(
+        ("strategy.zero", lambda job: mode_for(job) == "FSDP" and job.strategy.zero == 0
+         and job.strategy.data_parallel > 1, "tensor or context parallelism needs sharding over the data ranks"),
+        ("strategy.tp", _rotating, "Ulysses comes with DeepSpeed, without tensor parallelism"),
+        ("strategy.offload.weights", lambda job: mode_for(job) == "DEEPSPEED" and job.strategy.offload.weights > 0
+         and job.strategy.zero < 3, "offload_param needs ZeRO-3"),
+    ),
+)

@@ -1,0 +1,208 @@
+"""Colossal-AI: the arguments of its ``HybridParallelPlugin`` as JSON.
+
+Colossal-AI is configured in Python, so the file is ours: ``plugin`` names the class (``MoeHybridParallelPlugin``
+with expert parallelism) and ``arguments`` are its keyword arguments, which the training script passes on as they
+are: ``HybridParallelPlugin(**json.load(file)["arguments"])``. Only ``gradient_checkpoint_config`` stands for an
+object: ``PipelineGradientCheckpointConfig(**value)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.interop.frameworks.documents import JSON, Settings
+from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.rules import stage_layer_counts
+
+_IN = "arguments."
+_CHECKPOINT = _IN + "gradient_checkpoint_config."
+_STYLES = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zbv"}
+_MODES = {"split_gather": "tensor", "ring": "tensor", "all_to_all": "ulysses", "ring_attn": "ring"}
+
+
+def _compose(job: Job) -> Settings:
+    strategy, training = job.strategy, job.training
+    precision = {"fp32": "fp32", "fp16": "fp16"}.get(training.precision, "bf16")
+    settings: Settings = {
+        "plugin": "MoeHybridParallelPlugin" if strategy.ep > 1 else "HybridParallelPlugin",
+        _IN + "precision": precision,
+        _IN + "use_fp8": True if training.precision == "fp8" else None,
+        _IN + "zero_stage": min(strategy.zero, 2),
+        _IN + "overlap_communication": strategy.overlap.dp,
+        _IN + "cpu_offload": True if strategy.offload.optimizer == 1 else None,
+        _IN + "enable_flash_attention": training.attention == "flash",
+        # The pipeline outermost, unless the job lays the replicas there.
+        (_IN + ("moe_dp_outside" if strategy.ep > 1 else "dp_outside")): _outermost(job) == "dp",
+    }
+    if strategy.cp > 1:
+        mode = {"ring": "ring_attn", "ulysses": "all_to_all"}.get(strategy.context_method)
+        if mode:
+            settings.update({_IN + "enable_sequence_parallelism": True, _IN + "sequence_parallelism_mode": mode})
+            settings[_IN + "sp_size"] = strategy.cp
+    elif strategy.tp > 1 and strategy.sequence_parallel:
+        settings[_IN + "enable_sequence_parallelism"] = True
+        settings[_IN + "sequence_parallelism_mode"] = "split_gather"
+    return {**settings, **_pipeline(job), **_recompute(job)}
+
+
+def _outermost(job: Job) -> str:
+    wide = [name for name in job.strategy.order if name in ("dp", "pp")]
+    return wide[-1]
+
+
+def _pipeline(job: Job) -> Settings:
+    strategy = job.strategy
+    if strategy.pp == 1:
+        return {}
+    counts = stage_layer_counts(job.model, strategy)
+    return {
+        _IN + "num_microbatches": job.microbatches,
+        _IN + "microbatch_size": strategy.microbatch,
+        _IN + "num_model_chunks": strategy.chunks_per_rank,
+        _IN + "num_layers_per_stage": list(counts) if len(set(counts)) > 1 and strategy.chunks_per_rank == 1 else None,
+        _IN + "overlap_p2p": strategy.overlap.pp,
+    }
+
+
+def _recompute(job: Job) -> Settings:
+    strategy = job.strategy
+    if strategy.recompute != "full":
+        return {}
+    if strategy.recompute_layers is None or strategy.pp == 1:
+        return {_CHECKPOINT + "gradient_checkpointing_ratio": 1.0}
+    return {_CHECKPOINT + "num_ckpt_layers_per_stage": [strategy.recompute_layers] * strategy.pp}
+
+
+def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    plugins = {"HybridParallelPlugin": False, "MoeHybridParallelPlugin": True}
+    experts = reading.choice("plugin", plugins, fields["strategy.ep"] > 1)
+    _read_sequence(reading, fields)
+    precision = reading.choice(_IN + "precision", {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}, "fp16")
+    fields["training.precision"] = "fp8" if reading.flag(_IN + "use_fp8") else precision
+    zero = fields["strategy.zero"]
+    if not 0 <= zero <= 2:
+        raise SpecError(_IN + "zero_stage", f"{zero} is not supported", "use 0, 1 or 2")
+    if experts and zero == 2:
+        reading.notes.append("the plugin for experts runs ZeRO-1 where 2 is asked for, without overlap")
+        fields.update({"strategy.zero": 1, "strategy.overlap.dp": False})
+    if experts:
+        fields["strategy.overlap.dp"] = False
+        fields["strategy.expert_tp"] = None
+    if reading.flag(_IN + "cpu_offload") and zero:
+        fields["strategy.offload.optimizer"] = 1.0
+    outside = reading.flag(_IN + "moe_dp_outside", reading.flag(_IN + "dp_outside", True))
+    inner = ("tp", "cp") if fields.get("strategy.context_method") == "ring" else ("cp", "tp")
+    fields["strategy.order"] = (*inner, *(("pp", "dp") if outside else ("dp", "pp")))
+    flash = reading.flag(_IN + "enable_all_optimization") or reading.flag(_IN + "enable_flash_attention")
+    fields["training.attention"] = "flash" if flash or fields.get("strategy.context_method") == "ring" else "unfused"
+    _read_pipeline(reading, fields)
+    _read_recompute(reading, fields)
+
+
+def _read_sequence(reading: Reading, fields: dict[str, Any]) -> None:
+    enabled = reading.flag(_IN + "enable_sequence_parallelism")
+    mode = reading.choice(_IN + "sequence_parallelism_mode", _MODES, "ulysses")
+    size = reading.count(_IN + "sp_size", 1)
+    fields["strategy.cp"] = 1
+    if fields["strategy.tp"] > 1:
+        fields["strategy.sequence_parallel"] = enabled and mode == "tensor"
+    if enabled and mode != "tensor":
+        fields.update({"strategy.cp": size, "strategy.context_method": mode, "strategy.overlap.cp": mode == "ring"})
+
+
+def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
+    number, size = reading.count(_IN + "num_microbatches"), reading.count(_IN + "microbatch_size")
+    chunks, counts = reading.count(_IN + "num_model_chunks", 1), reading.value(_IN + "num_layers_per_stage")
+    overlapped = reading.flag(_IN + "overlap_p2p", True)
+    if fields["strategy.pp"] == 1:
+        return
+    if fields.get("strategy.schedule") == "interleaved":
+        fields["strategy.interleave"] = chunks
+    if fields.get("strategy.schedule", "1f1b") == "1f1b":
+        overlapped = False  # the plain schedule waits for its transfers
+    fields["strategy.overlap.pp"] = overlapped
+    if counts is not None:
+        if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
+            raise SpecError(_IN + "num_layers_per_stage", "is no list of whole numbers", "write one per stage")
+        fields["strategy.stage_layers"] = tuple(counts)
+    if size is not None:
+        fields["strategy.microbatch"] = size
+        ranks = reading.data_ranks(fields)
+        if number is not None and ranks is not None:
+            fields["training.global_batch"] = number * size * ranks
+
+
+def _read_recompute(reading: Reading, fields: dict[str, Any]) -> None:
+    ratio = reading.number(_CHECKPOINT + "gradient_checkpointing_ratio", 0.0)
+    counts = reading.value(_CHECKPOINT + "num_ckpt_layers_per_stage")
+    if isinstance(counts, list) and counts:
+        fields.update({"strategy.recompute": "full", "strategy.recompute_layers": max(map(int, counts))})
+    elif ratio > 0:
+        fields["strategy.recompute"] = "full"
+        if ratio < 1 and reading.model is not None:
+            fields["strategy.recompute_layers"] = int(ratio * reading.model.layers / fields["strategy.pp"])
+
+
+def _notes(job: Job) -> list[str]:
+    local = job.sequences // job.strategy.data_parallel
+    notes = [f"pass `arguments` to the plugin; the data loader takes batches of {local}"]
+    if job.strategy.recompute == "full":
+        notes.append("call model.gradient_checkpointing_enable() and pass PipelineGradientCheckpointConfig")
+    if job.strategy.schedule == "zbv" and job.strategy.pp > 1:
+        notes.append("zbv also needs scheduler_nodes, computed by its v_schedule")
+    return notes
+
+
+# fmt: off
+COLOSSALAI = Target(
+    name="colossalai",
+    title="Colossal-AI",
+    format=JSON,
+    options=(
+        Option("strategy.tp", _IN + "tp_size", absent=1),
+        Option("strategy.pp", _IN + "pp_size", absent=1),
+        Option("strategy.ep", _IN + "ep_size", absent=1, when=lambda job: job.strategy.ep > 1),
+        Option("strategy.zero", _IN + "zero_stage", absent=0),
+        Option("strategy.overlap.dp", _IN + "overlap_communication", absent=True),
+        Option("strategy.schedule", _IN + "pp_style", _STYLES, when=lambda job: job.strategy.pp > 1),
+    ),
+    compose=_compose,
+    interpret=_interpret,
+    notes=_notes,
+    elsewhere={
+        "training.global_batch": "the data loader of the training script",
+        "training.seq": "the training script cuts the sequences",
+        "training.optimizer": "the training script builds it",
+        "training.dropout": "the model's code",
+        "training.tokens": "the training script counts them",
+        "strategy.microbatch": "the data loader of the training script",
+    },
+    reasons={
+        "strategy.zero": "this plugin has ZeRO-1 and 2 (GeminiPlugin has ZeRO-3), with experts ZeRO-1",
+        "strategy.shard_group": "ZeRO shards over all data-parallel ranks",
+        "strategy.accumulate": "ZeRO-2 reduces gradients after every microbatch",
+        "strategy.cp": "ring attention or Ulysses only",
+        "strategy.context_method": "ring attention or Ulysses only",
+        "strategy.sequence_parallel": "one mode at a time: with context parallelism tensor ranks keep whole sequences",
+        "strategy.order": "ranks are laid out sp, tp (tp, sp with ring attention), then dp and pp either way round",
+        "strategy.expert_tp": "experts are split by tp as everything else",
+        "strategy.dispatch": "only all-to-all of all tokens",
+        "strategy.schedule": "only 1f1b, interleaved and zbv",
+        "strategy.stage_layers": "num_layers_per_stage with one chunk per rank only",
+        "strategy.recompute": "whole layers only",
+        "strategy.recompute_layers": "a number of layers per stage only with a pipeline",
+        "strategy.overlap.dp": "the plugin for experts switches overlap off",
+        "strategy.overlap.pp": "only interleaved and zbv overlap their transfers",
+        "strategy.overlap.cp": "Ulysses is never overlapped, ring attention always",
+        "strategy.overlap.tp": "tensor-parallel transfers are not overlapped",
+        "strategy.offload.optimizer": "all of the optimizer or nothing, with ZeRO",
+        "strategy.offload": "cpu_offload moves the optimizer states only",
+        "training.precision": "fp32, fp16, bf16 and fp8, gradients in the weights' format",
+    },
+    refusals=(
+        ("strategy.zero", lambda job: job.strategy.pp > 1 and job.strategy.zero >= 2, "a pipeline refuses ZeRO-2"),
+        ("strategy.ep", lambda job: job.strategy.data_parallel % job.strategy.ep > 0, "ep must divide dp"),
+    ),
+)

@@ -1,0 +1,254 @@
+"""DeepSpeed: its JSON configuration.
+
+Tensor parallelism (AutoTP), Ulysses sequence parallelism and expert parallelism (AutoEP) have keys; a pipeline is
+built in the training script (`PipelineModule`), of which ``pipeline.stages`` only keeps the number of stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.interop.frameworks.documents import JSON, Settings
+from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+
+_ZERO = "zero_optimization."
+_RECOMPUTE = "activation_checkpointing"
+_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "sgd-momentum": "SGD", "muon": "Muon"}
+_STATES_LIKE = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", "Muon": "muon"}
+_DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
+# Settings a job has no field for: read for their type, then reported as not used.
+_NUMBERS = (
+    "gradient_clipping", "fp16.loss_scale", "fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis",
+    "fp16.min_loss_scale", _ZERO + "reduce_bucket_size", _ZERO + "allgather_bucket_size", _ZERO + "sub_group_size",
+    _ZERO + "stage3_prefetch_bucket_size", _ZERO + "stage3_param_persistence_threshold",
+    _ZERO + "stage3_max_live_parameters", _ZERO + "stage3_max_reuse_distance", "optimizer.params.lr",
+    _RECOMPUTE + ".number_checkpoints",
+)  # fmt: skip
+_FLAGS = (
+    _ZERO + "contiguous_gradients", _ZERO + "reduce_scatter", _ZERO + "allgather_partitions",
+    _ZERO + "offload_optimizer.pin_memory", _ZERO + "offload_param.pin_memory",
+    _RECOMPUTE + ".partition_activations", _RECOMPUTE + ".contiguous_memory_optimization",
+)  # fmt: skip
+
+
+def _compose(job: Job) -> Settings:
+    strategy, training = job.strategy, job.training
+    settings: Settings = {
+        "train_batch_size": job.sequences,
+        "train_micro_batch_size_per_gpu": strategy.microbatch,
+        "gradient_accumulation_steps": job.microbatches,
+        "optimizer.type": _OPTIMIZERS.get(training.optimizer),
+        "optimizer.params.momentum": 0.9 if training.optimizer == "sgd-momentum" else None,
+        "fp16.enabled": True if training.precision == "fp16" else None,
+        "bf16.enabled": True if training.precision in ("bf16", "bf16-fp32-grads") else None,
+        "data_types.grad_accum_dtype": "fp32" if training.precision == "bf16-fp32-grads" else None,
+        _ZERO + "overlap_comm": strategy.overlap.dp if strategy.zero else None,
+    }
+    if strategy.pp > 1 and strategy.stage_layers in ("even", "balanced"):
+        settings["pipeline.partition"] = "uniform" if strategy.stage_layers == "even" else "parameters"
+    if strategy.ep > 1:
+        settings["expert_parallel.enabled"] = True
+        settings["expert_parallel.expert_tensor_parallel_size"] = strategy.expert_tensor_parallel
+    if strategy.recompute == "full":
+        settings[_RECOMPUTE + ".partition_activations"] = False
+        settings[_RECOMPUTE + ".cpu_checkpointing"] = strategy.offload.activations == 1
+    return {**settings, **_offload(job)}
+
+
+def _offload(job: Job) -> Settings:
+    offload, settings = job.strategy.offload, Settings()
+    for name, share in (("offload_optimizer.", offload.optimizer), ("offload_param.", offload.weights)):
+        if share > 0 and job.strategy.zero > 0:
+            settings[_ZERO + name + "device"] = offload.target
+            settings[_ZERO + name + "pin_memory"] = True
+            if offload.target == "nvme":
+                settings[_ZERO + name + "nvme_path"] = "/local_nvme"
+    if 0 < offload.optimizer < 1 and job.strategy.zero == 3:
+        settings[_ZERO + "offload_optimizer.ratio"] = offload.optimizer
+    return settings
+
+
+def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    if fields["strategy.tp"] > 1:
+        fields["strategy.sequence_parallel"] = False
+    if fields["strategy.cp"] > 1:
+        fields.update({"strategy.context_method": "ulysses", "strategy.overlap.cp": False})
+    fields["strategy.pp"] = reading.count("pipeline.stages", reading.degree("strategy.pp"))
+    partition = reading.text("pipeline.partition")
+    if partition is not None and partition.lower() != "uniform":
+        fields["strategy.stage_layers"] = "balanced"
+    _read_experts(reading, fields)
+    _read_precision(reading, fields)
+    _read_optimizer(reading, fields)
+    _read_zero(reading, fields)
+    _read_batch(reading, fields)
+    for key in (*_NUMBERS, *_FLAGS, "scheduler.type"):
+        read = reading.number if key in _NUMBERS else reading.flag if key in _FLAGS else reading.text
+        if reading.has(key):
+            read(key)
+        if not key.startswith(_RECOMPUTE) and not key.endswith("pin_memory"):
+            reading.used.discard(key)
+
+
+def _read_experts(reading: Reading, fields: dict[str, Any]) -> None:
+    if not reading.flag("expert_parallel.enabled", fields["strategy.ep"] > 1):
+        fields["strategy.ep"] = 1
+        reading.value("expert_parallel.expert_tensor_parallel_size")
+    elif fields["strategy.ep"] > 1:
+        fields["strategy.expert_tp"] = reading.count("expert_parallel.expert_tensor_parallel_size", 1)
+
+
+def _read_precision(reading: Reading, fields: dict[str, Any]) -> None:
+    bf16_key = "bfloat16.enabled" if reading.has("bfloat16.enabled") else "bf16.enabled"
+    fp16, bf16 = reading.flag("fp16.enabled"), reading.flag(bf16_key)
+    if fp16 and bf16:
+        raise SpecError("fp16.enabled", f"true excludes {bf16_key} true", "enable one of them")
+    gradients = reading.choice("data_types.grad_accum_dtype", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
+    if not fp16 and not bf16 and "auto" in (reading.settings.get("fp16.enabled"), reading.settings.get(bf16_key)):
+        reading.notes.append("fp16 and bf16 are left to the trainer (auto): give --precision")
+        return
+    mixed = "bf16-fp32-grads" if gradients == "fp32" else "bf16"
+    fields["training.precision"] = "fp16" if fp16 else mixed if bf16 else "fp32"
+
+
+def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
+    name, momentum = reading.text("optimizer.type"), reading.number("optimizer.params.momentum", 0)
+    if name is None:
+        return
+    if name.lower() == "sgd":
+        fields["training.optimizer"] = "sgd-momentum" if momentum else "sgd"
+        return
+    states = {known.lower(): ours for known, ours in _STATES_LIKE.items()}.get(name.lower())
+    if states is None:
+        reading.notes.append(f"optimizer.type {shown(name)} has no counterpart: its states are taken as those of adamw")
+    fields["training.optimizer"] = states or "adamw"
+
+
+def _read_zero(reading: Reading, fields: dict[str, Any]) -> None:
+    zero = fields["strategy.zero"]
+    if not 0 <= zero <= 3:
+        raise SpecError(_ZERO + "stage", f"{zero} is no ZeRO stage", "use 0, 1, 2 or 3")
+    overlap = reading.flag(_ZERO + "overlap_comm", zero == 3)  # what DeepSpeed takes when it is absent
+    fields["strategy.overlap.dp"] = overlap and zero > 0
+    optimizer = reading.choice(_ZERO + "offload_optimizer.device", _DEVICES, "none")
+    weights = reading.choice(_ZERO + "offload_param.device", _DEVICES, "none")
+    optimizer = "cpu" if reading.flag(_ZERO + "cpu_offload") and optimizer == "none" else optimizer
+    ratio = reading.number(_ZERO + "offload_optimizer.ratio", 1.0)
+    share = 0.0 if optimizer == "none" else ratio
+    # ZeRO-Offload keeps the gradients where the optimizer updates from.
+    fields.update({"strategy.offload.optimizer": share, "strategy.offload.gradients": share})
+    fields["strategy.offload.weights"] = 0.0 if weights == "none" else 1.0
+    used = {optimizer, weights} - {"none"}
+    if len(used) == 2:
+        reading.notes.append("offload_optimizer and offload_param name two devices: both are taken as nvme")
+    if used:
+        fields["strategy.offload.target"] = "nvme" if "nvme" in used else "cpu"
+    if reading.section(_RECOMPUTE):
+        fields["strategy.recompute"] = "full"
+        if reading.flag(_RECOMPUTE + ".cpu_checkpointing"):
+            fields["strategy.offload.activations"] = 1.0
+        reading.notes.append("the section activation_checkpointing is read as recompute: full")
+
+
+def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
+    """train_batch_size = micro batch × accumulation × data-parallel ranks, two of the first three given."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    train, micro, steps = (reading.count(key) for key in keys)
+    if micro is not None:
+        fields["strategy.microbatch"] = micro
+    if train is None and micro is None:
+        reading.notes.append("no batch size is given: give --global-batch and --microbatch")
+        return
+    if train is not None:
+        fields["training.global_batch"] = train
+    ranks = reading.data_ranks(fields)
+    if ranks is None:
+        return
+    if train is None:
+        fields["training.global_batch"] = micro * (steps or 1) * ranks
+        return
+    if micro is None:
+        micro = train // (ranks * (steps or 1))
+        fields["strategy.microbatch"] = micro
+    steps = steps if steps is not None else train // (micro * ranks) if micro else 0
+    if micro * steps * ranks != train:
+        raise SpecError(
+            "train_batch_size",
+            f"{train} is not train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps} × "
+            f"{ranks} data-parallel ranks = {micro * steps * ranks}",
+            "correct one of the three, or the number of devices",
+        )
+
+
+def _notes(job: Job) -> list[str]:
+    strategy = job.strategy
+    notes = ["optimizer.params (learning rate, betas, weight decay) and the scheduler are yours to add"]
+    if strategy.tp > 1:
+        notes.append(f"tp {strategy.tp} is AutoTP: a Hugging Face model, passed to deepspeed.initialize")
+    if strategy.pp > 1:
+        notes.append(f"pp {strategy.pp} needs the model as PipelineModule(num_stages={strategy.pp})")
+    if strategy.tp > 1 and strategy.pp > 1:
+        notes.append("inside a PipelineModule AutoTP finds no layers it knows: bring tensor-parallel ones")
+    if strategy.recompute == "full":
+        notes.append("the model itself calls deepspeed.checkpointing.checkpoint")
+    return notes
+
+
+# fmt: off
+DEEPSPEED = Target(
+    name="deepspeed",
+    title="DeepSpeed",
+    filename="ds_config.json",
+    format=JSON,
+    options=(
+        Option("strategy.zero", _ZERO + "stage", absent=0),
+        Option("strategy.tp", "tensor_parallel.autotp_size", absent=1, when=lambda job: job.strategy.tp > 1,
+               read=lambda reading, key: 1 if reading.whole(key) == 0 else reading.count(key)),
+        Option("strategy.overlap.tp", "tensor_parallel.tp_overlap_comm", absent=False,
+               when=lambda job: job.strategy.tp > 1),
+        Option("strategy.cp", "sequence_parallel_size", absent=1,
+               when=lambda job: job.strategy.cp > 1 and job.strategy.context_method == "ulysses"),
+        Option("strategy.ep", "expert_parallel.autoep_size", absent=1, when=lambda job: job.strategy.ep > 1),
+        Option("strategy.dispatch", "expert_parallel.comm_backend", {"comm": "all-to-all", "deepep": "deduplicated"},
+               when=lambda job: job.strategy.ep > 1),
+        Option("strategy.pp", "pipeline.stages", when=lambda job: job.strategy.pp > 1),
+    ),
+    compose=_compose,
+    interpret=_interpret,
+    notes=_notes,
+    elsewhere={
+        "training.seq": "the training script cuts the sequences",
+        "training.attention": "the model's code",
+        "training.dropout": "the model's code",
+        "training.tokens": "the training script counts them",
+    },
+    reasons={
+        "strategy.cp": "only Ulysses sequence parallelism",
+        "strategy.context_method": "only Ulysses sequence parallelism",
+        "strategy.overlap.cp": "Ulysses exchanges heads before and after attention",
+        "strategy.sequence_parallel": "AutoTP has no sequence parallelism",
+        "strategy.shard_group": "ZeRO shards over all data-parallel ranks (MiCS was removed)",
+        "strategy.accumulate": "ZeRO-2 and 3 reduce gradients after every microbatch",
+        "strategy.schedule": "PipelineModule runs 1f1b (and DualPipeVModule dualpipev, built in the training script)",
+        "strategy.stage_layers": "PipelineModule cuts uniformly or by parameters",
+        "strategy.recompute": "activation_checkpointing recomputes whole layers",
+        "strategy.recompute_layers": "the model's code says which layers",
+        "strategy.overlap.dp": "without ZeRO gradients are reduced after the backward pass",
+        "strategy.offload.gradients": "gradients are offloaded with the optimizer",
+        "strategy.offload.activations": "cpu_checkpointing offloads the inputs of recomputed layers, all of them",
+        "strategy.offload.weights": "offload_param moves all weights",
+        "strategy.offload.optimizer": "a part of the optimizer only under ZeRO-3 (ratio)",
+        "training.precision": "fp8 and fp4 come from the model's code (Transformer Engine)",
+        "training.optimizer": "not among DeepSpeed's optimizers: build it in the training script",
+    },
+    refusals=(
+        ("strategy.zero", lambda job: job.strategy.pp > 1 and job.strategy.zero >= 2,
+         "the pipeline engine refuses ZeRO-2 and ZeRO-3"),
+        ("strategy.offload.optimizer", lambda job: job.strategy.offload.optimizer > 0 and job.strategy.zero == 0,
+         "offloading needs ZeRO"),
+        ("strategy.offload.weights", lambda job: job.strategy.offload.weights > 0 and job.strategy.zero < 3,
+         "offload_param needs ZeRO-3"),
+    ),
+)

@@ -1,0 +1,164 @@
+"""The formats of the targets as flat settings: ``{"zero_optimization.stage": 1}``, and back to text.
+
+A setting stands at the dotted path of its key. An empty section is kept as a setting with the value ``{}``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.interop.frameworks.names import Names
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import dump_yaml, parse_yaml
+
+Settings = dict[str, Any]
+MOST_CHARACTERS = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a target's text becomes settings and settings its text; ``suffix`` is of its file."""
+
+    suffix: str
+    parse: Callable[[str, str, Names], Settings]
+    render: Callable[[Settings, Names], str]
+
+
+def flatten(tree: Any, what: str, prefix: str = "") -> Settings:
+    """The nested mapping ``tree`` as settings; raises SpecError where it is none."""
+    if not isinstance(tree, Mapping):
+        raise SpecError(what, f"{shown(tree)} should be a mapping of settings", f"give a whole {what}")
+    flat: Settings = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, what, path + "."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def unflatten(settings: Settings) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in settings.items():
+        *parents, last = path.split(".")
+        place = tree
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return tree
+
+
+# -- JSON, with comments ------------------------------------------------------------------------------------
+
+_JSON_PART = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|,(?=\s*[}\]])', re.DOTALL)
+
+
+def without_comments(text: str) -> str:
+    """JSON without ``//``, ``#`` and ``/* */`` comments and without commas before a closing bracket."""
+    once = _JSON_PART.sub(lambda match: match.group() if match.group().startswith('"') else " ", text)
+    return _JSON_PART.sub(lambda match: match.group() if match.group().startswith('"') else " ", once)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key!r} twice")
+        result[key] = value
+    return result
+
+
+def _parse_json(text: str, what: str, names: Names) -> Settings:
+    try:
+        tree = json.loads(without_comments(text), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(what, f"malformed JSON: {shown(str(error), 120)}", "correct the file") from None
+    return flatten(tree, what)
+
+
+JSON = Format(".json", _parse_json, lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n")
+
+
+# -- YAML and TOML ------------------------------------------------------------------------------------------
+
+
+def _render_yaml(settings: Settings, names: Names) -> str:
+    return f"# {names.version}\n" + dump_yaml(unflatten(settings))
+
+
+YAML = Format(".yaml", lambda text, what, names: flatten(parse_yaml(text, what), what), _render_yaml)
+
+
+def _parse_toml(text: str, what: str, names: Names) -> Settings:
+    try:
+        tree = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(what, f"malformed TOML: {shown(str(error), 120)}", "correct the file") from None
+    return flatten(tree, what)
+
+
+def _render_toml(settings: Settings, names: Names) -> str:
+    sections: dict[str, list[str]] = {}
+    for path, value in settings.items():
+        section, _, key = path.rpartition(".")
+        # JSON writes numbers, true, false, text and lists of them as TOML does.
+        sections.setdefault(section, []).append(f"{key} = {json.dumps(value)}")
+    blocks = ("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())
+    return f"# {names.version}\n\n" + "\n\n".join(blocks) + "\n"
+
+
+TOML = Format(".toml", _parse_toml, _render_toml)
+
+
+# -- command lines ------------------------------------------------------------------------------------------
+
+
+def _parse_command(text: str, what: str, names: Names) -> Settings:
+    """Options of a command line; of ``torchrun ... script.py ...`` only what follows the script."""
+    try:
+        words = shlex.split(re.sub(r"\\\r?\n", " ", text), comments=True)
+    except ValueError as error:
+        raise SpecError(what, f"malformed command line: {error}", "close the quotes") from None
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
+    words = words[scripts[-1] + 1 :] if scripts else words
+    settings: Settings = {}
+    option = ""
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            option, equals, value = word.partition("=")
+            if option in settings:
+                raise SpecError(option, "is given twice", "give it once")
+            settings[option] = [value] if equals else []
+        elif option in names.switches:
+            raise SpecError(option, f"takes no value, but {shown(word)} follows", "expand shell variables first")
+        elif option:
+            settings[option].append(word)
+        else:
+            raise SpecError(what, f"{shown(word)} is no option", "start with one, like --num-layers 32")
+    return {name: _command_value(name, values, names) for name, values in settings.items()}
+
+
+def _command_value(name: str, values: list[str], names: Names) -> Any:
+    if name in names.switches:
+        return True
+    if not values and name in names:
+        raise SpecError(name, "has no value", "write one after it")
+    return values[0] if len(values) == 1 else values
+
+
+def _render_command(settings: Settings, names: Names) -> str:
+    lines = [f"# {names.version}"]
+    for name, value in settings.items():
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        lines.append(" ".join([name, *(shlex.quote(str(item)) for item in values)]))
+    return "\n".join(lines) + "\n"
+
+
+COMMAND = Format(".args", _parse_command, _render_command)

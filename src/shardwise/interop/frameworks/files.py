@@ -1,0 +1,91 @@
+"""Which framework a configuration file is of, and its content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.interop.frameworks.documents import MOST_CHARACTERS
+from shardwise.interop.frameworks.parts import Imported
+from shardwise.interop.frameworks.target import Target
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.model import Model
+
+# Settings that only one framework has; a file that holds any of them is taken to be its.
+_TELLING = {
+    "megatron": ("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--global-batch-size"),
+    "colossalai": ("plugin", "arguments.tp_size", "arguments.pp_size"),
+    "deepspeed": ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization.stage", "bf16.enabled",
+                  "fp16.enabled", "optimizer.type", "gradient_accumulation_steps"),
+    "accelerate": ("distributed_type",),
+    "nanotron": ("parallelism.dp", "parallelism.tp", "tokens.micro_batch_size"),
+    "torchtitan": ("model.flavor", "parallelism.tensor_parallel_degree", "training.local_batch_size",
+                   "parallelism.data_parallel_shard_degree", "training.seq_len"),
+}  # fmt: skip
+_SUFFIXES = {
+    ".json": ("colossalai", "deepspeed"),
+    ".yaml": ("accelerate", "nanotron"),
+    ".yml": ("accelerate", "nanotron"),
+    ".toml": ("torchtitan",),
+    ".args": ("megatron",),
+    ".sh": ("megatron",),
+    ".txt": ("megatron",),
+}
+
+
+def read_text(path: Path | str) -> str:
+    """The text of a configuration file; raises SpecError when it cannot be had."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise SpecError("configuration", f"{shown(str(path))} is a folder", "name the file inside it")
+        if path.stat().st_size > MOST_CHARACTERS:
+            raise SpecError("configuration", f"{shown(str(path))} is too large", "is it a configuration?")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError("configuration", f"{shown(str(path))} is not there", "check the path") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        reason = getattr(error, "strerror", None) or "not text in UTF-8"
+        raise SpecError("configuration", f"{shown(str(path))} cannot be read ({reason})", "check the file") from None
+
+
+def recognise(path: Path | str, targets: Mapping[str, Target]) -> Target | None:
+    """The framework whose configuration the file looks like; None for any other file, also an unreadable one."""
+    names = _SUFFIXES.get(Path(path).suffix.lower(), ())
+    if not names:
+        return None
+    try:
+        text = read_text(path)
+    except SpecError:
+        return None
+    for name in names:
+        one = targets[name]
+        try:
+            settings = one.format.parse(text, str(path), one.names)
+        except SpecError:
+            # A DeepSpeed file that does not parse should say so as one.
+            if any(f'"{key.partition(".")[0]}"' in text for key in _TELLING[name]) and name != "colossalai":
+                return one
+            continue
+        if any(key in settings for key in _TELLING[name]):
+            return one
+    return None
+
+
+def read_file(
+    path: Path | str,
+    one: Target,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Imported:
+    """What the configuration in a file says, as `Target.read`; errors name the file."""
+    text = read_text(path)
+    try:
+        return one.read(text, model, cluster, given)
+    except SpecError as error:
+        raise SpecError(f"{Path(path).name}: {error.field}".rstrip(": "), error.problem, error.remedy) from None

@@ -1,0 +1,220 @@
+"""The model in Megatron-LM's arguments: its dimensions, and the few switches that decide biases and layer kinds."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from shardwise.interop.frameworks.documents import Settings
+from shardwise.interop.frameworks.target import Reading
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+_LATENT = {
+    "kv_rank": "--kv-lora-rank", "nope_dim": "--qk-head-dim", "rope_dim": "--qk-pos-emb-head-dim",
+    "value_dim": "--v-head-dim", "q_rank": "--q-lora-rank",
+}  # fmt: skip
+_LATENT_DEFAULTS = {"kv_rank": 32, "nope_dim": 128, "rope_dim": 64, "value_dim": 128, "q_rank": None}
+
+REASONS = {
+    "model.activation": "only gelu, squared relu, swiglu and quick-geglu",
+    "model.attention_out_bias": "linear layers have all biases, none, or those of query, key and value",
+    "model.mlp_bias": "linear layers have all biases, none, or those of query, key and value",
+    "model.max_seq": "--max-position-embeddings covers at least the sequence",
+    "model.moe.shared_gate": "shared experts are added without a gate",
+}
+
+
+def compose(job: Job) -> Settings:
+    model = job.model
+    settings: Settings = {
+        "--num-layers": model.layers,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.ffn,
+        "--num-attention-heads": model.heads,
+        "--vocab-size": model.vocab,
+        "--max-position-embeddings": max(model.max_seq, job.training.seq),
+        "--position-embedding-type": _word(_POSITIONS, model.positions),
+        "--normalization": _word(_NORMS, model.norm),
+        "--swiglu": model.activation == "swiglu" or None,
+        "--quick-geglu": model.activation == "geglu" or None,
+        "--untie-embeddings-and-output-weights": not model.tied_embeddings or None,
+        "--qk-layernorm": model.qk_norm or None,
+        "--mtp-num-layers": model.mtp_layers or None,
+    }
+    if not (model.qkv_bias and model.attention_out_bias and model.mlp_bias):
+        settings["--disable-bias-linear"] = True
+        settings["--add-qkv-bias"] = model.qkv_bias or None
+    if model.sliding_window is not None:
+        settings["--window-size"] = f"{model.sliding_window},0"
+        settings["--window-attn-skip-freq"] = model.sliding_window_every if model.sliding_window_every > 1 else None
+    return {**settings, **_attention(model), **_experts(model)}
+
+
+def _attention(model: Model) -> Settings:
+    if model.mla is not None:
+        latent = {option: getattr(model.mla, name) for name, option in _LATENT.items()}
+        return {"--multi-latent-attention": True, **latent}
+    settings: Settings = {"--kv-channels": model.head_size}
+    if model.key_value_heads != model.heads:
+        settings.update({"--group-query-attention": True, "--num-query-groups": model.key_value_heads})
+    return settings
+
+
+def _experts(model: Model) -> Settings:
+    moe = model.moe
+    if moe is None:
+        return {}
+    grouped = moe.groups > 1 or moe.groups_used > 1
+    return {
+        "--num-experts": moe.experts,
+        "--moe-router-topk": moe.top_k,
+        "--moe-ffn-hidden-size": moe.ffn,
+        "--moe-shared-expert-intermediate-size": moe.shared_ffn or None,
+        "--moe-layer-freq": _pattern(model),
+        "--moe-router-score-function": moe.router,
+        "--moe-router-enable-expert-bias": moe.router_bias or None,
+        "--moe-router-num-groups": moe.groups if grouped else None,
+        "--moe-router-group-topk": moe.groups_used if grouped else None,
+    }
+
+
+def _pattern(model: Model) -> str | None:
+    """Which layers hold experts, as the list expression Megatron evaluates; nothing when all do."""
+    moe = model.moe
+    if moe is None or model.moe_layers == model.layers:
+        return None
+    rounds, rest = divmod(model.layers - moe.dense_layers, moe.every)
+    parts = [f"[0]*{moe.dense_layers}", f"([0]*{moe.every - 1}+[1])*{rounds}", f"[0]*{rest}"]
+    return "+".join(part for part, used in zip(parts, (moe.dense_layers, rounds, rest)) if used)
+
+
+def interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    """Adds ``model.*`` when the arguments name a model; without --num-layers they are taken to name none."""
+    layers = reading.count("--num-layers", reading.count("--encoder-num-layers"))
+    if layers is None:
+        return
+    shape = {"layers": layers, "hidden": _needed(reading, "--hidden-size"),
+             "heads": _needed(reading, "--num-attention-heads")}  # fmt: skip
+    swiglu, quick = reading.flag("--swiglu"), reading.flag("--quick-geglu")
+    if reading.flag("--squared-relu"):
+        reading.notes.append("--squared-relu is priced as relu")
+        shape["activation"] = "relu"
+    else:
+        shape["activation"] = "swiglu" if swiglu else "geglu" if quick else "gelu"
+    four = shape["hidden"] * 4
+    shape["ffn"] = reading.count("--ffn-hidden-size", int(four * 2 / 3 / 64) * 64 if swiglu else four)
+    shape["vocab"] = reading.count("--vocab-size", reading.count("--padded-vocab-size", 50257))
+    shape["max_seq"] = reading.count("--max-position-embeddings", 2048)
+    positions = reading.choice("--position-embedding-type", _POSITIONS, "learned")
+    shape["positions"] = "rope" if reading.flag("--use-rotary-position-embeddings") else positions
+    shape["norm"] = reading.choice("--normalization", _NORMS, "layernorm")
+    shape["tied_embeddings"] = not reading.flag("--untie-embeddings-and-output-weights")
+    shape["qk_norm"] = reading.flag("--qk-layernorm")
+    shape["mtp_layers"] = reading.whole("--mtp-num-layers", 0)
+    biased, queries = not reading.flag("--disable-bias-linear"), reading.flag("--add-qkv-bias")
+    shape.update({"qkv_bias": biased or queries, "attention_out_bias": biased, "mlp_bias": biased})
+    _read_attention(reading, shape)
+    _read_window(reading, shape)
+    fields.update({f"model.{name}": value for name, value in shape.items()})
+    _read_experts(reading, fields, layers, shape["ffn"])
+
+
+def _read_attention(reading: Reading, shape: dict[str, Any]) -> None:
+    groups = reading.count("--num-query-groups", 1)
+    shape["kv_heads"] = groups if reading.flag("--group-query-attention") else shape["heads"]
+    shape["head_dim"] = reading.count("--kv-channels")
+    if reading.flag("--multi-latent-attention"):
+        for name, option in _LATENT.items():
+            shape[f"mla.{name}"] = reading.count(option, _LATENT_DEFAULTS[name])
+
+
+def _read_window(reading: Reading, shape: dict[str, Any]) -> None:
+    window = reading.text("--window-size")
+    if window is None:
+        return
+    left = window.strip("()").split(",")[0].strip()
+    if not left.isdigit() or int(left) < 1:
+        raise SpecError("--window-size", f"{shown(window)} is not understood", "write it like 4096,0")
+    shape["sliding_window"] = int(left)
+    shape["sliding_window_every"] = reading.count("--window-attn-skip-freq", 1)
+
+
+def _read_experts(reading: Reading, fields: dict[str, Any], layers: int, ffn: int) -> None:
+    experts = reading.whole("--num-experts")
+    if not experts:
+        return
+    moe = {
+        "experts": experts,
+        "top_k": reading.count("--moe-router-topk", 2),
+        "ffn": reading.count("--moe-ffn-hidden-size", ffn),
+        "shared_ffn": reading.whole("--moe-shared-expert-intermediate-size", 0),
+        "router": reading.text("--moe-router-score-function", "softmax"),
+        "router_bias": reading.flag("--moe-router-enable-expert-bias"),
+        "groups": reading.count("--moe-router-num-groups", 1),
+        "groups_used": reading.count("--moe-router-group-topk", 1),
+    }
+    dense, every = expert_layers(reading.text("--moe-layer-freq", "1"), layers)
+    fields.update({f"model.moe.{name}": value for name, value in moe.items()})
+    fields.update({"model.moe.dense_layers": dense, "model.moe.every": every})
+
+
+def expert_layers(text: str, layers: int) -> tuple[int, int]:
+    """(leading dense layers, every how many of the rest) behind ``--moe-layer-freq``: a number or a list expression."""
+    key = "--moe-layer-freq"
+    if text.strip().isdigit():
+        # Of N layers Megatron makes the first an expert layer.
+        pattern = [1 if index % max(1, int(text)) == 0 else 0 for index in range(layers)]
+    else:
+        try:
+            pattern = _evaluated(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise SpecError(key, f"{shown(text)} is not understood", "write it like 2 or [0]*3+[1]*58") from None
+    if len(pattern) != layers or not set(pattern) <= {0, 1}:
+        raise SpecError(key, f"{shown(text)} names {len(pattern)} layers", f"the model has {layers}")
+    for every in range(1, layers + 1):
+        for dense in range(layers + 1) if every == 1 else range(every):
+            made = [int(i >= dense and (i - dense) % every == every - 1) for i in range(layers)]
+            if made == pattern:
+                return dense, every
+    raise SpecError(key, f"{shown(text)} is no regular pattern", "a job has leading dense layers, then every n-th")
+
+
+def _evaluated(node: ast.expr) -> list[int]:
+    """The list that an expression of lists, + and * makes; nothing else is evaluated."""
+    if isinstance(node, ast.List):
+        return [_count(item.value) for item in node.elts if isinstance(item, ast.Constant)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _evaluated(node.left) + _evaluated(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        times = node.right.value if isinstance(node.right, ast.Constant) else None
+        items = _evaluated(node.left)
+        if len(items) * _count(times) <= 100_000:
+            return items * _count(times)
+    raise ValueError("no list expression")
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value > 100_000:
+        raise ValueError("no count")
+    return value
+
+
+def _needed(reading: Reading, option: str) -> int:
+    value = reading.count(option)
+    if value is None:
+        raise SpecError(option, "is missing", "--num-layers names a model: give its sizes too")
+    return int(value)
+
+
+def _word(meanings: dict[str, str], value: str) -> str:
+    return next(word for word, meaning in meanings.items() if meaning == value)
+
+
+def notes(job: Job) -> list[str]:
+    if job.model.activation == "geglu":
+        return ["geglu is written as --quick-geglu, which approximates the gelu by a sigmoid"]
+    return []

@@ -1,0 +1,156 @@
+"""Megatron-LM's arguments read back: the fields that several of them decide together."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardwise.interop.frameworks import megatron_model
+from shardwise.interop.frameworks.target import Reading
+from shardwise.spec.errors import SpecError, shown
+
+MODULES = {"attention": "core_attn", "norm": "layernorm", "activation": "moe_act"}
+SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    megatron_model.interpret(reading, fields)
+    layers = fields.get("model.layers") or (reading.model.layers if reading.model else None)
+    if fields["strategy.tp"] == 1:
+        fields["strategy.sequence_parallel"] = True  # without effect: our default
+    if reading.value("--batch-size") is not None or reading.value("--model-parallel-size") is not None:
+        raise SpecError("--batch-size", "and --model-parallel-size are of old versions", "use --micro-batch-size")
+    fields["training.precision"] = _read_precision(reading)
+    _read_optimizer(reading, fields)
+    _read_sharding(reading, fields)
+    _read_pipeline(reading, fields, layers)
+    _read_recompute(reading, fields)
+    fields["strategy.order"] = ("tp", "cp", "dp", "pp")
+    if reading.flag("--use-tp-pp-dp-mapping"):
+        fields["strategy.order"] = ("tp", "cp", "pp", "dp")
+    fields["strategy.overlap.cp"] = fields["strategy.context_method"] == "ring"
+    dispatcher = reading.choice("--moe-token-dispatcher-type", {"allgather": "", "alltoall": "", "flex": "flex"})
+    if reading.flag("--moe-enable-deepep") and dispatcher == "flex":
+        fields["strategy.dispatch"] = "deduplicated"
+    if layers and (offloaded := reading.whole("--cpu-offloading-num-layers", 0)):
+        fields["strategy.offload.activations"] = offloaded / layers
+    fields["training.seq"] = reading.count("--seq-length", reading.count("--encoder-seq-length", 2048))
+    fields["training.dropout"] = max(reading.number(f"--{name}-dropout", 0.1) for name in ("attention", "hidden")) > 0
+    _read_batch(reading, fields)
+
+
+def _read_precision(reading: Reading) -> str:
+    half, brain = reading.flag("--fp16"), reading.flag("--bf16")
+    if half and brain:
+        raise SpecError("--fp16", "and --bf16 exclude each other", "give one of them")
+    reading.flag("--accumulate-allreduce-grads-in-fp32")
+    in_bf16 = reading.flag("--grad-reduce-in-bf16")
+    fp8 = reading.choice("--fp8-format", {"e4m3": True, "hybrid": True}, False)
+    fp4 = reading.choice("--fp4-format", {"e2m1": True}, False)
+    recipe = reading.text("--fp8-recipe", "delayed")
+    reading.text("--fp4-recipe")
+    if fp4:
+        return "nvfp4"
+    if fp8:
+        return "mxfp8" if recipe == "mxfp8" else "fp8"
+    if half:
+        return "fp16"
+    # Without --grad-reduce-in-bf16 Megatron accumulates in fp32.
+    return ("bf16" if in_bf16 else "bf16-fp32-grads") if brain else "fp32"
+
+
+def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
+    words = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "dist_muon"}
+    name = reading.choice("--optimizer", words, "adamw")
+    momentum = reading.number("--sgd-momentum", 0.9)
+    if name == "dist_muon":
+        fields["strategy.zero"] = 1
+    fields["training.optimizer"] = "sgd-momentum" if name == "sgd" and momentum else name.removeprefix("dist_")
+    share = reading.number("--optimizer-offload-fraction", 1.0)
+    if reading.flag("--optimizer-cpu-offload"):
+        fields["strategy.offload.optimizer"] = share
+        fields["strategy.overlap.offload"] = reading.flag("--overlap-cpu-optimizer-d2h-h2d")
+
+
+def _read_sharding(reading: Reading, fields: dict[str, Any]) -> None:
+    stage = reading.choice("--data-parallel-sharding-strategy", SHARDED, 0)
+    if reading.flag("--use-distributed-optimizer"):
+        fields["strategy.zero"] = 1
+    if reading.flag("--use-megatron-fsdp"):
+        fields["strategy.zero"] = stage
+    if reading.flag("--use-torch-fsdp2"):
+        fields["strategy.zero"] = 3
+        fields["strategy.keep_parameters"] = reading.flag("--torch-fsdp2-no-reshard-after-forward")
+    fields["strategy.overlap.dp"] = reading.flag("--overlap-grad-reduce")
+    reading.flag("--overlap-param-gather")
+    instances, ranks = reading.count("--num-distributed-optimizer-instances", 1), reading.data_ranks(fields)
+    if instances > 1 and ranks is not None and fields.get("strategy.zero"):
+        fields["strategy.shard_group"] = ranks * fields["strategy.cp"] // instances
+
+
+def _read_pipeline(reading: Reading, fields: dict[str, Any], layers: int | None) -> None:
+    stages, chunks = fields["strategy.pp"], reading.count("--num-virtual-stages-per-pipeline-rank", 1)
+    per_chunk = reading.count("--num-layers-per-virtual-pipeline-stage")
+    if per_chunk and layers:
+        chunks = max(1, layers // (stages * per_chunk))
+    layout = reading.text("--pipeline-model-parallel-layout")
+    first, last = (reading.whole(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if layout is not None:
+        counts = layout_counts(layout)
+        chunks = max(1, len(counts) // stages)
+        fields["strategy.stage_layers"] = counts
+    elif (first or last) and layers and chunks == 1:
+        fields["strategy.stage_layers"] = _uneven_ends(layers, stages, first, last)
+    if chunks > 1 and stages > 1:
+        fields.update({"strategy.schedule": "interleaved", "strategy.interleave": chunks})
+        fields["strategy.overlap.pp"] = not reading.flag("--no-overlap-p2p-communication")
+
+
+def layout_counts(layout: str) -> tuple[int, ...]:
+    """Layers per stage of a layout such as ``Et*3|(tt|)*6t*2L``."""
+    key, text = "--pipeline-model-parallel-layout", layout.replace(",", "")
+    if len(text) > 10_000 or not re.fullmatch(r"[EtmL|()*\d]+", text):
+        raise SpecError(key, f"{shown(layout)} is not understood", "write it like Et*3|t*4|t*4|t*3L")
+    while match := re.search(r"\(([^()]*)\)\*(\d{1,4})|([EtmL|])\*(\d{1,4})|\(([^()]*)\)", text):
+        group, times, single, repeat, bare = match.groups()
+        repeated = group * int(times) if times else single * int(repeat) if repeat else bare or ""
+        text = text[: match.start()] + repeated + text[match.end() :]
+        if len(text) > 200_000:
+            raise SpecError(key, f"{shown(layout)} has too many stages", "shorten it")
+    return tuple(stage.count("t") for stage in text.split("|"))
+
+
+def _uneven_ends(layers: int, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    middle = stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    counts = (rest // middle,) * middle if middle > 0 else ()
+    return (*((first,) if first is not None else ()), *counts, *((last,) if last is not None else ()))
+
+
+def _read_recompute(reading: Reading, fields: dict[str, Any]) -> None:
+    kind = "selective" if reading.flag("--recompute-activations") else "none"
+    kind = reading.choice("--recompute-granularity", {"full": "full", "selective": "selective"}, kind)
+    method, layers = reading.text("--recompute-method"), reading.whole("--recompute-num-layers")
+    modules = reading.value("--recompute-modules", ["core_attn"])
+    fields["strategy.recompute"] = kind
+    if kind == "full" and method == "block" and layers is not None:
+        fields["strategy.recompute_layers"] = layers
+    if kind == "selective":
+        known = {module: operator for operator, module in MODULES.items()}
+        named = [modules] if isinstance(modules, str) else modules
+        fields["strategy.recompute_operators"] = tuple(known[name] for name in named if name in known)
+        reading.notes.extend(f"--recompute-modules {name} has no counterpart" for name in named if name not in known)
+
+
+def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
+    micro, ranks = fields.get("strategy.microbatch"), reading.data_ranks(fields)
+    batch = reading.count("--global-batch-size")
+    if batch is None and micro is not None and ranks is not None:
+        batch = micro * ranks  # Megatron's own default
+    if batch is not None:
+        fields["training.global_batch"] = batch
+    samples, steps = reading.count("--train-samples"), reading.count("--train-iters")
+    if samples is None and steps is not None and batch is not None:
+        samples = steps * batch
+    if samples is not None:
+        fields["training.tokens"] = samples * fields["training.seq"]

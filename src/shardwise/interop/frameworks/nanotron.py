@@ -1,0 +1,206 @@
+"""nanotron: its YAML configuration, the model included.
+
+The data-parallel degree counts replicas; sequence parallelism is the tensor-parallel mode ``REDUCE_SCATTER``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.interop.frameworks.documents import YAML, Settings
+from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+
+_MODEL = "model.model_config."
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bf16-fp32-grads": "bfloat16"}
+_FACTORY = "optimizer.optimizer_factory."
+_RATE = "optimizer.learning_rate_scheduler."
+# Required by nanotron, unknown to a job: values to replace.
+_PLACEHOLDERS: Settings = {
+    "general.project": "shardwise",
+    "general.run": "%date_%jobid",
+    "model.init_method.std": 0.02,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.clip_grad": 1.0,
+    _RATE + "learning_rate": 0.0003,
+    _RATE + "lr_warmup_steps": 0,
+    _RATE + "lr_warmup_style": "linear",
+    _RATE + "lr_decay_style": "cosine",
+    _RATE + "min_decay_lr": 0.00003,
+}
+_SHAPE = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "max_seq": "max_position_embeddings",
+}
+_DEFAULTS = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": None, "ffn": 11008, "vocab": 32000, "max_seq": 2048}
+
+
+def _compose(job: Job) -> Settings:
+    strategy, training = job.strategy, job.training
+    adam = training.optimizer not in ("sgd", "sgd-momentum")
+    steps = -(-training.tokens // job.tokens_per_step) if training.tokens else 1000
+    settings: Settings = {
+        **_PLACEHOLDERS,
+        **_model(job.model),
+        "model.dtype": _DTYPES.get(training.precision, "bfloat16"),
+        "tokens.sequence_length": training.seq,
+        "tokens.micro_batch_size": strategy.microbatch,
+        "tokens.batch_accumulation_per_replica": job.microbatches,
+        "tokens.train_steps": steps,
+        "optimizer.zero_stage": min(strategy.zero, 1),
+        "optimizer.accumulate_grad_in_fp32": training.precision not in ("fp16", "bf16"),
+        _FACTORY + "name": "adamW" if adam else "sgd",
+    }
+    if adam:
+        moments = {"adam_eps": 1e-8, "adam_beta1": 0.9, "adam_beta2": 0.95, "torch_adam_is_fused": True}
+        settings.update({_FACTORY + name: value for name, value in moments.items()})
+    return settings
+
+
+def _model(model: Model) -> Settings:
+    settings: Settings = {_MODEL + theirs: getattr(model, ours) for ours, theirs in _SHAPE.items()}
+    settings[_MODEL + "hidden_act"] = "silu"
+    settings[_MODEL + "tie_word_embeddings"] = model.tied_embeddings
+    settings[_MODEL + "attention_bias"] = model.qkv_bias
+    # Experts and windows exist in the Qwen2 code only, the rest in both.
+    qwen = model.moe is not None or model.sliding_window is not None or model.qkv_bias
+    settings[_MODEL + ("is_qwen2_config" if qwen else "is_llama_config")] = True
+    if model.sliding_window is not None:
+        settings[_MODEL + "sliding_window_size"] = model.sliding_window
+    if model.moe is not None:
+        settings[_MODEL + "intermediate_size"] = model.moe.ffn
+        settings[_MODEL + "moe_config.num_experts"] = model.moe.experts
+        settings[_MODEL + "moe_config.top_k"] = model.moe.top_k
+        settings[_MODEL + "moe_config.enable_shared_expert"] = model.moe.shared_ffn > 0
+        settings[_MODEL + "moe_config.token_dispatcher_type"] = "alltoall"
+        settings[_MODEL + "moe_config.layers"] = [i for i in range(model.layers) if model.is_moe_layer(i)]
+    return settings
+
+
+def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    _read_model(reading, fields)
+    if fields["strategy.tp"] == 1:
+        fields.pop("strategy.sequence_parallel", None)
+    if fields["strategy.zero"] not in (0, 1):
+        raise SpecError("optimizer.zero_stage", f"{fields['strategy.zero']} is not supported", "use 0 or 1")
+    dtype = reading.choice("model.dtype", {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}, "bf16")
+    in_fp32 = reading.flag("optimizer.accumulate_grad_in_fp32")
+    fields["training.precision"] = "bf16-fp32-grads" if dtype == "bf16" and in_fp32 else dtype
+    fields["training.optimizer"] = reading.choice(_FACTORY + "name", {"adamW": "adamw", "sgd": "sgd"}, "adamw")
+    fields["training.attention"] = "flash"
+    accumulation, ranks = reading.count("tokens.batch_accumulation_per_replica", 1), fields.get("strategy.dp")
+    if ranks:
+        fields["training.global_batch"] = fields.get("strategy.microbatch", 1) * accumulation * ranks
+        steps = reading.count("tokens.train_steps")
+        if steps:
+            fields["training.tokens"] = steps * fields["training.global_batch"] * fields["training.seq"]
+    fields["strategy.order"] = ("tp", "cp", "dp", "pp")
+    if "model.moe.experts" in fields:  # its layout with experts puts the replicas outermost
+        fields["strategy.order"] = ("tp", "cp", "pp", "dp")
+        fields["strategy.expert_tp"] = None
+
+
+def _read_model(reading: Reading, fields: dict[str, Any]) -> None:
+    if not reading.section("model.model_config"):
+        return
+    if reading.flag(_MODEL + "is_starcoder2_config"):
+        raise SpecError(_MODEL + "is_starcoder2_config", "is not supported", "llama and qwen2 configurations are")
+    shape: dict[str, Any] = {ours: reading.count(_MODEL + theirs, _DEFAULTS[ours]) for ours, theirs in _SHAPE.items()}
+    reading.choice(_MODEL + "hidden_act", {"silu": "swiglu"})
+    qwen = reading.flag(_MODEL + "is_qwen2_config")
+    reading.flag(_MODEL + "is_llama_config")
+    shape.update({"activation": "swiglu", "norm": "rmsnorm", "positions": "rope"})
+    shape["tied_embeddings"] = reading.flag(_MODEL + "tie_word_embeddings")
+    shape["qkv_bias"] = reading.flag(_MODEL + "attention_bias")
+    if qwen:
+        shape["sliding_window"] = reading.count(_MODEL + "sliding_window_size")
+    if reading.section(_MODEL + "moe_config"):
+        shape.update(_read_experts(reading, shape))
+    fields.update({f"model.{name}": value for name, value in shape.items()})
+
+
+def _read_experts(reading: Reading, shape: dict[str, Any]) -> dict[str, Any]:
+    section = _MODEL + "moe_config."
+    held = reading.value(section + "layers", [-1])
+    every, dense = 1, 0
+    if held != [-1] and isinstance(held, list) and held:
+        dense = held[0] if len(held) == shape["layers"] - held[0] else 0
+        every = held[1] - held[0] if dense == 0 and len(held) > 1 else 1
+    reading.text(section + "token_dispatcher_type")
+    return {
+        "moe.experts": reading.count(section + "num_experts", 8),
+        "moe.top_k": reading.count(section + "top_k", 2),
+        "moe.ffn": shape["ffn"],
+        "moe.shared_ffn": shape["ffn"] if reading.flag(section + "enable_shared_expert") else 0,
+        "moe.dense_layers": dense,
+        "moe.every": every,
+    }
+
+
+def _notes(job: Job) -> list[str]:
+    notes = ["learning rate, weight decay, clipping and initialisation are placeholders; add tokenizer and data_stages"]
+    if job.training.tokens is None:
+        notes.append("tokens.train_steps 1000 is a placeholder: the job says no number of tokens")
+    return notes
+
+
+# fmt: off
+NANOTRON = Target(
+    name="nanotron",
+    title="nanotron",
+    format=YAML,
+    carries_model=True,
+    options=(
+        Option("training.seq", "tokens.sequence_length", absent=2048),
+        Option("strategy.microbatch", "tokens.micro_batch_size"),
+        Option("strategy.dp", "parallelism.dp"),
+        Option("strategy.tp", "parallelism.tp", absent=1),
+        Option("strategy.pp", "parallelism.pp", absent=1),
+        Option("strategy.cp", "parallelism.context_parallel_size", absent=1, when=lambda job: job.strategy.cp > 1),
+        Option("strategy.ep", "parallelism.expert_parallel_size", absent=1, when=lambda job: job.strategy.ep > 1),
+        Option("strategy.schedule", "parallelism.pp_engine", {"1f1b": "1f1b", "afab": "gpipe"}, absent="gpipe",
+               when=lambda job: job.strategy.pp > 1),
+        Option("strategy.sequence_parallel", "parallelism.tp_mode", {"REDUCE_SCATTER": True, "ALL_REDUCE": False},
+               absent=False, when=lambda job: job.strategy.tp > 1),
+        Option("strategy.overlap.tp", "parallelism.tp_linear_async_communication", absent=False,
+               when=lambda job: job.strategy.tp > 1),
+        Option("strategy.recompute", "parallelism.recompute_layer", absent="none",
+               read=lambda reading, key: "full" if reading.flag(key) else "none",
+               when=lambda job: False),
+        Option("strategy.zero", "optimizer.zero_stage", absent=0),
+    ),
+    compose=lambda job: {
+        **_compose(job), "parallelism.recompute_layer": True if job.strategy.recompute == "full" else None,
+    },
+    interpret=_interpret,
+    notes=_notes,
+    elsewhere={"training.dropout": "its Llama and Qwen2 have no dropout"},
+    reasons={
+        "strategy.zero": "only ZeRO-1",
+        "strategy.shard_group": "ZeRO-1 shards over all data-parallel ranks",
+        "strategy.schedule": "only 1f1b and gpipe (afab)",
+        "strategy.stage_layers": "it balances the stages itself",
+        "strategy.order": lambda job: "ranks are laid out " + (
+            "tp, cp, pp, dp with experts" if job.model.moe else "tp, cp, dp, pp"),
+        "strategy.expert_tp": "experts are split by tp as everything else",
+        "strategy.context_method": "only ring attention",
+        "strategy.dispatch": "only all-to-all (or all-gather) of all tokens",
+        "strategy.recompute": "whole layers only",
+        "strategy.overlap.dp": "gradients always overlap with the backward pass",
+        "strategy.overlap.cp": "the ring always overlaps",
+        "strategy.offload": "no offloading",
+        "training.precision": "fp32, fp16 and bf16 only (its fp8 is experimental)",
+        "training.optimizer": "only AdamW and plain SGD",
+        "training.attention": "always a fused attention",
+        "training.tokens": "counted in whole steps",
+        "model": "only the shapes of its Llama and Qwen2",
+        "model.moe": "only softmax routing; every expert as wide as the MLP",
+    },
+)

@@ -1,0 +1,285 @@
+"""The machinery the targets share: a table from our fields to their options, written, read and compared.
+
+What a target does not carry is found by reading back what was written: a field that does not return is reported,
+so none can be dropped silently. A target's file holds its table, the few things that no table says, and the
+reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.interop.frameworks.documents import MOST_CHARACTERS, Format, Settings
+from shardwise.interop.frameworks.names import Names, recorded
+from shardwise.interop.frameworks.parts import Exported, Imported, Lost, plain, wrong_type
+from shardwise.interop.frameworks.said import comparable, default_of, said_by, shape_of, value_at
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+
+_UNSET: Any = object()
+# Fields a user has to say somewhere, whatever their value.
+_ESSENTIAL = (
+    "training.seq",
+    "training.global_batch",
+    "training.precision",
+    "training.optimizer",
+    "strategy.microbatch",
+)
+_EVERYWHERE = {
+    "strategy.collective": "the communication library chooses its algorithm (NCCL_ALGO)",
+    "training.checkpoint_interval": "counted in steps, by the training script",
+}
+
+
+class Reading:
+    """Settings being read: typed access that names the key in its errors and knows what was used.
+
+    ``model``, ``cluster`` and ``given`` (fields by dotted path) are what the user said beside the configuration.
+    """
+
+    def __init__(
+        self, settings: Settings, model: Model | None, cluster: Cluster | None, given: Mapping[str, Any]
+    ) -> None:
+        self.settings, self.model, self.cluster, self.given = settings, model, cluster, given
+        self.used: set[str] = set()
+        self.notes: list[str] = []
+
+    def has(self, key: str) -> bool:
+        """Whether a value stands at ``key``; the "auto" of the Hugging Face trainer is none."""
+        return self.settings.get(key) not in (None, "auto")
+
+    def section(self, name: str) -> bool:
+        """Whether a section is there, even an empty one."""
+        return any(key == name or key.startswith(name + ".") for key in self.settings)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        self.used.add(key)
+        return self.settings[key] if self.has(key) else default
+
+    def whole(self, key: str, default: Any = None) -> Any:
+        """A whole number; text of one counts (command lines have nothing else)."""
+        value = self.number(key, default)
+        if value is default:
+            return default
+        if value != int(value):
+            raise wrong_type(key, value, "a whole number")
+        return int(value)
+
+    def count(self, key: str, default: Any = None) -> Any:
+        """A whole number of at least 1."""
+        value = self.whole(key, default)
+        if value is not default and value < 1:
+            raise SpecError(key, f"{value} is not positive", "use 1 or more")
+        return value
+
+    def number(self, key: str, default: Any = None) -> Any:
+        value = self.value(key, _UNSET)
+        if value is _UNSET:
+            return default
+        try:
+            if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+                raise ValueError
+            number = float(value)
+            if not abs(number) < 1e18:
+                raise ValueError
+        except ValueError:
+            raise wrong_type(key, value, "a number") from None
+        return int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else number
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.value(key, default)
+        if not isinstance(value, bool):
+            raise wrong_type(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: Any = None) -> Any:
+        value = self.value(key, default)
+        if value is not default and not isinstance(value, str):
+            raise wrong_type(key, value, "text")
+        return value
+
+    def choice(self, key: str, meanings: Mapping[str, Any], default: Any = None) -> Any:
+        """The meaning of a word, whatever its case; raises SpecError for another word."""
+        word = self.text(key)
+        if word is None:
+            return default
+        folded = {name.lower(): meaning for name, meaning in meanings.items()}
+        if word.lower() not in folded:
+            raise SpecError(key, f"{shown(word)} is not understood", "use one of " + ", ".join(meanings))
+        return folded[word.lower()]
+
+    def degree(self, path: str, default: int = 1) -> int:
+        """A field the user gave beside the configuration, such as ``strategy.pp``."""
+        value = self.given.get(path)
+        return default if value is None else int(value)
+
+    def data_ranks(self, fields: Mapping[str, Any]) -> int | None:
+        """Data-parallel ranks: as given, or the devices that the other degrees leave; None when neither is known."""
+        given = self.given.get("strategy.dp")
+        if given is not None:
+            return int(given)
+        if self.cluster is None:
+            return None
+        others = math.prod(int(fields.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
+        return max(1, self.cluster.devices // others)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One line of a table: our field, their key, and how values translate.
+
+    ``meanings`` are our values by their words; without it a value passes unchanged (and a switch is written only
+    when it is on). ``absent`` is our value when the key is not there. ``when`` says for which jobs it is written.
+    """
+
+    field: str
+    key: str
+    meanings: Mapping[str, Any] | None = None
+    absent: Any = _UNSET
+    when: Callable[[Job], bool] = lambda job: True
+    read: Callable[[Reading, str], Any] | None = None
+
+    def write(self, job: Job) -> Settings:
+        value = value_at(job, self.field)
+        if self.field != "strategy.zero":  # written as it is, even where one rank shards nothing
+            value = comparable(self.field, value, job)
+        if self.meanings is not None:
+            value = next((word for word, meaning in self.meanings.items() if meaning == value), None)
+        omitted = value is None or (value is False and self.absent is False)
+        return {} if omitted or not self.when(job) else {self.key: plain(value)}
+
+    def fields(self, reading: Reading) -> dict[str, Any]:
+        if not reading.has(self.key):
+            return {} if self.absent is _UNSET else {self.field: self.absent}
+        if self.meanings is not None:
+            return {self.field: reading.choice(self.key, self.meanings)}
+        return {self.field: (self.read or _reader(self.field))(reading, self.key)}
+
+
+def _reader(path: str) -> Callable[[Reading, str], Any]:
+    default = default_of(path)
+    if isinstance(default, bool):
+        return Reading.flag
+    if isinstance(default, str):
+        return Reading.text
+    return Reading.whole if path == "strategy.zero" else Reading.count
+
+
+Why = str | Callable[[Job], str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A framework: its format, its table, what no table says, and what it cannot do.
+
+    ``compose`` gives the settings that several fields decide together, ``interpret`` the fields that several
+    settings do. ``reasons`` say why a field is not carried, ``elsewhere`` who says it instead. ``refusals`` are
+    combinations that the framework rejects: field, when, why. With ``carries_model`` the configuration names the
+    dimensions of the model too.
+    """
+
+    name: str
+    title: str
+    format: Format
+    options: tuple[Option, ...]
+    compose: Callable[[Job], Settings]
+    interpret: Callable[[Reading, dict[str, Any]], None]
+    reasons: Mapping[str, Why] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    refusals: tuple[tuple[str, Callable[[Job], bool], str], ...] = ()
+    notes: Callable[[Job], list[str]] = lambda job: []
+    carries_model: bool = False
+    filename: str = ""
+
+    @property
+    def names(self) -> Names:
+        return recorded(self.name)
+
+    def settings(self, job: Job) -> Settings:
+        """The job as the target's settings."""
+        settings: Settings = {}
+        for option in self.options:
+            settings.update(option.write(job))
+        settings.update({key: value for key, value in self.compose(job).items() if value is not None})
+        return settings
+
+    def export(self, job: Job) -> Exported:
+        """The job in the target's format, with all that it does not carry."""
+        text = self.format.render(self.settings(job), self.names)
+        given = {"strategy.pp": job.strategy.pp, "strategy.dp": job.strategy.data_parallel}
+        back = self.read(text, job.model, None, given)
+        lost = [*self._refused(job), *self._not_returned(job, back)]
+        unique = {one.field: one for one in reversed(lost)}
+        ordered = tuple(unique[name] for name in dict.fromkeys(one.field for one in lost))
+        files = {self.filename or self.name + self.format.suffix: text}
+        return Exported(self.name, self.names.version, files, ordered, tuple(self.notes(job)))
+
+    def read(
+        self,
+        text: str,
+        model: Model | None = None,
+        cluster: Cluster | None = None,
+        given: Mapping[str, Any] | None = None,
+    ) -> Imported:
+        """What a configuration says; raises SpecError for what is malformed, unknown or contradictory.
+
+        ``given`` are fields of the job known beside the file (``{"strategy.pp": 4}``), for formats that leave them to
+        the training script.
+        """
+        if len(text) > MOST_CHARACTERS:
+            raise SpecError(self.name, f"{len(text):,} characters are too many", "is it a configuration?")
+        settings = self.format.parse(text, f"{self.title} configuration", self.names)
+        for key, value in settings.items():
+            self.names.check(key, value)
+        reading = Reading(settings, model, cluster, given or {})
+        fields: dict[str, Any] = {}
+        for option in self.options:
+            fields.update(option.fields(reading))
+            reading.used.add(option.key)
+        self.interpret(reading, fields)
+        unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
+        shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
+        return Imported(self.name, fields, shown_unused, tuple(reading.notes))
+
+    def _refused(self, job: Job) -> list[Lost]:
+        return [Lost(path, value_at(job, path), why) for path, applies, why in self.refusals if applies(job)]
+
+    def _not_returned(self, job: Job, back: Imported) -> list[Lost]:
+        elsewhere = {**_EVERYWHERE, **self.elsewhere}
+        lost = []
+        said = {**said_by(job), **(shape_of(job.model) if self.carries_model else {})}
+        returned = {**_model_defaults(job, back), **back.fields} if self.carries_model else back.fields
+        for path, value in said.items():
+            if path in elsewhere and path not in back.fields:
+                if path in _ESSENTIAL or value != default_of(path):
+                    lost.append(Lost(path, value, elsewhere[path], elsewhere=True))
+            elif path == "strategy.dp" and path not in returned:
+                continue  # the devices that the other degrees leave
+            elif path == "training.tokens" and value is None:
+                continue  # a job that says no length is not contradicted by one
+            elif comparable(path, returned.get(path, default_of(path)), job) != value:
+                whole = job.strategy.order if path == "strategy.order" else value
+                lost.append(Lost(path, whole, self._reason(path, job)))
+        return lost
+
+    def _reason(self, path: str, job: Job) -> str:
+        why = (
+            self.reasons.get(path) or self.reasons.get(path.rpartition(".")[0]) or f"{self.title} has no option for it"
+        )
+        return why if isinstance(why, str) else why(job)
+
+
+def _model_defaults(job: Job, back: Imported) -> dict[str, Any]:
+    """The shape that the returned model fields make, defaults filled in; nothing when they make none."""
+    tree = back.nested().get("model")
+    if not isinstance(tree, dict):
+        return {}
+    try:
+        return shape_of(Model.from_dict(tree))
+    except SpecError:
+        return {}

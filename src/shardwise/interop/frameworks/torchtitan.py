@@ -1,0 +1,292 @@
+"""TorchTitan: the TOML job configuration of its 0.2 line.
+
+The model is a name and a flavor that TorchTitan ships; another shape has to be registered there first.
+Parameters are sharded by FSDP2 as soon as there is more than one data or context rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.interop.frameworks.documents import TOML, Settings
+from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+from shardwise.spec.rules import stage_layer_counts
+
+_PARALLEL = "parallelism."
+# Our presets by the model name and flavor of TorchTitan 0.2.2.
+FLAVORS = {
+    "llama3-8b": ("llama3", "8B"),
+    "llama3.1-8b": ("llama3", "8B"),
+    "llama3-70b": ("llama3", "70B"),
+    "llama3.1-70b": ("llama3", "70B"),
+    "llama3-405b": ("llama3", "405B"),
+    "qwen3-0.6b": ("qwen3", "0.6B"),
+    "qwen3-1.7b": ("qwen3", "1.7B"),
+    "qwen3-4b": ("qwen3", "4B"),
+    "qwen3-8b": ("qwen3", "8B"),
+    "qwen3-14b": ("qwen3", "14B"),
+    "qwen3-32b": ("qwen3", "32B"),
+    "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
+    "qwen3-235b-a22b": ("qwen3", "235B-A22B"),
+    "deepseek-v2-lite": ("deepseek_v3", "16B"),
+    "deepseek-v2": ("deepseek_v3", "236B"),
+    "deepseek-v3": ("deepseek_v3", "671B"),
+    "gpt-oss-20b": ("gpt_oss", "20b"),
+    "gpt-oss-120b": ("gpt_oss", "120b"),
+}
+_SCHEDULES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+_CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}
+_SELECTIVE = ("activation", "norm")  # what its per-operator policy recomputes: all but products and attention
+
+
+def _compose(job: Job) -> Settings:
+    strategy, training = job.strategy, job.training
+    name, flavor = FLAVORS.get(job.model.name, (None, None))
+    replicas = strategy.gradient_group // strategy.sharding_group if strategy.zero else strategy.data_parallel
+    replicas = replicas if strategy.data_parallel % max(1, replicas) == 0 else 1
+    kinds = ["linear", *(["grouped_mm"] if job.model.moe else [])]
+    converter = _CONVERTERS.get(training.precision)
+    settings: Settings = {
+        "model.name": name,
+        "model.flavor": flavor,
+        "model.converters": [f"quantize.{kind}.{converter}" for kind in kinds] if converter else None,
+        "optimizer.name": "AdamW" if training.optimizer == "adamw" else None,
+        "training.mixed_precision_param": "float32" if training.precision == "fp32" else "bfloat16",
+        "training.mixed_precision_reduce": "float32",
+        "training.local_batch_size": strategy.microbatch * (job.microbatches if strategy.pp > 1 else 1),
+        "training.steps": -(-training.tokens // job.tokens_per_step) if training.tokens else None,
+        "training.enable_cpu_offload": True if _offloads_all(job) else None,
+        _PARALLEL + "data_parallel_replicate_degree": replicas,
+        _PARALLEL + "data_parallel_shard_degree": strategy.data_parallel // replicas,
+        "compile.enable": True if strategy.overlap.tp and strategy.tp > 1 else None,
+    }
+    if strategy.zero:
+        keep = strategy.keep_parameters or strategy.zero < 3
+        settings[_PARALLEL + "fsdp_reshard_after_forward"] = "never" if keep else "always"
+    settings["activation_checkpoint.mode"] = strategy.recompute
+    if strategy.recompute == "selective":
+        settings["activation_checkpoint.selective_ac_option"] = "op"
+    return {**settings, **_pipeline(job)}
+
+
+def _offloads_all(job: Job) -> bool:
+    offload = job.strategy.offload
+    return offload.optimizer == offload.gradients == offload.weights == 1 and offload.target == "cpu"
+
+
+def _pipeline(job: Job) -> Settings:
+    strategy = job.strategy
+    if strategy.pp == 1:
+        return {}
+    counts = stage_layer_counts(job.model, strategy)
+    settings: Settings = {_PARALLEL + "pipeline_parallel_microbatch_size": strategy.microbatch}
+    if len(set(counts)) == 1:
+        settings[_PARALLEL + "pipeline_parallel_layers_per_stage"] = counts[0]
+        settings[_PARALLEL + "pipeline_parallel_first_stage_less_layers"] = 0
+        settings[_PARALLEL + "pipeline_parallel_last_stage_less_layers"] = 0
+        return settings
+    parts, start = [], 0
+    for count in counts:
+        parts.append([f"layers.{index}" for index in range(start, start + count)])
+        start += count
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1].extend(["norm", "output"])
+    settings[_PARALLEL + "module_fqns_per_model_part"] = parts
+    return settings
+
+
+def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    name, flavor = reading.text("model.name", "llama3"), reading.text("model.flavor", "debugmodel")
+    preset = next((ours for ours, theirs in FLAVORS.items() if theirs == (name, flavor)), None)
+    if preset is not None:
+        fields["model"] = preset
+    elif reading.model is None:
+        reading.notes.append(f"model {name} {flavor} is no preset here: name the model")
+    _read_data(reading, fields)
+    _read_pipeline(reading, fields)
+    _read_training(reading, fields)
+    if fields["strategy.ep"] > 1:
+        fields["strategy.expert_tp"] = reading.count(_PARALLEL + "expert_tensor_parallel_degree", 1)
+    else:
+        reading.value(_PARALLEL + "expert_tensor_parallel_degree")
+    overlapped = reading.flag(_PARALLEL + "pipeline_parallel_expert_parallel_overlap", True)
+    fields["strategy.overlap.ep"] = overlapped and fields.get("strategy.schedule") == "dualpipev"
+
+
+def _read_data(reading: Reading, fields: dict[str, Any]) -> None:
+    replicas = reading.count(_PARALLEL + "data_parallel_replicate_degree", 1)
+    shards = reading.whole(_PARALLEL + "data_parallel_shard_degree", -1)
+    if shards < 1 and shards != -1:
+        raise SpecError(_PARALLEL + "data_parallel_shard_degree", f"{shards} is no degree", "use -1, or 1 and more")
+    ranks = reading.data_ranks(fields)
+    if shards == -1 and ranks is not None:
+        shards = max(1, ranks // replicas)
+    if shards > 0:
+        fields["strategy.dp"] = shards * replicas
+    group = max(1, shards) * fields["strategy.cp"]
+    sharded = shards == -1 or group > 1
+    fields["strategy.zero"] = 3 if sharded else 0
+    policy = reading.choice(
+        _PARALLEL + "fsdp_reshard_after_forward",
+        {"default": None, "always": False, "never": True},
+    )
+    if sharded:
+        fields["strategy.keep_parameters"] = fields["strategy.pp"] > 1 if policy is None else policy
+        if replicas > 1:
+            fields["strategy.shard_group"] = group
+    if reading.flag("training.enable_cpu_offload"):
+        fields.update({f"strategy.offload.{kind}": 1.0 for kind in ("optimizer", "gradients", "weights")})
+
+
+def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
+    local, micro = reading.count("training.local_batch_size", 8), None
+    stages, key = fields["strategy.pp"], _PARALLEL + "pipeline_parallel_microbatch_size"
+    if stages > 1:
+        micro = reading.count(key, 1)
+        if local % micro:
+            raise SpecError("training.local_batch_size", f"{local} is no multiple of {key} {micro}", "correct one")
+        _read_stages(reading, fields)
+    fields["strategy.microbatch"] = micro or local
+    ranks, batch = fields.get("strategy.dp"), reading.whole("training.global_batch_size", -1)
+    if batch > 0:
+        fields["training.global_batch"] = batch
+        if ranks and batch % (local * ranks):
+            raise SpecError(
+                "training.global_batch_size",
+                f"{batch} is no multiple of training.local_batch_size {local} × {ranks} data-parallel ranks",
+                "correct one of the three",
+            )
+    else:  # -1: one local batch per rank
+        fields.pop("training.global_batch", None)
+        fields.update({"training.global_batch": local * ranks} if ranks else {})
+
+
+def _read_stages(reading: Reading, fields: dict[str, Any]) -> None:
+    stages, schedule = fields["strategy.pp"], fields.get("strategy.schedule", "1f1b")
+    chunks = 1 if schedule in ("1f1b", "gpipe") else 2
+    per_stage = reading.count(_PARALLEL + "pipeline_parallel_layers_per_stage")
+    less = [reading.whole(_PARALLEL + f"pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")]
+    parts = reading.value(_PARALLEL + "module_fqns_per_model_part")
+    if parts is not None:
+        if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
+            raise SpecError(
+                _PARALLEL + "module_fqns_per_model_part", f"{shown(parts)} is no list of lists", "correct it"
+            )
+        fields["strategy.stage_layers"] = tuple(sum(str(name).startswith("layers.") for name in part) for part in parts)
+        chunks = max(1, len(parts) // stages)
+    elif per_stage and reading.model is not None:
+        chunks = max(1, -(-(reading.model.layers + sum(less)) // per_stage) // stages)
+    if parts is None and sum(less):
+        reading.notes.append("first and last stage hold fewer layers: taken as stage_layers balanced")
+        fields["strategy.stage_layers"] = "balanced"
+    if schedule == "interleaved":
+        fields["strategy.interleave"] = chunks
+
+
+def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
+    converters = reading.value("model.converters", [])
+    words = " ".join(map(str, converters)) if isinstance(converters, list) else str(converters)
+    full = reading.choice("training.dtype", {"float32": False, "bfloat16": True}, False)
+    brain = reading.choice("training.mixed_precision_param", {"bfloat16": True, "float32": False}, True)
+    if full:
+        reading.notes.append("training.dtype bfloat16 keeps no fp32 weights: priced as bf16, which has them")
+    mixed = "bf16" if full else "bf16-fp32-grads" if brain else "fp32"
+    quantized = {name: "fp8" if name == "float8" else "mxfp8" for name in ("float8", "mx") if f".{name}" in words}
+    fields["training.precision"] = next(iter(quantized.values()), mixed)
+    reading.used.add("training.mixed_precision_reduce")
+    reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"})
+    if steps := reading.whole("training.steps"):
+        batch = fields.get("training.global_batch")
+        fields["training.tokens"] = steps * batch * fields["training.seq"] if batch else None
+    fields["training.attention"] = "flash"
+    mode, option = fields["strategy.recompute"], reading.text("activation_checkpoint.selective_ac_option", "2")
+    if mode == "selective" and option == "op":
+        fields["strategy.recompute_operators"] = _SELECTIVE
+    elif mode == "selective":
+        reading.notes.append(f"every {option} layers fully recomputed: read as recompute full of that share of layers")
+        fields["strategy.recompute"] = "full"
+        if reading.model is not None and option.isdigit() and int(option) > 0:
+            layers = reading.model.layers // fields["strategy.pp"]
+            fields["strategy.recompute_layers"] = layers // int(option)
+
+
+def _notes(job: Job) -> list[str]:
+    notes = ["learning rate, data and checkpoint settings are yours to add"]
+    if job.model.name not in FLAVORS:
+        notes.append(f"{job.model.name} is no flavor of TorchTitan: register one and set model.name and model.flavor")
+    return notes
+
+
+def _tensor_mix(job: Job) -> bool:
+    """Experts split otherwise than TorchTitan can: not at all, or as everything else."""
+    strategy = job.strategy
+    choices = (1, strategy.tp) if strategy.ep > 1 else (strategy.tp,)
+    return job.model.moe is not None and strategy.expert_tensor_parallel not in choices
+
+
+# fmt: off
+TORCHTITAN = Target(
+    name="torchtitan",
+    title="TorchTitan",
+    format=TOML,
+    options=(
+        Option("training.seq", "training.seq_len", absent=2048),
+        Option("training.global_batch", "training.global_batch_size", read=Reading.whole),
+        Option("strategy.tp", _PARALLEL + "tensor_parallel_degree", absent=1),
+        Option("strategy.overlap.tp", _PARALLEL + "enable_async_tensor_parallel", absent=False,
+               when=lambda job: job.strategy.tp > 1),
+        Option("strategy.cp", _PARALLEL + "context_parallel_degree", absent=1),
+        Option("strategy.context_method", _PARALLEL + "context_parallel_rotate_method",
+               {"allgather": "all-gather", "alltoall": "ring"}, absent="all-gather",
+               when=lambda job: job.strategy.cp > 1),
+        Option("strategy.pp", _PARALLEL + "pipeline_parallel_degree", absent=1),
+        Option("strategy.schedule", _PARALLEL + "pipeline_parallel_schedule", _SCHEDULES,
+               when=lambda job: job.strategy.pp > 1),
+        Option("strategy.ep", _PARALLEL + "expert_parallel_degree", absent=1, when=lambda job: job.strategy.ep > 1),
+        Option("strategy.expert_tp", _PARALLEL + "expert_tensor_parallel_degree",
+               when=lambda job: job.strategy.ep > 1),
+        Option("strategy.dispatch", _PARALLEL + "expert_parallel_comm_backend",
+               {"standard": "all-to-all", "deepep": "deduplicated"}, when=lambda job: job.strategy.ep > 1),
+        Option("strategy.overlap.ep", _PARALLEL + "pipeline_parallel_expert_parallel_overlap",
+               when=lambda job: job.strategy.ep > 1 and job.strategy.schedule == "dualpipev"),
+        Option("strategy.recompute", "activation_checkpoint.mode",
+               {"none": "none", "selective": "selective", "full": "full"}, absent="selective"),
+    ),
+    compose=_compose,
+    interpret=_interpret,
+    notes=_notes,
+    elsewhere={"training.dropout": "its models have no dropout"},
+    reasons={
+        "strategy.zero": "FSDP2 shards weights, gradients and optimizer together (ZeRO-3), or replicates all",
+        "strategy.shard_group": "the sharding group is context ranks times whole data ranks",
+        "strategy.accumulate": "FSDP2 reduces gradients after every microbatch",
+        "strategy.sequence_parallel": "tensor parallelism always splits the sequence too",
+        "strategy.order": "ranks are laid out tp, cp, dp, pp",
+        "strategy.schedule": "runs 1f1b, gpipe, interleaved, zbv and dualpipev",
+        "strategy.context_method": "context parallelism rotates or gathers keys and values",
+        "strategy.recompute_operators": "selective recomputes all but matrix products and attention",
+        "strategy.recompute_layers": "all layers alike",
+        "strategy.overlap.dp": "FSDP2 always prefetches and overlaps",
+        "strategy.overlap.cp": "always overlapped",
+        "strategy.overlap.ep": "only with DualPipeV, where it is an option",
+        "strategy.offload": "FSDP2 offloads weights, gradients and optimizer together, to CPU memory",
+        "strategy.overlap.offload": "FSDP2 always overlaps its transfers",
+        "training.precision": "bf16 with fp32 reduction and weights, fp8 and mxfp8, or fp32",
+        "training.optimizer": "only Adam and AdamW",
+        "training.attention": "always a fused attention",
+        "training.tokens": "counted in whole steps",
+    },
+    refusals=(
+        ("strategy.zero", lambda job: job.strategy.zero == 0 and job.strategy.data_parallel > 1
+         and max(job.strategy.tp, job.strategy.pp, job.strategy.cp) > 1, "replication without sharding stands alone"),
+        ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),
+    ),
+)

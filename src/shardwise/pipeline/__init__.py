@@ -1,0 +1,54 @@
+"""What a pipeline schedule is, proof that it is right, what it costs, and how layers become stages."""
+
+from __future__ import annotations
+
+from shardwise.pipeline.activations import live_activations, peak_activations
+from shardwise.pipeline.build import NAMES, build, chunks_per_rank
+from shardwise.pipeline.closed_forms import bubble_is_exact, bubble_seconds
+from shardwise.pipeline.drawing import draw_timeline
+from shardwise.pipeline.in_flight import peak_chunks_in_flight
+from shardwise.pipeline.partition import (
+    Layers,
+    Partition,
+    Place,
+    layers_of,
+    partition,
+    partition_kinds,
+    partition_over,
+)
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule
+from shardwise.pipeline.simulator import simulate
+from shardwise.pipeline.timeline import Timeline
+from shardwise.pipeline.times import StageTimes, equal_stages, stage_times
+from shardwise.pipeline.trace import trace_events
+from shardwise.pipeline.verifier import InvalidPipelineSchedule, verify
+
+__all__ = [
+    "NAMES",
+    "Action",
+    "ActionKind",
+    "InvalidPipelineSchedule",
+    "Layers",
+    "Partition",
+    "PipelineSchedule",
+    "Place",
+    "StageTimes",
+    "Timeline",
+    "bubble_is_exact",
+    "bubble_seconds",
+    "build",
+    "chunks_per_rank",
+    "draw_timeline",
+    "equal_stages",
+    "layers_of",
+    "live_activations",
+    "partition",
+    "partition_kinds",
+    "partition_over",
+    "peak_activations",
+    "peak_chunks_in_flight",
+    "simulate",
+    "stage_times",
+    "trace_events",
+    "verify",
+]

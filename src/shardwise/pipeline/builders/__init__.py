@@ -1,0 +1,1 @@
+"""One file per idea of a pipeline schedule; each makes a ``PipelineSchedule``."""

@@ -1,0 +1,118 @@
+"""DualPipe and DualPipeV: microbatches from both ends meet in the middle, a forward beside a backward.
+
+DeepSeek-AI 2024, arXiv 2412.19437 section 3.2.1, and github.com/deepseek-ai/DualPipe; DualPipeV is the same
+cut in half: one V per rank instead of two pipelines. A forward and a backward that may overlap stand next to
+each other here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from shardwise.pipeline.schedule import (
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    keep_microbatches,
+    loop_placement,
+    one_copy,
+    v_placement,
+)
+from shardwise.spec.errors import SpecError
+
+Phase = tuple[int, int]  # its stage on this rank, and its first microbatch
+
+
+def dualpipe(ranks: int, microbatches: int) -> PipelineSchedule:
+    """Two copies of the parameters: rank r holds stage r of the first and stage p-1-r of the second."""
+    if ranks == 1:
+        alone = [Action(kind, 0, j) for j in range(microbatches) for kind in (ActionKind.F, ActionKind.B)]
+        return one_copy("dualpipe", microbatches, (0,), [alone])
+    if ranks % 2:
+        problem = f"dualpipe pairs its ranks, and {ranks} is odd"
+        raise SpecError("ranks", problem, f"use {ranks - 1} or {ranks + 1} ranks, or dualpipev")
+    full = max(microbatches + microbatches % 2, 2 * ranks) // 2  # per direction
+    actions = []
+    for rank in range(ranks):
+        mirrored = ranks - 1 - rank
+        own, other = (rank, 0), (mirrored, full)
+        first, second = (own, other) if rank < mirrored else (other, own)
+        actions.append(tuple(_Rank(min(rank, mirrored), ranks // 2, full, first, second).actions()))
+    placements = (loop_placement(ranks), tuple(reversed(range(ranks))))
+    whole = PipelineSchedule("dualpipe", ranks, 2 * full, placements, tuple(actions))
+    down, up = (microbatches + 1) // 2, microbatches // 2
+    kept = keep_microbatches(whole, [*range(down), *range(full, full + up)])
+    return replace(kept, placements=placements[:1]) if microbatches == 1 else kept
+
+
+def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
+    full = max(microbatches, 2 * ranks)
+    actions = [_Rank(r, ranks, full, (r, 0), (2 * ranks - 1 - r, 0)).actions() for r in range(ranks)]
+    whole = one_copy("dualpipev", full, v_placement(ranks), actions)
+    return keep_microbatches(whole, range(microbatches))
+
+
+class _Rank:
+    """The steps of one rank, counted from its end of the pipeline; phase 0 comes in there, phase 1 goes out."""
+
+    def __init__(
+        self, rank: int, half: int, microbatches: int, first: tuple[int, int], second: tuple[int, int]
+    ) -> None:
+        self.rank, self.half, self.microbatches = rank, half, microbatches
+        self.phases = (first, second)
+        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.pending: deque[Action] = deque()
+        self.made: list[Action] = []
+
+    def actions(self) -> list[Action]:
+        outward, inward = self.half - self.rank - 1, self.rank + 1
+        for _ in range(2 * outward):
+            self._forward(0)
+        for _ in range(inward):
+            self._forward(0)
+            self._forward(1)
+        for _ in range(outward):
+            self._input_grad(1)
+            self._weight_grad()
+            self._forward(1)
+        for _ in range(self.microbatches - 2 * self.half + inward):
+            self._forward(0)
+            self._backward(1)
+            self._forward(1)
+            self._backward(0)
+        for _ in range(outward):
+            self._backward(1)
+            self._forward(1)
+            self._backward(0)
+        self._drain(outward, inward)
+        return self.made
+
+    def _drain(self, outward: int, inward: int) -> None:
+        """Backwards of both phases in turn, the second half of them split; their weight gradients fill the end."""
+        for index in range(2 * inward):
+            backward = self._backward if index <= self.rank else self._input_grad
+            backward(1 - index % 2)
+        for _ in range(outward):
+            self._weight_grad()
+            self._input_grad(0)
+        while self.pending:
+            self._weight_grad()
+
+    def _forward(self, phase: int) -> None:
+        self._add(ActionKind.F, phase, self.forwards)
+
+    def _backward(self, phase: int) -> None:
+        self._add(ActionKind.B, phase, self.backwards)
+
+    def _input_grad(self, phase: int) -> None:
+        self._add(ActionKind.I, phase, self.backwards)
+        self.pending.append(self.made[-1]._replace(kind=ActionKind.W))
+
+    def _weight_grad(self) -> None:
+        self.made.append(self.pending.popleft())
+
+    def _add(self, kind: ActionKind, phase: int, counts: list[int]) -> None:
+        stage, start = self.phases[phase]
+        self.made.append(Action(kind, stage, start + counts[phase]))
+        counts[phase] += 1

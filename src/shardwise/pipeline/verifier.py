@@ -1,0 +1,111 @@
+"""Proof that a schedule trains every microbatch on every stage once, in an order that can run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule
+
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741
+
+
+class InvalidPipelineSchedule(ValueError):
+    """The first way in which a schedule fails, in words."""
+
+
+def verify(schedule: PipelineSchedule) -> None:
+    """Raise InvalidPipelineSchedule unless the schedule is complete, well placed, ordered and free of deadlock."""
+    _check_shape(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        _check_rank(schedule, rank, actions)
+    _check_complete(schedule)
+    _check_runs(schedule)
+
+
+def needs(schedule: PipelineSchedule, action: Action) -> tuple[Action, ...]:
+    """What must have ended before ``action`` starts; a backward is named I here, whether it is I or B."""
+    kind, stage, microbatch = action
+    if kind is W:
+        return (Action(I, stage, microbatch),)
+    if kind is F:
+        return (Action(F, stage - 1, microbatch),) if stage else ()
+    own = Action(F, stage, microbatch)
+    return (own,) if stage == schedule.stages - 1 else (own, Action(I, stage + 1, microbatch))
+
+
+def _check_shape(schedule: PipelineSchedule) -> None:
+    if min(schedule.stages, schedule.microbatches, schedule.ranks) < 1:
+        raise InvalidPipelineSchedule("a schedule needs at least one rank, one stage and one microbatch")
+    for copy in schedule.placements:
+        if len(copy) != schedule.stages or any(not 0 <= rank < schedule.ranks for rank in copy):
+            raise InvalidPipelineSchedule(f"placement {copy} does not put {schedule.stages} stages on a rank each")
+
+
+def _check_rank(schedule: PipelineSchedule, rank: int, actions: tuple[Action, ...]) -> None:
+    """Every action is known, belongs here, comes once, and after what it needs of the same rank."""
+    done: set[Action] = set()
+    for position, action in enumerate(actions):
+        where = f"rank {rank}, action {position} ({action})"
+        kind, stage, microbatch = action
+        if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.microbatches):
+            raise InvalidPipelineSchedule(f"{where}: there is no such stage and microbatch")
+        home = schedule.rank_of(stage, microbatch)
+        if home != rank:
+            raise InvalidPipelineSchedule(f"{where}: stage {stage} of microbatch {microbatch} lives on rank {home}")
+        known_as = Action(I, stage, microbatch) if kind is B else action
+        if known_as in done:
+            raise InvalidPipelineSchedule(f"{where}: done before")
+        for needed in needs(schedule, action):
+            if schedule.rank_of(needed.stage, microbatch) == rank and needed not in done:
+                raise InvalidPipelineSchedule(f"{where}: comes before {_name(needed)}, which it needs")
+        done.add(known_as)
+        if kind is B:
+            done.add(Action(W, stage, microbatch))
+
+
+def _check_complete(schedule: PipelineSchedule) -> None:
+    found = Counter((kind, stage) for actions in schedule.actions for kind, stage, _ in actions)
+    for stage in range(schedule.stages):
+        full = found[B, stage]
+        for kind, count in ((F, found[F, stage]), (I, found[I, stage] + full), (W, found[W, stage] + full)):
+            if count != schedule.microbatches:
+                missing = _first_missing(schedule, kind, stage)
+                raise InvalidPipelineSchedule(f"stage {stage} never runs {_name(missing)}")
+
+
+def _first_missing(schedule: PipelineSchedule, kind: ActionKind, stage: int) -> Action:
+    kinds = (kind,) if kind is F else (kind, B)
+    seen = {a.microbatch for actions in schedule.actions for a in actions if a.stage == stage and a.kind in kinds}
+    return next(Action(kind, stage, j) for j in range(schedule.microbatches) if j not in seen)
+
+
+def _check_runs(schedule: PipelineSchedule) -> None:
+    """Let every rank go as far as it can, again and again; whoever stops early waits for ever."""
+    done: set[Action] = set()
+    position = [0] * schedule.ranks
+    waiting: dict[Action, list[int]] = {}
+    runnable = list(range(schedule.ranks))
+    while runnable:
+        rank = runnable.pop()
+        actions = schedule.actions[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            missing = next((needed for needed in needs(schedule, action) if needed not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            known_as = action if action.kind is not B else Action(I, action.stage, action.microbatch)
+            done.add(known_as)
+            runnable += waiting.pop(known_as, ())
+            position[rank] += 1
+    for missing, ranks in waiting.items():
+        stuck = ranks[0]
+        raise InvalidPipelineSchedule(
+            f"deadlock: rank {stuck} waits before {schedule.actions[stuck][position[stuck]]} for {_name(missing)} of "
+            f"rank {schedule.rank_of(missing.stage, missing.microbatch)}, which is never reached"
+        )
+
+
+def _name(action: Action) -> str:
+    what = {F: "forward", B: "backward", I: "backward", W: "weight gradient"}[action.kind]
+    return f"the {what} of microbatch {action.microbatch} on stage {action.stage}"

@@ -1,0 +1,162 @@
+"""What communication hides under: properties over random valid jobs, and small cases by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cost.builders import LLAMA, job, switched
+from cost.jobs import valid_jobs, with_faster_level
+from shardwise.collectives import CollectiveKind, Topology
+from shardwise.cost.analysis import analyze
+from shardwise.cost.communication import step_traffic
+from shardwise.cost.compute import stage_compute
+from shardwise.cost.stages import rank_contents
+from shardwise.cost.traffic import ComputeWindows, Traffic, priced, with_exposed_seconds
+from shardwise.spec.job import Job
+
+PROPERTY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+SLACK = 1 + 1e-9
+
+
+def exposed_of_rank(case: Job, rank: int) -> list[Traffic]:
+    contents = rank_contents(case, rank)
+    windows = stage_compute(case, contents).windows(case.microbatches)
+    return with_exposed_seconds(step_traffic(case, contents), windows)
+
+
+@PROPERTY
+@given(valid_jobs())
+def test_exposed_and_hidden_add_up_to_the_whole(case: Job) -> None:
+    for traffic in analyze(case).traffics:
+        assert traffic.exposed_seconds >= 0
+        if traffic.fixed_exposed_seconds is None:
+            assert traffic.exposed_seconds + traffic.hidden_seconds == pytest.approx(traffic.seconds)
+        if traffic.window == "none" and traffic.fixed_exposed_seconds is None:
+            assert traffic.hidden_seconds == 0
+
+
+@PROPERTY
+@given(valid_jobs())
+def test_shares_lie_between_zero_and_one(case: Job) -> None:
+    analysis = analyze(case)
+    assert 0 <= analysis.exposed_share < 1
+    assert 0 < analysis.mfu_ceiling <= SLACK
+    assert sum(analysis.exposed_by_dimension().values()) == pytest.approx(analysis.exposed_seconds)
+    parts = analysis.compute_seconds + analysis.bubble_seconds + analysis.exposed_seconds
+    assert analysis.step_seconds == pytest.approx(parts)
+
+
+@PROPERTY
+@given(valid_jobs())
+def test_windows_are_never_over_committed(case: Job) -> None:
+    analysis = analyze(case)
+    windows = analysis.compute.windows(case.microbatches)
+    for window, seconds in (("forward", windows.forward), ("backward", windows.backward)):
+        under = [t for t in analysis.traffics if t.window.endswith(window) and t.fixed_exposed_seconds is None]
+        assert sum(t.hidden_seconds for t in under) <= seconds * SLACK
+        # The window of one microbatch: what spreads over the step takes its part of it.
+        single = [t for t in under if t.window_share < 1]
+        if single:
+            spread = sum(t.hidden_seconds for t in under if t.window_share == 1) / case.microbatches
+            assert sum(t.hidden_seconds for t in single) + spread <= seconds / case.microbatches * SLACK
+    attention = [t for t in analysis.traffics if t.window == "attention forward"]
+    assert sum(t.hidden_seconds for t in attention) <= windows.attention_forward * SLACK
+
+
+@PROPERTY
+@given(valid_jobs(), st.data())
+def test_a_faster_level_never_costs_time(case: Job, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(case.cluster.levels) - 1))
+    faster = with_faster_level(case, index)
+    for rank in (0, case.strategy.pp - 1):
+        before, after = exposed_of_rank(case, rank), exposed_of_rank(faster, rank)
+        for slow, quick in zip(before, after, strict=True):
+            assert quick.seconds <= slow.seconds * SLACK
+        assert sum(t.exposed_seconds for t in after) <= sum(t.exposed_seconds for t in before) * SLACK
+    assert analyze(faster).step_seconds <= analyze(case).step_seconds * SLACK
+
+
+@PROPERTY
+@given(valid_jobs(), st.sampled_from(("dp", "tp", "pp", "cp", "ep", "offload")))
+def test_more_overlap_never_exposes_more(case: Job, dimension: str) -> None:
+    apart, together = (
+        replace(case, strategy=replace(case.strategy, overlap=replace(case.strategy.overlap, **{dimension: flag})))
+        for flag in (False, True)
+    )
+    assert analyze(together).exposed_seconds <= analyze(apart).exposed_seconds * SLACK
+
+
+@PROPERTY
+@given(valid_jobs())
+def test_twice_the_batch_takes_longer_but_at_most_twice_as_long(case: Job) -> None:
+    once = analyze(case)
+    twice = analyze(replace(case, training=replace(case.training, global_batch=2 * case.sequences)))
+    assert once.step_seconds <= twice.step_seconds * SLACK
+    assert twice.step_seconds <= 2 * once.step_seconds * SLACK
+
+
+@PROPERTY
+@given(valid_jobs())
+def test_a_faster_device_never_costs_time(case: Job) -> None:
+    device = case.cluster.device
+    faster = replace(device, peak={name: 2 * peak for name, peak in device.peak.items()})
+    quick = analyze(replace(case, cluster=replace(case.cluster, device=faster)))
+    assert quick.step_seconds <= analyze(case).step_seconds * SLACK
+
+
+# -- by hand ---------------------------------------------------------------------------------------------
+
+
+def traffic(seconds: float, window: str, share: float = 1.0, unhideable: float = 0.0) -> Traffic:
+    """One message that takes ``seconds``."""
+    link = Topology.switch(2, 1.0)
+    return priced("dp", "test", CollectiveKind.SEND_RECV, seconds, 1, link, "auto", window=window,
+                  window_share=share, unhideable=unhideable)  # fmt: skip
+
+
+WINDOWS = ComputeWindows(forward=10, backward=20, attention_forward=4, attention_backward=8)
+
+
+def exposed(*traffics: Traffic) -> list[float]:
+    return [t.exposed_seconds for t in with_exposed_seconds(list(traffics), WINDOWS)]
+
+
+def test_what_fits_hides_and_the_rest_shows() -> None:
+    assert exposed(traffic(7, "forward"), traffic(7, "forward"), traffic(7, "backward")) == [0, 4, 0]
+
+
+def test_the_unhideable_part_shows() -> None:
+    assert exposed(traffic(8, "forward", unhideable=0.25)) == [2]
+
+
+def test_ring_attention_hides_under_attention_only() -> None:
+    assert exposed(traffic(6, "attention forward"), traffic(10, "forward")) == [2, 4]
+
+
+def test_two_reductions_share_the_last_microbatch() -> None:
+    """Dense and expert gradients both have only a quarter of the backward pass, 5 s, between them."""
+    assert exposed(traffic(4, "backward", 1 / 4), traffic(4, "backward", 1 / 4)) == [0, 3]
+
+
+def test_the_last_microbatch_is_partly_taken() -> None:
+    """12 of 20 s are taken evenly: of the last quarter 5 − 3 = 2 s are left."""
+    assert exposed(traffic(12, "backward"), traffic(4, "backward", 1 / 4)) == [0, 2]
+
+
+def test_gradients_wait_for_the_last_microbatch_unless_every_one_is_reduced() -> None:
+    cluster = switched(8, bandwidths=(2e9,))
+
+    def exposed_share(batch: int) -> float:
+        analysis = analyze(job(LLAMA, cluster, dp=8, training={"global_batch": batch}))
+        return analysis.exposed_seconds / sum(t.seconds for t in analysis.traffics)
+
+    assert exposed_share(8) == pytest.approx(exposed_share(64))
+
+
+def test_without_overlap_everything_shows() -> None:
+    analysis = analyze(job(LLAMA, dp=4, tp=2, zero=1, overlap={"dp": False}, sequence_parallel=False))
+    assert analysis.exposed_seconds == pytest.approx(sum(t.seconds for t in analysis.traffics))

@@ -1,0 +1,163 @@
+"""Jobs to other frameworks and back: what a framework can say returns, what it cannot is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from interop.random_jobs import drawn
+from shardwise.interop.frameworks import TARGETS, can_run, export, target
+from shardwise.interop.frameworks.names import recorded
+from shardwise.interop.frameworks.said import said_by, shape_of
+from shardwise.spec import Job, SpecError
+
+NUMBER = 200
+
+
+def there_and_back(job: Job, name: str, extra: dict[str, Any]) -> Job:
+    """The job that its exported text and the fields in ``extra`` make."""
+    one = TARGETS[name]
+    (text,) = one.export(job).files.values()
+    given = {"strategy.pp": job.strategy.pp, "strategy.dp": job.strategy.data_parallel}
+    back = one.read(text, job.model, job.cluster, given)
+    fields = {**back.fields, **extra}
+    if job.strategy.schedule == "interleaved" and job.strategy.pp == 1:
+        fields.pop("strategy.interleave", None)
+    return replace(back, fields=fields).job(job.cluster, None if one.carries_model else job.model)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_a_framework_can_say_returns(name: str) -> None:
+    for job in drawn(name, seed=1, number=NUMBER):
+        exported = export(job, name)
+        assert exported.missing == (), (job.to_yaml(), exported.missing)
+        back = there_and_back(job, name, {one.field: one.value for one in exported.elsewhere})
+        expected, got = said_by(job), said_by(back)
+        if job.training.tokens is None:
+            expected.pop("training.tokens"), got.pop("training.tokens")
+        assert got == expected
+        if TARGETS[name].carries_model:
+            assert shape_of(back.model) == shape_of(job.model)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_is_dropped_silently(name: str) -> None:
+    """Of any job, the exported text and the list of losses together say all of it."""
+    differing = 0
+    for job in drawn(None, seed=2, number=NUMBER):
+        exported = export(job, name)
+        one = TARGETS[name]
+        (text,) = exported.files.values()
+        given = {"strategy.pp": job.strategy.pp, "strategy.dp": job.strategy.data_parallel}
+        fields = dict(one.read(text, job.model, None, given).fields)
+        fields.update({loss.field: loss.value for loss in exported.lost})
+        kept = {path: value for path, value in fields.items() if not path.startswith("model")}
+        whole = Job.from_dict({**nested(kept), "model": job.model, "cluster": job.cluster})
+        expected, got = said_by(job), said_by(whole)
+        if job.training.tokens is None:
+            expected.pop("training.tokens"), got.pop("training.tokens")
+        assert got == expected
+        assert all(loss.why and loss.field in (*expected, *shape_of(job.model)) for loss in exported.lost)
+        differing += bool(exported.missing)
+    assert differing > NUMBER / 2
+
+
+def nested(fields: dict[str, Any]) -> dict[str, Any]:
+    from shardwise.interop.frameworks.parts import Imported
+
+    tree = Imported("", fields).nested()
+    strategy = tree["strategy"]
+    if not strategy.get("zero"):
+        strategy.pop("shard_group", None)
+    if strategy.get("schedule", "1f1b") != "interleaved":
+        strategy.pop("interleave", None)
+    return tree
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_only_recorded_options_are_written(name: str) -> None:
+    names = recorded(name)
+    assert names.version
+    assert names.source
+    for job in drawn(None, seed=3, number=NUMBER):
+        for key in TARGETS[name].settings(job):
+            assert key in names.exact or key.startswith(names.open_sections), key
+
+
+def test_reading_uses_every_setting_that_writing_makes() -> None:
+    for name, one in TARGETS.items():
+        for job in drawn(name, seed=4, number=50):
+            (text,) = one.export(job).files.values()
+            unused = one.read(text, job.model, job.cluster, {"strategy.pp": job.strategy.pp}).unused
+            placeholders = ("optimizer.weight_decay", "optimizer.clip_grad", "optimizer.learning_rate", "optimizer.opt")
+            assert [text for text in unused if not text.startswith(placeholders)] == []
+
+
+def test_unknown_framework_is_named_with_the_nearest() -> None:
+    with pytest.raises(SpecError, match="did you mean deepspeed"):
+        target("deepsped")
+    with pytest.raises(SpecError, match="megatron"):
+        target("jax")
+
+
+# -- what the frameworks are known to be able to do ----------------------------------------------------------
+
+BASE = {"model": "llama3-70b", "cluster": "dgx-h100:64", "training": {"global_batch": 1024, "seq": 8192}}
+
+
+def job_with(**strategy: Any) -> Job:
+    return Job.from_dict({**BASE, "strategy": strategy})
+
+
+def lacks(name: str, job: Job) -> set[str]:
+    return {loss.field for loss in can_run(job, name)}
+
+
+def test_who_can_run_a_three_dimensional_job() -> None:
+    job = job_with(tp=8, pp=4, zero=1)
+    assert can_run(job, "megatron") == []
+    assert can_run(job, "nanotron") == []
+    assert can_run(job, "colossalai") == []
+    assert lacks("deepspeed", job) == {"strategy.sequence_parallel"}
+    assert lacks("torchtitan", job) == {"strategy.zero", "training.precision"}
+    assert {"strategy.tp", "strategy.pp"} <= lacks("accelerate", job)
+
+
+def test_the_pipeline_engine_of_deepspeed_refuses_zero_2() -> None:
+    losses = can_run(job_with(pp=4, zero=2), "deepspeed")
+    assert any(loss.field == "strategy.zero" and "refuses ZeRO-2" in loss.why for loss in losses)
+
+
+def test_fully_sharded_job() -> None:
+    job = job_with(zero=3)
+    job = replace(job, training=replace(job.training, precision="bf16-fp32-grads"))
+    assert can_run(job, "torchtitan") == []
+    assert can_run(job, "accelerate") == []
+    assert lacks("nanotron", job) == {"strategy.zero"}
+    assert lacks("colossalai", job) == {"strategy.zero", "training.precision"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "runners"),
+    [
+        ("zbv", {"torchtitan", "colossalai"}),
+        ("dualpipev", {"torchtitan"}),
+        ("gpipe", {"torchtitan", "nanotron"}),
+        ("zb-h1", set()),
+        ("1f1b", {"deepspeed", "megatron", "torchtitan", "nanotron", "colossalai"}),
+    ],
+)
+def test_who_runs_a_schedule(schedule: str, runners: set[str]) -> None:
+    job = job_with(pp=4, schedule=schedule)
+    assert {name for name in TARGETS if not lacks(name, job) & {"strategy.pp", "strategy.schedule"}} == runners
+
+
+def test_strict_names_all_that_is_missing() -> None:
+    exported = export(job_with(tp=8, pp=4, zero=3, schedule="zb-h1"), "nanotron")
+    with pytest.raises(SpecError) as error:
+        exported.strict()
+    assert "strategy.zero = 3" in str(error.value)
+    assert "strategy.schedule = zb-h1" in str(error.value)
+    assert export(job_with(tp=8), "megatron").strict().missing == ()

@@ -1,0 +1,171 @@
+"""Formulas equal the simulator wherever they say that they are exact, and come near it elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.pipeline import (
+    bubble_is_exact,
+    bubble_seconds,
+    build,
+    chunks_per_rank,
+    equal_stages,
+    peak_activations,
+    peak_chunks_in_flight,
+    simulate,
+)
+from shardwise.spec.errors import SpecError
+
+NAMES = (
+    "sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zbv", "v-half", "v-min",
+    "dualpipe", "dualpipev",
+)  # fmt: skip
+ANY_TIMES = ("sequential", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2")
+seconds = st.integers(1, 12).map(lambda n: n / 4)
+
+
+@st.composite
+def pipelines(draw, names=NAMES):
+    name = draw(st.sampled_from(names))
+    ranks, microbatches = draw(st.integers(1, 9)), draw(st.integers(1, 24))
+    chunks = None
+    if name == "dualpipe":
+        ranks += ranks % 2 and ranks > 1
+    if name == "interleaved":
+        chunks = draw(st.integers(1, 4))
+        microbatches = ranks * draw(st.integers(1, 4))
+    return name, ranks, microbatches, chunks
+
+
+def simulated_bubble(name, ranks, microbatches, chunks, times, comm=0.0):
+    schedule = build(name, ranks, microbatches, chunks)
+    return simulate(schedule, equal_stages(schedule.stages, *times), comm).bubble_seconds
+
+
+@settings(max_examples=250, deadline=None)
+@given(pipeline=pipelines(ANY_TIMES), times=st.tuples(seconds, seconds, seconds))
+def test_bubbles_with_any_times(pipeline, times):
+    name, ranks, microbatches, _ = pipeline
+    if bubble_is_exact(name, ranks, microbatches, *times):
+        expected = simulated_bubble(*pipeline, times)
+        assert bubble_seconds(*pipeline, *times) == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    pipeline=pipelines(ANY_TIMES),
+    times=st.tuples(seconds, seconds, seconds),
+    comm=st.sampled_from([0.01, 0.05, 0.2, 1.0, 4.0]),
+)
+def test_bubbles_with_messages(pipeline, times, comm):
+    name, ranks, microbatches, _ = pipeline
+    if bubble_is_exact(name, ranks, microbatches, *times, comm):
+        expected = simulated_bubble(*pipeline, times, comm)
+        assert bubble_seconds(*pipeline, *times, comm) == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pipeline=pipelines())
+def test_bubbles_with_equal_passes(pipeline):
+    name, ranks, microbatches, _ = pipeline
+    if bubble_is_exact(name, ranks, microbatches):
+        assert bubble_seconds(*pipeline) == pytest.approx(simulated_bubble(*pipeline, (1, 1, 1)), abs=1e-9)
+
+
+def test_where_forms_claim_to_be_exact():
+    """The property tests above must not be empty."""
+    for name in ANY_TIMES:
+        assert bubble_is_exact(name, 8, 32, 2.0, 3.0, 1.0)
+        assert bubble_is_exact(name, 8, 32, 2.0, 3.0, 1.0, 0.05)
+    for name in ("zbv", "v-half", "v-min", "dualpipe", "dualpipev"):
+        assert bubble_is_exact(name, 8, 32)
+    assert not bubble_is_exact("zb-h1", 8, 4, 1.0, 1.0, 2.0)
+    assert not bubble_is_exact("zb-2p", 8, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpipe", 7 * 3.0),
+        ("1f1b", 7 * 3.0),
+        ("zb-h1", 7 * 1.0),
+        ("zb-h2", 0.0),
+        ("zbv", 0.0),
+        ("v-half", 7 * 6.0 / 2),  # half of 1F1B's on two chunks
+        ("dualpipe", 3.0),
+    ],
+)
+def test_published_forms(name, expected):
+    assert bubble_seconds(name, 8, 32) == pytest.approx(expected)
+
+
+def test_unequal_passes_stay_near_where_only_an_estimate():
+    """Realistic times (6.2B of the zero-bubble paper): within 1 % of the step."""
+    times, comm = (29.7, 29.4, 19.9), 0.53
+    for name in ("zb-1p", "zb-2p", "zbv", "v-half", "v-min", "dualpipe", "dualpipev"):
+        v = chunks_per_rank(name)
+        chunk = tuple(t / v for t in times)
+        schedule = build(name, 8, 32, times=equal_stages(8 * v, *chunk), comm_seconds=comm)
+        simulated = simulate(schedule, equal_stages(8 * v, *chunk), comm).bubble_seconds
+        assert bubble_seconds(name, 8, 32, None, *chunk, comm) == pytest.approx(simulated, abs=0.01 * 32 * sum(times))
+
+
+def test_forms_take_arrays():
+    p, m, w = np.array([1, 2, 8]), np.array([4, 8, 32]), np.array([0.5, 1.0, 1.0])
+    for name in NAMES:
+        got = bubble_seconds(name, p, m, 3 if name == "interleaved" else None, 2.0, 1.5, w, 0.01)
+        alone = [
+            bubble_seconds(name, int(a), int(b), 3 if name == "interleaved" else None, 2.0, 1.5, float(c), 0.01)
+            for a, b, c in zip(p, m, w)
+        ]
+        assert np.allclose(np.broadcast_to(got, 3), alone)
+
+
+def test_automatic_schedules_have_no_form():
+    with pytest.raises(SpecError, match="simulate"):
+        bubble_seconds("zb-auto", 4, 8)
+    with pytest.raises(SpecError, match="no pipeline schedule"):
+        bubble_seconds("zb-h3", 4, 8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pipeline=pipelines())
+def test_peaks_equal_the_schedule(pipeline):
+    ranks = pipeline[1]
+    peaks = peak_activations(build(*pipeline))
+    assert [peak_chunks_in_flight(*pipeline, rank) for rank in range(ranks)] == list(map(round, peaks))
+
+
+@pytest.mark.parametrize("name", ["zbv", "v-half", "v-min", "zb-1p", "zb-2p"])
+def test_times_never_raise_a_peak(name):
+    v = chunks_per_rank(name)
+    for times in ((3.0, 1.0, 1.0), (1.0, 3.0, 1.0), (1.0, 1.0, 3.0), (2.0, 2.2, 1.1)):
+        schedule = build(name, 6, 24, times=equal_stages(6 * v, *times), comm_seconds=0.2)
+        limit = max(peak_chunks_in_flight(name, 6, 24, None, rank) for rank in range(6))
+        assert max(peak_activations(schedule)) <= limit
+
+
+def test_published_peaks():
+    def peaks(name, v=None):
+        return [peak_chunks_in_flight(name, 8, 64, v, rank) for rank in range(8)]
+
+    assert peaks("gpipe") == [64] * 8
+    assert peaks("1f1b") == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert peaks("interleaved", 2) == [23, 21, 19, 17, 15, 13, 11, 9]
+    assert peaks("zb-h1") == [8] * 8
+    assert peaks("zb-h2") == [15] * 8
+    assert peaks("zb-2p") == [16] * 8
+    assert peaks("zbv") == [16] * 8
+    assert peaks("v-half") == [10] * 8
+    assert peaks("dualpipe") == [9] * 8
+    assert peaks("dualpipev") == [17] * 8
+
+
+def test_peaks_of_ranks_that_are_not_there():
+    with pytest.raises(SpecError, match="none of the 4"):
+        peak_chunks_in_flight("1f1b", 4, 8, None, 4)
+    with pytest.raises(SpecError, match="peak_activations"):
+        peak_chunks_in_flight("zb-auto", 4, 8, None, 0)

@@ -1,0 +1,242 @@
+"""The simulator against a longest-path search, and what a timeline says."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.pipeline import (
+    Action,
+    ActionKind,
+    InvalidPipelineSchedule,
+    build,
+    equal_stages,
+    live_activations,
+    peak_activations,
+    simulate,
+    stage_times,
+    verify,
+)
+from shardwise.pipeline.schedule import PipelineSchedule, one_copy
+from shardwise.spec.errors import SpecError
+
+F, B, I, W = ActionKind  # noqa: E741
+
+
+@st.composite
+def random_schedules(draw):
+    """Any valid schedule: random placement, then any runnable action next, on whatever rank."""
+    ranks, stages, m = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    placement = tuple(draw(st.integers(0, ranks - 1)) for _ in range(stages))
+    split = {(s, j): draw(st.booleans()) for s in range(stages) for j in range(m)}
+    random = draw(st.randoms(use_true_random=False))
+    made: list[list[Action]] = [[] for _ in range(ranks)]
+    forwards, backwards, pending = [0] * m, [stages] * m, []
+    while True:
+        choices = [Action(F, forwards[j], j) for j in range(m) if forwards[j] < stages]
+        for j in range(m):
+            if forwards[j] == stages and backwards[j] > 0:
+                s = backwards[j] - 1
+                choices.append(Action(I if split[s, j] else B, s, j))
+        choices += pending
+        if not choices:
+            return one_copy("random", m, placement, made)
+        action = random.choice(choices)
+        made[placement[action.stage]].append(action)
+        if action.kind is F:
+            forwards[action.microbatch] += 1
+        elif action.kind is W:
+            pending.remove(action)
+        else:
+            backwards[action.microbatch] -= 1
+            if action.kind is I:
+                pending.append(action._replace(kind=W))
+
+
+def longest_paths(schedule: PipelineSchedule, times, comm, blocking, overhead):
+    """End of every action by relaxing all edges until nothing moves (Bellman-Ford); slow and obvious."""
+    seconds = {F: times.forward, B: times.backward, I: times.input_grad, W: times.weight_grad}
+    place = {}
+    for rank, actions in enumerate(schedule.actions):
+        for i, a in enumerate(actions):
+            place["I" if a.kind is B else str(a.kind), a.stage, a.microbatch] = (rank, i)
+
+    def hop(s, target, j):
+        return comm[min(s, target)] if schedule.rank_of(s, j) != schedule.rank_of(target, j) else 0.0
+
+    def sends(a):
+        target = a.stage + 1 if a.kind is F else a.stage - 1
+        if a.kind is W or not 0 <= target < schedule.stages:
+            return 0.0
+        return hop(a.stage, target, a.microbatch)
+
+    starts = dict.fromkeys(place.values(), 0.0)
+
+    def end(node):
+        a = schedule.actions[node[0]][node[1]]
+        return starts[node] + seconds[a.kind][a.stage] + overhead
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            for i, a in enumerate(actions):
+                bounds = [0.0]
+                if i:
+                    before = actions[i - 1]
+                    bounds.append(end((rank, i - 1)) + (sends(before) if blocking else 0.0))
+                source = ("F", a.stage - 1, a.microbatch) if a.kind is F else ("I", a.stage + 1, a.microbatch)
+                if a.kind is not W and source in place:
+                    bounds.append(end(place[source]) + hop(source[1], a.stage, a.microbatch))
+                if max(bounds) > starts[rank, i]:
+                    starts[rank, i] = max(bounds)
+                    moved = True
+    return {node: (starts[node], end(node)) for node in starts}
+
+
+seconds = st.integers(0, 8).map(lambda n: n / 4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedule=random_schedules(), data=st.data(), blocking=st.booleans(), overhead=seconds)
+def test_the_simulator_equals_a_longest_path_search(schedule, data, blocking, overhead):
+    verify(schedule)
+    per_stage = st.lists(seconds, min_size=schedule.stages, max_size=schedule.stages)
+    times = stage_times(*(data.draw(per_stage) for _ in range(3)))
+    comm = data.draw(st.lists(seconds, min_size=schedule.stages - 1, max_size=schedule.stages - 1))
+    timeline = simulate(schedule, times, comm, blocking, overhead)
+    expected = longest_paths(schedule, times, comm, blocking, overhead)
+    for rank, actions in enumerate(schedule.actions):
+        for i in range(len(actions)):
+            assert (timeline.starts[rank][i], timeline.ends[rank][i]) == pytest.approx(expected[rank, i])
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedule=random_schedules(), released=st.sampled_from([0.0, 0.25, 1.0]), data=st.data())
+def test_peaks_equal_counting_what_is_alive_at_every_instant(schedule, released, data):
+    sizes = [data.draw(st.integers(1, 5)) for _ in range(schedule.stages)]
+    timeline = simulate(schedule, equal_stages(schedule.stages, 1.0, 2.0, 1.0))
+    spans: dict = {}
+    for rank, actions in enumerate(schedule.actions):
+        for a, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank]):
+            span = spans.setdefault((rank, a.stage, a.microbatch), {})
+            span["from" if a.kind is F else "half" if a.kind is I else "until"] = start if a.kind is F else end
+    instants = sorted({t for own in timeline.starts for t in own})
+    for rank, peak in enumerate(peak_activations(schedule, sizes, released)):
+        alive = [0.0]
+        for now in instants:
+            alive.append(
+                sum(
+                    sizes[stage] * (1 - released if span.get("half", now + 1) <= now else 1)
+                    for (r, stage, _), span in spans.items()
+                    if r == rank and span["from"] <= now < span["until"]
+                )
+            )
+        assert peak == pytest.approx(max(alive))
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedule=random_schedules())
+def test_everything_is_released_at_the_end(schedule):
+    timeline = simulate(schedule, equal_stages(schedule.stages))
+    for steps, peak in zip(live_activations(timeline, released_by_input_grad=0.3), peak_activations(schedule)):
+        assert not steps or steps[-1][1] == pytest.approx(0.0)
+        assert [at for at, _ in steps] == sorted(at for at, _ in steps)
+        assert all(held <= peak + 1e-9 for _, held in steps)
+
+
+def test_messages_overlapped_and_blocking():
+    schedule = build("gpipe", 2, 3)
+    times = equal_stages(2, 1.0, 1.0, 1.0)
+    overlapped = simulate(schedule, times, 0.5)
+    blocking = simulate(schedule, times, 0.5, blocking=True)
+    assert overlapped.starts[0][:3] == (0.0, 1.0, 2.0)
+    assert blocking.starts[0][:3] == (0.0, 1.5, 3.0)
+    assert overlapped.starts[1][0] == blocking.starts[1][0] == 1.5
+    assert blocking.makespan_seconds > overlapped.makespan_seconds
+
+
+def test_stages_on_one_rank_send_nothing():
+    schedule = build("zbv", 1, 4)
+    assert simulate(schedule, equal_stages(2), 10.0).makespan_seconds == 24.0
+
+
+def test_a_fused_backward_may_take_less():
+    times = equal_stages(4, 1.0, 1.0, 1.0, backward=1.5)
+    assert simulate(build("1f1b", 4, 8), times).makespan_seconds == pytest.approx((8 + 3) * 2.5)
+
+
+def test_overhead_is_paid_per_action_and_is_not_work():
+    plain = simulate(build("1f1b", 1, 8), equal_stages(1))
+    slow = simulate(build("1f1b", 1, 8), equal_stages(1), overhead_seconds=0.5)
+    assert slow.makespan_seconds - plain.makespan_seconds == 8
+    assert slow.busy == plain.busy
+    assert slow.bubble_rate == pytest.approx(8 / 32)
+
+
+def test_rates_and_idle_time():
+    timeline = simulate(build("1f1b", 4, 8), equal_stages(4))
+    assert timeline.bubble_rate == pytest.approx(3 / 11)  # (p-1)/(m+p-1)
+    assert timeline.makespan_bubble_rate == timeline.bubble_rate
+    assert timeline.idle_seconds == (9.0,) * 4
+    skewed = simulate(build("zb-h2", 4, 8), equal_stages(4))
+    assert skewed.bubble_rate == 0.0
+    assert skewed.makespan_bubble_rate == pytest.approx(3 / 27)
+
+
+def test_optimizer_alone_or_together():
+    """Post-validation keeps the parallelogram; a global norm squares it off (Qi et al. 2023, section 4)."""
+    timeline = simulate(build("zb-h2", 4, 8), equal_stages(4))
+    assert timeline.step_seconds(2.0, synchronized=False) == 24 + 2
+    assert timeline.step_seconds(2.0) == 27 + 2
+    assert timeline.step_seconds([1, 2, 3, 4], synchronized=False) == 24 + 4
+    with pytest.raises(SpecError, match="optimizer_seconds"):
+        timeline.step_seconds([1.0, 2.0])
+
+
+def test_uneven_stages_run_at_the_pace_of_the_slowest():
+    times = stage_times([1, 1, 3, 1], [1, 1, 3, 1], [1, 1, 3, 1])
+    timeline = simulate(build("1f1b", 4, 64), times)
+    assert timeline.makespan_seconds == pytest.approx(64 * 9, rel=0.05)
+    assert timeline.idle_seconds[2] < 20
+
+
+def test_a_schedule_that_cannot_run_is_reported():
+    crossed = [[Action(k, s, j) for j in order for k in (F, B)] for s, order in ((0, (0, 1)), (1, (1, 0)))]
+    with pytest.raises(
+        InvalidPipelineSchedule, match="deadlock: rank 1 waits before 1F1 for the input of microbatch 1"
+    ):
+        simulate(one_copy("crossed", 2, (0, 1), crossed), equal_stages(2))
+
+
+def test_mistakes_in_times():
+    schedule = build("1f1b", 2, 2)
+    for wrong in (
+        lambda: simulate(schedule, equal_stages(3)),
+        lambda: simulate(schedule, equal_stages(2), [1.0, 1.0]),
+        lambda: simulate(schedule, equal_stages(2), -1.0),
+        lambda: simulate(schedule, equal_stages(2), overhead_seconds=-1.0),
+        lambda: equal_stages(2, -1.0),
+        lambda: stage_times([1.0], [1.0, 2.0], [1.0]),
+        lambda: peak_activations(schedule, [1.0]),
+        lambda: peak_activations(schedule, released_by_input_grad=2.0),
+    ):
+        with pytest.raises(SpecError):
+            wrong()
+
+
+def test_64_stages_512_microbatches_in_a_second():
+    schedule = build("zb-h1", 64, 512)
+    times = equal_stages(64)
+    best = min(_timed(schedule, times) for _ in range(3))
+    assert sum(map(len, schedule.actions)) == 64 * 512 * 3
+    assert best < 1.0
+
+
+def _timed(schedule, times):
+    start = time.perf_counter()
+    simulate(schedule, times, 0.01)
+    return time.perf_counter() - start

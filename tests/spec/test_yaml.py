@@ -1,0 +1,158 @@
+"""Job files: written and read without loss, with a user's own files wherever a preset name stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from shardwise.spec import Cluster, Device, Job, Link, Model, SpecError, presets
+from shardwise.spec.files import parse_yaml, read_yaml
+from spec.jobs import jobs
+
+DEVICE = "peak: {bf16: 100TFLOPS}\nmemory: 24GiB\nmemory_bandwidth: 1TB/s\n"
+LINK = "bandwidth: 12GB/s\nlatency: 3us\n"
+MODEL = "layers: 4\nhidden: 64\nheads: 4\nffn: 256\nvocab: 1000\n"
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(jobs())
+def test_a_job_survives_the_file(job: Job) -> None:
+    assert Job.from_yaml(job.to_yaml()) == job
+
+
+def test_presets_stay_names_in_a_job_file() -> None:
+    job = Job(model="llama3-8b", cluster="dgx-h100:4", training={"global_batch": 64})  # type: ignore[arg-type]
+    text = job.to_yaml()
+    assert parse_yaml(text) == {
+        "model": "llama3-8b",
+        "cluster": "dgx-h100:4",
+        "strategy": {"dp": 32},
+        "training": {"global_batch": 64},
+    }
+
+
+@pytest.mark.parametrize("name", ["tpu-v5p:8x8x16", "gb200-nvl72:3", "two-datacenters:8", "laptop", "dgx-a100"])
+def test_a_sized_cluster_keeps_its_short_name(name: str) -> None:
+    job = Job(model="llama3-8b", cluster=name, training={"global_batch": "1M-tokens"})  # type: ignore[arg-type]
+    assert job.to_dict()["cluster"] == name
+
+
+def write_parts(folder: Path) -> None:
+    """A device, a link, a cluster that names both, and a model; each its own file."""
+    (folder / "device.yaml").write_text(DEVICE)
+    (folder / "link.yml").write_text(LINK)
+    (folder / "model.yaml").write_text(MODEL)
+    (folder / "cluster.yaml").write_text(
+        f"device: {folder}/device.yaml\nlevels:\n  - {{size: 8, link: {folder}/link.yml}}\nhost_link: pcie-4\n"
+    )
+
+
+def test_own_files_stand_where_preset_names_stand(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    job = Job.from_dict({"model": str(tmp_path / "model.yaml"), "cluster": str(tmp_path / "cluster.yaml"),
+                         "training": {"global_batch": 8}})  # fmt: skip
+    assert job.model == Model.from_dict({**parse_yaml(MODEL), "name": "model"})
+    assert job.cluster.device == Device.from_dict({**parse_yaml(DEVICE), "name": "device"})
+    assert job.cluster.levels[0].link == Link.from_dict({**parse_yaml(LINK), "name": "link"})
+    assert job.cluster.host_link == presets.load("link", Link, "pcie-4")
+    assert Job.from_yaml(job.to_yaml()) == job
+
+
+def test_a_job_file_finds_model_and_cluster_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    write_parts(folder)
+    (folder / "job.yaml").write_text("model: model.yaml\ncluster: cluster.yaml\ntraining: {global_batch: 8}\n")
+    monkeypatch.chdir(elsewhere)
+    assert Job.read(folder / "job.yaml").model.name == "model"
+    monkeypatch.chdir(tmp_path)
+    assert Job.read("job/job.yaml").cluster.name == "cluster"
+
+
+def test_a_cluster_file_finds_its_device_and_links_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "device.yaml").write_text(DEVICE)
+    (tmp_path / "link.yaml").write_text(LINK)
+    (tmp_path / "cluster.yaml").write_text("device: device.yaml\nlevels: [{size: 8, link: link.yaml}]\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    cluster = presets.load("cluster", Cluster, str(tmp_path / "cluster.yaml"))
+    assert (cluster.device.name, cluster.levels[0].link and cluster.levels[0].link.name) == ("device", "link")
+
+
+def test_an_own_file_may_be_sized(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    text = (tmp_path / "cluster.yaml").read_text().replace("levels:\n", "levels:\n  - {size: 4, link: pcie-5}\n")
+    (tmp_path / "cluster.yaml").write_text(text)
+    job = Job.from_dict({"model": "gpt2", "cluster": f"{tmp_path}/cluster.yaml:6", "training": {"global_batch": 24}})
+    assert job.cluster.devices == 24
+
+
+def refused(text: str | bytes, folder: Path) -> SpecError:
+    path = folder / "job.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SpecError) as caught:
+        Job.read(path)
+    assert len(str(caught.value).splitlines()) == 1
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: a\ncluster: b\nmodel: c\n", "key 'model' twice, line 3"),
+        ("training: {seq: 1, seq: 2}\n", "key 'seq' twice, line 1"),
+        ("model: [unclosed\n", "line 2"),
+        ("a:\n\tb: 1\n", "line 2"),
+        ("a: b: c\n", "line 1, column 5"),
+        ("- just\n- a list\n", "holds no fields"),
+        ("", "holds no fields"),
+        ("model: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
+        ("a: *nowhere\n", "undefined alias"),
+        ("[" * 5000, "malformed YAML"),
+        ("model: gpt2\n---\nmodel: gpt2\n", "malformed YAML"),
+        (b"\xff\xfe\x00bad", "cannot be read (not text in UTF-8)"),
+        (b"name: \x80\n", "cannot be read (not text in UTF-8)"),
+        ("a: \x07\n", "malformed YAML"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_malformed_file_is_one_line_with_the_place(text: str | bytes, said: str, tmp_path: Path) -> None:
+    error = refused(text, tmp_path)
+    assert "job.yaml" in str(error)
+    assert said in str(error)
+    assert error.remedy
+
+
+def test_aliases_that_explode_or_hold_themselves_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    for text in ("\n".join(lines), "model: &m [*m]\n"):
+        assert "aliases make it more than 1,000,000 values" in refused(text, tmp_path).problem
+
+
+def test_a_file_that_is_not_there_a_folder_and_one_too_large(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="is not there; check the path"):
+        Job.read(tmp_path / "none.yaml")
+    with pytest.raises(SpecError, match="is a folder; name the file inside it"):
+        Job.read(tmp_path)
+    large = tmp_path / "large.yaml"
+    with large.open("wb") as file:
+        file.truncate(17 * 2**20)
+    with pytest.raises(SpecError, match="is larger than 16 MiB"):
+        read_yaml(large)
+
+
+def test_an_error_in_an_own_file_names_the_file_and_the_field(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MODEL.replace("heads: 4", "heads: four"))
+    with pytest.raises(SpecError) as caught:
+        Job.from_dict({"model": str(tmp_path / "mine.yaml"), "cluster": "laptop"})
+    assert caught.value.field == "model.mine.yaml.heads"
+    assert "'four'" in caught.value.problem
+
+
+def test_a_key_merged_by_alias_may_be_overridden() -> None:
+    assert parse_yaml("base: &b {x: 1, y: 2}\nown: {<<: *b, y: 3}\n")["own"] == {"x": 1, "y": 3}
