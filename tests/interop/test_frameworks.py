@@ -122,7 +122,16 @@ def test_who_can_run_a_three_dimensional_job() -> None:
     assert can_run(job, "colossalai") == []
     assert lacks("deepspeed", job) == {"strategy.sequence_parallel"}
     assert lacks("torchtitan", job) == {"strategy.zero", "training.precision"}
-    assert {"strategy.tp", "strategy.pp"} <= lacks("accelerate", job)
+    assert lacks("accelerate", job) == {"strategy.tp", "strategy.pp", "strategy.overlap.dp"}
+
+
+def test_what_follows_from_a_lack_is_not_repeated() -> None:
+    job = Job.from_dict({**BASE, "model": "deepseek-v3", "strategy": {"pp": 8, "stage_layers": "balanced", "ep": 8}})
+    exported = {loss.field for loss in export(job, "accelerate").missing}
+    assert {"strategy.pp", "strategy.stage_layers"} <= exported
+    assert "strategy.stage_layers" not in lacks("accelerate", job)
+    (latent,) = (loss for loss in can_run(job, "nanotron") if loss.field == "model.mla")
+    assert latent.value == ["kv_rank", "nope_dim", "rope_dim", "value_dim", "q_rank"]
 
 
 def test_the_pipeline_engine_of_deepspeed_refuses_zero_2() -> None:

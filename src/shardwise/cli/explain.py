@@ -219,7 +219,7 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     parser = _parser(
         topic,
         "Utilisation from a measured step time.",
-        "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --global-batch 1024 --seq 8192",
+        "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --batch 1024 --seq 8192",
     )
     add_job_arguments(parser)
     parser.add_argument("--step-seconds", default="10s", help="measured time of one step")

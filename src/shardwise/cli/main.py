@@ -11,6 +11,7 @@ from shardwise.spec.errors import SpecError, nearest_name
 VERBS = {
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
     "explain": ("explain", "one formula with the numbers put in and its source"),
+    "export": ("export", "a job as another framework's configuration, and what it cannot say"),
     "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
 }
 

@@ -78,6 +78,12 @@ class Analysis:
 
     @property
     def parameters(self) -> int:
+        """Parameters of the model as published: without multi-token-prediction modules."""
+        return parameter_count(self.job.model)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Every parameter that is trained and saved, prediction modules included."""
         return parameter_count(self.job.model, with_prediction_modules=True)
 
     @property

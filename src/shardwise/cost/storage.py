@@ -27,9 +27,9 @@ def checkpoint_bytes(analysis: Analysis) -> float:
     recipe, states = analysis.job.training.recipe, OPTIMIZERS[analysis.job.training.optimizer]
     model = analysis.job.model
     ends = embedding_parameters(model) + head_parameters(model)
-    matrices = analysis.parameters - ends
+    matrices = analysis.trained_parameters - ends
     per_parameter = recipe.weight + recipe.master
-    return analysis.parameters * per_parameter + matrices * states.matrices + ends * states.others
+    return analysis.trained_parameters * per_parameter + matrices * states.matrices + ends * states.others
 
 
 def data_rate(analysis: Analysis) -> float:

@@ -27,6 +27,7 @@ def analysis_data(analysis: Analysis, *, scaling: bool = False, ranks: bool = Fa
         "sequences": analysis.job.sequences,
         "tokens_per_step": analysis.job.tokens_per_step,
         "parameters": analysis.parameters,
+        "trained_parameters": analysis.trained_parameters,
         "active_parameters": analysis.active_parameters,
         "dimensions": {
             name: _dimension(analysis.dimension_traffics(name))

@@ -15,7 +15,6 @@ from shardwise.cost.traffic import Traffic
 from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
 from shardwise.report.console import bar, console, spoken, table
 from shardwise.spec.job import Job
-from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import (
     readable_bytes,
     readable_count,
@@ -70,7 +69,7 @@ def print_analysis(analysis: Analysis, *, scaling: bool = False, ranks: bool = F
 
 def _headline(analysis: Analysis) -> str:
     job = analysis.job
-    parameters = readable_count(parameter_count(job.model))
+    parameters = readable_count(analysis.parameters)
     active = f" ({readable_count(analysis.active_parameters)} active)" if job.model.moe else ""
     many = "microbatch" if job.microbatches == 1 else "microbatches"
     return (

@@ -32,6 +32,17 @@ TARGETS: dict[str, Target] = {
 }
 
 
+# What has no meaning without a field that is lost.
+_FOLLOWING = {
+    "strategy.tp": ("strategy.sequence_parallel", "strategy.overlap.tp"),
+    "strategy.cp": ("strategy.context_method", "strategy.overlap.cp"),
+    "strategy.pp": ("strategy.schedule", "strategy.interleave", "strategy.stage_layers", "strategy.overlap.pp"),
+    "strategy.ep": ("strategy.expert_tp", "strategy.dispatch", "strategy.overlap.ep"),
+    "strategy.schedule": ("strategy.interleave", "strategy.overlap.pp"),
+    "strategy.zero": ("strategy.shard_group", "strategy.keep_parameters", "strategy.accumulate"),
+}
+
+
 def target(name: str) -> Target:
     """A target by name; raises SpecError with the nearest one for another name."""
     if name.lower() not in TARGETS:
@@ -45,8 +56,22 @@ def export(job: Job, to: str) -> Exported:
 
 
 def can_run(job: Job, name: str) -> list[Lost]:
-    """What the framework lacks to run the job as it is; empty when it can."""
-    return list(target(name).export(job).missing)
+    """What the framework lacks to run the job as it is; empty when it can.
+
+    The list is in short: what follows from a lack is left out (no pipeline, so no schedule either), and the parts of
+    one noun of the model are one entry.
+    """
+    missing = {one.field: one for one in target(name).export(job).missing}
+    implied = {path for field in missing for path in _FOLLOWING.get(field, ())}
+    short: dict[str, Lost] = {}
+    for field, one in missing.items():
+        noun, _, inner = field.rpartition(".")
+        if noun in ("model.mla", "model.moe"):
+            names = [*(short[noun].value if noun in short else []), inner]
+            short[noun] = Lost(noun, names, one.why)
+        elif field not in implied:
+            short[field] = one
+    return list(short.values())
 
 
 def framework_of(path: Path | str) -> str | None:

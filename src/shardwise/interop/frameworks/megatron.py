@@ -67,7 +67,7 @@ def _sharding(job: Job) -> Settings:
 
 def _pipeline(job: Job) -> Settings:
     strategy, settings = job.strategy, Settings()
-    if strategy.pp == 1:
+    if strategy.pp == 1 or strategy.schedule not in ("1f1b", "interleaved"):
         return settings
     if isinstance(strategy.stage_layers, tuple) or job.model.layers % (strategy.pp * strategy.chunks_per_rank):
         from shardwise.spec.rules import stage_layer_counts
@@ -156,6 +156,7 @@ MEGATRON = Target(
         "strategy.accumulate": "Megatron-FSDP reduces gradients after every microbatch",
         "strategy.order": "ranks are laid out tp-cp-dp-pp, or tp-cp-pp-dp",
         "strategy.schedule": "only 1f1b and interleaved",
+        "strategy.stage_layers": "a layout belongs to a schedule it runs: 1f1b or interleaved",
         "strategy.recompute_operators": "--recompute-modules has the activation function of experts only",
         "strategy.recompute_layers": "selective recomputation takes every layer",
         "strategy.overlap.pp": "only the interleaved schedule overlaps its transfers",

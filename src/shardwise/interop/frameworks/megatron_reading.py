@@ -115,7 +115,7 @@ def layout_counts(layout: str) -> tuple[int, ...]:
         group, times, single, repeat, bare = match.groups()
         repeated = group * int(times) if times else single * int(repeat) if repeat else bare or ""
         text = text[: match.start()] + repeated + text[match.end() :]
-        if len(text) > 200_000:
+        if len(text) > 20_000:
             raise SpecError(key, f"{shown(layout)} has too many stages", "shorten it")
     return tuple(stage.count("t") for stage in text.split("|"))
 

@@ -201,6 +201,7 @@ NANOTRON = Target(
         "training.attention": "always a fused attention",
         "training.tokens": "counted in whole steps",
         "model": "only the shapes of its Llama and Qwen2",
+        "model.mla": "no latent attention",
         "model.moe": "only softmax routing; every expert as wide as the MLP",
     },
 )

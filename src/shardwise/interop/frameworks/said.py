@@ -7,6 +7,7 @@ model) is left out, so that no target is blamed for not carrying it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ def comparable(path: str, value: Any, job: Job) -> Any:
     return value
 
 
+@functools.cache
 def default_of(path: str) -> Any:
     """What a field is when nothing says it; None for a path without a default."""
     noun, _, rest = path.partition(".")
