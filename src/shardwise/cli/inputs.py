@@ -10,7 +10,7 @@ from shardwise.cli import bare
 from shardwise.cli.arguments import field_overrides
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
-from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job, read_job_fields
 from shardwise.spec.model import Model
@@ -29,23 +29,7 @@ def job_from(arguments: argparse.Namespace) -> Job:
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
         # Whoever names a bare topology wants its textbook algorithm.
         _set(fields, "strategy.collective", "textbook")
-    job = Job.from_dict(fields)
-    _check_collective(job.strategy.collective)
-    return job
-
-
-def _check_collective(name: str) -> None:
-    """Refuses an algorithm that no collective has; one that only some have falls back for the others."""
-    if name in ("auto", "textbook"):
-        return
-    from shardwise.collectives import pairs
-    from shardwise.collectives.cost import parse_composite
-
-    known = {pair.algorithm for pair in pairs()}
-    for part in parse_composite(name) or [name.partition("(")[0]]:
-        if part not in known:
-            remedy = nearest_name(part, {"auto", "textbook", *known}) or "`shardwise list collectives` shows all"
-            raise SpecError("strategy.collective", f"{shown(name)} is no algorithm", remedy)
+    return Job.from_dict(fields)
 
 
 def _set(fields: dict[str, Any], path: str, value: Any) -> None:

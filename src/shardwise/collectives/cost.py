@@ -11,7 +11,7 @@ from shardwise.collectives.arrays import checked_size, is_array
 from shardwise.collectives.hierarchy import flat_direct_cost, flat_ring_cost, hierarchical_cost, stage
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.libraries import offered, runs_levels_in_turn
-from shardwise.collectives.table import EXACT, LEVELS_ROWS, choose, rows_for, rows_for_level_of_hierarchy
+from shardwise.collectives.table import EXACT, LEVELS_ROWS, ROWS, choose, rows_for, rows_for_level_of_hierarchy
 from shardwise.collectives.topology import Topology
 from shardwise.collectives.work import CollectiveCost, level_cost, settle
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -87,6 +87,15 @@ def _named(kind: CollectiveKind, size: Size, topology: Topology, algorithm: str)
     if algorithm == "flat_ring":
         return flat_ring_cost(kind, size, topology)
     return flat_direct_cost(kind, size, topology)
+
+
+def check_algorithm(algorithm: str, field: str = "algorithm") -> None:
+    """Raises SpecError unless some collective on some network has ``algorithm``."""
+    known = {"auto", "textbook", *(row.name for row in ROWS), *(row.name for row in LEVELS_ROWS)}
+    for part in parse_composite(algorithm) or [algorithm.partition("(")[0]]:
+        if part not in known:
+            remedy = nearest_name(part, known) or "`shardwise list collectives` shows all"
+            raise SpecError(field, f"{shown(algorithm)} is no algorithm", remedy)
 
 
 def parse_composite(algorithm: str) -> list[str] | None:

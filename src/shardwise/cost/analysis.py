@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.compute import StageCompute, bubble_seconds, stage_compute
 from shardwise.cost.flops import flops_per_token
@@ -113,7 +114,7 @@ class Analysis:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was rounded or assumed."""
-        note = self.job.training.batch_note(self.job.batch_multiple)
+        note = self.job.training.batch_note(self.job.strategy.batch_multiple)
         host = self.job.cluster.host_memory
         over: tuple[str, ...] = ()
         if host is not None and self.job.strategy.offload.target == "cpu" and self.host_bytes > host:
@@ -124,6 +125,7 @@ class Analysis:
 
 def analyze(job: Job) -> Analysis:
     """Prices one job."""
+    check_algorithm(job.strategy.collective, "strategy.collective")
     memories = device_memories(job)
     slowest: Analysis | None = None
     for rank in _ranks_to_time(job):

@@ -62,7 +62,7 @@ def print_analysis(analysis: Analysis, *, scaling: bool = False, ranks: bool = F
         for kind in ("strong", "weak"):
             out.print(_scaling_table(analysis, kind))
     if ranks:
-        out.print(_ranks_table(analysis))
+        print("\n".join(_rank_lines(analysis)))
     for line in verdict_lines(analysis):
         out.print(line, style="bold", markup=False)
 
@@ -222,19 +222,16 @@ def _scaling_table(analysis: Analysis, kind: str) -> RenderableType:
     return table(f"{kind.capitalize()} scaling ({formula})", columns, rows, numbers_from=0)
 
 
-def _ranks_table(analysis: Analysis) -> RenderableType:
+def _rank_lines(analysis: Analysis) -> Iterator[str]:
+    """One plain line per rank: a table of tens of thousands of rows would take longer to draw than to price."""
     places = rank_places(analysis.job)
     names = list(places[0].groups)
-    rows = [
-        (
-            str(place.rank),
-            str(place.node),
-            str(place.local_rank),
-            *(f"{place.groups[name]}.{place.coordinates[name]}" for name in names),
-        )
-        for place in places
-    ]
-    return table("Ranks (group.position in every dimension)", ("rank", "node", "local", *names), rows, numbers_from=0)
+    yield "Ranks (group.position in every dimension)"
+    yield "".join(f"{title:>9}" for title in ("rank", "node", "local", *names))
+    for place in places:
+        groups = (f"{place.groups[name]}.{place.coordinates[name]}" for name in names)
+        yield "".join(f"{cell:>9}" for cell in (place.rank, place.node, place.local_rank, *groups))
+    yield ""
 
 
 def verdict_lines(analysis: Analysis) -> Iterator[str]:

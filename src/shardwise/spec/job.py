@@ -37,18 +37,13 @@ class Job(Spec):
         rules.check_job(self.model, self.cluster, self.strategy, self.training)
 
     @property
-    def batch_multiple(self) -> int:
-        """The global batch is a whole number of this many sequences."""
-        return self.strategy.data_parallel * self.strategy.microbatch
-
-    @property
     def sequences(self) -> int:
-        return self.training.sequences(self.batch_multiple)
+        return self.training.sequences(self.strategy.batch_multiple)
 
     @property
     def microbatches(self) -> int:
         """Microbatches that each pipeline processes in one step."""
-        return self.sequences // self.batch_multiple
+        return self.sequences // (self.strategy.data_parallel * self.strategy.microbatch)
 
     @property
     def tokens_per_step(self) -> int:

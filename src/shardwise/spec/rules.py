@@ -178,9 +178,9 @@ def _check_sharding(strategy: Strategy) -> None:
 def _check_batch(training: Training, strategy: Strategy) -> None:
     multiple = strategy.data_parallel * strategy.microbatch
     interleaved = strategy.schedule == "interleaved" and strategy.pp > 1
-    sequences = training.sequences(multiple)
+    sequences = training.sequences(strategy.batch_multiple)
     if sequences % multiple:
-        whole = multiple * strategy.pp if interleaved else multiple
+        whole = strategy.batch_multiple
         low = sequences // whole * whole
         nearest = f"use {low + whole}" if low == 0 else f"use {low} or {low + whole}"
         raise SpecError(

@@ -166,6 +166,12 @@ class Strategy(Spec):
         return distance
 
     @property
+    def batch_multiple(self) -> int:
+        """The global batch is a whole number of this many sequences; interleaving needs pp microbatches at a time."""
+        rounds = self.pp if self.schedule == "interleaved" else 1
+        return self.data_parallel * self.microbatch * rounds
+
+    @property
     def gradients_sharded(self) -> bool:
         """Whether a device holds only its shard of the gradients between microbatches."""
         return self.zero >= 2 and self.accumulate == "sharded"
