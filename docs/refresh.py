@@ -67,8 +67,10 @@ def selected(output: str, show: str | None) -> list[str]:
 
 
 def _find(lines: list[str], beginning: str, after: int) -> int:
+    """The first line from ``after`` on that begins so, whatever the width of its columns."""
+    wanted = " ".join(beginning.split())
     for index in range(after, len(lines)):
-        if lines[index].strip().startswith(beginning):
+        if " ".join(lines[index].split()).startswith(wanted):
             return index
     raise SystemExit(f"no line begins with {beginning!r} in:\n" + "\n".join(lines))
 
