@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from shardwise.cost.analysis import Analysis, analyze
-from shardwise.spec.job import Job
+from shardwise.interop.jobs import read_job
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,7 +127,7 @@ def draw_analysis(canvas: Canvas, analysis: Analysis) -> None:
 def main() -> None:
     canvas = Canvas()
     draw_loop(canvas)
-    draw_analysis(canvas, analyze(Job.read(ROOT / EXAMPLE)))
+    draw_analysis(canvas, analyze(read_job(ROOT / EXAMPLE)))
     target = ROOT / "docs" / "pictures" / "loop.svg"
     target.parent.mkdir(exist_ok=True)
     target.write_text(canvas.svg("plan, train, measure; and one analysis to scale"), encoding="utf-8")

@@ -19,6 +19,7 @@ _PUBLIC = {
     "Strategy": "shardwise.spec.strategy",
     "Training": "shardwise.spec.training",
     "SpecError": "shardwise.spec.errors",
+    "read_job": "shardwise.interop.jobs",
     "CollectiveKind": "shardwise.collectives",
     "Topology": "shardwise.collectives",
     "collective_latency_and_volume": "shardwise.collectives",
@@ -43,12 +44,14 @@ __all__ = [
     "collective_latency_and_volume",
     "p2p_latency",
     "per_gpu_memory_bytes",
+    "read_job",
 ]
 
 if TYPE_CHECKING:
     from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency
     from shardwise.cost.analysis import analyze
     from shardwise.cost.memory import per_gpu_memory_bytes
+    from shardwise.interop.jobs import read_job
     from shardwise.spec.errors import SpecError
     from shardwise.spec.hardware import Cluster, Device, Link
     from shardwise.spec.job import Job

@@ -147,7 +147,8 @@ def test_nothing_beats_the_links(name: str) -> None:
 def test_auto_arrays_and_monotony(net: Topology) -> None:
     sizes = np.array([0.0, 1, 1e3, 3e4, 1e6, 1e6 + 1, 1e8, 1e11])
     for kind in CollectiveKind:
-        names = [n for n in algorithm_names(kind, net) if n != "hierarchical_pipelined"]
+        models = ("hierarchical_pipelined", "parallel_rings")  # what "auto" takes only from a library
+        names = [n for n in algorithm_names(kind, net) if n not in models]
         auto = collective_cost(kind, sizes, net, "auto")
         for name in [*names, "auto"]:
             costs = [collective_cost(kind, float(size), net, name) for size in sizes]
@@ -171,9 +172,8 @@ def test_pipelined_levels_only_if_asked() -> None:
 def test_a_library_limits_the_choice() -> None:
     free = Topology.hierarchical([8, 4], [450e9, 50e9], [1e-6, 5e-6])
     nccl = Topology(free.levels, library="nccl")
-    for kind in CollectiveKind:
-        assert seconds(kind, nccl, "auto") >= seconds(kind, free, "auto")
-    assert collective_cost("all_gather", M, nccl, "auto").algorithm in ("flat_ring", "hierarchical(ring,ring)")
+    assert collective_cost("all_to_all", M, nccl, "auto").algorithm == "direct"
+    assert collective_cost("all_gather", M, nccl, "auto").algorithm == "parallel_rings"
     with pytest.raises(ValueError, match=r"topology\.library"):
         Topology(free.levels, library="mpi")
 

@@ -32,7 +32,8 @@ def test_every_token_travels_once_per_chosen_expert() -> None:
 
 
 def test_eight_bit_dispatch_halves_only_the_way_there() -> None:
-    case = job(MOE, dp=8, ep=8, training={"precision": "fp8"})
+    plain = job(MOE, dp=8, ep=8, training={"precision": "fp8"})
+    case = replace(plain, stack=replace(plain.stack, fp8_dispatch=True))
     sizes = {t.what: t.size_bytes for t in expert_traffic(case, rank_contents(case, 0))}
     assert sizes["dispatch, forward"] == 128 * 4 * 64
     assert sizes["combine, forward"] == 128 * 4 * TOKEN

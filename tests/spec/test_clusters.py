@@ -140,8 +140,9 @@ def test_every_cluster_of_the_catalogue_takes_a_job(name: str) -> None:
 @pytest.mark.parametrize("kind", presets.KINDS)
 def test_every_preset_loads_by_its_name_in_any_case(kind: str) -> None:
     from shardwise.spec import Device, Link, Model
+    from shardwise.spec.stack import Stack
 
-    noun: Any = {"model": Model, "device": Device, "link": Link, "cluster": Cluster}[kind]
+    noun: Any = {"model": Model, "device": Device, "link": Link, "cluster": Cluster, "stack": Stack}[kind]
     assert presets.names(kind)
     for name in presets.names(kind):
         assert presets.load(kind, noun, name).name == name

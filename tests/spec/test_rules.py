@@ -62,7 +62,7 @@ def test_the_job_that_the_cases_break_is_sound() -> None:
         ({"schedule": "interleaved", "interleave": 13, "pp": 2}, "strategy.interleave",
          "13 chunks for 12 layers", "use at most 12"),
         ({"pp": 2, "stage_layers": [5, 6]}, "strategy.stage_layers", "add up to 11", "custom has 12"),
-        ({"pp": 2, "stage_layers": [12, 0]}, "strategy.stage_layers", "has a stage without layers", "at least 1"),
+        ({"pp": 3, "stage_layers": [6, 0, 6]}, "strategy.stage_layers", "has a stage without layers", "at least 1"),
         ({"tp": 3, "dp": 5, "sequence_parallel": False}, "strategy", "tp 3 × cp 1 × dp 5 × pp 1 = 15 ranks, but "
          "the cluster has 48 devices", "use dp 16, or 15 devices"),
         ({"tp": 2, "pp": 3, "dp": 5, "devices": 47}, "strategy", "30 ranks", "use 30 devices, or other degrees"),

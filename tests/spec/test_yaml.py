@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from shardwise.interop.jobs import read_job
 from shardwise.spec import Cluster, Device, Job, Link, Model, SpecError, presets
 from shardwise.spec.files import parse_yaml, read_yaml
 from spec.jobs import jobs
@@ -67,9 +68,9 @@ def test_a_job_file_finds_model_and_cluster_beside_it(tmp_path: Path, monkeypatc
     write_parts(folder)
     (folder / "job.yaml").write_text("model: model.yaml\ncluster: cluster.yaml\ntraining: {global_batch: 8}\n")
     monkeypatch.chdir(elsewhere)
-    assert Job.read(folder / "job.yaml").model.name == "model"
+    assert read_job(folder / "job.yaml").model.name == "model"
     monkeypatch.chdir(tmp_path)
-    assert Job.read("job/job.yaml").cluster.name == "cluster"
+    assert read_job("job/job.yaml").cluster.name == "cluster"
 
 
 def test_a_cluster_file_finds_its_device_and_links_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +96,7 @@ def refused(text: str | bytes, folder: Path) -> SpecError:
     path = folder / "job.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SpecError) as caught:
-        Job.read(path)
+        read_job(path)
     assert len(str(caught.value).splitlines()) == 1
     return caught.value
 
@@ -136,9 +137,9 @@ def test_aliases_that_explode_or_hold_themselves_are_refused(tmp_path: Path) -> 
 
 def test_a_file_that_is_not_there_a_folder_and_one_too_large(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is not there; check the path"):
-        Job.read(tmp_path / "none.yaml")
+        read_job(tmp_path / "none.yaml")
     with pytest.raises(SpecError, match="is a folder; name the file inside it"):
-        Job.read(tmp_path)
+        read_job(tmp_path)
     large = tmp_path / "large.yaml"
     with large.open("wb") as file:
         file.truncate(17 * 2**20)

@@ -1,27 +1,46 @@
-"""From a job file and flags to a `Job`: presets, a user's own files, or bare numbers."""
+"""From a file and flags to a `Job`: presets, a user's own files, another framework's configuration, or bare numbers."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from shardwise.cli import bare
 from shardwise.cli.arguments import field_overrides
-from shardwise.spec import presets
+from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
-from shardwise.spec.job import Job, read_job_fields
+from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.units import parse
 
+__all__ = ["job_from", "model_from", "whole"]
+
+DEFAULT_CLUSTER = "dgx-h100"
+_DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
+# What many configurations leave to the training script, and we then have to assume.
+_ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
+
 
 def job_from(arguments: argparse.Namespace) -> Job:
-    """The job that a file and flags describe; flags override the file."""
-    fields: dict[str, Any] = read_job_fields(arguments.job) if arguments.job else {}
+    """The job that a file and flags describe; flags override the file.
+
+    The file may be another framework's configuration: what of it has no meaning here, and what it leaves open, is
+    said on standard error.
+    """
     overrides = field_overrides(arguments)
     bare.check_unused(arguments)
+    framework = other_framework(arguments.job) if arguments.job else None
+    fields: dict[str, Any] = {}
+    notes: list[str] = []
+    if framework is not None:
+        fields, notes = _imported(arguments, overrides, framework)
+    elif arguments.job:
+        fields = read_job_fields(arguments.job)
     for path, value in overrides.items():
         _set(fields, path, value)
     fields["model"] = _model(arguments, fields)
@@ -29,7 +48,53 @@ def job_from(arguments: argparse.Namespace) -> Job:
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
         # Whoever names a bare topology wants its textbook algorithm.
         _set(fields, "strategy.collective", "textbook")
-    return Job.from_dict(fields)
+    job = Job.from_dict(fields)
+    if framework is not None:
+        for note in [*notes, *_assumptions(fields, job)]:
+            print(f"note: {note}", file=sys.stderr)
+    return job
+
+
+def _imported(
+    arguments: argparse.Namespace, overrides: Mapping[str, Any], framework: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a job that another framework's configuration gives, and what to tell the user about it."""
+    from shardwise.interop.frameworks import read
+
+    notes = []
+    known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
+    if not bare.gives_cluster(arguments) and arguments.cluster is None and "cluster" not in known:
+        if arguments.gpus is None:
+            remedy = f"give --gpus 64 for a {DEFAULT_CLUSTER}, or --cluster dgx-h100:8 (`shardwise list clusters`)"
+            raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
+        known["cluster"] = DEFAULT_CLUSTER
+        notes.append(f"no cluster is given: {arguments.gpus} devices of a {DEFAULT_CLUSTER} are taken")
+    cluster = _cluster(arguments, known)
+    named = arguments.model is not None or bare.gives_model(arguments) or "model" in known
+    model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
+    given = {path: whole(str(overrides[path]), path) for path in _DEGREES if path in overrides}
+    # The first reading only finds the degrees; with the flags' they say how many ranks share the batch.
+    degrees = {**read(arguments.job, framework, model, given=given).fields, **given}
+    others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
+    if degrees.get("strategy.dp") is None and cluster.devices % others == 0:
+        given["strategy.dp"] = cluster.devices // others
+    imported = read(arguments.job, framework, model, cluster, given)
+    fields = {**imported.nested(), **known}
+    if isinstance(fields.get("model"), dict):
+        fields["model"] = {"name": f"from-{framework}", **fields["model"]}
+    notes += [*imported.notes, *(f"{setting} is not used" for setting in imported.unused)]
+    return fields, notes
+
+
+def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
+    """What neither the configuration nor a flag says."""
+    nouns = {"strategy": job.strategy, "training": job.training}
+    paths = [path.split(".") for path in _ASSUMED]
+    return [
+        f"{noun}.{name} is not in the file: {getattr(nouns[noun], name)} is taken"
+        for noun, name in paths
+        if name not in (fields.get(noun) or {})
+    ]
 
 
 def _set(fields: dict[str, Any], path: str, value: Any) -> None:
@@ -51,32 +116,11 @@ def _model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Model:
             raise SpecError(
                 "--model", f"{shown(arguments.model)} and bare numbers exclude each other", "give one of them"
             )
-        tensor = fields.get("strategy", {}).get("tp", 1)
-        return bare.model(arguments, tensor)
+        strategy = fields.get("strategy")
+        return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
     if named is None:
         raise SpecError("model", "is missing", "name one: --model llama3-8b (`shardwise list models`), or --params ...")
     return model_from(named)
-
-
-def model_from(named: Any) -> Model:
-    """A model by preset name, mapping, our own file, or a Hugging Face config.json (or its folder)."""
-    if isinstance(named, str) and presets.looks_like_file(named):
-        from pathlib import Path
-
-        path = Path(named)
-        if path.is_dir():
-            path = path / "config.json"
-        if path.suffix.lower() == ".json":
-            from shardwise.interop import model_from_hf_config
-
-            try:
-                return model_from_hf_config(path)
-            except SpecError as error:
-                raise error.under("model") from None
-    try:
-        return presets.resolve("model", Model, named)
-    except SpecError as error:
-        raise error.under("model") from None
 
 
 def _cluster(arguments: argparse.Namespace, fields: dict[str, Any]) -> Cluster:

@@ -12,6 +12,7 @@ VERBS = {
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
     "explain": ("explain", "one formula with the numbers put in and its source"),
     "export": ("export", "a job as another framework's configuration, and what it cannot say"),
+    "validate": ("validate", "score the cost model on a table of published or measured runs"),
     "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
 }
 

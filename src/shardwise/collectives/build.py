@@ -59,7 +59,9 @@ def _on_level(algorithm: Algorithm, kind: CollectiveKind, level: Level, size: An
 
 
 def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, chunks: int | None) -> Schedule:
-    names = [known for known in algorithm_names(kind, topology) if known != "hierarchical_pipelined"]
+    names = [
+        known for known in algorithm_names(kind, topology) if known not in ("hierarchical_pipelined", "parallel_rings")
+    ]
     per_level = parse_composite(name) if "hierarchical" in names else None
     if per_level is not None and not name.startswith("hierarchical_pipelined"):
         turns = stages(kind, topology, per_level)

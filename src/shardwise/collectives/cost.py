@@ -8,7 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives.arrays import checked_size, is_array
-from shardwise.collectives.hierarchy import flat_direct_cost, flat_ring_cost, hierarchical_cost, stage
+from shardwise.collectives.hierarchy import (
+    flat_direct_cost,
+    flat_ring_cost,
+    hierarchical_cost,
+    parallel_rings_cost,
+    stage,
+)
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.libraries import offered, runs_levels_in_turn
 from shardwise.collectives.table import EXACT, LEVELS_ROWS, ROWS, choose, rows_for, rows_for_level_of_hierarchy
@@ -86,6 +92,8 @@ def _named(kind: CollectiveKind, size: Size, topology: Topology, algorithm: str)
         raise SpecError("algorithm", f"{shown(algorithm)} cannot run {kind} on several levels", remedy)
     if algorithm == "flat_ring":
         return flat_ring_cost(kind, size, topology)
+    if algorithm == "parallel_rings":
+        return parallel_rings_cost(kind, size, topology)
     return flat_direct_cost(kind, size, topology)
 
 
@@ -121,9 +129,12 @@ def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str
     if not runs_levels_in_turn(topology.library, kind):
         return [name for name in names if not name.startswith("hierarchical")]
     if topology.library != "any":
-        names = [name for name in names if name == "flat_ring"]
-    elif not topology.pipelined_levels:
-        names = [name for name in names if name != "hierarchical_pipelined"]
+        names = [name for name in names if name == "parallel_rings"]
+        if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
+            return names
+    else:
+        models = ("parallel_rings",) if topology.pipelined_levels else ("parallel_rings", "hierarchical_pipelined")
+        names = [name for name in names if name not in models]
     best = [_best_on_level(kind, size, topology, index) for index in range(len(topology.levels))]
     for choice in _combinations(best):
         names.append(f"hierarchical({','.join(choice)})")

@@ -116,6 +116,28 @@ def flat_ring_cost(kind: CollectiveKind, size: Size, topology: Topology) -> Coll
     return settle(topology, used, volume, "flat_ring", exact=True)
 
 
+def parallel_rings_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
+    """As many rings through all devices as a node has, each leaving it by another device, as NCCL builds them.
+
+    A chunk still passes every device, one after the other (the latencies of n-1 hops), but each network port carries
+    1/g of the bytes; the rings keep all levels busy at once.
+    """
+    n, passes = topology.size, 2 if kind is CollectiveKind.ALL_REDUCE else 1
+    sent = passes * (n - 1) / n * size
+    used: dict[int, Work] = {}
+    inside = 1  # devices below one member of the level
+    for index, level in enumerate(topology.levels):
+        outside = n // (inside * level.size)
+        crossings = outside * (level.size - 1) if index < len(topology.levels) - 1 else level.size - 1
+        share = (level.size - 1) / level.size if index < len(topology.levels) - 1 else 1.0
+        hops = passes * crossings * level.shape.step_hops
+        carried = sent / inside * share * topology.sharing(index) * level.shape.step_load
+        used[index] = Work(hops=hops, bytes=carried)
+        inside *= level.size
+    volume = Work(steps=passes * (n - 1), sent_bytes=sent, received_bytes=sent, total_bytes=n * sent)
+    return settle(topology, used, volume, "parallel_rings", exact=False, overlapped=True)
+
+
 def flat_direct_cost(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
     """Everything in one round over every level's links at once: send_recv to the next rank, or all-to-all."""
     n = topology.size

@@ -11,6 +11,8 @@ from shardwise.cost.activations import (
     logits_temporary_bytes,
 )
 from shardwise.cost.in_flight import chunks_in_flight
+from shardwise.cost.operators import layer_operators
+from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents, fully_recomputed_share, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import StateBytes, expert_shards, rank_state_bytes, state_bytes
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -74,10 +76,26 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
         recomputed=_recomputed_layer_bytes(job, contents),
         gathered=_gathered_bytes(job, contents),
         communication=_communication_buffer_bytes(job),
-        temporary=logits_temporary_bytes(job) if contents.has_head else 0.0,
+        temporary=_temporary_bytes(job, contents),
         allowance=job.cluster.device.framework_memory,
         host=states.offloaded + offloaded,
     )
+
+
+def _temporary_bytes(job: Job, contents: RankContents) -> float:
+    """Logits while the loss is computed, or a weight gradient before it is added to the accumulated one.
+
+    Without a fused accumulation the largest matrix's 16-bit gradient and its copy live beside the fp32 one.
+    """
+    logits = logits_temporary_bytes(job) if contents.has_head else 0.0
+    if job.stack.fused_weight_gradient or job.training.recipe.gradient <= 2:
+        return logits
+    widest = max(
+        operator.columns * operator.inner
+        for operator in layer_operators(job.model, layer_shape(job), moe=False)
+        if operator.kind == "product"
+    )
+    return max(logits, 4 * widest)
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.collectives import Level, Topology, place
 from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Shape, Switch, Tree
@@ -124,6 +124,19 @@ def spanned(cluster: Cluster, runs: tuple[Run, ...], field: str) -> Topology | N
     if not levels:
         return None
     return Topology(levels=tuple(levels), pipelined_levels=cluster.pipelined_levels, library=cluster.library)
+
+
+def exchanging(topology: Topology, cluster: Cluster) -> Topology:
+    """The same network as an exchange of expert tokens or heads sees it: its own share of the innermost level.
+
+    Many small pieces to every peer reach less than a ring does; the share is the device's (see `Efficiency`).
+    """
+    share = cluster.device.efficiency.exchange
+    inner = cluster.levels[0].name
+    levels = tuple(
+        replace(level, efficiency=share, ramp_bytes=0.0) if level.name == inner else level for level in topology.levels
+    )
+    return replace(topology, levels=levels)
 
 
 def level_names(topology: Topology) -> str:

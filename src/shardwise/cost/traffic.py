@@ -44,6 +44,17 @@ class Traffic:
         return max(0.0, self.seconds - self.exposed_seconds)
 
     @property
+    def in_pass(self) -> Window:
+        """The pass it belongs to: that of its window, else the one its name ends with."""
+        return "forward" if self.window.endswith("forward") or self.what.endswith("forward") else "backward"
+
+    @property
+    def busiest_level(self) -> str:
+        """The network level that this traffic keeps busy longest."""
+        levels = self.cost.levels
+        return max(levels, key=lambda level: float(level.bandwidth_seconds)).level_name if levels else ""
+
+    @property
     def bytes_sent(self) -> float:
         """Bytes the busiest device sends in the whole step."""
         return self.count * float(self.cost.sent_bytes)
@@ -93,27 +104,71 @@ class ComputeWindows:
         }[window]
 
 
-def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> list[Traffic]:
-    """The same traffics with what of each stays exposed; those that share a window share its seconds.
+IN_LAYER = ("tp", "cp", "ep")
 
-    What spreads over the step claims first and takes an even part of every microbatch; what has only the window
-    of one microbatch (``window_share`` below 1) finds there what the others leave. Both in the order given.
+
+def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> list[Traffic]:
+    """The same traffics with what of each stays exposed.
+
+    What belongs to a layer hides under that pass's computation, one after the other. What spans layers (gradients,
+    gathered parameters, offload) hides under the whole pass, exposed transfers of the layers included, except while
+    these keep the same link busy.
     """
-    spread: dict[str, float] = {}
-    single: dict[str, float] = {}
     result = list(traffics)
-    for index in sorted(range(len(traffics)), key=lambda i: traffics[i].window_share < 1):
+    inside = [index for index, traffic in enumerate(traffics) if traffic.dimension in IN_LAYER]
+    used: dict[str, float] = {}
+    for index in inside:
         traffic = traffics[index]
-        if traffic.fixed_exposed_seconds is not None:
-            result[index] = replace(traffic, exposed_seconds=traffic.fixed_exposed_seconds)
-            continue
-        # Attention is part of the forward and backward passes: one pool of seconds per pass.
-        pool = traffic.window.removeprefix("attention ")
-        share = traffic.window_share
-        left = share * (windows.seconds(pool) - spread.get(pool, 0.0)) - single.get(pool, 0.0)  # type: ignore[arg-type]
-        available = max(0.0, min(left, windows.seconds(traffic.window) * share))
-        hidden = min(traffic.seconds * (1 - traffic.unhideable), available)
-        used = spread if share == 1 else single
-        used[pool] = used.get(pool, 0.0) + hidden
+        left = windows.seconds(traffic.in_pass) - used.get(traffic.in_pass, 0.0)
+        hidden = _hidden(traffic, min(left, windows.seconds(traffic.window)))
+        used[traffic.in_pass] = used.get(traffic.in_pass, 0.0) + hidden
         result[index] = replace(traffic, exposed_seconds=traffic.seconds - hidden)
-    return result
+    layers = [result[index] for index in inside]
+    taken: dict[tuple[str, str], tuple[float, float]] = {}
+    for index in sorted(set(range(len(traffics))) - set(inside), key=lambda i: traffics[i].window_share < 1):
+        result[index] = _across_layers(traffics[index], layers, windows, taken)
+    return _side_by_side(result)
+
+
+def _side_by_side(traffics: list[Traffic]) -> list[Traffic]:
+    """Leftovers of what spans layers, on different links, are waited for together: the longest counts."""
+
+    def overlapped(traffic: Traffic) -> bool:
+        spans_layers = traffic.dimension not in IN_LAYER and traffic.fixed_exposed_seconds is None
+        return spans_layers and traffic.window != "none"
+
+    waiting: dict[str, dict[str, float]] = {}
+    for traffic in filter(overlapped, traffics):
+        links = waiting.setdefault(traffic.in_pass, {})
+        links[traffic.busiest_level] = links.get(traffic.busiest_level, 0.0) + traffic.exposed_seconds
+    shares = {name: max(links.values()) / (sum(links.values()) or 1.0) for name, links in waiting.items()}
+    return [
+        replace(traffic, exposed_seconds=traffic.exposed_seconds * shares[traffic.in_pass])
+        if overlapped(traffic)
+        else traffic
+        for traffic in traffics
+    ]
+
+
+def _hidden(traffic: Traffic, available: float) -> float:
+    return max(0.0, min(traffic.seconds * (1 - traffic.unhideable), available))
+
+
+def _across_layers(
+    traffic: Traffic,
+    layers: list[Traffic],
+    windows: ComputeWindows,
+    taken: dict[tuple[str, str], tuple[float, float]],
+) -> Traffic:
+    """A traffic that spans layers; ``taken`` is what others of its link used of all microbatches and of the last."""
+    if traffic.fixed_exposed_seconds is not None:
+        return replace(traffic, exposed_seconds=traffic.fixed_exposed_seconds)
+    own_pass = [layer for layer in layers if layer.in_pass == traffic.in_pass]
+    lasting = windows.seconds(traffic.in_pass) + sum(layer.exposed_seconds for layer in own_pass)
+    busy = sum(layer.seconds for layer in own_pass if layer.busiest_level == traffic.busiest_level)
+    pool, share = (traffic.in_pass, traffic.busiest_level), traffic.window_share
+    spread, last = taken.get(pool, (0.0, 0.0))
+    room = share * max(0.0, lasting - busy - spread) - last if traffic.window != "none" else 0.0
+    hidden = _hidden(traffic, room)
+    taken[pool] = (spread + hidden, last) if share == 1 else (spread, last + hidden)
+    return replace(traffic, exposed_seconds=traffic.seconds - hidden)

@@ -1,20 +1,31 @@
-"""Other tools' descriptions of a model or a job, read as `shardwise.spec` nouns and written back."""
+"""Other tools' descriptions of a model or a job, read as `shardwise.spec` nouns and written back.
+
+The names below are imported when first used: the tables of the families and frameworks are long.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
+__all__ = ["can_run", "export", "hf_config_from_model", "model_from_hf_config", "read", "read_job"]
 
-__all__ = ["can_run", "export", "hf_config_from_model", "model_from_hf_config", "read"]
+_PUBLIC = {
+    "can_run": "frameworks",
+    "export": "frameworks",
+    "hf_config_from_model": "huggingface",
+    "model_from_hf_config": "huggingface",
+    "read": "frameworks",
+    "read_job": "jobs",
+}
 
-_FRAMEWORKS = ("can_run", "export", "read")
+if TYPE_CHECKING:
+    from shardwise.interop.frameworks import can_run, export, read
+    from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
+    from shardwise.interop.jobs import read_job
 
 
 def __getattr__(name: str) -> Any:
-    """The frameworks' tables are only read when one is asked for."""
-    if name not in _FRAMEWORKS:
+    if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from shardwise.interop import frameworks
-
-    return getattr(frameworks, name)
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.cost.analysis import DIMENSIONS, Analysis
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
+from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
 from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
@@ -37,6 +38,7 @@ def analysis_data(analysis: Analysis, *, scaling: bool = False, ranks: bool = Fa
         "memory": _memory(analysis),
         "flops": _flops(analysis),
         "time": _time(analysis),
+        "prediction": _prediction(analysis),
         "storage": _storage(analysis),
         "bottleneck": bottleneck(analysis),
     }
@@ -110,6 +112,18 @@ def _time(analysis: Analysis) -> dict[str, Any]:
         "exposed_share": analysis.exposed_share,
         "tokens_per_second_ceiling": analysis.tokens_per_second,
         "exposed_by_dimension": analysis.exposed_by_dimension(),
+    }
+
+
+def _prediction(analysis: Analysis) -> dict[str, Any]:
+    prediction = predict(analysis.job)
+    return {
+        "step_seconds": prediction.step_seconds,
+        "pipeline_seconds": prediction.pipeline_seconds,
+        "bubble_seconds": prediction.bubble_seconds,
+        "tail_seconds": prediction.tail_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "mfu": prediction.mfu,
     }
 
 

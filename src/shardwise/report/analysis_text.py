@@ -8,6 +8,7 @@ from rich.console import RenderableType
 
 from shardwise.cost.analysis import DIMENSIONS, Analysis
 from shardwise.cost.flops import flops_per_token
+from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
 from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
@@ -181,9 +182,13 @@ def _time_table(analysis: Analysis) -> RenderableType:
     shown = [(what, bar(seconds / step), readable_seconds(seconds), f"{seconds / step:.1%}") for what, seconds in rows]
     shown.append(("ceiling of tokens/s", "", f"{analysis.tokens_per_second:,.0f}", ""))
     shown.append(("ceiling of MFU", "", f"{analysis.mfu_ceiling:.1%}", ""))
+    prediction = predict(job)
+    shown.append(("predicted step time", "", readable_seconds(prediction.step_seconds), ""))
+    shown.append(("predicted tokens/s", "", f"{prediction.tokens_per_second:,.0f}", ""))
+    shown.append(("predicted MFU", "", f"{prediction.mfu:.1%}", ""))
     if job.training.tokens:
-        seconds = job.training.tokens / analysis.tokens_per_second
-        shown.append((f"{readable_count(job.training.tokens)} tokens take at least", "", readable_seconds(seconds), ""))
+        seconds = job.training.tokens / prediction.tokens_per_second
+        shown.append((f"{readable_count(job.training.tokens)} tokens take about", "", readable_seconds(seconds), ""))
     return table(title, ("part", "share of the step", "value", "share"), shown, numbers_from=2)
 
 

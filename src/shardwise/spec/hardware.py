@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from shardwise.spec import presets
 from shardwise.spec.codec import Spec, count, quantity, reference
+from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.errors import SpecError
 
 DATA_TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
@@ -33,6 +34,7 @@ class Device(Spec):
     compute_units: int = count(1)
     communication_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     framework_memory: float = quantity("bytes", 1.5 * 2**30, minimum=0)
+    efficiency: Efficiency = field(default_factory=Efficiency)
     power: float | None = quantity("watts", None)
     vendor: str = ""
     source: str = ""

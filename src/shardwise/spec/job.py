@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from shardwise.spec import presets, rules
 from shardwise.spec.clusters import cluster_from, cluster_short
 from shardwise.spec.codec import Spec, reference
-from shardwise.spec.errors import SpecError
-from shardwise.spec.files import dump_yaml, parse_yaml, read_yaml
+from shardwise.spec.files import dump_yaml, parse_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
+from shardwise.spec.stack import Stack, default_stack, stack_from
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -30,6 +28,7 @@ class Job(Spec):
     cluster: Cluster = reference(cluster_from, cluster_short)
     strategy: Strategy = field(default_factory=Strategy)
     training: Training = field(default_factory=Training)
+    stack: Stack = reference(stack_from, presets.shorten, default_factory=default_stack)
 
     def check(self) -> None:
         rules.check_model_fits(self.model, self.strategy, self.training)
@@ -81,17 +80,3 @@ class Job(Spec):
     @classmethod
     def from_yaml(cls, text: str) -> Job:
         return cls.from_dict(parse_yaml(text, "job"))
-
-    @classmethod
-    def read(cls, path: Path | str) -> Job:
-        """The job in a file; files it names are looked for beside it."""
-        return cls.from_dict(read_job_fields(path))
-
-
-def read_job_fields(path: Path | str) -> dict[str, Any]:
-    """The plain fields of a job file, before they are checked as a whole (flags may still override)."""
-    data = read_yaml(path, "job file")
-    if not isinstance(data, Mapping):
-        raise SpecError("job file", f"{path} holds no fields", "it needs model, cluster, strategy and training")
-    fields: dict[str, Any] = presets.files_beside(data, Path(path).parent)
-    return fields

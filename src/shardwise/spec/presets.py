@@ -17,7 +17,7 @@ from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import read_yaml
 
 _FOLDER = Path(__file__).parent / "catalogue"
-KINDS = ("model", "device", "link", "cluster")
+KINDS = ("model", "device", "link", "cluster", "stack")
 
 S = TypeVar("S", bound=Spec)
 
@@ -52,7 +52,7 @@ def load(kind: str, cls: type[S], name: str) -> S:
     return found
 
 
-_REFERENCES = ("model", "cluster", "device", "link", "host_link")
+_REFERENCES = ("model", "cluster", "device", "link", "host_link", "stack")
 
 
 def files_beside(data: Any, folder: Path) -> Any:
@@ -88,7 +88,7 @@ def _preset(kind: str, cls: Any, name: str) -> Any:
 
 def shorten(noun: Any) -> Any:
     """The preset name of ``noun`` where that alone brings it back, else all of its fields."""
-    kind = {"Model": "model", "Device": "device", "Link": "link"}.get(type(noun).__name__)
+    kind = {"Model": "model", "Device": "device", "Link": "link", "Stack": "stack"}.get(type(noun).__name__)
     own_class: Any = type(noun)
     if kind and noun.name in names(kind) and _preset(kind, own_class, noun.name) == noun:
         return noun.name

@@ -133,7 +133,8 @@ def _check_stages(model: Model, strategy: Strategy) -> None:
                 f"add up to {sum(strategy.stage_layers)}",
                 f"{model.name} has {model.layers}",
             )
-        if min(strategy.stage_layers) < 1:
+        # The first and the last stage may hold nothing but the embedding or the loss.
+        if min(strategy.stage_layers) < 0 or 0 in strategy.stage_layers[1:-1]:
             raise SpecError("strategy.stage_layers", "has a stage without layers", "give each at least 1")
     elif strategy.stage_layers == "even" and model.layers % stages:
         valid = [degree // chunks for degree in divisors(model.layers) if degree % chunks == 0]

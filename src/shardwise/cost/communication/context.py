@@ -8,7 +8,7 @@ heads by all-to-all (Jacobs et al. 2023, arXiv 2309.14509).
 from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.cost.network import group_runs, spanned
+from shardwise.cost.network import exchanging, group_runs, spanned
 from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import Traffic, Window, priced
 from shardwise.spec.job import Job
@@ -94,6 +94,7 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
     Key-value heads fewer than ranks are repeated until every rank has one.
     """
     model, strategy = job.model, job.strategy
+    topology = exchanging(topology, job.cluster)
     heads = model.heads / strategy.tp
     kv_heads = max(_key_value_features(job) / (model.query_key_dim + model.value_dim), strategy.cp)
     kv_heads = min(kv_heads, heads)

@@ -54,25 +54,46 @@ def _group(job: Job, what: str, parameters: float, units: int, runs: tuple[Run, 
     for run in runs:
         members *= run.degree
     if job.strategy.zero == 0:
-        return _Group(what, parameters, max(1, units), None, spanned(job.cluster, runs, "strategy.dp"), 1)
+        return _Group(
+            what, parameters, max(1, _tensors(job, units)), None, spanned(job.cluster, runs, "strategy.dp"), 1
+        )
     inner = part_of(runs, 1, shards, "strategy.shard_group")
     outer = part_of(runs, shards, members // shards, "strategy.shard_group")
     return _Group(
         what,
         parameters,
-        max(1, units),
+        max(1, _tensors(job, units)),
         spanned(job.cluster, inner, "strategy.dp"),
         spanned(job.cluster, outer, "strategy.dp"),
         shards,
     )
 
 
+def wire_bytes(job: Job) -> tuple[float, float]:
+    """Bytes per element of reduced gradients and of gathered parameters, as the stack sends them."""
+    recipe, stack = job.training.recipe, job.stack
+    gradient = min(recipe.gradient, 2.0) if stack.gradient_reduce == "bf16" else recipe.gradient
+    narrow = stack.parameter_gather == "fp8" and recipe.compute in ("fp8", "fp4")
+    return gradient, 1.0 if narrow else recipe.weight
+
+
+def _tensors(job: Job, layers: int) -> int:
+    """Pieces that are sent one after the other: layers, or every tensor by itself where the stack does so."""
+    if job.stack.per_parameter_collectives and job.strategy.zero == 1:
+        per_layer = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
+        return layers * per_layer
+    return layers
+
+
 def _group_traffic(job: Job, group: _Group) -> list[Traffic]:
-    strategy, recipe, m = job.strategy, job.training.recipe, job.microbatches
+    strategy, m = job.strategy, job.microbatches
     unit = group.parameters / group.units
+    gradient, weight = wire_bytes(job)
     reductions = m if strategy.gradients_sharded else 1
-    # Gradients are complete only in the last microbatch, unless every microbatch is reduced.
-    share = 1.0 if strategy.gradients_sharded else 1 / m
+    # Gradients are complete only in the last microbatch (of every chunk, when interleaved: the last p microbatches),
+    # unless every microbatch is reduced.
+    last = min(1.0, (strategy.pp if strategy.schedule == "interleaved" else 1) / m)
+    share = 1.0 if strategy.gradients_sharded else last
     traffics = []
 
     def line(
@@ -102,12 +123,12 @@ def _group_traffic(job: Job, group: _Group) -> list[Traffic]:
 
     if group.sharded_over is not None:
         gathers = 1 if strategy.zero < 3 or strategy.keep_parameters else m
-        gather_share = 1 / m if gathers == 1 else 1.0
+        gather_share = last if gathers == 1 else 1.0
         if strategy.zero == 3 and not strategy.keep_parameters:
             line(
                 "parameters, backward",
                 CollectiveKind.ALL_GATHER,
-                unit * recipe.weight,
+                unit * weight,
                 m,
                 group.sharded_over,
                 "backward",
@@ -116,7 +137,7 @@ def _group_traffic(job: Job, group: _Group) -> list[Traffic]:
         line(
             "gradients, backward",
             CollectiveKind.REDUCE_SCATTER,
-            unit * recipe.gradient,
+            unit * gradient,
             reductions,
             group.sharded_over,
             "backward",
@@ -125,14 +146,14 @@ def _group_traffic(job: Job, group: _Group) -> list[Traffic]:
         line(
             "parameters, forward",
             CollectiveKind.ALL_GATHER,
-            unit * recipe.weight,
+            unit * weight,
             gathers,
             group.sharded_over,
             "forward",
             gather_share,
         )
     if group.replicated_over is not None:
-        size = unit * recipe.gradient / group.shards
+        size = unit * gradient / group.shards
         line(
             "gradients, backward" if group.shards == 1 else "gradient shards, backward",
             CollectiveKind.ALL_REDUCE,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
-from shardwise.cost.network import expert_runs, level_names, spanned
+from shardwise.cost.network import exchanging, expert_runs, level_names, spanned
 from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import Traffic, Window, priced
 from shardwise.spec.job import Job
@@ -25,14 +25,16 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep")
     if topology is None:
         return []
+    topology = exchanging(topology, job.cluster)
     # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them, to
     # every rank that splits an expert.
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
     region = job.microbatch_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
     forward = calls * (1 + fully_recomputed_share(job, contents))
-    # Tokens are dispatched in the format the expert's first product reads, and combined in the wire format.
-    sizes = {"dispatch": min(recipe.linear_input, recipe.communication), "combine": recipe.communication}
+    # DeepSeek-V3 dispatches in the 8-bit format that the expert's first product reads; combining stays in 16 bit.
+    narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
+    sizes = {"dispatch": narrow, "combine": recipe.communication}
     traffics = []
     for what, element in sizes.items():
         token_bytes = region * model.hidden * element

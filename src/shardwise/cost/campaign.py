@@ -1,0 +1,181 @@
+"""A whole training run: days, device hours, money, and what failures take of it.
+
+Failures come at random with a mean time between them (exponential); what was computed since the last checkpoint is
+lost, and the job restarts. The expected time is that of Daly 2006, "A higher order estimate of the optimum checkpoint
+interval for restart dumps", FGCS 22(3), equation 20, for a run of many intervals:
+
+    T = M · e^(R/M) · (e^((τ + δ)/M) − 1) · W / τ
+
+W seconds of useful work, τ of it between checkpoints, δ to write one, R to restart, M between interruptions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.spec.errors import SpecError
+
+HOUR, DAY = 3600.0, 86400.0
+# Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs.
+LLAMA3_DEVICE_HOURS_PER_INTERRUPTION = 16_384 * 54 * 24 / 419
+_LARGEST_EXPONENT = 600.0  # e^600 is still a number
+
+
+def young_interval(checkpoint_seconds: float, between_interruptions: float) -> float:
+    """√(2δM): Young 1974, "A first order approximation to the optimum checkpoint interval", CACM 17(9)."""
+    return math.sqrt(2 * checkpoint_seconds * between_interruptions)
+
+
+def daly_interval(checkpoint_seconds: float, between_interruptions: float) -> float:
+    """Daly 2006, equation 37: √(2δM)·(1 + √(δ/2M)/3 + (δ/2M)/9) − δ, and M where writing takes 2M or more."""
+    if checkpoint_seconds >= 2 * between_interruptions:
+        return between_interruptions
+    part = checkpoint_seconds / (2 * between_interruptions)
+    first = young_interval(checkpoint_seconds, between_interruptions)
+    return first * (1 + math.sqrt(part) / 3 + part / 9) - checkpoint_seconds
+
+
+def best_interval(checkpoint_seconds: float, between_interruptions: float) -> float:
+    """The interval of least expected time: Daly's estimate, made exact.
+
+    Infinite without failures; 0 where a checkpoint takes no time. The derivative of the expected time is 0 where
+    1 − e^(−(τ + δ)/M) = τ/M; Newton's method finds it.
+    """
+    if math.isinf(between_interruptions):
+        return math.inf
+    if checkpoint_seconds == 0:
+        return 0.0
+    delta = checkpoint_seconds / between_interruptions
+    if delta < 1e-20:
+        return young_interval(checkpoint_seconds, between_interruptions)
+    tau = daly_interval(checkpoint_seconds, between_interruptions) / between_interruptions
+    for _ in range(50):
+        slope = math.expm1(-(tau + delta))
+        step = (-slope - tau) / slope
+        tau -= step
+        if abs(step) <= 1e-14 * tau:
+            break
+    return tau * between_interruptions
+
+
+def slowdown(interval: float, checkpoint_seconds: float, restart_seconds: float, between_interruptions: float) -> float:
+    """Expected seconds per second of useful work; raises SpecError where the run would not end."""
+    if math.isinf(interval) and math.isinf(between_interruptions):
+        return 1.0
+    if math.isinf(between_interruptions):
+        return 1.0 if checkpoint_seconds == 0 else 1 + checkpoint_seconds / interval
+    span, restart = (interval + checkpoint_seconds) / between_interruptions, restart_seconds / between_interruptions
+    if span + restart > _LARGEST_EXPONENT:
+        raise SpecError(
+            "checkpoint_interval",
+            f"{interval + checkpoint_seconds + restart_seconds:,.0f} s pass from a restart to the next checkpoint, and "
+            f"{between_interruptions:,.0f} s between interruptions: the run does not end",
+            "checkpoint more often, write or restart faster",
+        )
+    if interval == 0:  # and nothing to write
+        return math.exp(restart)
+    return max(1.0, math.exp(restart) * math.expm1(span) * between_interruptions / interval)  # 1 but for rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """A run of ``tokens`` on ``devices`` that together train ``tokens_per_second`` while nothing fails.
+
+    ``device_hours_per_interruption`` is the mean between unexpected interruptions of the whole job, times its devices
+    (infinite: none). ``checkpoint_seconds`` is how long writing one stops training. Left out, ``checkpoint_interval``
+    (seconds of training between two checkpoints) is the best one, and there is no ``cost`` without a price.
+    Raises SpecError for numbers that are none of that.
+    """
+
+    tokens: float
+    tokens_per_second: float
+    devices: int
+    price_per_device_hour: float | None = None
+    device_hours_per_interruption: float = math.inf
+    checkpoint_seconds: float = 0.0
+    restart_seconds: float = 0.0
+    checkpoint_interval: float | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("tokens", "tokens_per_second", "devices", "device_hours_per_interruption", "checkpoint_interval")
+        endless = ("device_hours_per_interruption", "checkpoint_interval")
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if math.isnan(value) or (math.isinf(value) and name not in endless):
+                raise SpecError(name, f"{value} is not a finite number", "correct it")
+            if value < 0 or (value == 0 and name in positive):
+                raise SpecError(name, f"{value} is not {'positive' if name in positive else '0 or more'}", "correct it")
+        if not math.isfinite(self.useful_seconds * self.slowdown * self.devices) or self.useful_seconds <= 0:
+            what = f"{self.tokens} at {self.tokens_per_second} tokens/s"
+            raise SpecError("tokens", f"{what} is out of range", "check both")
+
+    @property
+    def between_interruptions(self) -> float:
+        """Mean seconds between two interruptions of the whole job."""
+        return self.device_hours_per_interruption * HOUR / self.devices
+
+    @property
+    def best_interval(self) -> float:
+        """Seconds of training between checkpoints that make the run shortest."""
+        return best_interval(self.checkpoint_seconds, self.between_interruptions)
+
+    @property
+    def interval(self) -> float:
+        """Seconds of training between checkpoints: as given, else the best."""
+        return self.best_interval if self.checkpoint_interval is None else self.checkpoint_interval
+
+    @cached_property
+    def slowdown(self) -> float:
+        """Expected seconds per second of useful work."""
+        return slowdown(self.interval, self.checkpoint_seconds, self.restart_seconds, self.between_interruptions)
+
+    @property
+    def useful_seconds(self) -> float:
+        """What the run would take if nothing failed and nothing were saved."""
+        return self.tokens / self.tokens_per_second
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds from the start to the last token."""
+        return self.useful_seconds * self.slowdown
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
+
+    @property
+    def device_hours(self) -> float:
+        return self.seconds / HOUR * self.devices
+
+    @property
+    def cost(self) -> float | None:
+        """Money, in the currency of the price; None without a price."""
+        return None if self.price_per_device_hour is None else self.device_hours * self.price_per_device_hour
+
+    @property
+    def interruptions(self) -> float:
+        """Expected unexpected interruptions until the run is done, those during restarts among them."""
+        return self.seconds / self.between_interruptions
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that moves training forward: 1 less checkpoints, lost work and restarts."""
+        return 1 / self.slowdown
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Shares of the time, adding up to 1: ``training``, ``checkpoints``, ``restarts`` and ``lost`` work.
+
+        A restart lasts R, or until the next interruption, M·(1 − e^(−R/M)) on average; each interruption brings one.
+        A checkpoint that an interruption breaks off counts as lost.
+        """
+        written = self.checkpoint_seconds / self.interval if self.checkpoint_seconds else 0.0
+        training, checkpoints = self.goodput, self.goodput * written
+        restarts = -math.expm1(-self.restart_seconds / self.between_interruptions)
+        lost = max(0.0, 1 - training - checkpoints - restarts)
+        return {"training": training, "checkpoints": checkpoints, "restarts": restarts, "lost": lost}

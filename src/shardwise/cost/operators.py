@@ -1,0 +1,140 @@
+"""The operators of one layer on one device, after every dimension has split it: what is multiplied, what is moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.spec.model import Matrix, Model
+
+OperatorKind = Literal["product", "attention", "traffic"]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """All that a layer's arithmetic on one device depends on."""
+
+    tokens: float  # of one microbatch on one context-parallel rank
+    region_tokens: float  # the same where sequence parallelism divides them by tp
+    seq: int
+    tp: int = 1
+    expert_tp: int = 1
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kernel, or a group of equal ones.
+
+    A product multiplies (rows × inner) by (inner × columns). Attention has ``queries`` rows against ``seq`` keys.
+    Traffic reads and writes bytes. ``recomputed_by`` names the selective-recompute operator that runs it again.
+    """
+
+    name: str
+    kind: OperatorKind
+    rows: float = 0.0
+    columns: float = 0.0
+    inner: float = 0.0
+    heads: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    kernels: int = 1
+    expert: bool = False
+    wide: bool = False  # stays in 16 bit in every recipe
+    recomputed_by: str = ""
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.columns * self.inner
+
+
+def layer_operators(model: Model, shape: LayerShape, *, moe: bool) -> tuple[Operator, ...]:
+    """Every operator of one dense or mixture-of-experts layer."""
+    mlp = _experts(model, shape) if moe and model.moe else _mlp(model, shape, model.ffn)
+    return (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp)
+
+
+def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Operator:
+    share = matrix.share(tensor)
+    inner = matrix.inputs * (share if matrix.split == "row" else 1)
+    columns = matrix.outputs * (share if matrix.split == "column" else 1)
+    return Operator(matrix.name, "product", rows, columns, inner, **options)  # type: ignore[arg-type]
+
+
+def _projections(model: Model, shape: LayerShape) -> list[Operator]:
+    """Queries, keys and values in one product where they share their input, and the output projection."""
+    *inputs, output = model.attention_matrices
+    if model.mla is None:
+        columns = sum(matrix.outputs * matrix.share(shape.tp) for matrix in inputs)
+        first = [Operator("query, key, value", "product", shape.tokens, columns, model.hidden)]
+    else:
+        first = [
+            _product(matrix, shape.region_tokens if matrix.split == "none" else shape.tokens, shape.tp,
+                     recomputed_by="up-projection" if matrix.name.endswith("up") else "")
+            for matrix in inputs
+        ]  # fmt: skip
+    return [*first, _product(output, shape.tokens, shape.tp)]
+
+
+def _attention(model: Model, shape: LayerShape) -> Operator:
+    """Scores and weighted values of this device's heads; ``columns`` are keys, ``inner`` the head's features."""
+    heads = model.heads / shape.tp
+    features = (model.query_key_dim + model.value_dim) * heads
+    return Operator("attention", "attention", shape.tokens, shape.seq, features, heads=heads, recomputed_by="attention")
+
+
+def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
+    """Norms, residuals and rotary embedding: bytes read and written in 16 bit.
+
+    Two norms and two residual additions read and write 10 tensors of h per token forward and 12 backward.
+    """
+    hidden = model.hidden * shape.region_tokens
+    operators = [Operator("norms and residuals", "traffic", forward_bytes=20 * hidden, backward_bytes=24 * hidden,
+                          kernels=4, recomputed_by="norm")]  # fmt: skip
+    if model.positions == "rope":
+        heads = model.heads / shape.tp + model.key_value_heads / min(shape.tp, model.key_value_heads)
+        moved = 4 * heads * model.query_key_dim * shape.tokens
+        operators.append(Operator("rotary embedding", "traffic", forward_bytes=moved, backward_bytes=moved, kernels=2))
+    return operators
+
+
+def _activation(model: Model, elements: float) -> Operator:
+    """Gated: two inputs and one output of ``elements``; plain: one and one."""
+    forward, backward = (6, 10) if model.gated else (4, 6)
+    return Operator("activation", "traffic", forward_bytes=forward * elements, backward_bytes=backward * elements,
+                    recomputed_by="activation")  # fmt: skip
+
+
+def _mlp(model: Model, shape: LayerShape, width: float) -> list[Operator]:
+    up = (2 if model.gated else 1) * width / shape.tp
+    return [
+        Operator("MLP up", "product", shape.tokens, up, model.hidden),
+        _activation(model, shape.tokens * width / shape.tp),
+        Operator("MLP down", "product", shape.tokens, model.hidden, width / shape.tp),
+    ]
+
+
+def _experts(model: Model, shape: LayerShape) -> list[Operator]:
+    """Router, permutation and grouped products of the experts on this device, with balanced load."""
+    assert model.moe
+    moe = model.moe
+    routed = shape.region_tokens * moe.top_k * shape.expert_tp
+    width = moe.ffn / shape.expert_tp
+    up = (2 if model.gated else 1) * width
+    moved = 4 * model.hidden * shape.region_tokens * moe.top_k
+    operators = [
+        Operator("router", "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
+        Operator("permute", "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),
+        Operator("experts up", "product", routed, up, model.hidden, expert=True),
+        _activation(model, routed * width),
+        Operator("experts down", "product", routed, model.hidden, width, expert=True),
+    ]
+    return operators + (_mlp(model, shape, moe.shared_ffn) if moe.shared_ffn else [])
+
+
+def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
+    """Output projection and loss of the last stage; the logits stay in 16 bit in every recipe."""
+    logits = shape.tokens * model.vocab / shape.tp
+    return (
+        Operator("head", "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),
+        Operator("loss", "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),
+    )

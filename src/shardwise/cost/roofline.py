@@ -1,0 +1,134 @@
+"""Seconds of one operator on one device: arithmetic at a sustained share of peak, bytes at a share of memory speed.
+
+The form and its terms: products sustain one share of the peak per device and data type; a part of the operands'
+bytes and a fixed cost per kernel add to it (they are seen in whole steps, not hidden by a maximum).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.cost.operators import Operator
+from shardwise.spec.hardware import Device
+from shardwise.spec.stack import Stack
+from shardwise.spec.training import Recipe
+
+# An eager stack runs norms, rotary embedding and activation as several kernels over the same tensors.
+_EAGER_PASSES = 2.5
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Forward pass, input gradient and weight gradient."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        return self.input_gradient + self.weight_gradient
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+        )
+
+    def __mul__(self, factor: float) -> Seconds:
+        return Seconds(self.forward * factor, self.input_gradient * factor, self.weight_gradient * factor)
+
+
+def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: Stack, *, causal: bool) -> Seconds:
+    """What ``operator`` takes on ``device`` in the formats of ``recipe``, as ``stack`` runs it."""
+    if operator.kind == "product":
+        return _product(operator, device, recipe, stack)
+    if operator.kind == "attention":
+        return _attention(operator, device, recipe, stack, causal)
+    return _traffic(operator, device, stack)
+
+
+def _launch(device: Device, stack: Stack) -> float:
+    """A captured step launches no kernel by itself."""
+    return 0.0 if stack.cuda_graphs == "full" else device.efficiency.operator_seconds
+
+
+def wide_type(recipe: Recipe) -> str:
+    """The format of what a low-precision recipe leaves alone: attention, head, router."""
+    return recipe.compute if recipe.compute in ("fp32", "fp16", "bf16") else "bf16"
+
+
+def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
+    efficiency = device.efficiency
+    data_type = wide_type(recipe) if operator.wide else recipe.compute
+    rate = device.peak_flops(data_type) * efficiency.gemm_share(data_type)
+    if operator.expert and not stack.fused_moe_mlp:
+        rate *= efficiency.expert_gemm
+    rows, columns, inner = operator.rows, operator.columns, operator.inner
+    element = recipe.activation
+    read, written = element * (rows * inner + inner * columns), element * rows * columns
+    # The weight gradient is accumulated in fp32: read and written, 8 bytes per weight.
+    accumulated = element * rows * (inner + columns) + 8 * inner * columns
+    exposed = efficiency.operand_traffic / device.memory_bandwidth
+    launch = _launch(device, stack)
+
+    def seconds(depth: float, moved: float) -> float:
+        return operator.flops / rate * (1 + efficiency.gemm_rolloff / depth) + moved * exposed + launch
+
+    forward, backward = seconds(inner, read + written), seconds(columns, read + written)
+    weight = seconds(rows, accumulated)
+    if not operator.wide and recipe.compute in ("fp8", "fp4"):
+        forward += _cast(rows * inner + inner * columns, device, stack)
+        backward += _cast(rows * columns, device, stack)
+    return Seconds(forward, backward, weight)
+
+
+def _cast(elements: float, device: Device, stack: Stack) -> float:
+    """A tensor read in 16 bit and written in 8 with its transpose: 4 bytes per element; fused in some stacks."""
+    share = 0.7 if stack.fused_casts else 1.0
+    return share * 4 * elements / (device.memory_bandwidth * device.efficiency.memory)
+
+
+def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack, causal: bool) -> Seconds:
+    efficiency, peak = device.efficiency, device.peak_flops(wide_type(recipe))
+    if stack.attention == "unfused":
+        return _stored_scores_attention(operator, device, recipe, stack)
+    flops = operator.flops * (0.5 if causal else 1.0)
+    older = efficiency.older_attention if stack.attention == "flash-2" else 1.0
+    launch = _launch(device, stack)
+    # The backward kernel makes five products where the forward one makes two (Dao 2023, arXiv 2307.08691).
+    return Seconds(
+        flops / (peak * efficiency.attention_forward * older) + launch,
+        2.5 * flops / (peak * efficiency.attention_backward * older) + launch,
+    )
+
+
+def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
+    """Two batched products over all keys, and the score matrix read and written by mask, softmax and dropout."""
+    efficiency = device.efficiency
+    wide = wide_type(recipe)
+    rate = device.peak_flops(wide) * efficiency.gemm_share(wide)
+    scores = operator.rows * operator.columns * operator.heads
+    memory = device.memory_bandwidth * efficiency.memory / efficiency.stored_scores_traffic
+    launch = 4 * _launch(device, stack)
+    products = operator.flops / rate
+    return Seconds(products + 18 * scores / memory + launch, 2 * products + 22 * scores / memory + launch)
+
+
+def _traffic(operator: Operator, device: Device, stack: Stack) -> Seconds:
+    efficiency = device.efficiency
+    memory = device.memory_bandwidth * efficiency.memory
+    passes = 1.0
+    if operator.name == "permute":
+        passes = 1.0 if stack.fused_permute else 3.0
+    elif operator.name != "loss":
+        passes = efficiency.elementwise_traffic * (_EAGER_PASSES if stack.elementwise == "eager" else 1.0)
+    launch = operator.kernels * _launch(device, stack)
+    return Seconds(
+        passes * operator.forward_bytes / memory + launch, passes * operator.backward_bytes / memory + launch
+    )

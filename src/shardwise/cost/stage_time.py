@@ -1,0 +1,86 @@
+"""Seconds that one device of a pipeline rank computes for one microbatch, from the operators of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators
+from shardwise.cost.roofline import Seconds, operator_seconds
+from shardwise.cost.stages import RankContents, fully_recomputed_share
+from shardwise.spec.job import Job
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One microbatch on one pipeline rank: the passes, attention's part of them, and what runs again."""
+
+    passes: Seconds
+    attention: Seconds
+    recomputed: float
+
+    @property
+    def forward(self) -> float:
+        return self.passes.forward
+
+    @property
+    def input_gradient(self) -> float:
+        """Input gradients, and the forward passes that recompute runs before them."""
+        return self.passes.input_gradient + self.recomputed
+
+    @property
+    def weight_gradient(self) -> float:
+        return self.passes.weight_gradient
+
+    @property
+    def backward(self) -> float:
+        return self.input_gradient + self.weight_gradient
+
+
+def layer_shape(job: Job) -> LayerShape:
+    """The shape of the job's layers on one device."""
+    strategy = job.strategy
+    tokens = job.microbatch_tokens
+    region = tokens / strategy.tp if strategy.sequence_parallel else tokens
+    return LayerShape(tokens, region, job.training.seq, strategy.tp, strategy.expert_tensor_parallel)
+
+
+def _seconds(job: Job, operator: Operator) -> Seconds:
+    device, recipe = job.cluster.device, job.training.recipe
+    return operator_seconds(operator, device, recipe, job.stack, causal=job.model.causal)
+
+
+def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
+    """What a device of this pipeline rank computes for one microbatch."""
+    passes, attention, again = Seconds(), Seconds(), 0.0
+    shape, share = layer_shape(job), fully_recomputed_share(job, contents)
+    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        if not count:
+            continue
+        for operator in layer_operators(job.model, shape, moe=moe):
+            seconds = _seconds(job, operator) * count
+            passes += seconds
+            if operator.kind == "attention":
+                attention += seconds
+            # Full recompute runs every operator of the layer again, selective only those it names.
+            again += seconds.forward * (1.0 if operator.recomputed_by in job.recomputed_operators else share)
+    if contents.has_head:
+        for operator in head_operators(job.model, shape):
+            passes += _seconds(job, operator)
+    call = job.cluster.device.efficiency.stage_call_seconds * job.strategy.chunks_per_rank
+    return StageSeconds(passes + Seconds(call, call), attention, again)
+
+
+def optimizer_seconds(job: Job, contents: RankContents) -> float:
+    """The optimizer step: owned states are read and written in fp32, local weights and gradients touched once.
+
+    30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written) and 8 per
+    local one (gradient norm and zeroing), at the memory's sustained speed; plus what a step costs besides.
+    """
+    from shardwise.cost.states import expert_shards
+
+    strategy, device = job.strategy, job.cluster.device
+    shards = strategy.sharding_group if strategy.zero else 1
+    owned = contents.dense / shards + contents.experts / (expert_shards(strategy) if strategy.zero else 1)
+    local = contents.total / (shards if strategy.zero == 3 else 1)
+    moved = 30 * owned + 8 * local
+    return moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds

@@ -1,0 +1,64 @@
+"""Job files: our own, whose model may be a Hugging Face config.json; and whether a file is another framework's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.spec import presets
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_yaml
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+
+
+def read_job(path: Path | str) -> Job:
+    """The job in a job file; files it names are looked for beside it. Raises SpecError for any mistake in it."""
+    data = read_job_fields(path)
+    if data.get("model") is not None:
+        data["model"] = model_from(data["model"])
+    return Job.from_dict(data)
+
+
+def read_job_fields(path: Path | str) -> dict[str, Any]:
+    """The plain fields of a job file, before they are checked as a whole (flags may still override)."""
+    data = read_yaml(path, "job file")
+    if not isinstance(data, Mapping):
+        raise SpecError("job file", f"{path} holds no fields", "it needs model, cluster, strategy and training")
+    found: dict[str, Any] = presets.files_beside(data, Path(path).parent)
+    return found
+
+
+def model_from(named: Any) -> Model:
+    """A model by preset name, mapping, our own file, or a Hugging Face config.json (or its folder)."""
+    try:
+        if isinstance(named, str) and presets.looks_like_file(named):
+            path = Path(named)
+            if path.is_dir():
+                path = path / "config.json"
+            if path.suffix.lower() == ".json":
+                from shardwise.interop.huggingface import model_from_hf_config
+
+                return model_from_hf_config(path)
+        return presets.resolve("model", Model, named)
+    except SpecError as error:
+        raise error.under("model") from None
+
+
+def other_framework(path: Path | str) -> str | None:
+    """The framework whose configuration the file is; None for a job file of ours, and for a file that is neither.
+
+    The frameworks' tables are only read for a file that is not plainly ours.
+    """
+    if Path(path).suffix.lower() in (".yaml", ".yml"):
+        try:
+            data = read_yaml(path)
+        except SpecError:
+            return None
+        if not isinstance(data, Mapping) or set(data) <= {field.name for field in fields(Job)}:
+            return None
+    from shardwise.interop.frameworks import framework_of
+
+    return framework_of(path)

@@ -1,0 +1,47 @@
+"""The software that runs a job, as flags and kinds; never as fitted numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardwise.spec import presets
+from shardwise.spec.codec import Spec
+from shardwise.spec.strategy import Overlap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Spec):
+    """What a training framework does by itself: kernels it fuses, what it overlaps, in which format it reduces.
+
+    ``overlap`` is what a job on this stack hides unless its strategy says otherwise. ``tp_overlap`` tells how:
+    "decomposed" cuts the product into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
+    """
+
+    name: str = "custom"
+    attention: Literal["unfused", "flash-2", "fused"] = "fused"
+    overlap: Overlap = field(default_factory=Overlap)
+    tp_overlap: Literal["decomposed", "buffers"] = "decomposed"
+    gradient_reduce: Literal["fp32", "bf16"] = "fp32"
+    parameter_gather: Literal["bf16", "fp8"] = "bf16"
+    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    fp8_dispatch: bool = False
+    cuda_graphs: Literal["none", "partial", "full"] = "none"
+    elementwise: Literal["fused", "eager"] = "fused"
+    fused_moe_mlp: bool = False
+    fused_permute: bool = False
+    fused_loss: bool = False
+    fused_casts: bool = False
+    fused_weight_gradient: bool = True
+    per_parameter_collectives: bool = False
+    source: str = ""
+
+
+def stack_from(value: Any) -> Stack:
+    """The stack that a preset name, a file or a mapping describes."""
+    return presets.resolve("stack", Stack, value)
+
+
+def default_stack() -> Stack:
+    """This project's own engine."""
+    return stack_from("shardwise")
