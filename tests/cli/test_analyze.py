@@ -12,6 +12,7 @@ import pytest
 
 from cli.running import HEADLINE, run, run_json
 from interop.published_configs import CATALOGUE
+from shardwise.cli.main import main
 from shardwise.spec import Job
 from shardwise.spec.units import readable_bytes, readable_count, readable_flops, readable_seconds
 
@@ -242,3 +243,16 @@ def test_the_catalogue_is_listed_as_text_and_as_json(what: str, monkeypatch: pyt
     assert text.status == 0
     first = next(iter(rows[0]))
     assert all(str(row[first]) in text.out for row in rows)
+
+
+def test_a_named_stack_brings_its_overlap_unless_the_strategy_says_otherwise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = "analyze --model llama3-8b --cluster dgx-h100 --tp 8 --batch 8 --json --stack megatron-core"
+
+    def overlap(*more: str) -> object:
+        assert main([*command.split(), *more]) == 0
+        return json.loads(capsys.readouterr().out)["job"]["strategy"].get("overlap")
+
+    assert overlap() == {"tp": True}
+    assert overlap("--set", "strategy.overlap={tp: false}") is None

@@ -55,6 +55,7 @@ _FIELD_FLAGS = (
     ("--recompute", "strategy.recompute", "none, selective or full"),
     ("--context-method", "strategy.context_method", "ring, all-gather or ulysses"),
     ("--dispatch", "strategy.dispatch", "all-to-all or deduplicated"),
+    ("--stack", "stack", "software that runs it: shardwise, megatron-core, torchtitan, ... or a file"),
     ("--collective", "strategy.collective", "auto, textbook, or one algorithm"),
     ("--global-batch", "training.global_batch", "sequences per step, or tokens: 16M-tokens"),
     ("--batch", "training.global_batch", "the same as --global-batch"),

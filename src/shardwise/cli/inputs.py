@@ -16,6 +16,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.stack import stack_from
 from shardwise.spec.units import parse
 
 __all__ = ["job_from", "model_from", "whole"]
@@ -48,11 +49,26 @@ def job_from(arguments: argparse.Namespace) -> Job:
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
         # Whoever names a bare topology wants its textbook algorithm.
         _set(fields, "strategy.collective", "textbook")
+    _take_stack_defaults(fields)
     job = Job.from_dict(fields)
     if framework is not None:
         for note in [*notes, *_assumptions(fields, job)]:
             print(f"note: {note}", file=sys.stderr)
     return job
+
+
+def _take_stack_defaults(fields: dict[str, Any]) -> None:
+    """A named stack overlaps and dispatches as it does by itself, unless the strategy says otherwise."""
+    strategy = fields.get("strategy") or {}
+    if "stack" not in fields or not isinstance(strategy, Mapping):
+        return
+    try:
+        stack = stack_from(fields["stack"])
+    except SpecError as error:
+        raise error.under("stack") from None
+    for name in ("overlap", "dispatch"):
+        if name not in strategy:
+            _set(fields, f"strategy.{name}", getattr(stack, name))
 
 
 def _imported(
