@@ -147,9 +147,26 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
         sizes = _sizes(job)
         return job.model.hidden * sizes.region_tokens * sizes.element
     tensors = layer_saved_tensors(job, moe=moe)
+    if mode == "selective" and "alternate-products" in job.selective_operators and not moe:
+        return _alternate_products_bytes(job)
     if mode == "selective":
         tensors = tuple(t for t in tensors if t.recomputed_by not in job.selective_operators)
     return sum(tensor.bytes for tensor in tensors)
+
+
+def _alternate_products_bytes(job: Job) -> float:
+    """TorchTitan's op-level recompute: the layer's input, every second product's output, attention's output.
+
+    Kept of seven products: query, value, gate (or up) and down; key, output and the second wide one run again
+    (torchtitan distributed/activation_checkpoint.py).
+    """
+    sizes, model = _sizes(job), job.model
+    heads = model.heads / sizes.tensor
+    kv_heads = model.key_value_heads / min(sizes.tensor, model.key_value_heads)
+    wide = model.ffn / sizes.tensor
+    per_token = 2 * heads * model.value_dim + kv_heads * model.value_dim + wide
+    kept = sizes.full_tokens * per_token + 2 * model.hidden * sizes.region_tokens
+    return kept * sizes.element + 4 * sizes.full_tokens * heads
 
 
 def embedding_activation_bytes(job: Job) -> float:
@@ -171,4 +188,6 @@ def head_activation_bytes(job: Job) -> float:
 def logits_temporary_bytes(job: Job) -> float:
     """Logits in the element type, alive while the loss is computed."""
     sizes = _sizes(job)
-    return sizes.element * sizes.full_tokens * job.model.vocab / sizes.tensor
+    # A plain cross entropy makes their gradient in fp32 and casts it.
+    per_logit = sizes.element + (6 if job.stack.float_logits else 0)
+    return per_logit * sizes.full_tokens * job.model.vocab / sizes.tensor

@@ -41,6 +41,7 @@ class Operator:
     expert: bool = False
     wide: bool = False  # stays in 16 bit in every recipe
     recomputed_by: str = ""
+    alternate: float = 0.0  # share that recomputing every second product runs again
 
     @property
     def flops(self) -> float:
@@ -64,15 +65,19 @@ def _projections(model: Model, shape: LayerShape) -> list[Operator]:
     """Queries, keys and values in one product where they share their input, and the output projection."""
     *inputs, output = model.attention_matrices
     if model.mla is None:
-        columns = sum(matrix.outputs * matrix.share(shape.tp) for matrix in inputs)
-        first = [Operator("query, key, value", "product", shape.tokens, columns, model.hidden)]
+        widths = [matrix.outputs * matrix.share(shape.tp) for matrix in inputs]
+        columns = sum(widths)
+        # Of query, key and value the second is run again.
+        first = [
+            Operator("query, key, value", "product", shape.tokens, columns, model.hidden, alternate=widths[1] / columns)
+        ]
     else:
         first = [
             _product(matrix, shape.region_tokens if matrix.split == "none" else shape.tokens, shape.tp,
                      recomputed_by="up-projection" if matrix.name.endswith("up") else "")
             for matrix in inputs
         ]  # fmt: skip
-    return [*first, _product(output, shape.tokens, shape.tp)]
+    return [*first, _product(output, shape.tokens, shape.tp, alternate=1.0)]
 
 
 def _attention(model: Model, shape: LayerShape) -> Operator:
@@ -107,7 +112,7 @@ def _activation(model: Model, elements: float) -> Operator:
 def _mlp(model: Model, shape: LayerShape, width: float) -> list[Operator]:
     up = (2 if model.gated else 1) * width / shape.tp
     return [
-        Operator("MLP up", "product", shape.tokens, up, model.hidden),
+        Operator("MLP up", "product", shape.tokens, up, model.hidden, alternate=0.5 if model.gated else 0.0),
         _activation(model, shape.tokens * width / shape.tp),
         Operator("MLP down", "product", shape.tokens, model.hidden, width / shape.tp),
     ]

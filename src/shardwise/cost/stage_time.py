@@ -61,13 +61,21 @@ def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
             passes += seconds
             if operator.kind == "attention":
                 attention += seconds
-            # Full recompute runs every operator of the layer again, selective only those it names.
-            again += seconds.forward * (1.0 if operator.recomputed_by in job.recomputed_operators else share)
+            again += seconds.forward * _again(job, operator, share)
     if contents.has_head:
         for operator in head_operators(job.model, shape):
             passes += _seconds(job, operator)
     call = job.cluster.device.efficiency.stage_call_seconds * job.strategy.chunks_per_rank
     return StageSeconds(passes + Seconds(call, call), attention, again)
+
+
+def _again(job: Job, operator: Operator, full_share: float) -> float:
+    """Share of an operator's forward pass that recompute runs again: all of the layer, or only what it names."""
+    if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
+        return 1.0
+    if "alternate-products" in job.recomputed_operators:
+        return 1.0 if operator.kind == "traffic" else operator.alternate
+    return full_share
 
 
 def optimizer_seconds(job: Job, contents: RankContents) -> float:

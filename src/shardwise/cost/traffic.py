@@ -49,10 +49,12 @@ class Traffic:
         return "forward" if self.window.endswith("forward") or self.what.endswith("forward") else "backward"
 
     @property
-    def busiest_level(self) -> str:
-        """The network level that this traffic keeps busy longest."""
-        levels = self.cost.levels
-        return max(levels, key=lambda level: float(level.bandwidth_seconds)).level_name if levels else ""
+    def level_seconds(self) -> dict[str, float]:
+        """Seconds in the step that it keeps each network level's links busy."""
+        seconds: dict[str, float] = {}
+        for level in self.cost.levels:
+            seconds[level.level_name] = seconds.get(level.level_name, 0.0) + self.count * float(level.bandwidth_seconds)
+        return seconds
 
     @property
     def bytes_sent(self) -> float:
@@ -131,19 +133,23 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
 
 
 def _side_by_side(traffics: list[Traffic]) -> list[Traffic]:
-    """Leftovers of what spans layers, on different links, are waited for together: the longest counts."""
+    """Leftovers of what spans layers are waited for together: as long as the longest, or as the busiest link takes."""
 
     def overlapped(traffic: Traffic) -> bool:
         spans_layers = traffic.dimension not in IN_LAYER and traffic.fixed_exposed_seconds is None
-        return spans_layers and traffic.window != "none"
+        return spans_layers and traffic.window != "none" and traffic.exposed_seconds > 0
 
-    waiting: dict[str, dict[str, float]] = {}
-    for traffic in filter(overlapped, traffics):
-        links = waiting.setdefault(traffic.in_pass, {})
-        links[traffic.busiest_level] = links.get(traffic.busiest_level, 0.0) + traffic.exposed_seconds
-    shares = {name: max(links.values()) / (sum(links.values()) or 1.0) for name, links in waiting.items()}
+    shares: dict[str, float] = {}
+    for which in ("forward", "backward"):
+        waiting = [traffic for traffic in traffics if overlapped(traffic) and traffic.in_pass == which]
+        links: dict[str, float] = {}
+        for traffic in waiting:
+            for name, seconds in traffic.level_seconds.items():
+                links[name] = links.get(name, 0.0) + min(traffic.exposed_seconds, seconds)
+        alone = [traffic.exposed_seconds for traffic in waiting]
+        shares[which] = max([*alone, *links.values()], default=0.0) / (sum(alone) or 1.0)
     return [
-        replace(traffic, exposed_seconds=traffic.exposed_seconds * shares[traffic.in_pass])
+        replace(traffic, exposed_seconds=traffic.exposed_seconds * min(1.0, shares[traffic.in_pass]))
         if overlapped(traffic)
         else traffic
         for traffic in traffics
@@ -160,15 +166,23 @@ def _across_layers(
     windows: ComputeWindows,
     taken: dict[tuple[str, str], tuple[float, float]],
 ) -> Traffic:
-    """A traffic that spans layers; ``taken`` is what others of its link used of all microbatches and of the last."""
+    """A traffic that spans layers; ``taken`` is what others used of each link: of all microbatches, and of the last."""
     if traffic.fixed_exposed_seconds is not None:
         return replace(traffic, exposed_seconds=traffic.fixed_exposed_seconds)
+    if traffic.window == "none" or not traffic.seconds:
+        return replace(traffic, exposed_seconds=traffic.seconds)
     own_pass = [layer for layer in layers if layer.in_pass == traffic.in_pass]
     lasting = windows.seconds(traffic.in_pass) + sum(layer.exposed_seconds for layer in own_pass)
-    busy = sum(layer.seconds for layer in own_pass if layer.busiest_level == traffic.busiest_level)
-    pool, share = (traffic.in_pass, traffic.busiest_level), traffic.window_share
-    spread, last = taken.get(pool, (0.0, 0.0))
-    room = share * max(0.0, lasting - busy - spread) - last if traffic.window != "none" else 0.0
-    hidden = _hidden(traffic, room)
-    taken[pool] = (spread + hidden, last) if share == 1 else (spread, last + hidden)
+    share = traffic.window_share
+    hidden = min(traffic.seconds * (1 - traffic.unhideable), share * lasting)
+    elsewhere = {name: traffic.seconds - needed for name, needed in traffic.level_seconds.items()}
+    for name, other in elsewhere.items():
+        busy = sum(layer.level_seconds.get(name, 0.0) for layer in own_pass)
+        spread, last = taken.get((traffic.in_pass, name), (0.0, 0.0))
+        # A busy link holds up only what goes over it; the rest of the transfer can still hide.
+        hidden = min(hidden, max(0.0, share * max(0.0, lasting - busy - spread) - last) + other)
+    for name, other in elsewhere.items():
+        spread, last = taken.get((traffic.in_pass, name), (0.0, 0.0))
+        used = max(0.0, hidden - other)
+        taken[traffic.in_pass, name] = (spread + used, last) if share == 1 else (spread, last + used)
     return replace(traffic, exposed_seconds=traffic.seconds - hidden)

@@ -16,6 +16,7 @@ class Stack(Spec):
 
     ``overlap`` is what a job on this stack hides unless its strategy says otherwise. ``tp_overlap`` tells how:
     "decomposed" cuts the product into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
+    ``float_logits``: the loss is a plain cross entropy on an fp32 copy of the logits.
     """
 
     name: str = "custom"
@@ -31,6 +32,7 @@ class Stack(Spec):
     fused_moe_mlp: bool = False
     fused_permute: bool = False
     fused_loss: bool = False
+    float_logits: bool = False
     fused_casts: bool = False
     fused_weight_gradient: bool = True
     per_parameter_collectives: bool = False

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError
 
 Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "zb-1p",
-    "zb-2p",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipe",
-    "dualpipev",
-)
 ScheduleName = Literal[
     "gpipe",
     "1f1b",
@@ -38,7 +24,8 @@ ScheduleName = Literal[
     "dualpipe",
     "dualpipev",
 ]
-RecomputedOperator = Literal["attention", "activation", "norm", "up-projection"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+RecomputedOperator = Literal["attention", "activation", "norm", "up-projection", "alternate-products"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,7 +220,7 @@ def _recompute(row: Mapping[str, str]) -> dict[str, Any]:
     if "attention" in text:
         return {"recompute": "selective", "recompute_operators": ["attention"]}
     if "per-op" in text or "SAC" in text:
-        return {"recompute": "selective", "recompute_operators": ["norm", "activation"]}
+        return {"recompute": "selective", "recompute_operators": ["alternate-products"]}
     return {}
 
 
