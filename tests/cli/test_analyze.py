@@ -234,7 +234,7 @@ def test_text_with_all_tables_mentions_them() -> None:
         assert title in result.out
 
 
-@pytest.mark.parametrize("what", ["models", "devices", "links", "clusters", "collectives"])
+@pytest.mark.parametrize("what", ["models", "devices", "links", "clusters", "stacks", "collectives"])
 def test_the_catalogue_is_listed_as_text_and_as_json(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     rows = run_json("list", what)

@@ -11,9 +11,10 @@ from shardwise.spec.errors import SpecError, nearest_name
 from shardwise.spec.hardware import Cluster, Device, Link
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.stack import Stack
 from shardwise.spec.units import readable_bytes, readable_count, readable_rate, readable_seconds
 
-WHAT = ("models", "devices", "links", "clusters", "collectives")
+WHAT = ("models", "devices", "links", "clusters", "stacks", "collectives")
 Rows = list[dict[str, Any]]
 
 
@@ -34,6 +35,7 @@ def run(arguments: list[str]) -> int:
         "devices": _devices,
         "links": _links,
         "clusters": _clusters,
+        "stacks": _stacks,
         "collectives": _collectives,
     }[parsed.what]()
     if parsed.json:
@@ -126,6 +128,29 @@ def _clusters() -> Rows:
                 "devices": cluster.devices,
                 "levels, innermost first": levels,
                 "source": cluster.source,
+            }
+        )
+    return rows
+
+
+def _stacks() -> Rows:
+    rows = []
+    for name in presets.names("stack"):
+        stack = presets.load("stack", Stack, name)
+        hidden = [dimension for dimension in ("tp", "cp", "ep", "pp", "dp") if getattr(stack.overlap, dimension)]
+        fused = [
+            flag.removeprefix("fused_") for flag, value in vars(stack).items() if flag.startswith("fused_") and value
+        ]
+        rows.append(
+            {
+                "name": name,
+                "attention": stack.attention,
+                "overlaps": ", ".join(hidden) or "nothing",
+                "gradients": stack.gradient_reduce,
+                "dispatch": stack.dispatch,
+                "kernels": stack.elementwise,
+                "fused": ", ".join(fused).replace("_", " "),
+                "source": stack.source,
             }
         )
     return rows
