@@ -4,16 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint format golden bench clean
+.PHONY: demo test test-all test-frameworks lint format golden bench clean
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow and not frameworks"
 
 test-all: $(READY) lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not frameworks"
+
+# The frameworks whose own parsers read what `export` writes; they bring torch, hence an environment of their own.
+test-frameworks: .venv-frameworks/.ready
+	.venv-frameworks/bin/python -m pytest -m frameworks tests/interop
+
+.venv-frameworks/.ready: pyproject.toml constraints.txt
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet -c constraints.txt torch -e ".[dev]"
+	.venv-frameworks/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt \
+		setuptools wheel accelerate==1.15.0 deepspeed==0.19.8 torchtitan==0.2.2 tyro
+	touch .venv-frameworks/.ready
 
 lint: $(READY)
 	$(BIN)/ruff check .

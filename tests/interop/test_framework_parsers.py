@@ -1,7 +1,7 @@
 """What we write, read by the frameworks' own configuration classes, where they are installed.
 
-They need torch (not a GPU), so they are no dependency of the tests: `pip install accelerate torchtitan==0.2.2 tyro
-deepspeed` in an environment with torch runs these.
+They need torch (not a GPU) and the frameworks themselves, so they have an environment of their own:
+`make test-frameworks` makes it and runs these.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardwise.interop.frameworks import TARGETS
 from shardwise.spec import Job
 
 
+pytestmark = pytest.mark.frameworks
+
+
 def own(module: str) -> Any:
-    """A module of a framework, or a skip where it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        pytest.skip(f"{module} is not installed ({error})")
+    """A module of a framework."""
+    return importlib.import_module(module)
 
 
 def text_of(job: Job, name: str) -> str:
@@ -48,8 +48,7 @@ def test_accelerate_reads_its_yaml(tmp_path: Path) -> None:
 
 def test_torchtitan_reads_its_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec("torchtitan")
-    if found is None:
-        pytest.skip("torchtitan is not installed")
+    assert found is not None
     package = ModuleType("torchtitan")  # its configuration without its models, which want more
     package.__path__ = list(found.submodule_search_locations or ())
     monkeypatch.setitem(sys.modules, "torchtitan", package)
