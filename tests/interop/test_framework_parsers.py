@@ -19,7 +19,6 @@ from interop.random_jobs import drawn
 from shardwise.interop.frameworks import TARGETS
 from shardwise.spec import Job
 
-
 pytestmark = pytest.mark.frameworks
 
 
