@@ -56,6 +56,9 @@ class DeviceMemory:
     def total(self) -> float:
         return float(sum(getattr(self, part) for part in self.PARTS))
 
+    def __float__(self) -> float:
+        return self.total
+
     def to_dict(self) -> dict[str, float]:
         parts = {f"{f.name}_bytes": getattr(self, f.name) for f in fields(self) if f.name != "pipeline_rank"}
         return {"pipeline_rank": self.pipeline_rank, **parts, "total_bytes": self.total}

@@ -26,6 +26,9 @@ class StateBytes:
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer
 
+    def __float__(self) -> float:
+        return float(self.total)
+
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
             self.weights + other.weights,
