@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from shardwise.collectives import CollectiveKind, collective_cost
 from shardwise.cost.network import network
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 
 SMALLEST_SCORED_BYTES = 2**20
 
@@ -40,20 +42,27 @@ class ScoredRow:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
-def score_all_reduces(path: Path | str, smallest_bytes: float = SMALLEST_SCORED_BYTES) -> list[ScoredRow]:
-    """Every all-reduce row of the table from ``smallest_bytes`` up, with what the catalogue's cluster predicts."""
+def score_all_reduces(
+    path: Path | str,
+    smallest_bytes: float = SMALLEST_SCORED_BYTES,
+    described: Callable[[str], Cluster] = cluster_from,
+) -> list[ScoredRow]:
+    """Every all-reduce row of the table from ``smallest_bytes`` up, with what the machine's cluster predicts.
+
+    ``described`` gives the cluster of a machine; by default that of the catalogue.
+    """
     rows = []
     with Path(path).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["collective"] == "all_reduce" and float(row["size_bytes"]) >= smallest_bytes:
-                rows.append(_scored(row))
+                rows.append(_scored(row, described))
     return rows
 
 
-def _scored(row: dict[str, str]) -> ScoredRow:
+def _scored(row: dict[str, str], described: Callable[[str], Cluster]) -> ScoredRow:
     devices, nodes = int(row["gpus"]), int(row["nodes"])
     machine = _machine(row["hardware"])
-    topology = network(cluster_from(machine).with_devices(devices))
+    topology = network(described(machine).with_devices(devices))
     # A row that names its algorithm is scored with it, the others with what the library would choose.
     named = "ring" if row["algo"].startswith("Ring") else "nvls" if row["algo"] == "NVLS" else "auto"
     cost = collective_cost(CollectiveKind.ALL_REDUCE, float(row["size_bytes"]), topology, named)
