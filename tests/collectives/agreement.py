@@ -58,17 +58,17 @@ def assert_agrees(cost: CollectiveCost, priced: CollectiveCost, where: str) -> N
         assert same(closed_level.bytes, priced_level.bytes), f"{where}: bytes of {closed_level}"
 
 
-def check(kind: CollectiveKind, topology: Topology, algorithm: str, size: float = SIZE) -> None:
+def assert_schedule_agrees(kind: CollectiveKind, topology: Topology, algorithm: str, size: float = SIZE) -> None:
     where = f"{algorithm} {kind} on {topology}"
     schedule = build_schedule(kind, topology, algorithm, size_bytes=size)
     verify(schedule)
     assert_agrees(collective_cost(kind, size, topology, algorithm), price_schedule(schedule, topology, size), where)
 
 
-def check_all(topology: Topology, size: float = SIZE) -> None:
+def assert_all_agree(topology: Topology, size: float = SIZE) -> None:
     for kind in CollectiveKind:
         for algorithm in buildable(kind, topology):
-            check(kind, topology, algorithm, size)
+            assert_schedule_agrees(kind, topology, algorithm, size)
 
 
 def shapes(largest: int, strides: tuple[int, ...] = (1,)) -> st.SearchStrategy:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from collectives.agreement import (
     SINGLE,
     SIZE,
-    check,
-    check_all,
+    assert_all_agree,
+    assert_schedule_agrees,
     hierarchies,
     levels,
     placed_hierarchies,
@@ -36,38 +36,38 @@ grids = st.builds(Grid, st.tuples(axes, axes) | st.tuples(axes, axes, axes)).fil
 @pytest.mark.parametrize("n", [*range(1, 34), 64])
 @pytest.mark.parametrize("name", SINGLE)
 def test_one_level(name: str, n: int) -> None:
-    check_all(single(name, n))
+    assert_all_agree(single(name, n))
 
 
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 @pytest.mark.parametrize("name", ["mesh", "torus"])
 def test_grids(name: str, shape: tuple[int, ...]) -> None:
-    check_all(getattr(Topology, name)(shape, 1e9, 1e-4))
+    assert_all_agree(getattr(Topology, name)(shape, 1e9, 1e-4))
 
 
 @settings(QUICK, max_examples=120)
 @given(shapes(8, strides=(1, 2, 3, 4)), st.sampled_from((0.0, 2e-5, 1e-3)), st.sampled_from((1.0, 3e4, 4e6)))
 def test_strided_and_mixed_shapes(shape, latency: float, size: float) -> None:
     topology = Topology((Level(shape, 1e9, latency or 1e-5, ramp_bytes=1e3),))
-    check_all(topology, size)
+    assert_all_agree(topology, size)
 
 
 @settings(QUICK, max_examples=150)
 @given(hierarchies(60))
 def test_hierarchies(topology: Topology) -> None:
-    check_all(topology)
+    assert_all_agree(topology)
 
 
 @settings(QUICK, max_examples=20)
 @given(grids)
 def test_uneven_grids(shape: Grid) -> None:
-    check_all(Topology((Level(shape, 1e9, 1e-4),)))
+    assert_all_agree(Topology((Level(shape, 1e9, 1e-4),)))
 
 
 @settings(QUICK, max_examples=60)
 @given(placed_hierarchies(24))
 def test_strided_hierarchies(topology: Topology) -> None:
-    check_all(topology)
+    assert_all_agree(topology)
 
 
 @settings(QUICK, max_examples=200)
@@ -81,18 +81,18 @@ def test_any_algorithm_on_any_level(data: st.DataObject) -> None:
         data.draw(st.sampled_from([row.name for row in rows_for_level_of_hierarchy(kind, level, i == last)]))
         for i, level in enumerate(topology.levels)
     ]
-    check(kind, topology, f"hierarchical({','.join(names)})", SIZE)
+    assert_schedule_agrees(kind, topology, f"hierarchical({','.join(names)})", SIZE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", range(34, 64))
 @pytest.mark.parametrize("name", SINGLE)
 def test_one_level_of_every_size(name: str, n: int) -> None:
-    check_all(single(name, n))
+    assert_all_agree(single(name, n))
 
 
 @pytest.mark.slow
 @LONG
 @given(hierarchies(120) | placed_hierarchies(60))
 def test_many_hierarchies(topology: Topology) -> None:
-    check_all(topology)
+    assert_all_agree(topology)

@@ -9,7 +9,7 @@ from shardwise.cost.communication import step_traffic
 from shardwise.cost.compute import StageCompute, bubble_seconds, stage_compute
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory import DeviceMemory, device_memories
-from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
+from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_kinds
 from shardwise.cost.traffic import Traffic, with_exposed_seconds
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count, parameter_count
@@ -128,8 +128,7 @@ def analyze(job: Job) -> Analysis:
     check_algorithm(job.strategy.collective, "strategy.collective")
     memories = device_memories(job)
     slowest: Analysis | None = None
-    for rank in _ranks_to_time(job):
-        contents = rank_contents(job, rank)
+    for contents in rank_kinds(job, pipeline_ranks_to_price(job)):
         compute = stage_compute(job, contents)
         traffics = with_exposed_seconds(step_traffic(job, contents), compute.windows(job.microbatches))
         analysis = Analysis(job, contents, compute, tuple(traffics), memories, bubble_seconds(job, compute))
@@ -137,12 +136,3 @@ def analyze(job: Job) -> Analysis:
             slowest = analysis
     assert slowest is not None
     return slowest
-
-
-def _ranks_to_time(job: Job) -> tuple[int, ...]:
-    """One rank of every kind of stage: those with equal layers and ends take the same time."""
-    kinds: dict[tuple[int, int, bool, bool], int] = {}
-    for rank in pipeline_ranks_to_price(job):
-        contents = rank_contents(job, rank)
-        kinds.setdefault((contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head), rank)
-    return tuple(kinds.values())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.cost.flops import head_forward_flops, layer_forward_flops, prediction_forward_flops
+from shardwise.cost.operators import Operator, layer_operators
+from shardwise.cost.stage_time import layer_shape, share_run_again
 from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import ComputeWindows
 from shardwise.pipeline import bubble_seconds as idle_seconds
@@ -41,34 +43,28 @@ class StageCompute:
 def stage_compute(job: Job, contents: RankContents) -> StageCompute:
     """Ideal seconds per microbatch; low-precision recipes speed up layer products only, not attention or head."""
     device, recipe = job.cluster.device, job.training.recipe
-    wide = "fp32" if recipe.compute == "fp32" else "fp16" if recipe.compute == "fp16" else "bf16"
-    narrow_peak, wide_peak = device.peak_flops(recipe.compute), device.peak_flops(wide)
+    narrow_peak, wide_peak = device.peak_flops(recipe.compute), device.peak_flops(recipe.wide)
     tokens = job.microbatch_tokens / job.strategy.tp
-    matrices = attention = 0.0
+    shape, share = layer_shape(job), fully_recomputed_share(job, contents)
+    matrices = attention = again_matrices = again_attention = 0.0
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         flops = layer_forward_flops(job.model, job.training.seq, moe=moe)
-        matrices += count * flops.matrices * tokens / narrow_peak
-        attention += count * flops.attention * tokens / wide_peak
+        operators = layer_operators(job.model, shape, moe=moe)
+        products = count * flops.matrices * tokens / narrow_peak
+        scores = count * flops.attention * tokens / wide_peak
+        matrices, attention = matrices + products, attention + scores
+        again_matrices += products * _run_again(job, operators, "product", share)
+        again_attention += scores * _run_again(job, operators, "attention", share)
     after_layers = head_forward_flops(job.model) + prediction_forward_flops(job.model)
     head = after_layers * tokens / wide_peak if contents.has_head else 0.0
-    again_matrices, again_attention = _recomputed_shares(job, contents)
-    return StageCompute(matrices + head, attention, matrices * again_matrices, attention * again_attention)
+    return StageCompute(matrices + head, attention, again_matrices, again_attention)
 
 
-def _recomputed_shares(job: Job, contents: RankContents) -> tuple[float, float]:
-    """Shares of the layers' forward products and attention that run again in the backward pass."""
-    strategy, share = job.strategy, fully_recomputed_share(job, contents)
-    if strategy.recompute == "selective":
-        return _up_projection_share(job), 1.0 if "attention" in job.recomputed_operators else 0.0
-    return share, share
-
-
-def _up_projection_share(job: Job) -> float:
-    """Share of a layer's products that the up-projections of latent attention are."""
-    if "up-projection" not in job.recomputed_operators or job.model.mla is None:
-        return 0.0
-    up = sum(2 * m.inputs * m.outputs for m in job.model.attention_matrices if m.name.endswith("up"))
-    return up / layer_forward_flops(job.model, job.training.seq, moe=job.model.moe is not None).matrices
+def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
+    """Share of a layer's products, or of its attention, that recompute runs again."""
+    own = [operator for operator in operators if operator.kind == kind]
+    again = sum(operator.flops * share_run_again(job, operator, full_share) for operator in own)
+    return again / sum(operator.flops for operator in own)
 
 
 def bubble_seconds(job: Job, stage: StageCompute) -> float:

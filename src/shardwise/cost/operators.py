@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.cost.flops import attended_tokens
 from shardwise.spec.model import Matrix, Model
 
 OperatorKind = Literal["product", "attention", "traffic"]
@@ -25,7 +26,7 @@ class LayerShape:
 class Operator:
     """One kernel, or a group of equal ones.
 
-    A product multiplies (rows × inner) by (inner × columns). Attention has ``queries`` rows against ``seq`` keys.
+    A product multiplies (rows × inner) by (inner × columns). Attention has ``rows`` queries against ``columns`` keys.
     Traffic reads and writes bytes. ``recomputed_by`` names the selective-recompute operator that runs it again.
     """
 
@@ -35,6 +36,7 @@ class Operator:
     columns: float = 0.0
     inner: float = 0.0
     heads: float = 0.0
+    attended: float = 1.0  # share of the keys that mask and window leave to a query
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     kernels: int = 1
@@ -84,7 +86,9 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     """Scores and weighted values of this device's heads; ``columns`` are keys, ``inner`` the head's features."""
     heads = model.heads / shape.tp
     features = (model.query_key_dim + model.value_dim) * heads
-    return Operator("attention", "attention", shape.tokens, shape.seq, features, heads=heads, recomputed_by="attention")
+    attended = attended_tokens(model, shape.seq) / shape.seq
+    return Operator("attention", "attention", shape.tokens, shape.seq, features, heads=heads, attended=attended,
+                    recomputed_by="attention")  # fmt: skip
 
 
 def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
@@ -134,6 +138,12 @@ def _experts(model: Model, shape: LayerShape) -> list[Operator]:
         Operator("experts down", "product", routed, model.hidden, width, expert=True),
     ]
     return operators + (_mlp(model, shape, moe.shared_ffn) if moe.shared_ffn else [])
+
+
+def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
+    """What a multi-token-prediction module adds besides its layer: a projection of two states, the head once more."""
+    projection = Operator("prediction projection", "product", shape.region_tokens, model.hidden, 2 * model.hidden)
+    return (projection, *head_operators(model, shape))
 
 
 def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.stage_time import StageSeconds, optimizer_seconds, stage_seconds
-from shardwise.cost.stages import RankContents, fully_recomputed_share, rank_contents
-from shardwise.cost.traffic import ComputeWindows, Traffic, with_exposed_seconds
+from shardwise.cost.stages import RankContents, fully_recomputed_share, rank_kinds
+from shardwise.cost.traffic import IN_LAYER, ComputeWindows, Traffic, with_exposed_seconds
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.job import Job
 
 # Async TP cuts products into pieces that run less well: TorchTitan prints a gain of 10% with it, as if this share of
 # the communication stayed exposed (torchtitan benchmarks/asyncTP_llama3_h100_2025-06).
 _DECOMPOSED_EXPOSED = 0.85
-_PER_MICROBATCH = ("tp", "cp", "ep")
 _PER_STEP = ("dp", "offload")
 
 
@@ -41,7 +39,7 @@ class RankPrediction:
         """Exposed seconds of one microbatch in the forward or backward pass."""
         total = 0.0
         for traffic in self.traffics:
-            if traffic.dimension not in _PER_MICROBATCH:
+            if traffic.dimension not in IN_LAYER:
                 continue
             slowed = self.communication_share * traffic.hidden_seconds if traffic.window != "none" else 0.0
             # Of the forward traffic, what recompute sends again falls into the backward pass.
@@ -145,15 +143,9 @@ class Prediction:
 
 def predict(job: Job) -> Prediction:
     """The step of ``job`` as its stack and its cluster are described."""
-    kinds: dict[tuple[int, int, bool, bool], int] = {}
-    counts: Counter[tuple[int, int, bool, bool]] = Counter()
-    for rank in range(job.strategy.pp):
-        contents = rank_contents(job, rank)
-        kind = (contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head)
-        kinds.setdefault(kind, rank)
-        counts[kind] += 1
-    ranks = tuple(_rank_prediction(job, rank_contents(job, rank)) for rank in kinds.values())
-    return Prediction(job, ranks, tuple(counts[kind] for kind in kinds))
+    kinds = rank_kinds(job, range(job.strategy.pp))
+    ranks = tuple(_rank_prediction(job, contents) for contents in kinds)
+    return Prediction(job, ranks, tuple(kinds.values()))
 
 
 def _rank_prediction(job: Job, contents: RankContents) -> RankPrediction:

@@ -44,12 +44,12 @@ class Seconds:
         return Seconds(self.forward * factor, self.input_gradient * factor, self.weight_gradient * factor)
 
 
-def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: Stack, *, causal: bool) -> Seconds:
+def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     """What ``operator`` takes on ``device`` in the formats of ``recipe``, as ``stack`` runs it."""
     if operator.kind == "product":
         return _product(operator, device, recipe, stack)
     if operator.kind == "attention":
-        return _attention(operator, device, recipe, stack, causal)
+        return _attention(operator, device, recipe, stack)
     return _traffic(operator, device, stack)
 
 
@@ -58,14 +58,9 @@ def _launch(device: Device, stack: Stack) -> float:
     return 0.0 if stack.cuda_graphs == "full" else device.efficiency.operator_seconds
 
 
-def wide_type(recipe: Recipe) -> str:
-    """The format of what a low-precision recipe leaves alone: attention, head, router."""
-    return recipe.compute if recipe.compute in ("fp32", "fp16", "bf16") else "bf16"
-
-
 def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     efficiency = device.efficiency
-    data_type = wide_type(recipe) if operator.wide else recipe.compute
+    data_type = recipe.wide if operator.wide else recipe.compute
     rate = device.peak_flops(data_type) * efficiency.gemm_share(data_type)
     if operator.expert and not stack.fused_moe_mlp:
         rate *= efficiency.expert_gemm
@@ -94,11 +89,11 @@ def _cast(elements: float, device: Device, stack: Stack) -> float:
     return share * 4 * elements / (device.memory_bandwidth * device.efficiency.memory)
 
 
-def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack, causal: bool) -> Seconds:
-    efficiency, peak = device.efficiency, device.peak_flops(wide_type(recipe))
+def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
+    efficiency, peak = device.efficiency, device.peak_flops(recipe.wide)
     if stack.attention == "unfused":
         return _stored_scores_attention(operator, device, recipe, stack)
-    flops = operator.flops * (0.5 if causal else 1.0)
+    flops = operator.flops * operator.attended
     older = efficiency.older_attention if stack.attention == "flash-2" else 1.0
     launch = _launch(device, stack)
     # The backward kernel makes five products where the forward one makes two (Dao 2023, arXiv 2307.08691).
@@ -111,7 +106,7 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack,
 def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     """Two batched products over all keys, and the score matrix read and written by mask, softmax and dropout."""
     efficiency = device.efficiency
-    wide = wide_type(recipe)
+    wide = recipe.wide
     rate = device.peak_flops(wide) * efficiency.gemm_share(wide)
     scores = operator.rows * operator.columns * operator.heads
     memory = device.memory_bandwidth * efficiency.memory / efficiency.stored_scores_traffic

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators
+from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators, prediction_operators
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stages import RankContents, fully_recomputed_share
+from shardwise.cost.states import expert_shards
 from shardwise.spec.job import Job
 
 
@@ -46,7 +47,7 @@ def layer_shape(job: Job) -> LayerShape:
 
 def _seconds(job: Job, operator: Operator) -> Seconds:
     device, recipe = job.cluster.device, job.training.recipe
-    return operator_seconds(operator, device, recipe, job.stack, causal=job.model.causal)
+    return operator_seconds(operator, device, recipe, job.stack)
 
 
 def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
@@ -61,15 +62,16 @@ def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
             passes += seconds
             if operator.kind == "attention":
                 attention += seconds
-            again += seconds.forward * _again(job, operator, share)
+            again += seconds.forward * share_run_again(job, operator, share)
     if contents.has_head:
-        for operator in head_operators(job.model, shape):
+        after = head_operators(job.model, shape) + job.model.mtp_layers * prediction_operators(job.model, shape)
+        for operator in after:
             passes += _seconds(job, operator)
     call = job.cluster.device.efficiency.stage_call_seconds * job.strategy.chunks_per_rank
     return StageSeconds(passes + Seconds(call, call), attention, again)
 
 
-def _again(job: Job, operator: Operator, full_share: float) -> float:
+def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
     """Share of an operator's forward pass that recompute runs again: all of the layer, or only what it names."""
     if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
         return 1.0
@@ -84,11 +86,9 @@ def optimizer_seconds(job: Job, contents: RankContents) -> float:
     30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written) and 8 per
     local one (gradient norm and zeroing), at the memory's sustained speed; plus what a step costs besides.
     """
-    from shardwise.cost.states import expert_shards
-
     strategy, device = job.strategy, job.cluster.device
     shards = strategy.sharding_group if strategy.zero else 1
     owned = contents.dense / shards + contents.experts / (expert_shards(strategy) if strategy.zero else 1)
-    local = contents.total / (shards if strategy.zero == 3 else 1)
+    local = owned if strategy.zero == 3 else contents.total
     moved = 30 * owned + 8 * local
     return moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.spec.job import Job
@@ -120,6 +122,18 @@ def _layer_parts(job: Job, dense: int, moe: int) -> tuple[float, float, float]:
     routed = layer_parameters(job.model, moe=True, **_degrees(job))
     matrices = dense * (plain.dense - plain.norms) + moe * (routed.dense - routed.norms)
     return matrices, dense * plain.norms + moe * routed.norms, moe * routed.experts
+
+
+def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, int]:
+    """One rank of every kind among ``ranks`` (equal layers and ends take equal time), and how many are like it."""
+    first: dict[tuple[int, int, bool, bool], RankContents] = {}
+    counts: Counter[tuple[int, int, bool, bool]] = Counter()
+    for rank in ranks:
+        contents = rank_contents(job, rank)
+        kind = (contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head)
+        first.setdefault(kind, contents)
+        counts[kind] += 1
+    return {contents: counts[kind] for kind, contents in first.items()}
 
 
 def pipeline_ranks_to_price(job: Job) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ def _cost(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm
 
 @dataclass(frozen=True)
 class ComputeWindows:
-    """Seconds of computation of one step on the busiest device, at the device's peak."""
+    """Seconds of computation of one step on the busiest device, at its peak (the floor) or as predicted."""
 
     forward: float
     backward: float

@@ -16,7 +16,8 @@ class Stack(Spec):
 
     ``overlap`` is what a job on this stack hides unless its strategy says otherwise. ``tp_overlap`` tells how:
     "decomposed" cuts the product into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
-    ``float_logits``: the loss is a plain cross entropy on an fp32 copy of the logits.
+    ``float_logits``: the loss is a plain cross entropy on an fp32 copy of the logits. ``fused_loss`` is described, not
+    priced yet.
     """
 
     name: str = "custom"

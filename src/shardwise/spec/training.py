@@ -28,6 +28,11 @@ class Recipe:
     communication: float  # element of an activation on the wire
     source: str
 
+    @property
+    def wide(self) -> str:
+        """The format of what a low-precision recipe leaves alone: attention, head, router."""
+        return self.compute if self.compute in ("fp32", "fp16", "bf16") else "bf16"
+
 
 _MIXED = "Micikevicius et al. 2018 (arXiv 1710.03740); ZeRO (arXiv 1910.02054) section 3.1"
 _TE = "NVIDIA Transformer Engine: FP8 weight and its transpose cached beside the BF16 weight"
