@@ -158,16 +158,31 @@ def _stacks() -> Rows:
 
 def _collectives() -> Rows:
     from shardwise.collectives import pairs
+    from shardwise.collectives.listing import WHY_NOT
 
-    return [
-        {
-            "collective": pair.kind.value,
-            "topology": pair.topology,
-            "algorithm": pair.algorithm,
-            "closed form": pair.bound,
-            "schedule": "yes" if pair.has_schedule else "none",
-            "seconds": pair.formula,
-            "source": pair.source,
-        }
+    def row(
+        kind: str, topology: str, algorithm: str, form: str, schedule: str, text: str, source: str
+    ) -> dict[str, Any]:
+        values = (kind, topology, algorithm, form, schedule, text, source)
+        return dict(
+            zip(("collective", "topology", "algorithm", "closed form", "schedule", "seconds", "source"), values)
+        )
+
+    offered = [
+        row(pair.kind.value, pair.topology, pair.algorithm, pair.bound, "yes" if pair.has_schedule else "none",
+            pair.formula, pair.source)
         for pair in pairs()
+    ]  # fmt: skip
+    return offered + [
+        row(
+            "any",
+            topology,
+            algorithm,
+            "none",
+            "none",
+            f"not offered: {reason}",
+            "routes of its schedule over the network",
+        )
+        for algorithm, topologies, reason in WHY_NOT
+        for topology in topologies
     ]
