@@ -91,4 +91,8 @@ _Dumper.add_representer(list, _represent_list)
 
 def dump_yaml(data: Any) -> str:
     """``data`` as YAML text that reads back to equal data."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    readable = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if parse_yaml(readable) == data:
+        return readable
+    # Unicode's own line breaks do not survive as they are: write them escaped.
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100)
