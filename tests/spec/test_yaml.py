@@ -157,3 +157,10 @@ def test_an_error_in_an_own_file_names_the_file_and_the_field(tmp_path: Path) ->
 
 def test_a_key_merged_by_alias_may_be_overridden() -> None:
     assert parse_yaml("base: &b {x: 1, y: 2}\nown: {<<: *b, y: 3}\n")["own"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize("name", ["\x85", "a\u2028b", "\u2029", "\xa0", "中文", "\ufeff"])
+def test_names_with_unicode_line_breaks_survive(name: str) -> None:
+    shape = {"layers": 2, "hidden": 8, "heads": 2, "ffn": 8, "vocab": 8, "name": name}
+    job = Job.from_dict({"model": shape, "cluster": "laptop"})
+    assert Job.from_yaml(job.to_yaml()) == job
