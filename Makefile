@@ -40,7 +40,7 @@ golden: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/startup.py
-	$(BIN)/python bench/collectives_accuracy.py
+	$(BIN)/python -m shardwise validate validation/collectives.csv
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

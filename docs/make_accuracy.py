@@ -7,8 +7,9 @@ from pathlib import Path
 
 from shardwise.cost.validation.bubbles import score_bubbles
 from shardwise.cost.validation.collectives import score_all_reduces
+from shardwise.cost.validation.ranges import FIELDS, predicted_range
 from shardwise.cost.validation.runs import read_runs
-from shardwise.cost.validation.scores import Score, score, summarize
+from shardwise.cost.validation.scores import Score, score, summarize, summary
 from shardwise.cost.validation.sources import SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,8 +17,10 @@ TABLES = ROOT / "validation"
 
 
 def page() -> str:
-    scores = [score(run) for run in read_runs(TABLES / "training_runs.csv")]
-    return "\n".join([HEAD, *_devices(scores), *_memory(scores), *_others(), *_aside(scores), *_sources()]) + "\n"
+    runs = list(read_runs(TABLES / "training_runs.csv"))
+    scores = [score(run, predicted_range(run)) for run in runs]
+    parts = (HEAD, *_devices(scores), *_memory(scores), *_others(), *_aside(scores), *_sources(), *_ranges(scores))
+    return "\n".join(parts) + "\n"
 
 
 HEAD = """# Accuracy
@@ -50,12 +53,15 @@ def _memory(scores: list[Score]) -> list[str]:
     for kind in kinds:
         errors = [abs(one.memory_error) for one in scores if one.memory_kind == kind and one.memory_error is not None]
         lines.append(f"| {kind} | {len(errors)} | {sum(errors) / len(errors):.1%} | {max(errors):.1%} |")
+    refused = [one.row_id for one in scores if not one.fits]
     return [
         *lines,
         "",
         "Predicted is what tensors take, without the framework's allowance. Eager stacks (nanotron) save more than",
         "their operators need, and a reserved figure that fills the card (TorchTitan's four full-recompute rows) says",
         "little.",
+        "",
+        f"All {len(scores)} rows ran; predicted not to fit on their own device: {', '.join(refused) or 'none'}.",
         "",
     ]
 
@@ -84,11 +90,41 @@ def _sources() -> list[str]:
     lines = [
         "## What the sources leave out",
         "",
-        "| source | stack | FLOPs counted | taken for what is not printed |",
-        "|---|---|---|---|",
+        "A row is scored at these defaults, each from the source's public recipe, never by the error it gives. What",
+        "a row prints itself comes first, its `flops_convention` included. SP is on beside TP where it is assumed.",
+        "A source that is not listed has the defaults of its framework if it names one, else of this project.",
+        "",
+        "| source | stack | FLOPs counted | ZeRO | taken for what is not printed |",
+        "|---|---|---|---|---|",
     ]
-    lines += [f"| {one.prefix} | {one.stack} | {one.convention} | {one.reason} |" for one in SOURCES]
-    return lines
+    lines += [f"| {one.name} | {one.stack} | {one.convention} | {one.zero} | {one.reason} |" for one in SOURCES]
+    lines += ["", "Settings that only some rows of a source have:", "", "| source | rows | setting |", "|---|---|---|"]
+    lines += [f"| {one.name} | {own.rows} | {own.reason} |" for one in SOURCES for own in one.variants]
+    return [*lines, ""]
+
+
+def _ranges(scores: list[Score]) -> list[str]:
+    lines = [
+        "## Ranges over what is assumed",
+        "",
+        "For the fields that a row lists as assumed, every combination of plausible values that breaks no rule and",
+        "fits in the device's memory is priced. The report lies in the range so spanned for this share of the rows:",
+        "",
+        "| device | rows with something assumed | report in range |",
+        "|---|---|---|",
+    ]
+    everything = {**summarize(scores), "all": summary([one for one in scores if not one.set_aside])}
+    for device, one in everything.items():
+        if one.in_range is not None:
+            lines.append(f"| {device} | {one.ranged_rows} | {one.in_range:.0%} |")
+    lines += ["", "| field | plausible values | why these |", "|---|---|---|"]
+    lines += [f"| {one.names[0]} | {one.values} | {one.reason} |" for one in FIELDS]
+    return [
+        *lines,
+        "",
+        "A range is one-sided where the default is already the fastest (no recompute): a report below it is the error",
+        "of the model, not of the field.",
+    ]
 
 
 def main() -> int:

@@ -66,6 +66,11 @@ PLAUSIBLE = {
     "--bandwidth": ["450GB/s", "1B/s", "450GB/s,50GB/s"],
     "--latency": ["2us", "0", "2us,5us"],
     "--device": ["a100-80gb", "h100-sxm", "cpu", "h100"],
+    "--tokens": ["15T", "1e9"],
+    "--price": ["2.5/h", "$3"],
+    "--mtbf": ["50700h", "3h", "50700"],
+    "--checkpoint-seconds": ["30s", "0"],
+    "--restart-seconds": ["10min", "0"],
     "--no-sp": None, "--dropout": None, "--json": None, "--scaling": None, "--ranks": None, "--sources": None,
 }  # fmt: skip
 BARE = ("--params", "--layers", "--hidden", "--heads", "--kv-heads", "--ffn", "--vocab", "--topology", "--shape",

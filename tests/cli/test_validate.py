@@ -3,79 +3,162 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardwise.cli.main import main
+from cli.running import error_line, run, run_json
 
 TABLES = Path(__file__).parents[2] / "validation"
+LAYOUTS = ("training_runs", "collectives", "pipeline_bubble")
+# A row of each layout that is scored.
+FIRST = {"training_runs": 0, "collectives": 20, "pipeline_bubble": 0}
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = main(["validate", *arguments])
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    return run_json("validate", str(TABLES / "training_runs.csv"))
 
 
-def test_json_has_the_promised_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, str(TABLES / "training_runs.csv"), "--json")
-    data = json.loads(out)
-    assert status == 0
-    assert len(data["rows"]) == 144
+def test_json_has_the_promised_fields(runs: Any) -> None:
+    assert len(runs["rows"]) == 144
     wanted = {"row_id", "device", "reported_seconds", "predicted_seconds", "time_error", "reported_memory_bytes",
               "predicted_memory_bytes", "memory_error"}  # fmt: skip
-    assert wanted <= set(data["rows"][0])
-    row = data["rows"][0]
+    assert wanted <= set(runs["rows"][0])
+    row = runs["rows"][0]
     assert row["time_error"] == pytest.approx(row["predicted_seconds"] / row["reported_seconds"] - 1)
-    summary = data["summary"]["B200-SXM"]
+    summary = runs["summary"]["B200-SXM"]
     assert {"rows", "time_mape", "time_worst", "time_bias", "memory_mape", "memory_worst"} <= set(summary)
 
 
-@pytest.mark.parametrize("name", ["collectives.csv", "pipeline_bubble.csv"])
-def test_the_other_layouts(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    status, out, _ = run(capsys, str(TABLES / name), "--json")
-    data = json.loads(out)
-    assert status == 0
-    assert data["summary"]["all"]["rows"] == len(data["rows"]) > 30
-
-
-def changed(tmp_path: Path, column: str, value: str | None) -> str:
-    """The first rows of the table of runs, with a column dropped or its values replaced."""
+def test_rows_with_something_assumed_have_a_range(runs: Any) -> None:
     with (TABLES / "training_runs.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))[:3]
-    for row in rows:
-        if value is None:
-            del row[column]
-        else:
-            row[column] = value
-    path = tmp_path / "runs.csv"
+        assumed = {row["row_id"] for row in csv.DictReader(file) if row["assumed_fields"]}
+    ranged = {row["row_id"]: row for row in runs["rows"] if row["predicted_seconds_low"] is not None}
+    assert set(ranged) == assumed
+    for row in ranged.values():
+        assert row["predicted_seconds_low"] <= row["predicted_seconds"] * (1 + 1e-9)
+        assert row["predicted_seconds"] <= row["predicted_seconds_high"] * (1 + 1e-9)
+        between = row["predicted_seconds_low"] <= row["reported_seconds"] <= row["predicted_seconds_high"]
+        assert row["in_range"] == between
+
+
+def test_the_share_in_range_is_printed_per_device_and_for_all(runs: Any) -> None:
+    counted = [row for row in runs["rows"] if row["in_range"] is not None and not row["set_aside"]]
+    assert runs["ranges"] == {"rows": len(counted), "in_range": sum(row["in_range"] for row in counted) / len(counted)}
+    for device, summary in runs["summary"].items():
+        own = [row["in_range"] for row in counted if row["device"] == device]
+        assert summary["ranged_rows"] == len(own)
+        assert summary["in_range"] == pytest.approx(sum(own) / len(own))
+
+
+def test_the_text_says_where_a_time_comes_from_and_its_range(tmp_path: Path) -> None:
+    result = run("validate", table(tmp_path, "training_runs", slice(126, 127)))
+    assert result.status == 0
+    for part in ("iteration time", "in range", "of 1 rows contain the report"):
+        assert part in result.out
+
+
+@pytest.mark.parametrize("name", ["collectives", "pipeline_bubble"])
+def test_the_other_layouts(name: str) -> None:
+    data = run_json("validate", str(TABLES / f"{name}.csv"))
+    assert data["summary"]["all"]["rows"] == len(data["rows"]) > 30
+    text = run("validate", str(TABLES / f"{name}.csv"))
+    assert text.status == 0
+    assert len(text.out.splitlines()) > len(data["rows"])
+
+
+# -- tables that cannot be read ------------------------------------------------------------------------
+
+
+def table(tmp_path: Path, layout: str, rows: slice, without: str = "", **cells: str) -> str:
+    """Some rows of a table, with a column dropped or cells replaced."""
+    with (TABLES / f"{layout}.csv").open(newline="") as file:
+        chosen = [{**row, **cells} for row in list(csv.DictReader(file))[rows]]
+    path = tmp_path / "table.csv"
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        columns = [column for column in chosen[0] if column != without]
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(chosen)
     return str(path)
 
 
+def first(tmp_path: Path, layout: str, without: str = "", **cells: str) -> str:
+    return table(tmp_path, layout, slice(FIRST[layout], FIRST[layout] + 2), without, **cells)
+
+
 @pytest.mark.parametrize(
-    ("column", "value", "named"),
-    [("layers", None, "layers"), ("layers", "many", "layers"), ("gpu", "H900", "gpu"), ("tp", "3", "tp"),
-     ("hidden", "-1", "hidden"), ("gbs", "1.5", "gbs")],
+    ("layout", "column"),
+    [(layout, column) for layout, columns in (
+        ("training_runs", ("row_id", "source", "layers", "kv_heads", "n_experts", "gpu", "tp", "zero", "gbs")),
+        ("collectives", ("hardware", "gpus", "nodes", "collective", "size_bytes", "time_us")),
+        ("pipeline_bubble", ("stages", "microbatches", "schedule", "bubble_rate", "t_forward_ms", "t_comm_ms")),
+    ) for column in columns],
 )  # fmt: skip
-def test_a_bad_table_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, column: str, value: str | None, named: str
+def test_a_missing_column_is_named(tmp_path: Path, layout: str, column: str) -> None:
+    assert f"column '{column}' is missing" in error_line(run("validate", first(tmp_path, layout, without=column)))
+
+
+@pytest.mark.parametrize("text", ["many", "inf", "-3", "1e999"])
+@pytest.mark.parametrize(
+    ("layout", "column"),
+    [(layout, column) for layout, columns in (
+        ("training_runs", ("layers", "hidden", "mbs", "rep_iter_s", "rep_mem_gib")),
+        ("collectives", ("gpus", "size_bytes", "time_us")),
+        ("pipeline_bubble", ("stages", "bubble_rate", "t_forward_ms")),
+    ) for column in columns],
+)  # fmt: skip
+def test_text_in_a_numbers_place_is_named(tmp_path: Path, layout: str, column: str, text: str) -> None:
+    line = error_line(run("validate", first(tmp_path, layout, **{column: text})))
+    assert line.startswith("row ")
+    assert column in line
+    assert text in line
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("keep", ["nothing", "the header"])
+def test_a_table_without_rows(tmp_path: Path, layout: str, keep: str) -> None:
+    path = tmp_path / "table.csv"
+    header = (TABLES / f"{layout}.csv").read_text().splitlines()[0]
+    path.write_text("" if keep == "nothing" else header + "\n")
+    assert ("is empty" if keep == "nothing" else "has no rows") in error_line(run("validate", str(path)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "cells", "parts"),
+    [
+        ("training_runs", {"gpu": "H900"}, ["gpu: 'H900' is unknown", "H100-SXM-80GB", "GB200-NVL72"]),
+        ("collectives", {"hardware": "8x H900"}, ["hardware: '8x H900' is unknown", "H100-SXM-80GB"]),
+        ("pipeline_bubble", {"schedule": "2F2B"}, ["schedule: '2F2B' is unknown", "1f1b"]),
+        ("training_runs", {"tp": "3"}, ["row kor22_t5_22B_full", "tp", "3 does not divide 64 query heads"]),
+        ("training_runs", {"dp": "2"}, ["16 ranks, but the cluster has 8 devices"]),
+        ("training_runs", {"gbs": "6"}, ["6 sequences do not divide"]),
+        ("training_runs", {"ep": "2"}, ["ep: 2", "no experts"]),
+        ("training_runs", {"rep_iter_s": "", "rep_mfu_pct": ""}, ["the row reports no time"]),
+        ("collectives", {"nodes": "3"}, ["nodes: 3 do not divide 8 gpus"]),
+        ("collectives", {"collective": "broadcast"}, ["no rows that can be scored"]),
+        ("pipeline_bubble", {"microbatches": "1000000"}, ["too many to simulate"]),
+        ("pipeline_bubble", {"bubble_rate": "24"}, ["bubble_rate: 24 is above 1"]),
+        ("pipeline_bubble", {"schedule": "1F1B-I", "microbatches": "9"}, ["no multiple of the 8 pipeline ranks"]),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(
+    tmp_path: Path, layout: str, cells: dict[str, str], parts: list[str]
 ) -> None:
-    status, out, err = run(capsys, changed(tmp_path, column, value))
-    assert (status, out) == (2, "")
-    assert err.count("\n") == 1
-    assert named in err
+    line = error_line(run("validate", first(tmp_path, layout, **cells)))
+    for part in parts:
+        assert part in line
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\x00\x01", "collective\nx\n", "bubble_rate\n0.1\n"])
-def test_any_other_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "\x00\x01", "collective\nx\n", "bubble_rate\n0.1\n"])
+def test_any_other_file_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.csv"
     path.write_text(text)
-    status, _, err = run(capsys, str(path))
-    assert status == 2
-    assert err.count("\n") == 1
+    error_line(run("validate", str(path)))
+
+
+@pytest.mark.parametrize("path", ["nowhere.csv", str(TABLES), str(TABLES / "hardware.csv")])
+def test_a_path_that_is_no_such_table(path: str) -> None:
+    error_line(run("validate", path))

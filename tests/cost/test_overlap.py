@@ -113,7 +113,8 @@ def test_a_faster_device_never_costs_time(case: Job) -> None:
     device = case.cluster.device
     faster = replace(device, peak={name: 2 * peak for name, peak in device.peak.items()})
     quick = analyze(replace(case, cluster=replace(case.cluster, device=faster)))
-    assert quick.step_seconds <= analyze(case).step_seconds * SLACK
+    # To 0.1%: less to hide under may leave two transfers that then share a link for part of their way.
+    assert quick.step_seconds <= analyze(case).step_seconds * 1.001
 
 
 # -- by hand ---------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def traffic(seconds: float, window: str, share: float = 1.0, unhideable: float =
     link = Topology.switch(2, 1.0)
     dimension = "cp" if window.startswith("attention") else "dp"
     return priced(dimension, "test", CollectiveKind.SEND_RECV, seconds, 1, link, "auto", window=window,
-                  window_share=share, unhideable=unhideable)  # fmt: skip
+                  window_share=share, last_only=share < 1, unhideable=unhideable)  # fmt: skip
 
 
 WINDOWS = ComputeWindows(forward=10, backward=20, attention_forward=4, attention_backward=8)

@@ -124,7 +124,7 @@ def test_a_missing_field_is_named_with_its_path(missing: str) -> None:
         ("cluster.device.peak", {}, "names no data type"),
         ("cluster.device.peak", {"fp5": 1}, "unknown name"),
         ("cluster.device.peak", "100TFLOPS", "should be a mapping"),
-        ("cluster.device.communication_share", 2, "2.0 is above 1"),
+        ("cluster.device.units_taken.collectives", 2, "2.0 is above 1"),
         ("cluster.levels", [], "is empty"),
         ("cluster.levels", LEVEL, "should be a list"),
         ("cluster.levels.bandwidth", -1, "-1 is not positive"),

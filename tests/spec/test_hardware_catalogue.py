@@ -29,7 +29,7 @@ def test_devices_are_plausible(name: str) -> None:
     assert device.memory >= 2**30
     assert device.memory_bandwidth > 1e10
     assert 0 < device.cache < device.memory
-    assert 0 <= device.communication_share < 0.5
+    assert 0 <= device.units_taken.collectives < 0.5
     assert device.power
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.campaign import add_campaign_arguments, campaign_from
 from shardwise.cli.inputs import job_from
+from shardwise.cli.over_time import add_over_time_arguments, over_time_data, print_over_time, write_over_time
 from shardwise.cost.analysis import analyze
 from shardwise.spec.errors import SpecError
 
@@ -19,6 +21,8 @@ shardwise analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16
 def run(arguments: list[str]) -> int:
     parser = Parser("analyze", "Prices one job: communication, memory, FLOPs, what bounds it.", _EXAMPLE)
     add_job_arguments(parser)
+    add_campaign_arguments(parser)
+    add_over_time_arguments(parser)
     parser.add_argument("--json", action="store_true", help="the same for a machine")
     parser.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
     parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
@@ -26,13 +30,16 @@ def run(arguments: list[str]) -> int:
     job = job_from(parsed)
     if parsed.ranks and job.cluster.devices > _MOST_RANKS:
         raise SpecError("--ranks", f"{job.cluster.devices:,} rows are more than {_MOST_RANKS:,}", "leave it out")
-    analysis = analyze(job)
+    analysis, campaign = analyze(job), campaign_from(parsed, job)
+    written = write_over_time(parsed, job)
     if parsed.json:
         from shardwise.report.analysis_json import analysis_data
 
-        print(json.dumps(analysis_data(analysis, scaling=parsed.scaling, ranks=parsed.ranks), indent=2))
+        data = analysis_data(analysis, scaling=parsed.scaling, ranks=parsed.ranks, campaign=campaign)
+        print(json.dumps({**data, **over_time_data(parsed, job, written)}, indent=2))
         return 0
     from shardwise.report.analysis_text import print_analysis
 
-    print_analysis(analysis, scaling=parsed.scaling, ranks=parsed.ranks)
+    print_analysis(analysis, scaling=parsed.scaling, ranks=parsed.ranks, campaign=campaign)
+    print_over_time(parsed, job, written)
     return 0

@@ -45,6 +45,23 @@ def maximum(left: Size, right: Size) -> Size:
     return left if left >= right else right
 
 
+def minimum(left: Size, right: Size) -> Size:
+    if is_array(left) or is_array(right):
+        import numpy as np
+
+        return np.minimum(left, right)
+    return left if left <= right else right
+
+
+def select(condition: Any, chosen: Any, other: Any) -> Any:
+    """``chosen`` where the condition holds, else ``other``; element by element for arrays."""
+    if is_array(condition):
+        import numpy as np
+
+        return np.where(condition, chosen, other)
+    return chosen if condition else other
+
+
 def square_root(value: Size) -> Size:
     if is_array(value):
         import numpy as np

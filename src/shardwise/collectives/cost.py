@@ -118,7 +118,7 @@ def _cheapest(kind: CollectiveKind, size: Size, topology: Topology) -> Collectiv
     costs = [_named(kind, size, topology, name) for name in candidates(kind, size, topology)]
     if not is_array(size):
         return min(costs, key=lambda cost: float(cost.seconds))
-    return _select(costs)
+    return _select(costs) if len(costs) > 1 else costs[0]
 
 
 def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str]:

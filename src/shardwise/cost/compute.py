@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from shardwise.cost.flops import head_forward_flops, layer_forward_flops, prediction_forward_flops
 from shardwise.cost.operators import Operator, layer_operators
+from shardwise.cost.overlap import ComputeWindows
 from shardwise.cost.stage_time import layer_shape, share_run_again
 from shardwise.cost.stages import RankContents, fully_recomputed_share
-from shardwise.cost.traffic import ComputeWindows
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.job import Job
 

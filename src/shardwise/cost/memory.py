@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
+from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
@@ -14,10 +16,10 @@ from shardwise.cost.in_flight import chunks_in_flight
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents, fully_recomputed_share, pipeline_ranks_to_price, rank_contents
-from shardwise.cost.states import StateBytes, expert_shards, rank_state_bytes, state_bytes
+from shardwise.cost.states import Sharding, StateBytes, rank_state_bytes, sharding_of, state_bytes
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
-from shardwise.spec.training import OPTIMIZERS, RECIPES
+from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class DeviceMemory:
 def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
     """The peak memory of one device of a pipeline rank."""
     contents = rank_contents(job, pipeline_rank)
-    states = rank_state_bytes(contents, job.strategy, job.training.precision, job.training.optimizer)
+    sharding = sharding_of(job.strategy)
+    states = rank_state_bytes(contents, sharding, job.training.precision, job.training.optimizer)
     activations = activation_bytes(job, contents)
     offloaded = activations * job.strategy.offload.activations
     return DeviceMemory(
@@ -77,20 +80,20 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
         optimizer=states.optimizer,
         activations=activations - offloaded,
         recomputed=_recomputed_layer_bytes(job, contents),
-        gathered=_gathered_bytes(job, contents),
-        communication=_communication_buffer_bytes(job),
-        temporary=_temporary_bytes(job, contents),
+        gathered=gathered_bytes(contents, sharding, job.training.recipe),
+        communication=communication_buffer_bytes(job),
+        temporary=temporary_bytes(job, has_head=contents.has_head),
         allowance=job.cluster.device.framework_memory,
         host=states.offloaded + offloaded,
     )
 
 
-def _temporary_bytes(job: Job, contents: RankContents) -> float:
+def temporary_bytes(job: Job, *, has_head: bool) -> float:
     """Logits while the loss is computed, or a weight gradient before it is added to the accumulated one.
 
     Without a fused accumulation the largest matrix's 16-bit gradient and its copy live beside the fp32 one.
     """
-    logits = logits_temporary_bytes(job) if contents.has_head else 0.0
+    logits = logits_temporary_bytes(job) if has_head else 0.0
     if job.stack.fused_weight_gradient or job.training.recipe.gradient <= 2:
         return logits
     widest = max(
@@ -143,33 +146,27 @@ def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
     if job.strategy.recompute == "none" or job.strategy.recompute_layers == 0:
         return 0.0
     kinds = [moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count]
-    return max(
+    brought_back = (
         layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe) for moe in kinds
     )
+    return max(brought_back, default=0.0)
 
 
-def _gathered_bytes(job: Job, contents: RankContents) -> float:
+def gathered_bytes(contents: RankContents, sharding: Sharding, recipe: Recipe) -> Any:
     """Whole layers that sharded data parallelism holds for a moment.
 
     ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
     it is reduced (FSDP2: one unit in use, one in flight).
     """
-    strategy, recipe = job.strategy, job.training.recipe
-    if strategy.zero < 2:
-        return 0.0
     # Experts that no other device holds are whole already.
-    sharded = contents.dense if strategy.sharding_group > 1 else 0.0
-    sharded += contents.experts if expert_shards(strategy) > 1 else 0.0
-    largest = sharded / max(1, contents.layers)
-    gradient = largest * recipe.gradient if strategy.gradients_sharded else 0.0
-    if strategy.zero == 2:
-        return gradient
-    if strategy.keep_parameters:
-        return sharded * recipe.weight + gradient
-    return 2 * largest * recipe.weight + gradient
+    sharded = contents.dense * (sharding.shards > 1) + contents.experts * (sharding.expert_shards > 1)
+    largest = sharded / maximum(1, contents.layers)
+    gradient = largest * recipe.gradient if sharding.gradients_sharded else 0.0
+    parameters = select(sharding.keep_parameters, sharded, 2 * largest) * recipe.weight
+    return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 
-def _communication_buffer_bytes(job: Job) -> float:
+def communication_buffer_bytes(job: Job) -> float:
     """Buffers that tensors pass through on their way between devices."""
     model, strategy, recipe = job.model, job.strategy, job.training.recipe
     tokens = job.microbatch_tokens

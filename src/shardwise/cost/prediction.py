@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
+from shardwise.cost.as_run import as_run
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.flops import flops_per_token
+from shardwise.cost.overlap import ComputeWindows
 from shardwise.cost.stage_time import StageSeconds, optimizer_seconds, stage_seconds
 from shardwise.cost.stages import RankContents, fully_recomputed_share, rank_kinds
-from shardwise.cost.traffic import IN_LAYER, ComputeWindows, Traffic, with_exposed_seconds
-from shardwise.pipeline import bubble_seconds as idle_seconds
+from shardwise.cost.states import sharding_of
+from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
+from shardwise.cost.traffic import Traffic, with_exposed_seconds
 from shardwise.spec.job import Job
 
-# Async TP cuts products into pieces that run less well: TorchTitan prints a gain of 10% with it, as if this share of
-# the communication stayed exposed (torchtitan benchmarks/asyncTP_llama3_h100_2025-06).
-_DECOMPOSED_EXPOSED = 0.85
 _PER_STEP = ("dp", "offload")
 
 
@@ -26,49 +27,52 @@ class RankPrediction:
     compute: StageSeconds
     traffics: tuple[Traffic, ...]
     microbatches: int
-    communication_share: float
     recomputed_share: float
 
     def exposed(self, dimension: str) -> float:
         """Seconds of a dimension that the step waits for; hidden transfers slow what they hide under."""
         own = [traffic for traffic in self.traffics if traffic.dimension == dimension]
-        hidden = sum(traffic.hidden_seconds for traffic in own if traffic.window != "none")
-        return sum(traffic.exposed_seconds for traffic in own) + self.communication_share * hidden
+        slowed = sum(traffic.units_taken * traffic.under_compute_seconds for traffic in own)
+        return sum(traffic.exposed_seconds for traffic in own) + slowed
 
-    def _exposed_part(self, phase: str) -> float:
-        """Exposed seconds of one microbatch in the forward or backward pass."""
-        total = 0.0
-        for traffic in self.traffics:
-            if traffic.dimension not in IN_LAYER:
-                continue
-            slowed = self.communication_share * traffic.hidden_seconds if traffic.window != "none" else 0.0
-            # Of the forward traffic, what recompute sends again falls into the backward pass.
-            in_forward = 1 / (1 + self.recomputed_share) if traffic.in_pass == "forward" else 0.0
-            share = in_forward if phase == "forward" else 1 - in_forward
-            total += share * (traffic.exposed_seconds + slowed)
-        return total / self.microbatches
+    @cached_property
+    def passes(self) -> Passes:
+        """Seconds of one microbatch, exposed communication of its layers included."""
+        layers = [traffic for traffic in self.traffics if traffic.in_layer]
+        return passes_with_exposed(
+            Passes(self.compute.forward, self.compute.input_gradient, self.compute.weight_gradient),
+            [traffic.transfer for traffic in layers],
+            [traffic.under_compute_seconds for traffic in layers],
+            self.microbatches,
+            self.recomputed_share,
+        )
 
     @property
     def forward(self) -> float:
-        return self.compute.forward + self._exposed_part("forward")
+        return float(self.passes.forward)
 
     @property
     def input_gradient(self) -> float:
-        return self.compute.input_gradient + self._exposed_part("backward")
+        return float(self.passes.input_gradient)
 
     @property
     def weight_gradient(self) -> float:
-        return self.compute.weight_gradient
+        return float(self.passes.weight_gradient)
 
     @property
-    def between_ends(self) -> float:
-        """Pipeline traffic that no schedule places: gradients of an embedding that both ends hold."""
-        own = (t for t in self.traffics if t.dimension == "pp" and t.fixed_exposed_seconds is None)
-        return sum(traffic.exposed_seconds for traffic in own)
+    def once_seconds(self) -> float:
+        """What is sent once after the last microbatch: gradients that both ends or all tensor ranks hold."""
+        return sum(traffic.exposed_seconds for traffic in self.traffics if traffic.once)
 
     @property
     def microbatch_seconds(self) -> float:
-        return self.forward + self.input_gradient + self.weight_gradient
+        return float(self.passes.total)
+
+    @property
+    def message_seconds(self) -> float:
+        """One message to a neighbouring stage."""
+        messages = [t for t in self.traffics if t.dimension == "pp" and t.fixed_exposed_seconds is not None]
+        return max((float(traffic.cost.seconds) for traffic in messages), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -88,39 +92,22 @@ class Prediction:
         """All microbatches through the slowest stage, plus the schedule's idle time over the other stages."""
         return self.job.microbatches * self.slowest.microbatch_seconds + self.bubble_seconds
 
-    @property
+    @cached_property
     def bubble_seconds(self) -> float:
         strategy = self.job.strategy
-        if strategy.pp == 1:
-            return 0.0
-        slowest, chunks, others = self.slowest, strategy.chunks_per_rank, strategy.pp - 1
+        _, others = slowest_and_others([rank.passes for rank in self.ranks], self.counts)
+        message = self.slowest.message_seconds
+        chunks, m = strategy.chunks_per_rank, self.job.microbatches
+        return float(pipeline_bubble(strategy.schedule, strategy.pp, m, chunks, others, message))
 
-        def of_others(name: str) -> float:
-            total = sum(count * getattr(rank, name) for rank, count in zip(self.ranks, self.counts))
-            return float(total - getattr(slowest, name)) / others / chunks
-
-        messages = [t for t in slowest.traffics if t.dimension == "pp" and t.fixed_exposed_seconds is not None]
-        message = max((float(traffic.cost.seconds) for traffic in messages), default=0.0)
-        return float(
-            idle_seconds(
-                strategy.schedule,
-                strategy.pp,
-                self.job.microbatches,
-                chunks,
-                of_others("forward"),
-                of_others("input_gradient"),
-                of_others("weight_gradient"),
-                message,
-            )
-        )
-
-    @property
+    @cached_property
     def tail_seconds(self) -> float:
         """What follows or precedes the microbatches: exposed reductions and gathers, optimizer, step overhead."""
+        sharding, device = sharding_of(self.job.strategy), self.job.cluster.device
         return max(
             sum(rank.exposed(name) for name in _PER_STEP)
-            + rank.between_ends
-            + optimizer_seconds(self.job, rank.contents)
+            + rank.once_seconds
+            + float(optimizer_seconds(device, rank.contents, sharding))
             for rank in self.ranks
         )
 
@@ -145,7 +132,7 @@ def predict(job: Job) -> Prediction:
     """The step of ``job`` as its stack and its cluster are described."""
     kinds = rank_kinds(job, range(job.strategy.pp))
     ranks = tuple(_rank_prediction(job, contents) for contents in kinds)
-    return Prediction(job, ranks, tuple(kinds.values()))
+    return Prediction(job, ranks, tuple(len(members) for members in kinds.values()))
 
 
 def _rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
@@ -156,15 +143,5 @@ def _rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
         m * compute.attention.forward,
         m * compute.attention.backward,
     )
-    traffics = with_exposed_seconds([_as_run(job, t) for t in step_traffic(job, contents)], windows)
-    share = job.cluster.device.communication_share
-    return RankPrediction(contents, compute, tuple(traffics), m, share, fully_recomputed_share(job, contents))
-
-
-def _as_run(job: Job, traffic: Traffic) -> Traffic:
-    """The traffic as the job's stack overlaps it."""
-    if traffic.dimension != "tp" or not job.strategy.overlap.tp or traffic.window == "none":
-        return traffic
-    if job.stack.tp_overlap == "buffers":
-        return replace(traffic, unhideable=job.cluster.device.efficiency.overlapped_tp_exposed)
-    return replace(traffic, unhideable=max(traffic.unhideable, _DECOMPOSED_EXPOSED))
+    traffics = with_exposed_seconds([as_run(job, t) for t in step_traffic(job, contents)], windows)
+    return RankPrediction(contents, compute, tuple(traffics), m, fully_recomputed_share(job, contents))

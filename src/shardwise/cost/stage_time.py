@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from shardwise.collectives.arrays import select
 from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators, prediction_operators
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stages import RankContents, fully_recomputed_share
-from shardwise.cost.states import expert_shards
+from shardwise.cost.states import Sharding, owned_parameters
+from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
 
 
@@ -51,7 +54,14 @@ def _seconds(job: Job, operator: Operator) -> Seconds:
 
 
 def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
-    """What a device of this pipeline rank computes for one microbatch."""
+    """What a device of this pipeline rank computes for one microbatch, the calls of its chunks included."""
+    parts = part_seconds(job, contents)
+    call = job.cluster.device.efficiency.stage_call_seconds * job.strategy.chunks_per_rank
+    return StageSeconds(parts.passes + Seconds(call, call), parts.attention, parts.recomputed)
+
+
+def part_seconds(job: Job, contents: RankContents) -> StageSeconds:
+    """What the layers and ends among ``contents`` compute for one microbatch."""
     passes, attention, again = Seconds(), Seconds(), 0.0
     shape, share = layer_shape(job), fully_recomputed_share(job, contents)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
@@ -67,8 +77,7 @@ def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
         after = head_operators(job.model, shape) + job.model.mtp_layers * prediction_operators(job.model, shape)
         for operator in after:
             passes += _seconds(job, operator)
-    call = job.cluster.device.efficiency.stage_call_seconds * job.strategy.chunks_per_rank
-    return StageSeconds(passes + Seconds(call, call), attention, again)
+    return StageSeconds(passes, attention, again)
 
 
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
@@ -80,15 +89,13 @@ def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
     return full_share
 
 
-def optimizer_seconds(job: Job, contents: RankContents) -> float:
+def optimizer_seconds(device: Device, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step: owned states are read and written in fp32, local weights and gradients touched once.
 
     30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written) and 8 per
     local one (gradient norm and zeroing), at the memory's sustained speed; plus what a step costs besides.
     """
-    strategy, device = job.strategy, job.cluster.device
-    shards = strategy.sharding_group if strategy.zero else 1
-    owned = contents.dense / shards + contents.experts / (expert_shards(strategy) if strategy.zero else 1)
-    local = owned if strategy.zero == 3 else contents.total
+    owned = owned_parameters(contents, sharding)
+    local = select(sharding.zero == 3, owned, contents.total)
     moved = 30 * owned + 8 * local
     return moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import (
@@ -124,16 +123,16 @@ def _layer_parts(job: Job, dense: int, moe: int) -> tuple[float, float, float]:
     return matrices, dense * plain.norms + moe * routed.norms, moe * routed.experts
 
 
-def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, int]:
-    """One rank of every kind among ``ranks`` (equal layers and ends take equal time), and how many are like it."""
-    first: dict[tuple[int, int, bool, bool], RankContents] = {}
-    counts: Counter[tuple[int, int, bool, bool]] = Counter()
+def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, ...]]:
+    """One rank of every kind among ``ranks`` (equal contents take equal time), and all that are like it."""
+    first: dict[RankContents, RankContents] = {}
+    members: dict[RankContents, list[int]] = {}
     for rank in ranks:
         contents = rank_contents(job, rank)
-        kind = (contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head)
+        kind = replace(contents, rank=0)
         first.setdefault(kind, contents)
-        counts[kind] += 1
-    return {contents: counts[kind] for kind, contents in first.items()}
+        members.setdefault(kind, []).append(rank)
+    return {contents: tuple(members[kind]) for kind, contents in first.items()}
 
 
 def pipeline_ranks_to_price(job: Job) -> tuple[int, ...]:

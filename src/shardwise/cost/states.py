@@ -7,23 +7,59 @@ optimizer states by N, stage 2 the gradients too, stage 3 the parameters too. Ac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from shardwise.collectives.arrays import select
 from shardwise.cost.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How data parallelism divides the states: numbers of one strategy, or columns of a table of them.
+
+    The two flags say how often it communicates: gradients reduced to shards after every microbatch, and parameters
+    gathered once a step; all strategies of a table share them.
+    """
+
+    zero: Any
+    shards: Any  # devices that share the states of the dense parts
+    expert_shards: Any
+    gradients_sharded: bool
+    gathers_once: bool
+    keep_parameters: Any
+    offload: Any  # shares per kind of state, as in `Offload`
+
+    @property
+    def divided(self) -> Any:
+        return self.zero > 0
+
+
+def sharding_of(strategy: Strategy) -> Sharding:
+    zero = strategy.zero
+    return Sharding(
+        zero,
+        divided_over(strategy),
+        expert_shards(strategy, divided_over(strategy)),
+        strategy.gradients_sharded,
+        zero < 3 or strategy.keep_parameters,
+        strategy.keep_parameters,
+        strategy.offload,
+    )
+
+
+@dataclass(frozen=True)
 class StateBytes:
     """Bytes of model state on one device, and what offload moved to its host."""
 
-    weights: float
-    gradients: float
-    optimizer: float
-    offloaded: float = 0.0
+    weights: Any
+    gradients: Any
+    optimizer: Any
+    offloaded: Any = 0.0
 
     @property
-    def total(self) -> float:
+    def total(self) -> Any:
         return self.weights + self.gradients + self.optimizer
 
     def __float__(self) -> float:
@@ -39,15 +75,15 @@ class StateBytes:
 
 
 def state_bytes(
-    matrices: float,
-    others: float = 0.0,
+    matrices: Any,
+    others: Any = 0.0,
     *,
     precision: str = "bf16",
     optimizer: str = "adamw",
-    zero: int = 0,
-    shards: float = 1,
+    zero: Any = 0,
+    shards: Any = 1,
     gradients_sharded: bool | None = None,
-    offload: Offload | None = None,
+    offload: Any = None,
 ) -> StateBytes:
     """Bytes for ``matrices`` + ``others`` parameters whose states ZeRO divides over ``shards`` devices.
 
@@ -55,11 +91,11 @@ def state_bytes(
     """
     recipe, states, offload = RECIPES[precision], OPTIMIZERS[optimizer], offload or Offload()
     parameters = matrices + others
-    weights = parameters * (recipe.weight + recipe.copies) / (shards if zero >= 3 else 1)
+    weights = parameters * (recipe.weight + recipe.copies) / select(zero >= 3, shards, 1)
     sharded = zero >= 2 if gradients_sharded is None else gradients_sharded
-    gradients = parameters * recipe.gradient / (shards if sharded else 1)
+    gradients = parameters * recipe.gradient / select(sharded, shards, 1)
     kept = parameters * recipe.master + matrices * states.matrices + others * states.others
-    optimizer_bytes = kept / (shards if zero >= 1 else 1)
+    optimizer_bytes = kept / select(zero >= 1, shards, 1)
     offloaded = weights * offload.weights + gradients * offload.gradients + optimizer_bytes * offload.optimizer
     return StateBytes(
         weights * (1 - offload.weights),
@@ -69,31 +105,37 @@ def state_bytes(
     )
 
 
-def rank_state_bytes(contents: RankContents, strategy: Strategy, precision: str, optimizer: str) -> StateBytes:
+def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str, optimizer: str) -> StateBytes:
     """States of one device of a pipeline rank: dense parts and experts have different sharding groups."""
-    dense = state_bytes(
-        contents.layer_matrices,
-        contents.others,
-        precision=precision,
-        optimizer=optimizer,
-        zero=strategy.zero,
-        shards=strategy.sharding_group,
-        gradients_sharded=strategy.gradients_sharded,
-        offload=strategy.offload,
-    )
-    experts = state_bytes(
-        contents.experts,
-        precision=precision,
-        optimizer=optimizer,
-        zero=strategy.zero,
-        shards=expert_shards(strategy),
-        gradients_sharded=strategy.gradients_sharded,
-        offload=strategy.offload,
-    )
-    return dense + experts
+
+    def part(matrices: Any, others: Any, shards: Any) -> StateBytes:
+        return state_bytes(
+            matrices,
+            others,
+            precision=precision,
+            optimizer=optimizer,
+            zero=sharding.zero,
+            shards=shards,
+            gradients_sharded=sharding.gradients_sharded,
+            offload=sharding.offload,
+        )
+
+    dense = part(contents.layer_matrices, contents.others, sharding.shards)
+    return dense + part(contents.experts, 0.0, sharding.expert_shards)
 
 
-def expert_shards(strategy: Strategy) -> float:
-    """Devices over which ZeRO divides expert states: expert data parallelism, cut like ``shard_group``."""
-    share = strategy.sharding_group / strategy.gradient_group
-    return max(1.0, strategy.expert_data_parallel * share)
+def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
+    """Parameters whose optimizer states a device keeps."""
+    return contents.dense / sharding.shards + contents.experts / sharding.expert_shards
+
+
+def divided_over(strategy: Strategy) -> int:
+    """Devices that share one copy of the dense states; 1 without ZeRO."""
+    return strategy.sharding_group if strategy.zero else 1
+
+
+def expert_shards(strategy: Strategy, shards: int) -> float:
+    """Devices that share one copy of expert states: expert data parallelism, cut like the ``shards`` of the dense."""
+    if shards == 1:
+        return 1.0
+    return max(1.0, strategy.expert_data_parallel * (shards / strategy.gradient_group))

@@ -46,3 +46,10 @@ def storage_costs(analysis: Analysis) -> list[StorageCost]:
         seconds = size / bandwidth + storage.link.latency
         costs.append(StorageCost(storage.name, bandwidth, seconds, seconds, data_rate(analysis) / bandwidth))
     return costs
+
+
+def checkpoint_level(analysis: Analysis) -> StorageCost | None:
+    """Where checkpoints go: the fastest level that outlives a node; its own disks only where there is no other."""
+    costs = storage_costs(analysis)
+    shared = [cost for cost, storage in zip(costs, analysis.job.cluster.storage) if storage.shared]
+    return min(shared or costs, key=lambda cost: cost.write_seconds, default=None)

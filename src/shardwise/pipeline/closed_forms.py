@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.collectives.arrays import maximum
+from shardwise.collectives.arrays import maximum, minimum
 from shardwise.pipeline.build import chunks_per_rank
 from shardwise.spec.errors import SpecError
 
@@ -45,15 +45,15 @@ def bubble_seconds(
             return hops * (F + I + W) + 2 * (p * v - 1) * (p > 1) * c
         case "zb-h1" | "zb-1p":
             # (p-1)(F+I-W): Qi et al. 2023, section 2.2; needs m >= p and W <= F, else as here.
-            messages = _minimum(_one_f_one_b_messages(p, m), 4 * hops)
-            return round_trip - _minimum(m - 1, hops) * _minimum(W, F) + messages * c
+            messages = minimum(_one_f_one_b_messages(p, m), 4 * hops)
+            return round_trip - minimum(m - 1, hops) * minimum(W, F) + messages * c
         case "zb-h2":
             # (p-1)(F+I-2W): Qi et al. 2023, section 2.2; fewer microbatches fill less.
-            return maximum(0.0, round_trip - _minimum(m - 1, 2 * hops) * W) + 2 * hops * c
+            return maximum(0.0, round_trip - minimum(m - 1, 2 * hops) * W) + 2 * hops * c
         case "zb-2p":
             # As zb-h2, with room for as many waiting weight gradients as 2p activations give.
             waiting = (2 * p - 1) / max(1 - released_by_input_grad, 1e-9)
-            return maximum(0.0, round_trip - _minimum(m - 1, waiting) * W) + 2 * hops * c
+            return maximum(0.0, round_trip - minimum(m - 1, waiting) * W) + 2 * hops * c
     return _folded_bubble(name, p, m, F, I, W, c)
 
 
@@ -67,11 +67,11 @@ def _folded_bubble(name: str, p: Any, m: Any, F: Any, I: Any, W: Any, c: Any) ->
         case "zbv":
             # 0 for F = I = W (Qi et al. 2023); with fewer microbatches than 2p-1 the pipeline never fills.
             unfilled = maximum(0, maximum(2 * p - 1 - m, 4 * (p - m) - 1)) * (p > 1)
-            uneven = maximum(slow, W) - _minimum(_minimum(F, I), W)
+            uneven = maximum(slow, W) - minimum(minimum(F, I), W)
             return unfilled * (F + I + W) / 3 + (p - 1) * (2 * uneven + 6 * c)
         case "v-half":
             # Half of 1F1B's 6(p-1) units (Qi et al. 2024), one unit less for odd p.
-            filling = (3 * (p - 1) - p % 2) * slow + (p + 1) * (_minimum(F, I) - W)
+            filling = (3 * (p - 1) - p % 2) * slow + (p + 1) * (minimum(F, I) - W)
             return (p > 1) * (filling + (2 * m + 5 * p - 8) * c)
         case "v-min":
             # Two thirds of 1F1B's (Qi et al. 2024): 4(p-1) units, one less, or one more where 3 divides p.
@@ -125,7 +125,3 @@ def _one_f_one_b_messages(p: Any, m: Any) -> Any:
     Exact for any m and any message time (the form 2(p-1)m/p + 2(p-2) is so only when p divides m).
     """
     return 2 * (p - 1) + 2 * ((m - 1) * (p - 1) // p)
-
-
-def _minimum(left: Any, right: Any) -> Any:
-    return -maximum(-left, -right)

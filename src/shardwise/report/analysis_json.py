@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.cost.analysis import DIMENSIONS, Analysis
+from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
 from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
@@ -13,11 +14,14 @@ from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
+from shardwise.report.campaign import campaign_data
 
 FORMAT = 1
 
 
-def analysis_data(analysis: Analysis, *, scaling: bool = False, ranks: bool = False) -> dict[str, Any]:
+def analysis_data(
+    analysis: Analysis, *, scaling: bool = False, ranks: bool = False, campaign: Campaign | None = None
+) -> dict[str, Any]:
     """Everything `analyze` says, keyed by name; bytes, seconds and FLOPs as numbers."""
     data = {
         "format": FORMAT,
@@ -45,6 +49,8 @@ def analysis_data(analysis: Analysis, *, scaling: bool = False, ranks: bool = Fa
     if analysis.exposed_share > EXPOSED_LIMIT:
         change = best_change(analysis)
         data["best_change"] = None if change is None else asdict(change)
+    if campaign is not None:
+        data["campaign"] = campaign_data(campaign)
     if scaling:
         data["scaling"] = {
             kind: [asdict(row) for row in scaling_table(analysis.job, kind)] for kind in ("strong", "weak")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 
 from shardwise.cost.analysis import DIMENSIONS, Analysis
+from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
@@ -14,6 +15,7 @@ from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
+from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, spoken, table
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
@@ -45,7 +47,9 @@ _PART_WORDS = {
 }
 
 
-def print_analysis(analysis: Analysis, *, scaling: bool = False, ranks: bool = False) -> None:
+def print_analysis(
+    analysis: Analysis, *, scaling: bool = False, ranks: bool = False, campaign: Campaign | None = None
+) -> None:
     """Prints everything `analyze` has to say."""
     out = console()
     out.print(_headline(analysis), markup=False)
@@ -59,6 +63,9 @@ def print_analysis(analysis: Analysis, *, scaling: bool = False, ranks: bool = F
     out.print(_time_table(analysis))
     if analysis.job.cluster.storage:
         out.print(_storage_table(analysis))
+    if campaign is not None:
+        for piece in campaign_lines(campaign):
+            out.print(piece)
     if scaling:
         for kind in ("strong", "weak"):
             out.print(_scaling_table(analysis, kind))
@@ -186,9 +193,6 @@ def _time_table(analysis: Analysis) -> RenderableType:
     shown.append(("predicted step time", "", readable_seconds(prediction.step_seconds), ""))
     shown.append(("predicted tokens/s", "", f"{prediction.tokens_per_second:,.0f}", ""))
     shown.append(("predicted MFU", "", f"{prediction.mfu:.1%}", ""))
-    if job.training.tokens:
-        seconds = job.training.tokens / prediction.tokens_per_second
-        shown.append((f"{readable_count(job.training.tokens)} tokens take about", "", readable_seconds(seconds), ""))
     return table(title, ("part", "share of the step", "value", "share"), shown, numbers_from=2)
 
 

@@ -18,6 +18,31 @@ MOST_DEVICES = 10_000_000
 GRIDS = ("line", "ring", "mesh", "torus")
 
 
+_PART = {"minimum": 0, "maximum": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitsTaken(Spec):
+    """Shares of the compute units that each kind of transfer runs on, and keeps from what it overlaps.
+
+    ``collectives`` are reduced or copied by kernels (NCCL channels); ``messages`` between two ranks and ``exchanges``
+    of expert tokens take the same unless they are given (DeepEP: 20 of 132 SMs, none with RDMA and a receive hook).
+    Copy engines move offloaded data and switches reduce in the network: 0.
+    """
+
+    collectives: float = field(default=0.0, metadata=_PART)
+    messages: float | None = field(default=None, metadata=_PART)
+    exchanges: float | None = field(default=None, metadata=_PART)
+    copies: float = field(default=0.0, metadata=_PART)
+    in_network: float = field(default=0.0, metadata=_PART)
+
+    def of_messages(self) -> float:
+        return self.collectives if self.messages is None else self.messages
+
+    def of_exchanges(self) -> float:
+        return self.collectives if self.exchanges is None else self.exchanges
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device(Spec):
     """An accelerator: dense peak FLOP/s per data type, memory, and what communication takes of it.
@@ -32,7 +57,7 @@ class Device(Spec):
     memory_bandwidth: float = quantity("bytes/s")
     cache: float = quantity("bytes", 0, minimum=0)
     compute_units: int = count(1)
-    communication_share: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    units_taken: UnitsTaken = field(default_factory=UnitsTaken)
     framework_memory: float = quantity("bytes", 1.5 * 2**30, minimum=0)
     efficiency: Efficiency = field(default_factory=Efficiency)
     power: float | None = quantity("watts", None)

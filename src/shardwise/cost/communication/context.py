@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import exchanging, group_runs, spanned
+from shardwise.cost.overlap import Window
 from shardwise.cost.stages import RankContents, fully_recomputed_share
-from shardwise.cost.traffic import Traffic, Window, priced
+from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
 
 

@@ -7,66 +7,59 @@ every microbatch unless the gathered parameters are kept (Rajbhandari et al. 202
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from shardwise.collectives import CollectiveKind, Topology
+from shardwise.collectives import CollectiveKind
+from shardwise.collectives.arrays import minimum
 from shardwise.cost.network import Run, expert_data_runs, group_runs, part_of, spanned
+from shardwise.cost.overlap import Pass
 from shardwise.cost.stages import RankContents
-from shardwise.cost.states import expert_shards
-from shardwise.cost.traffic import Traffic, Window, priced
+from shardwise.cost.states import Sharding, divided_over, expert_shards, sharding_of
+from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Parameters with one data-parallel group: the dense ones, or the routed experts."""
+class SharedRanks:
+    """The ranks that hold the same parameters: those that share one copy, and those that hold a copy each."""
 
-    what: str
-    parameters: float
-    units: int  # pieces that are reduced or gathered one after the other: layers
-    sharded_over: Topology | None
-    replicated_over: Topology | None
-    shards: float
+    shards: int
+    sharded: tuple[Run, ...]
+    replicas: tuple[Run, ...]
+
+
+def dense_ranks(strategy: Strategy, shards: int) -> SharedRanks:
+    """Of everything but the routed experts: cp·dp ranks, ``shards`` of which share one copy."""
+    return _shared(group_runs(strategy, ("cp", "dp")), shards)
+
+
+def expert_ranks(strategy: Strategy, shards: int) -> SharedRanks:
+    """Of the routed experts: expert data parallelism, cut like the ``shards`` of the dense parts."""
+    return _shared(expert_data_runs(strategy), round(expert_shards(strategy, shards)))
+
+
+def _shared(runs: tuple[Run, ...], shards: int) -> SharedRanks:
+    members = math.prod(run.degree for run in runs)
+    inner = part_of(runs, 1, shards, "strategy.shard_group")
+    return SharedRanks(shards, inner, part_of(runs, shards, members // shards, "strategy.shard_group"))
 
 
 def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives over the ranks that hold the same parameters: cp·dp, and expert data parallelism."""
-    strategy = job.strategy
-    dense = _group(
-        job, "", contents.dense, contents.layers, group_runs(strategy, ("cp", "dp")), strategy.sharding_group
-    )
-    traffics = _group_traffic(job, dense)
+    strategy, shards = job.strategy, divided_over(job.strategy)
+    dense_units, expert_units = communication_units(job, contents, strategy.zero)
+    traffics = _group_traffic(job, "", contents.dense, dense_units, dense_ranks(strategy, shards))
     if contents.experts:
-        experts = _group(
-            job,
-            "expert ",
-            contents.experts,
-            contents.moe_layers,
-            expert_data_runs(strategy),
-            round(expert_shards(strategy)),
-        )
-        traffics += _group_traffic(job, experts)
+        traffics += _group_traffic(job, "expert ", contents.experts, expert_units, expert_ranks(strategy, shards))
     return traffics
 
 
-def _group(job: Job, what: str, parameters: float, units: int, runs: tuple[Run, ...], shards: int) -> _Group:
-    members = 1
-    for run in runs:
-        members *= run.degree
-    if job.strategy.zero == 0:
-        return _Group(
-            what, parameters, max(1, _tensors(job, units)), None, spanned(job.cluster, runs, "strategy.dp"), 1
-        )
-    inner = part_of(runs, 1, shards, "strategy.shard_group")
-    outer = part_of(runs, shards, members // shards, "strategy.shard_group")
-    return _Group(
-        what,
-        parameters,
-        max(1, _tensors(job, units)),
-        spanned(job.cluster, inner, "strategy.dp"),
-        spanned(job.cluster, outer, "strategy.dp"),
-        shards,
-    )
+def communication_units(job: Job, contents: RankContents, zero: int) -> tuple[int, int]:
+    """Pieces of the dense parameters and of the experts that are reduced or gathered one after the other: layers."""
+    return max(1, _tensors(job, contents.layers, zero)), max(1, _tensors(job, contents.moe_layers, zero))
 
 
 def wire_bytes(job: Job) -> tuple[float, float]:
@@ -77,90 +70,89 @@ def wire_bytes(job: Job) -> tuple[float, float]:
     return gradient, 1.0 if narrow else recipe.weight
 
 
-def _tensors(job: Job, layers: int) -> int:
+def _tensors(job: Job, layers: int, zero: int) -> int:
     """Pieces that are sent one after the other: layers, or every tensor by itself where the stack does so."""
-    if job.stack.per_parameter_collectives and job.strategy.zero == 1:
+    if job.stack.per_parameter_collectives and zero == 1:
         per_layer = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
         return layers * per_layer
     return layers
 
 
-def _group_traffic(job: Job, group: _Group) -> list[Traffic]:
-    strategy, m = job.strategy, job.microbatches
-    unit = group.parameters / group.units
-    gradient, weight = wire_bytes(job)
-    reductions = m if strategy.gradients_sharded else 1
-    # Gradients are complete only in the last microbatch (of every chunk, when interleaved: the last p microbatches),
-    # unless every microbatch is reduced.
-    last = min(1.0, (strategy.pp if strategy.schedule == "interleaved" else 1) / m)
-    share = 1.0 if strategy.gradients_sharded else last
-    traffics = []
+@dataclass(frozen=True)
+class DataLine:
+    """One collective over the shards or the replicas of a group of parameters, once per unit.
 
-    def line(
-        what: str,
-        kind: CollectiveKind,
-        size: float,
-        times: float,
-        topology: Topology,
-        window: Window,
-        window_share: float,
-    ) -> None:
-        shown_window: Window = window if strategy.overlap.dp else "none"
+    ``times`` is how often a step goes over all units.
+    """
+
+    what: str
+    kind: CollectiveKind
+    over: Literal["shards", "replicas"]
+    unit_bytes: Any
+    times: Any
+    window: Pass
+    window_share: Any
+    last_only: bool
+
+
+def data_lines(
+    sharding: Sharding, unit_parameters: Any, shards: Any, wire: tuple[float, float], microbatches: Any, last: Any
+) -> list[DataLine]:
+    """What one group of parameters sends; ``last`` is the share of a pass in which gradients are complete.
+
+    Numbers of one strategy, or columns of a table of them.
+    """
+    gradient, weight = wire
+    reductions, share = (microbatches, 1.0) if sharding.gradients_sharded else (1, last)
+    gathers, gather_share = (1, last) if sharding.gathers_once else (microbatches, 1.0)
+    whole, part = unit_parameters * gradient, unit_parameters * gradient / shards
+    gathered = unit_parameters * weight
+    gather, scatter, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE
+    late = not sharding.gradients_sharded
+    lines = [
+        DataLine("gradients, backward", scatter, "shards", whole, reductions, "backward", share, late),
+        DataLine(
+            "parameters, forward", gather, "shards", gathered, gathers, "forward", gather_share, sharding.gathers_once
+        ),
+        DataLine("gradient shards, backward", reduce, "replicas", part, reductions, "backward", share, late),
+    ]
+    if not sharding.gathers_once:
+        again = DataLine("parameters, backward", gather, "shards", gathered, microbatches, "backward", 1.0, False)
+        lines.insert(0, again)
+    return lines
+
+
+def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
+    """Share of a pass in which gradients are complete: the last microbatch; of every chunk, when interleaved."""
+    return minimum(1.0, (pp if schedule == "interleaved" else 1) / microbatches)
+
+
+def _group_traffic(job: Job, name: str, parameters: float, units: int, ranks: SharedRanks) -> list[Traffic]:
+    strategy, m = job.strategy, job.microbatches
+    last = last_share(strategy.pp, strategy.schedule, m)
+    over = {
+        "shards": spanned(job.cluster, ranks.sharded, "strategy.dp"),
+        "replicas": spanned(job.cluster, ranks.replicas, "strategy.dp"),
+    }
+    traffics = []
+    for line in data_lines(sharding_of(strategy), parameters / units, ranks.shards, wire_bytes(job), m, last):
+        topology = over[line.over]
+        if topology is None:
+            continue
+        what = "gradients, backward" if line.over == "replicas" and ranks.shards == 1 else line.what
         traffics.append(
             priced(
                 "dp",
-                group.what + what,
-                kind,
-                size,
-                times * group.units,
+                name + what,
+                line.kind,
+                line.unit_bytes,
+                line.times * units,
                 topology,
                 strategy.collective,
-                window=shown_window,
-                window_share=window_share,
-                unhideable=1 / group.units,
+                window=line.window if strategy.overlap.dp else "none",
+                window_share=line.window_share,
+                last_only=line.last_only,
+                unhideable=1 / units,
             )
-        )
-
-    if group.sharded_over is not None:
-        gathers = 1 if strategy.zero < 3 or strategy.keep_parameters else m
-        gather_share = last if gathers == 1 else 1.0
-        if strategy.zero == 3 and not strategy.keep_parameters:
-            line(
-                "parameters, backward",
-                CollectiveKind.ALL_GATHER,
-                unit * weight,
-                m,
-                group.sharded_over,
-                "backward",
-                1.0,
-            )
-        line(
-            "gradients, backward",
-            CollectiveKind.REDUCE_SCATTER,
-            unit * gradient,
-            reductions,
-            group.sharded_over,
-            "backward",
-            share,
-        )
-        line(
-            "parameters, forward",
-            CollectiveKind.ALL_GATHER,
-            unit * weight,
-            gathers,
-            group.sharded_over,
-            "forward",
-            gather_share,
-        )
-    if group.replicated_over is not None:
-        size = unit * gradient / group.shards
-        line(
-            "gradients, backward" if group.shards == 1 else "gradient shards, backward",
-            CollectiveKind.ALL_REDUCE,
-            size,
-            reductions,
-            group.replicated_over,
-            "backward",
-            share,
         )
     return traffics

@@ -11,8 +11,9 @@ from dataclasses import replace
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
 from shardwise.cost.network import exchanging, expert_runs, level_names, spanned
+from shardwise.cost.overlap import Window
 from shardwise.cost.stages import RankContents, fully_recomputed_share
-from shardwise.cost.traffic import Traffic, Window, priced
+from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts
 

@@ -6,71 +6,91 @@ arXiv 2101.06840); offloaded activations go down in the forward and up in the ba
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from shardwise.collectives import CollectiveKind, Level, Topology
+from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.in_flight import chunks_in_flight
 from shardwise.cost.memory import activation_bytes
+from shardwise.cost.overlap import Pass
 from shardwise.cost.stages import RankContents
-from shardwise.cost.states import expert_shards
-from shardwise.cost.traffic import Traffic, Window, priced
+from shardwise.cost.states import Sharding, owned_parameters, sharding_of
+from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.training import Recipe
+
+
+@dataclass(frozen=True)
+class OffloadLine:
+    """One kind of transfer: bytes of one, how many in a step, under what."""
+
+    what: str
+    size_bytes: Any
+    count: Any
+    window: Pass
+    window_share: Any = 1.0
+    last_only: bool = False
+
+
+def state_lines(contents: RankContents, sharding: Sharding, recipe: Recipe, microbatches: Any) -> list[OffloadLine]:
+    """Every transfer of weights, gradients and optimizer results that there may be."""
+    offload, m = sharding.offload, microbatches
+    owned = owned_parameters(contents, sharding)
+    moved = owned * offload.optimizer  # less what lives on the host anyway
+    weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * offload.weights
+    gradients = (owned if sharding.gradients_sharded else contents.total) * recipe.gradient * offload.gradients
+    down, up = moved * (1 - offload.gradients) * recipe.gradient, moved * (1 - offload.weights) * recipe.weight
+    return [
+        OffloadLine("gradients to host, after the last microbatch", down, 1, "backward", 1 / m, True),
+        OffloadLine("updated weights from host", up, 1, "forward", 1 / m, True),
+        OffloadLine("weights from host, forward", weights, m, "forward"),
+        OffloadLine("weights from host, backward", weights, m, "backward"),
+        OffloadLine("gradients to host", gradients, m, "backward"),
+    ]
+
+
+def activation_lines(moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
+    """Activations of every microbatch, out in the forward and back in the backward pass."""
+    return [
+        OffloadLine("activations to host", moved_bytes, microbatches, "forward"),
+        OffloadLine("activations from host", moved_bytes, microbatches, "backward"),
+    ]
 
 
 def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Transfers over the device's own link to its host, or to the node's first storage level."""
-    offload, recipe = job.strategy.offload, job.training.recipe
-    if not offload.any:
-        return []
-    link = _host_topology(job)
     strategy, m = job.strategy, job.microbatches
-    shards = strategy.sharding_group if strategy.zero else 1
-    owned = contents.dense / shards + contents.experts / (expert_shards(strategy) if strategy.zero else 1)
-
-    def held(sharded: bool) -> float:
-        return owned if sharded else contents.total
-
-    def line(what: str, size: float, count: float, window: Window, share: float) -> Traffic:
-        return priced(
+    if not strategy.offload.any:
+        return []
+    link = host_topology(job.cluster, strategy.offload.target)
+    in_flight = chunks_in_flight(job, contents.rank) / strategy.chunks_per_rank
+    moved = activation_bytes(job, contents) / in_flight * strategy.offload.activations
+    lines = state_lines(contents, sharding_of(strategy), job.training.recipe, m) + activation_lines(moved, m)
+    return [
+        priced(
             "offload",
-            what,
+            line.what,
             CollectiveKind.SEND_RECV,
-            size,
-            count,
+            line.size_bytes,
+            line.count,
             link,
             "auto",
-            window=window if strategy.overlap.offload else "none",
-            window_share=share,
+            window=line.window if strategy.overlap.offload else "none",
+            window_share=line.window_share,
+            last_only=line.last_only,
         )
-
-    traffics = []
-    if offload.optimizer:
-        moved = owned * offload.optimizer  # less what lives on the host anyway
-        down, up = moved * (1 - offload.gradients), moved * (1 - offload.weights)
-        if down:
-            traffics.append(line("gradients to host", down * recipe.gradient, 1, "backward", 1 / m))
-        if up:
-            traffics.append(line("updated weights from host", up * recipe.weight, 1, "forward", 1 / m))
-    if offload.weights:
-        size = held(strategy.zero == 3) * recipe.weight * offload.weights
-        traffics.append(line("weights from host, forward", size, m, "forward", 1.0))
-        traffics.append(line("weights from host, backward", size, m, "backward", 1.0))
-    if offload.gradients:
-        size = held(strategy.gradients_sharded) * recipe.gradient * offload.gradients
-        traffics.append(line("gradients to host", size, m, "backward", 1.0))
-    if offload.activations:
-        in_flight = chunks_in_flight(job, contents.rank) / strategy.chunks_per_rank
-        one = activation_bytes(job, contents) / in_flight * offload.activations
-        traffics += [
-            line("activations to host", one, m, "forward", 1.0),
-            line("activations from host", one, m, "backward", 1.0),
-        ]
-    return traffics
+        for line in lines
+        if line.size_bytes
+    ]
 
 
-def _host_topology(job: Job) -> Topology:
-    cluster = job.cluster
-    if job.strategy.offload.target == "nvme":
+def host_topology(cluster: Cluster, target: str) -> Topology:
+    """The one link that offload to ``target`` goes over, as a network of two."""
+    if target == "nvme":
         if not cluster.storage:
             raise SpecError(
                 "strategy.offload.target", "nvme, but the cluster names no storage", "add storage, or use cpu"

@@ -19,34 +19,40 @@ from shardwise.spec.job import Job
 
 def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Point-to-point messages between neighbouring stages, over the slowest boundary's level."""
-    strategy = job.strategy
-    topology = spanned(job.cluster, group_runs(strategy, ("pp",)), "strategy.pp")
-    if topology is None:
-        return []
-    # Stages move in step, so the boundary on the outermost level sets the pace.
-    boundary = Topology(levels=topology.levels[-1:])
+    messages = [message_traffic(job, what) for what in ("activations, forward", "gradients, backward")]
+    exposed = exposed_messages(job) / 2
+    scheduled = [replace(one, fixed_exposed_seconds=exposed * float(one.cost.seconds)) for one in messages if one]
+    return scheduled + embedding_traffic(job, contents)
+
+
+def boundary(job: Job) -> Topology | None:
+    """The network of the slowest stage boundary: stages move in step, so the outermost level sets the pace."""
+    topology = spanned(job.cluster, group_runs(job.strategy, ("pp",)), "strategy.pp")
+    return None if topology is None else Topology(levels=topology.levels[-1:])
+
+
+def message_traffic(job: Job, what: str) -> Traffic | None:
+    """All messages of one direction; None without a pipeline."""
+    strategy, over = job.strategy, boundary(job)
+    if over is None:
+        return None
     region = job.microbatch_tokens / (strategy.tp if strategy.sequence_parallel else 1)
     size = region * job.model.hidden * job.training.recipe.communication
     messages = job.microbatches * strategy.chunks_per_rank
-    traffics = [
-        priced("pp", what, CollectiveKind.SEND_RECV, size, messages, boundary, strategy.collective)
-        for what in ("activations, forward", "gradients, backward")
-    ]
-    exposed = exposed_messages(job) * float(traffics[0].cost.seconds) / 2
-    messages_of_step = [replace(traffic, fixed_exposed_seconds=exposed) for traffic in traffics]
-    return messages_of_step + _embedding_traffic(job, contents, boundary)
+    return priced("pp", what, CollectiveKind.SEND_RECV, size, messages, over, strategy.collective)
 
 
-def _embedding_traffic(job: Job, contents: RankContents, boundary: Topology) -> list[Traffic]:
+def embedding_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Gradients of the token embedding where both ends of the pipeline hold it (Shoeybi et al. 2019, section 3)."""
+    over = boundary(job)
     apart = contents.has_embedding != contents.has_head and job.strategy.schedule != "dualpipe"
-    if not (apart and embedding_on_both_ends(job)):
+    if over is None or not (apart and embedding_on_both_ends(job)):
         return []
     parameters = job.model.vocab * job.model.hidden / job.strategy.tp
     size = parameters * job.training.recipe.gradient
     # An all-reduce of two ranks is one exchange of the whole buffer.
     what = "embedding gradients of both ends"
-    return [priced("pp", what, CollectiveKind.SEND_RECV, size, 1, boundary, job.strategy.collective)]
+    return [priced("pp", what, CollectiveKind.SEND_RECV, size, 1, over, job.strategy.collective, once=True)]
 
 
 def exposed_messages(job: Job) -> float:

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import expert_tensor_runs, group_runs, spanned
+from shardwise.cost.overlap import Window
 from shardwise.cost.stages import RankContents, fully_recomputed_share
-from shardwise.cost.traffic import Traffic, Window, priced
+from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import layer_parameters
 
@@ -25,7 +26,7 @@ def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     if topology is not None:
         traffics += _layer_traffic(job, contents, topology)
         traffics += _vocabulary_traffic(job, contents, topology)
-        traffics += _replicated_gradient_traffic(job, contents, topology)
+        traffics += replicated_gradient_traffic(job, contents)
     return traffics + _expert_tensor_traffic(job, contents)
 
 
@@ -92,10 +93,11 @@ def _beside_weight_gradients(traffic: Traffic) -> Traffic:
     return replace(traffic, window="backward", unhideable=max(0.6, traffic.unhideable))
 
 
-def _replicated_gradient_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Gradients of what tensor parallelism does not split (norms, router, latent projections): under sequence
     parallelism each rank has those of its own tokens, summed once per step (Megatron-LM finalize_model_grads)."""
-    if not job.strategy.sequence_parallel:
+    topology = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp")
+    if topology is None or not job.strategy.sequence_parallel:
         return []
     replicated = sum(
         count * _replicated_parameters(job, moe)
@@ -103,7 +105,7 @@ def _replicated_gradient_traffic(job: Job, contents: RankContents, topology: Top
     )
     size = replicated * job.training.recipe.gradient
     what = "gradients of unsplit parameters"
-    return [priced("tp", what, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective)]
+    return [priced("tp", what, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
 
 
 def _replicated_parameters(job: Job, moe: bool) -> float:

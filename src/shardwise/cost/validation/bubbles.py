@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-import csv
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.cost.validation import words
+from shardwise.cost.validation.table import Row, read_table
 from shardwise.pipeline import build, equal_stages, simulate
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.strategy import SCHEDULES
 
-# Qi et al. 2023 (arXiv 2401.10241) Table 3: 24 and 32 layer slots over 8 stages, one layer per chunk; Table 1:
-# of 34 + 5as/h bytes per token and hidden unit the weight gradient needs 32, the input gradient releases the rest.
-_CHUNKS = {"1.5B": 3, "6.2B": 4}
-_RELEASED = {"1.5B": 1 - 32 / (34 + 5 * 24 * 1024 / 2304), "6.2B": 1 - 32 / (34 + 5 * 32 * 1024 / 4096)}
-_NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved"}
+COLUMNS = ("model", "stages", "microbatches", "schedule", "bubble_rate", "t_forward_ms", "t_input_grad_ms",
+           "t_weight_grad_ms", "t_comm_ms")  # fmt: skip
+_MOST_ACTIONS = 100_000
+
+
+@dataclass(frozen=True)
+class _PaperModel:
+    """A row of Qi et al. 2023 (arXiv 2401.10241) Table 3; embedding and loss take the place of one layer each."""
+
+    layers: int
+    heads: int
+    hidden: int
+    seq: int = 1024
+
+    def chunks(self, stages: int) -> int:
+        """One layer per chunk, as the paper interleaves."""
+        return max(2, (self.layers + 2) // stages)
+
+    @property
+    def released_by_input_grad(self) -> float:
+        """Of 34 + 5as/h bytes per token and hidden unit the weight gradient needs 32 (Table 1 of the paper)."""
+        return 1 - 32 / (34 + 5 * self.heads * self.seq / self.hidden)
+
+
+_MODELS = {
+    "1.5": _PaperModel(22, 24, 2304),
+    "6.2": _PaperModel(30, 32, 4096),
+    "14.6": _PaperModel(46, 40, 5120),
+    "28.3": _PaperModel(62, 48, 6144),
+}
 
 
 @dataclass(frozen=True)
@@ -33,24 +62,35 @@ class ScoredBubble:
 
 def score_bubbles(path: Path | str) -> list[ScoredBubble]:
     """Every row of a table in the layout of validation/pipeline_bubble.csv."""
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        return [_scored(row) for row in csv.DictReader(file)]
+    scored = []
+    for number, row in enumerate(read_table(path, COLUMNS, "bubbles"), start=1):
+        try:
+            scored.append(_scored(row))
+        except SpecError as error:
+            raise error.under(f"row {number}") from None
+    return scored
 
 
-def _scored(row: dict[str, str]) -> ScoredBubble:
-    name, model = _NAMES.get(row["schedule"], row["schedule"].lower()), row["model"]
-    chunks = _CHUNKS.get(model, 2) if name == "interleaved" else 1
-    ranks, microbatches, comm = int(row["stages"]), int(row["microbatches"]), float(row["t_comm_ms"])
-    profile = (float(row[f"t_{part}_ms"]) / chunks for part in ("forward", "input_grad", "weight_grad"))
-    times = equal_stages(ranks * chunks, *profile)
+def _scored(row: Row) -> ScoredBubble:
+    name = words.schedule(row.text("schedule"))
+    if name is None:
+        problem = f"{shown(row.text('schedule'))} is unknown"
+        raise SpecError("schedule", problem, "known are " + ", ".join(SCHEDULES))
+    ranks, microbatches, rate = row.whole("stages"), row.whole("microbatches"), row.needed("bubble_rate")
+    if ranks * microbatches > _MOST_ACTIONS:
+        raise SpecError("microbatches", f"{ranks} stages × {microbatches} are too many to simulate", "use fewer")
+    if rate > 1:
+        raise SpecError("bubble_rate", f"{rate:g} is above 1", "write the idle share of the step")
+    size = re.search(r"\d+(\.\d+)?", row.text("model"))
+    model = _MODELS.get(size[0]) if size else None
+    chunks = (model.chunks(ranks) if model else 2) if name == "interleaved" else 1
+    if name in ("zbv", "v-half", "v-min", "dualpipev"):
+        chunks = 2
+    profile = [row.needed(f"t_{part}_ms") / chunks for part in ("forward", "input_grad", "weight_grad")]
+    comm, times = row.needed("t_comm_ms"), equal_stages(ranks * chunks, *profile)
+    released = model.released_by_input_grad if model else 0.0
     schedule = build(
-        name,
-        ranks,
-        microbatches,
-        chunks=chunks,
-        times=times,
-        comm_seconds=comm,
-        released_by_input_grad=_RELEASED.get(model, 0.0),
+        name, ranks, microbatches, chunks=chunks, times=times, comm_seconds=comm, released_by_input_grad=released
     )
-    rate = simulate(schedule, times, comm).bubble_rate
-    return ScoredBubble(model, row["schedule"], microbatches, float(row["bubble_rate"]), rate)
+    simulated = simulate(schedule, times, comm).bubble_rate
+    return ScoredBubble(row.text("model"), row.text("schedule"), microbatches, rate, simulated)

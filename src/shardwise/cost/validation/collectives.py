@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import csv
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.collectives import CollectiveKind, collective_cost
 from shardwise.cost.network import network
+from shardwise.cost.validation.machines import cut, machine_name
+from shardwise.cost.validation.table import Row, read_table
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 
 SMALLEST_SCORED_BYTES = 2**20
-
-# Which cluster of the catalogue each machine of the table is. Nothing else is said per row.
-MACHINES = {
-    "8x H100-SXM-80GB, 1 node NVSwitch": "dgx-h100",
-    "8x H200, 1 node": "dgx-h200",
-    "8x B200 (p6-b200), 1 node": "p6-b200",
-    "P6-B200": "p6-b200",
-}
+COLUMNS = ("hardware", "nodes", "gpus", "collective", "algo", "size_bytes", "time_us")
 
 
 @dataclass(frozen=True)
@@ -51,35 +46,31 @@ def score_all_reduces(
 
     ``described`` gives the cluster of a machine; by default that of the catalogue.
     """
-    rows = []
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["collective"] == "all_reduce" and float(row["size_bytes"]) >= smallest_bytes:
-                rows.append(_scored(row, described))
-    return rows
+    scored = []
+    for number, row in enumerate(read_table(path, COLUMNS, "collectives"), start=1):
+        try:
+            if _is_all_reduce(row) and row.needed("size_bytes") >= smallest_bytes:
+                scored.append(_scored(row, described))
+        except SpecError as error:
+            raise error.under(f"row {number}") from None
+    return scored
 
 
-def _scored(row: dict[str, str], described: Callable[[str], Cluster]) -> ScoredRow:
-    devices, nodes = int(row["gpus"]), int(row["nodes"])
-    machine = _machine(row["hardware"])
-    topology = network(described(machine).with_devices(devices))
+def _is_all_reduce(row: Row) -> bool:
+    return re.sub(r"[^a-z]", "", row.text("collective").lower()) == "allreduce"
+
+
+def _scored(row: Row, described: Callable[[str], Cluster]) -> ScoredRow:
+    devices, nodes, size = row.whole("gpus"), row.whole("nodes"), row.needed("size_bytes")
+    name, microseconds = machine_name(row.text("hardware"), "hardware"), row.needed("time_us")
+    if not microseconds or devices % nodes:
+        column, problem = (
+            ("time_us", "is 0") if not microseconds else ("nodes", f"{nodes} do not divide {devices} gpus")
+        )
+        raise SpecError(column, problem, "check the row")
+    topology = network(cut(described(name), devices, devices // nodes))
     # A row that names its algorithm is scored with it, the others with what the library would choose.
-    named = "ring" if row["algo"].startswith("Ring") else "nvls" if row["algo"] == "NVLS" else "auto"
-    cost = collective_cost(CollectiveKind.ALL_REDUCE, float(row["size_bytes"]), topology, named)
-    return ScoredRow(
-        machine,
-        devices,
-        nodes,
-        named,
-        float(row["size_bytes"]),
-        float(row["time_us"]) / 1e6,
-        float(cost.seconds),
-        cost.algorithm,
-    )
-
-
-def _machine(hardware: str) -> str:
-    for prefix, cluster in MACHINES.items():
-        if hardware.startswith(prefix):
-            return cluster
-    raise SpecError("hardware", f"{hardware!r} is no machine of the catalogue", "add it to MACHINES")
+    algo = row.text("algo").lower()
+    named = "ring" if algo.startswith("ring") else "nvls" if algo == "nvls" else "auto"
+    cost = collective_cost(CollectiveKind.ALL_REDUCE, size, topology, named)
+    return ScoredRow(name, devices, nodes, named, size, microseconds / 1e6, float(cost.seconds), cost.algorithm)

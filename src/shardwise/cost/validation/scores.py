@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory import peak_memory
 from shardwise.cost.prediction import predict
+from shardwise.cost.validation.ranges import Range
 from shardwise.cost.validation.runs import Run
 
 
 @dataclass(frozen=True)
 class Score:
-    """One run, scored; errors are fractions of what was reported."""
+    """One run, scored; errors are fractions of what was reported.
+
+    ``predicted_seconds_low`` and ``high`` span the plausible values of what the source does not print.
+    """
 
     row_id: str
     device: str
@@ -22,6 +26,10 @@ class Score:
     reported_seconds: float
     predicted_seconds: float
     time_error: float
+    assumed: tuple[str, ...]
+    predicted_seconds_low: float | None
+    predicted_seconds_high: float | None
+    in_range: bool | None
     reported_memory_bytes: float | None
     predicted_memory_bytes: float
     memory_error: float | None
@@ -30,8 +38,8 @@ class Score:
     set_aside: str
 
 
-def score(run: Run) -> Score:
-    """The prediction for one run beside what was reported of it.
+def score(run: Run, over: Range | None = None) -> Score:
+    """The prediction for one run beside what was reported of it, and the range if it is given.
 
     Memory is what tensors take: the framework's allowance is not part of any published figure's "allocated".
     """
@@ -39,26 +47,33 @@ def score(run: Run) -> Score:
     tensors = memory.total - memory.allowance
     reported = run.reported_memory_bytes
     return Score(
-        run.row_id,
-        run.device,
-        run.model_name,
-        run.source.prefix,
-        run.reported_from,
-        run.reported_seconds,
-        seconds,
-        seconds / run.reported_seconds - 1,
-        reported,
-        tensors,
-        None if reported is None else tensors / reported - 1,
-        run.memory_kind,
-        memory.total <= run.job.cluster.device.memory,
-        run.set_aside,
+        row_id=run.row_id,
+        device=run.device,
+        model=run.model_name,
+        source=run.source.name,
+        reported_from=run.reported_from,
+        reported_seconds=run.reported_seconds,
+        predicted_seconds=seconds,
+        time_error=seconds / run.reported_seconds - 1,
+        assumed=over.fields if over else (),
+        predicted_seconds_low=over.low if over else None,
+        predicted_seconds_high=over.high if over else None,
+        in_range=over.low <= run.reported_seconds <= over.high if over else None,
+        reported_memory_bytes=reported,
+        predicted_memory_bytes=tensors,
+        memory_error=None if reported is None else tensors / reported - 1,
+        memory_kind=run.memory_kind,
+        fits=memory.total <= run.job.cluster.device.memory,
+        set_aside=run.set_aside,
     )
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean and worst absolute error and bias over the rows of one device that are not set aside."""
+    """Mean and worst absolute error and bias over the rows of one device that are not set aside.
+
+    Of ``ranged_rows`` rows with something assumed, ``in_range`` is the share whose range contains the report.
+    """
 
     rows: int
     time_mape: float
@@ -66,25 +81,30 @@ class Summary:
     time_bias: float
     memory_mape: float | None
     memory_worst: float | None
+    ranged_rows: int
+    in_range: float | None
 
 
 def summarize(scores: Iterable[Score]) -> dict[str, Summary]:
-    """Per device, in the order of the table."""
+    """Per device, in the order of the table; a device of which every row is set aside is left out."""
     by_device: dict[str, list[Score]] = {}
     for one in scores:
         if not one.set_aside:
             by_device.setdefault(one.device, []).append(one)
-    return {device: _summary(own) for device, own in by_device.items()}
+    return {device: summary(own) for device, own in by_device.items()}
 
 
-def _summary(scores: list[Score]) -> Summary:
+def summary(scores: list[Score]) -> Summary:
     times = [one.time_error for one in scores]
     memories = [abs(one.memory_error) for one in scores if one.memory_error is not None]
+    ranged = [one.in_range for one in scores if one.in_range is not None]
     return Summary(
-        len(scores),
-        sum(map(abs, times)) / len(times),
-        max(map(abs, times)),
-        sum(times) / len(times),
-        sum(memories) / len(memories) if memories else None,
-        max(memories) if memories else None,
+        rows=len(scores),
+        time_mape=sum(map(abs, times)) / len(times),
+        time_worst=max(map(abs, times)),
+        time_bias=sum(times) / len(times),
+        memory_mape=sum(memories) / len(memories) if memories else None,
+        memory_worst=max(memories) if memories else None,
+        ranged_rows=len(ranged),
+        in_range=sum(ranged) / len(ranged) if ranged else None,
     )

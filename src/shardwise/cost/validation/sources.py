@@ -5,90 +5,88 @@ Chosen per source, never by the error it gives. `docs/accuracy.md` lists this ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import re
+from dataclasses import dataclass
+from typing import Literal
 
-Microbatch = Literal["printed", "local batch", "one"]
+from shardwise.cost.validation.megatron_bridge import VARIANTS as BRIDGE
+from shardwise.cost.validation.table import Row
+from shardwise.cost.validation.variants import Variant
+
+Microbatch = Literal["one", "local batch"]
 
 
 @dataclass(frozen=True)
 class Source:
     """Defaults of one source for fields its tables leave out."""
 
-    prefix: str  # of the row's source column
+    name: str
+    pattern: str  # in the row's source column
     stack: str
     reason: str
-    convention: str = "causal"  # how its TFLOP/s or MFU count a token
-    peak: float | None = None  # FLOP/s behind its MFU
-    microbatch: Microbatch = "printed"
+    convention: str = "causal"  # how its TFLOP/s or MFU count a token, unless the row says
+    counts_recomputed: bool = False
+    peak: float | None = None  # FLOP/s behind its MFU; None: the device's 16-bit peak
+    zero: int = 1
+    # Without a pipeline a rank's whole share of the batch, or one sequence; with one always one sequence.
+    microbatch: Microbatch = "one"
     layer_per_chunk: bool = False  # pipelines interleave down to one layer per chunk
-    printed_sequence_parallel: bool = False  # the column is a printed fact; elsewhere SP goes with TP
-    ends_lighter: bool = False  # first and last stage have one layer less
-    vocab: int | None = None
+    vocab: int = 32_000
     context_method: str = "ring"
-    stack_changes: tuple[tuple[str, dict[str, Any]], ...] = field(default=())  # row-id pattern → flags
-    strategy_changes: tuple[tuple[str, dict[str, Any]], ...] = field(default=())  # row-id pattern → fields
+    variants: tuple[Variant, ...] = ()
 
+
+_TORCHTITAN = (
+    Variant("rows marked eager", "no torch.compile", {"precision": "eager"}, stack={"elementwise": "eager"}),
+    Variant("rows of async TP", "TP overlap on", {"locator": "async.?TP"}, stack={"overlap": {"tp": True}}),
+)
 
 SOURCES = (
     Source(
-        "Korthikanti", "megatron-2022",
+        "Korthikanti et al. 2022", "korthikanti|2205.05198", "megatron-2022",
         "paper: fp16, scores stored, Adam not sharded, gradients reduced after the backward pass; SP is printed",
-        convention="full-attention", peak=312e12, printed_sequence_parallel=True,
+        convention="full-attention", peak=312e12, zero=0, vocab=51_200,
     ),
     Source(
-        "Zero Bubble", "megatron-2022",
-        "paper: Megatron-LM fork without fused attention; first and last stage one layer less; vocabulary of 32k from "
-        "its SentencePiece tokenizer",
-        vocab=32_000, ends_lighter=True,
+        "Narayanan et al. 2021", "narayanan|2104.04473", "megatron-2022",
+        "paper: fp16, scores stored, Adam not sharded, no SP; its TFLOP/s count one recomputed forward pass (eq. 3)",
+        convention="full-attention", counts_recomputed=True, peak=312e12, zero=0, vocab=51_200,
     ),
     Source(
-        "NVIDIA/Megatron-LM", "megatron-core",
+        "Zero Bubble", "zero.?bubble|2401.10241", "megatron-2022",
+        "paper: Megatron-LM fork without fused attention; vocabulary of 32k from its SentencePiece tokenizer",
+        zero=0,
+    ),
+    Source(
+        "NVIDIA/Megatron-LM", "megatron-lm", "megatron-core",
         "README table: all overlap on; one microbatch per step without pipeline (weak scaling at a fixed local batch), "
         "one sequence and one layer per chunk with it",
-        convention="full-attention", microbatch="local batch", layer_per_chunk=True,
+        convention="full-attention", microbatch="local batch", layer_per_chunk=True, vocab=131_072,
     ),
     Source(
-        "NVIDIA-NeMo/Megatron-Bridge", "megatron-bridge",
-        "performance recipes at tags v0.2.0 to v0.5.0; NVFP4 recipes switch TP overlap off; containers from 26.06 on "
-        "run Qwen3-30B on GB200 with overlapped all-to-all, a full-iteration CUDA graph and a fused expert MLP; "
-        "Llama3-70B under FSDP on GB200 offloads the activations of 40 of its 80 layers",
-        strategy_changes=((r"GB200_Llama3-70B_64_FP8", {"offload": {"activations": 0.5}}),),
-        stack_changes=(
-            ("NVFP4", {"overlap": {"dp": True, "tp": False, "cp": True}}),
-            (r"_26\.06_DGX-GB200_Qwen3", {"cuda_graphs": "full", "fused_moe_mlp": True, "fused_permute": True,
-                                        "overlap": {"dp": True, "tp": True, "cp": True, "ep": True}}),
-            (r"_26\.06\.01_DGX-GB200_Qwen3", {"cuda_graphs": "full", "fused_moe_mlp": True, "fused_permute": True,
-                                           "overlap": {"dp": True, "tp": True, "cp": True, "ep": True}}),
-            (r"_26\.08_DGX-GB200_Qwen3", {"cuda_graphs": "full", "fused_moe_mlp": True, "fused_permute": True,
-                                        "overlap": {"dp": True, "tp": True, "cp": True, "ep": True}}),
-        ),
+        "NVIDIA-NeMo/Megatron-Bridge", "megatron-?bridge", "megatron-bridge",
+        "performance recipes at tags v0.2.0 to v0.5.0; no recompute unless listed below",
+        variants=BRIDGE,
     ),
     Source(
-        "NVIDIA/NeMo", "megatron-core",
-        "long-sequence page: FP8, one sequence per microbatch, ring attention, causal attention counted once",
-        microbatch="one",
+        "NVIDIA/NeMo", "nemo", "megatron-core",
+        "long-sequence page: FP8, one sequence per microbatch, ring attention, causal attention counted once; NeMo's "
+        "recipes use the distributed optimizer (zero 1)",
     ),
     Source(
-        "huggingface/nanotron", "nanotron",
+        "huggingface/nanotron", "nanotron|ultra-?scale", "nanotron",
         "scaling-benchmark scripts: SP with TP, no recompute, MFU over full attention and 989 TFLOP/s",
         convention="full-attention", peak=989e12,
-        stack_changes=(),
     ),
     Source(
-        "MooreThreads/SimuMax", "simumax",
+        "MooreThreads/SimuMax", "simumax", "simumax",
         "benchmark scripts: Megatron-LM 0.14, nothing overlapped, sequence 4096, all-to-all context parallelism",
         context_method="ulysses",
     ),
     Source(
-        "torchtitan benchmarks/llama3", "torchtitan", "report: FSDP2, local batch printed, per-op selective recompute",
-        microbatch="local batch",
-        stack_changes=(("titan_t1_0", {"elementwise": "eager"}), ("titan_t3_0", {"elementwise": "eager"})),
-    ),
-    Source(
-        "torchtitan benchmarks/asyncTP", "torchtitan", "report: FSDP2 and TP with SP, async TP where it says so",
-        microbatch="local batch",
-        stack_changes=tuple((f"titan_atp_{i}_1", {"overlap": {"dp": True, "tp": True, "cp": True}}) for i in (3, 4, 5)),
+        "torchtitan", "torchtitan|2410.06511", "torchtitan",
+        "reports: FSDP2, TP with SP, local batch printed, per-op selective recompute; async TP where it says so",
+        zero=3, microbatch="local batch", variants=_TORCHTITAN,
     ),
 )  # fmt: skip
 
@@ -107,8 +105,11 @@ SET_ASIDE = {
 }
 
 
-def source_of(text: str) -> Source | None:
+def source_of(row: Row) -> Source:
+    """The source of a row; of one that is not listed, its framework if it names one, else this project's defaults."""
+    text = row.text("source")
     for source in SOURCES:
-        if text.startswith(source.prefix):
+        if re.search(source.pattern, text, re.IGNORECASE):
             return source
-    return None
+    stack = "megatron-core" if "megatron" in text.lower() else "shardwise"
+    return Source(text, "", stack, f"no recipe known: the defaults of {stack}")

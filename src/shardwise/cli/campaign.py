@@ -1,0 +1,162 @@
+"""The flags of a whole run (tokens, price, failures), and the campaign they make of a job."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from dataclasses import dataclass, replace
+
+from shardwise.cost.analysis import analyze
+from shardwise.cost.campaign import HOUR, Campaign
+from shardwise.cost.prediction import predict
+from shardwise.cost.storage import checkpoint_level
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+from shardwise.spec.training import Training
+from shardwise.spec.units import parse, readable_seconds
+
+# A prior: from an interruption to training again. MegaScale (arXiv 2402.15627, section 6.3; recalled) needs less than
+# ten minutes to find a fault and about as long again to be where it was.
+RESTART_SECONDS = 600.0
+_LEAST_GOODPUT = 0.01
+
+_FLAGS = (
+    ("--tokens", "15T", "tokens of the whole run (default: the job's training.tokens)"),
+    ("--price", "2.5/h", "money per device-hour"),
+    ("--mtbf", "50700h", "device-hours per interruption; 50700h is what Llama 3 saw"),
+    ("--checkpoint-seconds", "30s", "how long a checkpoint stops training (default: the cluster's shared storage)"),
+    ("--restart-seconds", "10min", "from an interruption to training again (default: 10min)"),
+)
+_PRICE = re.compile(r"\s*[$€£¥]?\s*([^/\s]+)\s*(?:(?:/|per)\s*(?:(?:gpu|device)[\s-]*)?h(?:ours?)?)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a user says of the whole run; None is left to the job."""
+
+    tokens: float
+    price: float | None
+    device_hours_per_interruption: float
+    checkpoint_seconds: float | None
+    restart_seconds: float
+
+
+def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags for days, money and failures."""
+    group = parser.add_argument_group("the whole run")
+    for flag, example, help_text in _FLAGS:
+        group.add_argument(flag, metavar=example, help=help_text)
+
+
+def terms_from(parsed: argparse.Namespace, training: Training) -> Terms | None:
+    """The flags as numbers, or None where nobody says how long the run is; raises SpecError for nonsense."""
+    tokens = training.tokens if parsed.tokens is None else _amount("--tokens", parsed.tokens, "count")
+    if tokens is None:
+        _refuse(parsed, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
+        return None
+    if parsed.mtbf is None:
+        idle = ("restart_seconds",) if training.checkpoint_interval else ("checkpoint_seconds", "restart_seconds")
+        _refuse(parsed, idle, "--mtbf 50700h")
+    checkpoint, restart = parsed.checkpoint_seconds, parsed.restart_seconds
+    return Terms(
+        float(tokens),
+        None if parsed.price is None else _price(parsed.price),
+        math.inf if parsed.mtbf is None else _device_hours(parsed.mtbf),
+        None if checkpoint is None else _amount("--checkpoint-seconds", checkpoint, "seconds", zero=True),
+        RESTART_SECONDS if restart is None else _amount("--restart-seconds", restart, "seconds", zero=True),
+    )
+
+
+def campaign_from(parsed: argparse.Namespace, job: Job, step_seconds: float | None = None) -> Campaign | None:
+    """The whole run of ``job`` at the predicted step time or the one given; None where no length is given."""
+    terms = terms_from(parsed, job.training)
+    if terms is None:
+        return None
+    step = predict(job).step_seconds if step_seconds is None else step_seconds
+    seconds, where = _checkpoint(terms, job)
+    _check_that_it_ends(terms, step, seconds, job.cluster.devices)
+    try:
+        run = Campaign(
+            tokens=terms.tokens,
+            tokens_per_second=job.tokens_per_step / step,
+            devices=job.cluster.devices,
+            price_per_device_hour=terms.price,
+            device_hours_per_interruption=terms.device_hours_per_interruption,
+            checkpoint_seconds=seconds,
+            restart_seconds=terms.restart_seconds,
+            checkpoint_interval=job.training.checkpoint_interval,
+            storage=where,
+        )
+        if run.interval < step:  # nobody saves in the middle of a step
+            run = replace(run, checkpoint_interval=step)
+    except SpecError as error:
+        raise error.under("training") from None
+    if run.goodput < _LEAST_GOODPUT:
+        problem = f"only {run.goodput:.2g} of the time moves training forward: the run does not end"
+        best = (
+            f"{readable_seconds(run.best_interval)} is best" if math.isfinite(run.best_interval) else "save less often"
+        )
+        raise SpecError("training.checkpoint_interval", problem, best)
+    return run
+
+
+def _checkpoint(terms: Terms, job: Job) -> tuple[float, str]:
+    """How long a checkpoint stops training, and where it goes."""
+    if terms.checkpoint_seconds is not None:
+        return terms.checkpoint_seconds, "as given"
+    fails = math.isfinite(terms.device_hours_per_interruption)
+    if not fails and job.training.checkpoint_interval is None:
+        return 0.0, ""  # nothing fails, nothing is saved
+    level = checkpoint_level(analyze(job))
+    if level is not None:
+        return level.write_seconds, level.name
+    if fails:
+        raise SpecError("--mtbf", "needs the time of a checkpoint, and the cluster has no storage",
+                        "give --checkpoint-seconds 30s")  # fmt: skip
+    return 0.0, ""
+
+
+def _check_that_it_ends(terms: Terms, step_seconds: float, checkpoint_seconds: float, devices: int) -> None:
+    between = terms.device_hours_per_interruption * HOUR / devices
+    for flag, what, seconds in (
+        ("--checkpoint-seconds", "a checkpoint", checkpoint_seconds),
+        ("--restart-seconds", "a restart", terms.restart_seconds),
+        ("--mtbf", "a step", step_seconds),
+    ):
+        if seconds >= between:
+            problem = (
+                f"{what} takes {readable_seconds(seconds)}, and {devices:,} devices are interrupted every "
+                f"{readable_seconds(between)}: the run does not end"
+            )
+            raise SpecError(flag, problem, "give a shorter one, or a longer --mtbf")
+
+
+def _refuse(parsed: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:
+    for name in names:
+        if getattr(parsed, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise SpecError(flag, f"says nothing without {needed.split()[0]}", f"give {needed} too")
+
+
+def _amount(flag: str, text: str, dimension: str, zero: bool = False) -> float:
+    remedy = "write it like " + next(example for name, example, _ in _FLAGS if name == flag)
+    try:
+        number = float(parse(text, dimension, flag))
+    except SpecError as error:
+        raise SpecError(flag, error.problem, remedy) from None
+    if number < 0 or (number == 0 and not zero):
+        raise SpecError(flag, f"{shown(text)} is not {'0 or more' if zero else 'positive'}", remedy)
+    return number
+
+
+def _price(text: str) -> float:
+    match = _PRICE.fullmatch(text)
+    if match is None:
+        raise SpecError("--price", f"{shown(text)} is not money per device-hour", "write it like 2.5/h")
+    return _amount("--price", match[1], "count")
+
+
+def _device_hours(text: str) -> float:
+    """Device-hours; a number without a unit is one of them."""
+    return _amount("--mtbf", f"{text}h" if text.strip()[-1:].isdigit() else text, "seconds") / HOUR

@@ -1,0 +1,156 @@
+"""What lies in the memory of a device at every moment of a step, for the pipeline ranks whose figures differ.
+
+The parts are those of `cost.memory`, each while it exists: model states, buffers and the framework always;
+activations from the start of a forward to the end of its backward; what a pass holds for a moment, during that pass.
+So the peak is at most that of `cost.memory`, which adds up all parts, and less where they never meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwise.cost.activations import head_activation_bytes, logits_temporary_bytes
+from shardwise.cost.in_flight import chunks_in_flight
+from shardwise.cost.memory import DeviceMemory, gathered_bytes, memory_of_rank, temporary_bytes
+from shardwise.cost.prediction import predict
+from shardwise.cost.simulation import step_timeline
+from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
+from shardwise.cost.states import sharding_of
+from shardwise.pipeline import Action, ActionKind, Timeline, live_activations
+from shardwise.spec.job import Job
+
+_WORDS = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+}
+BETWEEN = "between passes"
+AFTER = "reduction and optimizer"
+
+
+@dataclass(frozen=True)
+class MemorySpan:
+    """One device from ``start_seconds`` to ``end_seconds`` of the step, while nothing changes."""
+
+    start_seconds: float
+    end_seconds: float
+    during: str
+    held: DeviceMemory
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One device of a pipeline rank over the step; ``spans`` follow each other without a gap."""
+
+    pipeline_rank: int
+    spans: tuple[MemorySpan, ...]
+
+    @cached_property
+    def peak(self) -> MemorySpan:
+        """Where most is held; the first such moment."""
+        return max(self.spans, key=lambda span: span.held.total)
+
+
+@dataclass(frozen=True)
+class MemoryOverTime:
+    """The step of a job, as its devices hold it."""
+
+    job: Job
+    step_seconds: float
+    ranks: tuple[RankMemory, ...]
+
+    @cached_property
+    def fullest(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.peak.held.total)
+
+
+def memory_over_time(job: Job) -> MemoryOverTime:
+    """The memory of every pipeline rank whose figures differ, from the start of the step to its end."""
+    prediction = predict(job)
+    timeline = step_timeline(prediction)
+    tail_seconds = prediction.tail_seconds
+    held_chunks = live_activations(timeline)
+    ranks = tuple(
+        _rank_memory(job, timeline, rank, [held for _, held in held_chunks[rank]], tail_seconds)
+        for rank in pipeline_ranks_to_price(job)
+    )
+    return MemoryOverTime(job, timeline.longest_rank_seconds + tail_seconds, ranks)
+
+
+def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[float], tail_seconds: float) -> RankMemory:
+    parts = _Parts(job, rank, timeline.schedule.stages)
+    spans: list[MemorySpan] = []
+    now, chunks, heads = 0.0, 0.0, 0
+    actions = zip(timeline.schedule.actions[rank], timeline.starts[rank], timeline.ends[rank], held_chunks)
+    for action, start, end, chunks_then in actions:
+        if start > now:
+            spans.append(MemorySpan(now, start, BETWEEN, parts.between(chunks, heads)))
+        is_forward, has_head = action.kind is ActionKind.F, parts.has_head(action)
+        heads += is_forward and has_head
+        held = parts.during(action, chunks_then if is_forward else chunks, heads)
+        spans.append(MemorySpan(start, end, f"{_WORDS[action.kind]} of microbatch {action.microbatch}", held))
+        heads -= has_head and action.kind in (ActionKind.B, ActionKind.I)
+        now, chunks = end, chunks_then
+    spans.append(MemorySpan(now, now + tail_seconds, AFTER, parts.between(0.0, 0)))
+    return RankMemory(rank, tuple(spans))
+
+
+class _Parts:
+    """Which parts of a rank's memory exist when; bytes as in `cost.memory`."""
+
+    def __init__(self, job: Job, rank: int, stages: int) -> None:
+        self.contents, self.last_stage = rank_contents(job, rank), stages - 1
+        self.whole = memory_of_rank(job, rank)
+        microbatch, self.head = _kept_per_microbatch(job, self.contents, self.whole)
+        # As in `cost.memory`, the chunks of a rank count alike; they differ where layers or experts are uneven.
+        self.chunk = microbatch * job.strategy.pp / stages
+        self.whole_gradient, self.whole_parameters = _gathered(job, self.contents)
+        self.keeps_parameters = job.strategy.keep_parameters
+        self.logits = logits_temporary_bytes(job) if self.contents.has_head else 0.0
+        self.weight_gradient = temporary_bytes(job, has_head=False)
+
+    def has_head(self, action: Action) -> bool:
+        """Whether the action is on the stage with the loss, as far as this rank is said to hold it."""
+        return self.contents.has_head and action.stage == self.last_stage
+
+    def between(self, chunks: float, heads: int) -> DeviceMemory:
+        """No pass runs: what is kept for later ones, and parameters that stay gathered."""
+        gathered = self.whole_parameters if self.keeps_parameters and chunks else 0.0
+        return self._holding(chunks, heads, gathered=gathered)
+
+    def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
+        """A full backward passes through the loss, its layers' recompute and their gradients."""
+        goes_back = action.kind in (ActionKind.B, ActionKind.I)
+        makes_gradients = action.kind in (ActionKind.B, ActionKind.W)
+        logits = self.logits if self.has_head(action) and action.kind is not ActionKind.W else 0.0
+        return self._holding(
+            chunks,
+            heads,
+            recomputed=self.whole.recomputed if goes_back else 0.0,
+            gathered=self.whole_parameters + (self.whole_gradient if makes_gradients else 0.0),
+            temporary=max(logits, self.weight_gradient if makes_gradients else 0.0),
+        )
+
+    def _holding(
+        self, chunks: float, heads: int, recomputed: float = 0.0, gathered: float = 0.0, temporary: float = 0.0
+    ) -> DeviceMemory:
+        kept = chunks * self.chunk + heads * self.head
+        return replace(self.whole, activations=kept, recomputed=recomputed, gathered=gathered, temporary=temporary)
+
+
+def _kept_per_microbatch(job: Job, contents: RankContents, whole: DeviceMemory) -> tuple[float, float]:
+    """Activations of one microbatch on all chunks of a rank, and those of one loss, that stay on the device."""
+    head = head_activation_bytes(job) * (1 - job.strategy.offload.activations) if contents.has_head else 0.0
+    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    losses = in_flight if job.strategy.schedule == "gpipe" else 1
+    return (whole.activations - losses * head) / in_flight, head
+
+
+def _gathered(job: Job, contents: RankContents) -> tuple[float, float]:
+    """Whole layers that sharded data parallelism holds: gradients before they are reduced, parameters in use."""
+    sharding, recipe = sharding_of(job.strategy), job.training.recipe
+    both = float(gathered_bytes(contents, sharding, recipe))
+    gradient = float(gathered_bytes(contents, replace(sharding, zero=min(2, sharding.zero)), recipe))
+    return gradient, both - gradient

@@ -1,0 +1,190 @@
+"""Strategies that share their degrees, as the axes of a table.
+
+Rows differ in what a layer and the pipeline do: sequence parallelism, context method, microbatch, schedule, recompute.
+Columns differ in what data parallelism does, ZeRO and its shard group; and every column may offload in several ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from shardwise.cost.network import Run, expert_runs, expert_tensor_runs, group_runs
+from shardwise.cost.stages import RankContents, rank_kinds
+from shardwise.cost.states import Sharding, expert_shards
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Offload, Strategy
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    sequence_parallel: bool
+    context_method: str
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    schedule: str
+    interleave: int
+    stage_layers: str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    recompute: str
+    recompute_layers: int | None = None
+
+
+@dataclass(frozen=True)
+class ShardChoice:
+    """``keep_parameters`` and ``accumulate`` as in `Strategy`; ``shard_group`` None is all data-parallel ranks."""
+
+    zero: int
+    shard_group: int | None = None
+    keep_parameters: bool = False
+    accumulate: str = "sharded"
+
+    @cached_property
+    def how_often(self) -> tuple[bool, bool]:
+        """Whether gradients are reduced to shards every microbatch, and whether parameters are gathered once."""
+        return self.zero >= 2 and self.accumulate == "sharded", self.zero < 3 or self.keep_parameters
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a group's table."""
+
+    layer: LayerChoice
+    schedule: ScheduleChoice
+    recompute: RecomputeChoice
+    sequences: int
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which ranks the groups of each dimension inside a pipeline hold."""
+
+    tensor: tuple[Run, ...]
+    context: tuple[Run, ...]
+    pipeline: tuple[Run, ...]
+    expert: tuple[Run, ...]
+    expert_tensor: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """``base`` has the degrees, the rank order, and the overlap and dispatch of all strategies here.
+
+    The schedules of a group put the same layers on the ranks: ``ranks`` holds one of each kind, ``counts`` how many
+    are like it and ``members`` which.
+    """
+
+    base: Strategy
+    layers: tuple[LayerChoice, ...]
+    schedules: tuple[ScheduleChoice, ...]
+    recomputes: tuple[RecomputeChoice, ...]
+    shards: tuple[ShardChoice, ...]
+    offloads: tuple[Offload, ...]
+    ranks: tuple[RankContents, ...]
+    members: tuple[tuple[int, ...], ...]
+    sequences: tuple[tuple[int, ...], ...]  # of a step: layer × schedule choice; 0 where the batch does not divide
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(len(ranks) for ranks in self.members)
+
+    @cached_property
+    def places(self) -> Places:
+        base = self.base
+        return Places(
+            group_runs(base, ("tp",)),
+            group_runs(base, ("cp",)),
+            group_runs(base, ("pp",)),
+            expert_runs(base),
+            expert_tensor_runs(base),
+        )
+
+    def row_strategy(self, row: Row) -> Strategy:
+        """The strategy of a row, without sharding."""
+        return replace(
+            self.base,
+            sequence_parallel=row.layer.sequence_parallel,
+            context_method=row.layer.context_method,  # type: ignore[arg-type]
+            microbatch=row.layer.microbatch,
+            schedule=row.schedule.schedule,  # type: ignore[arg-type]
+            interleave=row.schedule.interleave,
+            stage_layers=row.schedule.stage_layers,  # type: ignore[arg-type]
+            recompute=row.recompute.recompute,  # type: ignore[arg-type]
+            recompute_layers=row.recompute.recompute_layers,
+        )
+
+    def strategy(self, row: Row, column: ShardChoice, offload: Offload) -> Strategy:
+        return replace(
+            self.row_strategy(row),
+            zero=column.zero,  # type: ignore[arg-type]
+            shard_group=column.shard_group,
+            keep_parameters=column.keep_parameters,
+            accumulate=column.accumulate,  # type: ignore[arg-type]
+            offload=offload,
+        )
+
+
+def shards_of(base: Strategy, choice: ShardChoice) -> int:
+    """Devices that share one copy of the dense states under a column."""
+    return (choice.shard_group or base.gradient_group) if choice.zero else 1
+
+
+def sharding_columns(base: Strategy, choices: Sequence[ShardChoice]) -> Sharding:
+    """The columns as one `Sharding` of arrays, without offload; all of them communicate equally often."""
+    import numpy as np
+
+    (often,) = {choice.how_often for choice in choices}
+    shards = [shards_of(base, choice) for choice in choices]
+
+    def column(values: list[Any]) -> Any:
+        return np.array(values, dtype=float)
+
+    return Sharding(
+        zero=np.array([choice.zero for choice in choices]),
+        shards=column(shards),
+        expert_shards=column([expert_shards(base, degree) for degree in shards]),
+        gradients_sharded=often[0],
+        gathers_once=often[1],
+        keep_parameters=np.array([choice.keep_parameters for choice in choices]),
+        offload=Offload(),
+    )
+
+
+def group_of(job: Job) -> Group:
+    """The table of one strategy."""
+    strategy = job.strategy
+    kinds = rank_kinds(job, range(strategy.pp))
+    base = replace(
+        strategy,
+        zero=0,
+        shard_group=None,
+        keep_parameters=False,
+        accumulate="sharded",
+        offload=Offload(),
+        schedule="dualpipe" if strategy.schedule == "dualpipe" else "1f1b",
+        interleave=1,
+        stage_layers="balanced",
+        recompute="none",
+        recompute_layers=None,
+    )
+    column = ShardChoice(strategy.zero, strategy.shard_group, strategy.keep_parameters, strategy.accumulate)
+    return Group(
+        base,
+        (LayerChoice(strategy.sequence_parallel, strategy.context_method, strategy.microbatch),),
+        (ScheduleChoice(strategy.schedule, strategy.interleave, strategy.stage_layers),),
+        (RecomputeChoice(strategy.recompute, strategy.recompute_layers),),
+        (column,),
+        (strategy.offload,),
+        tuple(kinds),
+        tuple(kinds.values()),
+        ((job.sequences,),),
+    )

@@ -1,0 +1,235 @@
+"""What one layer, the embedding and the head cost, once per distinct key: a rank of any table is a sum of these.
+
+The figures come from the functions that price a job (`stage_time`, `activations`, `communication`), asked about a rank
+that holds nothing but the one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cost.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
+from shardwise.cost.as_run import as_run
+from shardwise.cost.communication.context import context_traffic
+from shardwise.cost.communication.expert import expert_traffic
+from shardwise.cost.communication.pipeline import embedding_traffic, message_traffic
+from shardwise.cost.communication.tensor import replicated_gradient_traffic, tensor_traffic
+from shardwise.cost.memory import communication_buffer_bytes, temporary_bytes
+from shardwise.cost.overlap import Pass, Window
+from shardwise.cost.stage_time import part_seconds
+from shardwise.cost.stages import RankContents
+from shardwise.cost.tables.group import Group, LayerChoice
+from shardwise.cost.traffic import Traffic
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+MODES = ("none", "selective", "full")
+# A rank with one part: dense layer, mixture-of-experts layer, embedding, head.
+PROBES = (
+    RankContents(0, 1, 0, False, False, 0.0, 0.0, 0.0),
+    RankContents(0, 0, 1, False, False, 0.0, 0.0, 0.0),
+    RankContents(0, 0, 0, True, False, 0.0, 0.0, 0.0),
+    RankContents(0, 0, 0, False, True, 0.0, 0.0, 0.0),
+)
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED = range(6)
+
+
+@dataclass(frozen=True)
+class LineKey:
+    """One kind of communication inside a layer, as far as all layers share it."""
+
+    dimension: str
+    what: str
+    in_pass: Pass
+    window: Window
+    unhideable: float
+    units_taken: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Figures of the four parts under every recompute mode, for one microbatch on one device.
+
+    ``figures``: part × mode × figure, the indices above. ``lines``: part × mode × (seconds, seconds on each link).
+    """
+
+    figures: Array
+    lines: Mapping[LineKey, Array]
+    buffer_bytes: float
+    temporary_bytes: float
+    temporary_bytes_with_head: float
+
+
+class PartBook:
+    """Parts by what they depend on; each is priced once.
+
+    All groups that are asked for have the same ``overlap`` (but for that of experts) and ``dispatch``.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """``job`` says everything but the strategy."""
+        self._job = job
+        self.links = tuple(dict.fromkeys(level.name for level in job.cluster.levels))
+        self._parts: dict[tuple[Any, ...], Parts] = {}
+        self._pieces: dict[tuple[Any, ...], Any] = {}
+
+    def parts(self, group: Group, layer: LayerChoice) -> Parts:
+        base, places = group.base, group.places
+        key = (base.tp, base.cp, base.ep, base.expert_tp, base.pp > 1, base.overlap.ep, layer, places.tensor,
+               places.context, places.expert, places.expert_tensor)  # fmt: skip
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = self._priced(group, layer)
+        return found
+
+    @property
+    def stage_call_seconds(self) -> float:
+        return self._job.cluster.device.efficiency.stage_call_seconds
+
+    def message_seconds(self, group: Group, layer: LayerChoice) -> float:
+        """One message to the neighbouring pipeline stage."""
+        base = group.base
+        if base.pp == 1:
+            return 0.0
+        tokens = layer.microbatch * self._job.training.seq / base.cp / (base.tp if layer.sequence_parallel else 1)
+
+        def price() -> float:
+            traffic = message_traffic(_Probes(self._job, base, layer)["none"], "message")
+            assert traffic is not None
+            return float(traffic.cost.seconds)
+
+        seconds: float = self._piece("message", (tokens, group.places.pipeline), price)
+        return seconds
+
+    def once_seconds(self, group: Group, contents: RankContents, sequence_parallel: bool) -> float:
+        """What such a rank sends after the last microbatch, besides data parallelism."""
+        base, places = group.base, group.places
+        ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head)
+        key = (base.tp, sequence_parallel, ends, places.tensor, places.pipeline, base.schedule)
+
+        def price() -> float:
+            job = _Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))["none"]
+            traffics = [*replicated_gradient_traffic(job, contents), *embedding_traffic(job, contents)]
+            return sum(traffic.seconds for traffic in traffics)
+
+        seconds: float = self._piece("once", key, price)
+        return seconds
+
+    def _priced(self, group: Group, layer: LayerChoice) -> Parts:
+        """Every piece is looked up by the little that it depends on."""
+        base, places = group.base, group.places
+        jobs = _Probes(self._job, base, layer)
+        tokens = layer.microbatch * self._job.training.seq / base.cp
+        common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
+        figures = self._piece("figures", common, lambda: self._figures(jobs))
+        lines: dict[LineKey, Array] = {}
+        tensor = (*common, places.tensor, places.expert_tensor)
+        lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
+        if base.cp > 1:
+            context = (tokens, base.tp, base.cp, layer.context_method, places.context)
+            lines |= self._piece("cp", context, lambda: self._lines(jobs, context_traffic))
+        if base.ep > 1:
+            expert = (*common, base.ep, base.overlap.ep, places.expert)
+            lines |= self._piece("ep", expert, lambda: self._lines(jobs, expert_traffic))
+        method = layer.context_method if base.cp > 1 else ""
+        buffers = self._piece(
+            "buffers",
+            (*common, base.cp, base.ep, base.pp > 1, method),
+            lambda: (
+                communication_buffer_bytes(jobs["none"]),
+                temporary_bytes(jobs["none"], has_head=False),
+                temporary_bytes(jobs["none"], has_head=True),
+            ),
+        )
+        return Parts(figures, lines, *buffers)
+
+    def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Any]) -> Any:
+        if (name, *key) not in self._pieces:
+            self._pieces[name, *key] = price()
+        return self._pieces[name, *key]
+
+    def _figures(self, jobs: _Probes) -> Array:
+        import numpy as np
+
+        table = np.zeros((len(PROBES), len(MODES), 6))
+        for m, mode in enumerate(MODES):
+            job = jobs[mode]
+            for p, probe in enumerate(PROBES):
+                if probe.moe_layers and job.model.moe is None:
+                    continue
+                seconds = part_seconds(job, probe)
+                table[p, m, :5] = (
+                    seconds.forward,
+                    seconds.input_gradient,
+                    seconds.weight_gradient,
+                    seconds.attention.forward,
+                    seconds.attention.backward,
+                )
+                table[p, m, SAVED] = _saved_bytes(job, probe)
+        return table
+
+    def _lines(self, jobs: _Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, Array]:
+        """Lines of the four parts; those of a dimension that nothing hides are pooled, one for each pass."""
+        import numpy as np
+
+        lines: dict[LineKey, Array] = {}
+        for m, mode in enumerate(MODES):
+            job = jobs[mode]
+            for p, probe in enumerate(PROBES):
+                if probe.moe_layers and job.model.moe is None:
+                    continue
+                for traffic in traffic_of(job, probe):
+                    if traffic.in_layer and traffic.count:
+                        run = as_run(job, traffic)
+                        line = lines.setdefault(
+                            _line_key(run), np.zeros((len(PROBES), len(MODES), 1 + len(self.links)))
+                        )
+                        line[p, m, 0] += run.seconds
+                        for name, seconds in run.level_seconds.items():
+                            line[p, m, 1 + self.links.index(name)] += seconds
+        return lines
+
+
+class _Probes:
+    """The job of one microbatch with a layer choice, under each recompute mode; made when asked for."""
+
+    def __init__(self, job: Job, base: Strategy, layer: LayerChoice) -> None:
+        self._job, self._base, self._layer = job, base, layer
+        self._made: dict[str, Job] = {}
+
+    def __getitem__(self, mode: str) -> Job:
+        if mode not in self._made:
+            strategy = replace(
+                self._base,
+                sequence_parallel=self._layer.sequence_parallel,
+                context_method=self._layer.context_method,  # type: ignore[arg-type]
+                microbatch=self._layer.microbatch,
+                recompute=mode,  # type: ignore[arg-type]
+                stage_layers="balanced",
+            )
+            training = replace(self._job.training, global_batch=strategy.data_parallel * strategy.microbatch)
+            self._made[mode] = replace(self._job, strategy=strategy, training=training)
+        return self._made[mode]
+
+
+def _line_key(traffic: Traffic) -> LineKey:
+    if traffic.window == "none":
+        return LineKey(traffic.dimension, "exposed", traffic.in_pass, "none", 0.0, 0.0)
+    return LineKey(
+        traffic.dimension, traffic.what, traffic.in_pass, traffic.window, traffic.unhideable, traffic.units_taken
+    )
+
+
+def _saved_bytes(job: Job, probe: RankContents) -> float:
+    if probe.has_embedding:
+        return embedding_activation_bytes(job)
+    if probe.has_head:
+        return head_activation_bytes(job)
+    return layer_activation_bytes(job, moe=probe.moe_layers > 0)

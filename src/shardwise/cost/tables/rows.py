@@ -1,0 +1,294 @@
+"""The rows of a group's table: what a layer choice, a schedule and a recompute choice make of every kind of rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cost.communication.data import last_share
+from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
+from shardwise.cost.stages import RankContents
+from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
+from shardwise.cost.tables.group import Group, Row, ScheduleChoice
+from shardwise.cost.tables.parts import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    MODES,
+    SAVED,
+    WEIGHT_GRADIENT,
+    PartBook,
+)
+from shardwise.pipeline import chunks_per_rank, peak_chunks_in_flight
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """What the columns build on: arrays of kind of rank × row."""
+
+    lasting: dict[Pass, Array]  # seconds of a step's pass, exposed communication of its layers included
+    busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
+    once_seconds: Array  # sent after the last microbatch
+    saved_bytes: Array  # activations of one microbatch
+    activation_bytes: Array  # of all in flight
+    other_bytes: Array  # recomputed layer, buffers, temporaries
+
+    def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
+        """``lasting`` and ``busy`` of some rows, to be held against columns: kind × 1 × row."""
+        lasting = {which: seconds[:, None, part] for which, seconds in self.lasting.items()}
+        busy = {which: {n: x[:, None, part] for n, x in links.items()} for which, links in self.busy.items()}
+        return lasting, busy
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """Columns over the valid rows of a group: layer × schedule × recompute choices, flattened."""
+
+    index: Array  # row → layer, schedule, recompute choice
+    sequences: Array
+    microbatches: Array
+    last_share: Array
+    pipeline_seconds: Array
+    ranks: RankRows
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def row(self, group: Group, number: int) -> Row:
+        layer, schedule, recompute = (int(i) for i in self.index[number])
+        return Row(
+            group.layers[layer],
+            group.schedules[schedule],
+            group.recomputes[recompute],
+            int(self.sequences[number]),
+            int(self.microbatches[number]),
+        )
+
+
+def row_table(group: Group, book: PartBook) -> RowTable:
+    """All valid rows of ``group``; those whose batch does not divide are left out."""
+    return _RowBuilder(group, book).table()
+
+
+class _RowBuilder:
+    """Arrays are kind of rank × layer × schedule × recompute choice, of length 1 where it does not matter."""
+
+    def __init__(self, group: Group, book: PartBook) -> None:
+        import numpy as np
+
+        self.group, self.book = group, book
+        self.parts = [book.parts(group, layer) for layer in group.layers]
+        self.figures = np.stack([parts.figures for parts in self.parts])  # layer × part × mode × figure
+        self.sequences = np.array(group.sequences, dtype=np.int64)
+        sizes = group.base.data_parallel * np.array([layer.microbatch for layer in group.layers], dtype=np.int64)
+        self.microbatches = np.maximum(1, self.sequences // sizes[:, None])
+        self.m = self.microbatches[:, :, None].astype(float)
+        self.chunks = [_chunks(one, group.base.pp) for one in group.schedules]
+        self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
+        self.counts = np.array([_part_counts(contents) for contents in group.ranks], dtype=float)
+        self.share = self._recomputed_share()
+        self.shape = (len(group.layers), len(group.schedules), len(group.recomputes))
+
+    def table(self) -> RowTable:
+        import numpy as np
+
+        group = self.group
+        passes, ranks = self._ranks()
+        valid = np.broadcast_to((self.sequences > 0)[:, :, None], self.shape)
+        last = np.stack(
+            [last_share(group.base.pp, one.schedule, self.m[:, s]) for s, one in enumerate(group.schedules)], axis=1
+        )
+
+        def flat(values: Any) -> Array:
+            result: Array = np.broadcast_to(values, (*values.shape[:-3], *self.shape))[..., valid]
+            return result
+
+        return RowTable(
+            np.argwhere(valid),
+            flat(self.sequences[:, :, None]),
+            flat(self.microbatches[:, :, None]),
+            flat(last),
+            flat(self._pipeline_seconds(passes)),
+            RankRows(
+                {which: flat(ranks.lasting[which]) for which in PASSES},
+                {which: {name: flat(x) for name, x in ranks.busy[which].items()} for which in PASSES},
+                *(flat(x) for x in (ranks.once_seconds, ranks.saved_bytes, ranks.activation_bytes, ranks.other_bytes)),
+            ),
+        )
+
+    # -- sums over the parts of a rank ---------------------------------------------------------------
+
+    def _recomputed_share(self) -> Array:
+        """Share of a rank's layers that each recompute choice recomputes in full: kind × recompute."""
+        import numpy as np
+
+        layers = np.maximum(1.0, self.counts[:, 0] + self.counts[:, 1])
+        wanted = np.zeros(len(self.modes))
+        for r, choice in enumerate(self.group.recomputes):
+            if choice.recompute == "full":
+                wanted[r] = np.inf if choice.recompute_layers is None else choice.recompute_layers
+        share: Array = np.minimum(1.0, wanted / layers[:, None])
+        return share
+
+    def _mixed(self, values: Array) -> Array:
+        """Layer × part × mode × figure → kind × layer × 1 × recompute × figure."""
+        counts = self.counts[:, :, None, None, None]
+        rank = counts[:, 0] * values[:, 0] + counts[:, 1] * values[:, 1]
+        rank = rank + counts[:, 2] * values[:, 2] + counts[:, 3] * values[:, 3]
+        none, selective, full = (rank[:, :, None, None, mode] for mode in range(len(MODES)))
+        share = self.share[:, None, None, :, None]
+        named = (self.modes == MODES.index("selective"))[:, None]
+        mixed: Array = (1 - share) * (~named * none + named * selective) + share * full
+        return mixed
+
+    def _ranks(self) -> tuple[Passes, RankRows]:
+        import numpy as np
+
+        figures = self._mixed(self.figures)
+        call = self.book.stage_call_seconds * np.array(self.chunks, dtype=float)[:, None]
+        compute = Passes(
+            figures[..., FORWARD] + call, figures[..., INPUT_GRADIENT] + call, figures[..., WEIGHT_GRADIENT]
+        )
+        windows = ComputeWindows(
+            self.m * compute.forward,
+            self.m * (compute.input_gradient + compute.weight_gradient),
+            self.m * figures[..., ATTENTION_FORWARD],
+            self.m * figures[..., ATTENTION_BACKWARD],
+        )
+        transfers = self._transfers()
+        hidden = hidden_in_layers(transfers, windows)
+        share = self.share[:, None, None, :]
+        passes = passes_with_exposed(compute, transfers, hidden, self.m, share)
+        lasting: dict[Pass, Any] = {which: windows.seconds(which) for which in PASSES}
+        busy: dict[Pass, dict[str, Any]] = {which: {} for which in PASSES}
+        for transfer, under in zip(transfers, hidden):
+            which = transfer.in_pass
+            lasting[which] = lasting[which] + (transfer.seconds - under)
+            for name, seconds in transfer.link_seconds.items():
+                busy[which][name] = busy[which].get(name, 0.0) + seconds
+        return passes, self._rank_rows(figures[..., SAVED], lasting, busy)
+
+    def _transfers(self) -> list[Transfer]:
+        """The lines of all layer choices; a line that a choice does not have takes no time there."""
+        import numpy as np
+
+        keys = dict.fromkeys(key for parts in self.parts for key in parts.lines)
+        none = np.zeros((self.counts.shape[1], len(MODES), 1 + len(self.book.links)))
+        transfers = []
+        for key in sorted(keys, key=lambda key: ("tp", "cp", "ep").index(key.dimension)):
+            line = self._mixed(np.stack([parts.lines.get(key, none) for parts in self.parts]))
+            line = self.m[..., None] * line
+            used = [i for i in range(len(self.book.links)) if line[..., 1 + i].any()]
+            transfers.append(
+                Transfer(
+                    key.in_pass,
+                    line[..., 0],
+                    {self.book.links[i]: line[..., 1 + i] for i in used},
+                    key.window,
+                    unhideable=key.unhideable,
+                    units_taken=key.units_taken,
+                )
+            )
+        return transfers
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def _rank_rows(self, saved_figures: Array, lasting: Any, busy: Any) -> RankRows:
+        import numpy as np
+
+        choices, ranks = self.group.layers, self.group.ranks
+        head = self.counts[:, 3, None, None, None] * self.figures[:, 3, 0, SAVED][:, None, None]
+        layers = saved_figures - head
+        in_flight = self._in_flight()
+        all_heads = np.array([one.schedule == "gpipe" for one in self.group.schedules])[:, None]
+        saved = layers * in_flight + head * np.where(all_heads, in_flight, 1.0)
+        once = [
+            [self.book.once_seconds(self.group, one, layer.sequence_parallel) for layer in choices] for one in ranks
+        ]
+        fixed = [
+            [
+                parts.buffer_bytes + (parts.temporary_bytes_with_head if one.has_head else parts.temporary_bytes)
+                for parts in self.parts
+            ]
+            for one in ranks
+        ]
+        other = np.array(fixed)[:, :, None, None] + self._brought_back()
+        return RankRows(lasting, busy, np.array(once)[:, :, None, None], saved / in_flight, saved, other)
+
+    def _in_flight(self) -> Array:
+        """Microbatches whose activations the fullest rank of each kind holds at its peak."""
+        import numpy as np
+
+        pp = self.group.base.pp
+        peaks = np.array(
+            [
+                [
+                    _peaks(one.schedule, pp, m, chunks, self.group.members)
+                    for one, chunks, m in zip(self.group.schedules, self.chunks, row)
+                ]
+                for row in self.microbatches.tolist()
+            ]
+        )
+        in_flight: Array = (peaks / np.array(self.chunks)[:, None]).transpose(2, 0, 1)[..., None]
+        return in_flight
+
+    def _brought_back(self) -> Array:
+        """Bytes that recompute brings back while one layer runs its backward pass: kind × layer × 1 × recompute."""
+        import numpy as np
+
+        saved = self.figures[:, :2, :, SAVED]
+        back = saved[:, :, :1] - saved  # layer × part × mode
+        none = np.array([choice.recompute_layers == 0 for choice in self.group.recomputes])
+        chosen = np.where(none, 0.0, back[:, :, self.modes])
+        present = (self.counts[:, :2] > 0)[:, None, :, None]
+        most: Array = (present * chosen).max(axis=2)[:, :, None, :]
+        return most
+
+    # -- the pipeline --------------------------------------------------------------------------------
+
+    def _pipeline_seconds(self, passes: Passes) -> Array:
+        """All microbatches through the slowest rank, and the schedule's idle time over the others."""
+        import numpy as np
+
+        group, pp = self.group, self.group.base.pp
+        each = (passes.forward, passes.input_gradient, passes.weight_gradient)
+        slowest, others = slowest_and_others([Passes(*kind) for kind in zip(*each)], group.counts)
+        seconds = np.broadcast_to(self.m * slowest.total, self.shape).copy()
+        if pp == 1:
+            return seconds
+        messages = np.array([self.book.message_seconds(group, layer) for layer in group.layers])[:, None]
+        mean = [np.broadcast_to(x, self.shape) for x in (others.forward, others.input_gradient, others.weight_gradient)]
+        for s, (one, chunks) in enumerate(zip(group.schedules, self.chunks)):
+            m = self.microbatches[:, s, None]
+            seconds[:, s] += pipeline_bubble(one.schedule, pp, m, chunks, Passes(*(x[:, s] for x in mean)), messages)
+        return seconds
+
+
+def _part_counts(contents: RankContents) -> tuple[int, int, int, int]:
+    """How many of each part (`parts.PROBES`) a rank holds."""
+    return contents.dense_layers, contents.moe_layers, int(contents.has_embedding), int(contents.has_head)
+
+
+def _chunks(choice: ScheduleChoice, pp: int) -> int:
+    if choice.schedule == "interleaved":
+        return choice.interleave
+    return chunks_per_rank(choice.schedule) if pp > 1 else 1
+
+
+@lru_cache(maxsize=65536)
+def _peaks(
+    schedule: str, pp: int, microbatches: int, chunks: int, members: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...]:
+    """Chunks in flight on the fullest rank of each kind."""
+    if pp == 1:
+        return (chunks * (microbatches if schedule == "gpipe" else 1),)
+    return tuple(
+        max(peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank) for rank in ranks) for ranks in members
+    )

@@ -1,0 +1,178 @@
+"""The seconds of many microbatches from the simulation of few: a full pipeline repeats itself.
+
+Each action starts when the one before it on its rank and the message it needs are there. Let no action lag more than
+``depth`` microbatches behind the newest one its rank has begun. Then every chain of such causes that leads back from
+a later microbatch passes through any ``depth`` successive ones. If all their actions run once more, ``period``
+microbatches on, and all by the same ``shift`` later, so does everything that follows (by induction along the chains),
+the emptying of the pipeline included: T(m + period) = T(m) + shift, for every such m.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from shardwise.pipeline.build import build
+from shardwise.pipeline.schedule import ActionKind, PipelineSchedule
+from shardwise.pipeline.simulator import simulate
+from shardwise.pipeline.timeline import Timeline
+from shardwise.pipeline.times import StageTimes, equal_stages
+
+# These take the best of several orders, and which is best may change with the number of microbatches.
+_NEVER_EXTRAPOLATED = frozenset(("zb-1p", "zb-2p"))
+_FILLED = frozenset(("zbv", "v-half", "v-min"))  # weight gradients in the waits
+_SHALLOW = frozenset(("1f1b", "zb-h1", "v-half", "v-min"))  # depth p or so; the others lag by up to 2p
+_FEW_ACTIONS = 5_000  # about 10 ms to simulate: not worth a detour
+_UNITS_PER_PASS = 36  # bits: 1.5e-11 of the longest pass, and sums of 100,000 passes are exact
+
+
+def simulated_pipeline(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    times: StageTimes,
+    message_seconds: float = 0.0,
+    *,
+    whole: bool = False,
+) -> tuple[float, Timeline | None]:
+    """Seconds of the longest rank, and the timeline unless many microbatches were extrapolated from few.
+
+    The schedule is the one built without times, as it runs: weight gradients are placed as if all passes were equal.
+    """
+    pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds))
+    if not whole and 3 * times.stages * microbatches > _FEW_ACTIONS:
+        seconds = pipeline.extrapolated(microbatches)
+        if seconds is not None:
+            return seconds, None
+    timeline = pipeline.timeline(microbatches)
+    return timeline.longest_rank_seconds, timeline
+
+
+def _in_units(times: StageTimes, message_seconds: float) -> tuple[StageTimes, float]:
+    """Times rounded to one power of two, so that sums are exact and a state that comes again is seen to be the same."""
+    columns = (times.forward, times.input_grad, times.weight_grad, times.backward)
+    longest = max(message_seconds, *(max(column) for column in columns))
+    unit = 2.0 ** (math.frexp(longest)[1] - _UNITS_PER_PASS)
+    rounded = (tuple(round(seconds / unit) * unit for seconds in column) for column in columns)
+    return StageTimes(*rounded), round(message_seconds / unit) * unit
+
+
+class _Pipeline:
+    """One schedule with its times, for any number of microbatches."""
+
+    def __init__(self, name: str, ranks: int, chunks: int, times: StageTimes, message_seconds: float) -> None:
+        self.name, self.ranks, self.chunks = name, ranks, chunks
+        self.times, self.message_seconds = times, message_seconds
+
+    def timeline(self, microbatches: int) -> Timeline:
+        schedule = _schedule(self.name, self.ranks, microbatches, self.chunks)
+        return simulate(schedule, self.times, self.message_seconds)
+
+    def seconds(self, microbatches: int) -> float:
+        return self.timeline(microbatches).longest_rank_seconds
+
+    def extrapolated(self, microbatches: int) -> float | None:
+        """Seconds of the longest rank from at most half of the microbatches; None where that proves nothing."""
+        if self.name == "gpipe":
+            # Both halves run at the pace of their slowest stage from the first microbatch on.
+            first = self.seconds(1)
+            return first + (microbatches - 1) * (self.seconds(2) - first)
+        if self.name in _NEVER_EXTRAPOLATED:
+            return None
+        fewer = self._like(microbatches, (4 if self.name in _SHALLOW else 8) * self.ranks)
+        while 2 * fewer <= microbatches:
+            timeline = self.timeline(fewer)
+            found = repetition(timeline, _order_period(self.name, self.ranks, fewer, self.chunks))
+            if found is not None:
+                period, shift = found
+                left = fewer - (fewer - microbatches) % period
+                seconds = timeline.longest_rank_seconds if left == fewer else self.seconds(left)
+                return seconds + (microbatches - left) // period * shift
+            fewer = self._like(microbatches, 2 * fewer)
+        return None
+
+    def _like(self, microbatches: int, least: int) -> int:
+        """At least ``least`` microbatches, as many over a round of interleaving, or over DualPipe's two ends."""
+        return least + (microbatches - least) % (self.ranks if self.name == "interleaved" else 2)
+
+
+def repetition(timeline: Timeline, order_period: int = 1) -> tuple[int, float] | None:
+    """After how many microbatches the full pipeline does the same again, and how much later; None where it does not.
+
+    ``order_period``: after how many of those that enter at one end the order of actions repeats. What runs before the
+    last ``depth`` microbatches does not know yet that the pipeline will run empty.
+    """
+    schedule = timeline.schedule
+    copies = len(schedule.placements)
+    own = schedule.microbatches // copies  # that enter at one end
+    depth, begins = _depth(schedule), _begins(timeline)
+    for period in range(order_period, own - 2 * depth + 1, order_period):
+        until = own - depth - period
+        shift = _common_shift(begins, range(until - depth, until), period)
+        if shift is not None:
+            return copies * period, shift
+    return None
+
+
+def _entering(schedule: PipelineSchedule) -> int:
+    """Microbatches that enter at the first end; DualPipe numbers those of the other end after them."""
+    return -(-schedule.microbatches // len(schedule.placements))
+
+
+def _depth(schedule: PipelineSchedule) -> int:
+    """By how many microbatches an action lags at most behind the newest that its rank has begun, and one."""
+    most, entering = 0, _entering(schedule)
+    for actions in schedule.actions:
+        newest = 0
+        for action in actions:
+            index = action.microbatch % entering
+            newest = max(newest, index)
+            most = max(most, newest - index)
+    return most + 1
+
+
+Begins = list[dict[tuple[ActionKind, int, int], float]]  # of every microbatch: kind, stage, end where it entered
+
+
+def _begins(timeline: Timeline) -> Begins:
+    entering = _entering(timeline.schedule)
+    begins: Begins = [{} for _ in range(entering)]
+    for actions, starts in zip(timeline.schedule.actions, timeline.starts):
+        for (kind, stage, microbatch), start in zip(actions, starts):
+            end, index = divmod(microbatch, entering)
+            begins[index][kind, stage, end] = start
+    return begins
+
+
+def _common_shift(begins: Begins, window: range, period: int) -> float | None:
+    """By how much later all actions of the window run ``period`` microbatches on; None unless all by the same."""
+    shifts: set[float] = set()
+    for index in window:
+        later = begins[index + period]
+        for what, start in begins[index].items():
+            shifts.add(later.get(what, math.inf) - start)
+            if len(shifts) > 1:
+                return None
+    return shifts.pop()
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    return build(name, ranks, microbatches, chunks)
+
+
+@lru_cache(maxsize=256)
+def _order_period(name: str, ranks: int, microbatches: int, chunks: int) -> int:
+    """After how many microbatches a schedule's order repeats, as far as ``microbatches`` of them show.
+
+    Interleaving deals with p at a time, most others with one. Where weight gradients are put into waits, the builder
+    runs the actions in time, with all passes equal: when it is in the same state again, it goes on in the same way.
+    """
+    if name == "interleaved":
+        return ranks
+    if name not in _FILLED:
+        return 1
+    schedule = _schedule(name, ranks, microbatches, chunks)
+    found = repetition(simulate(schedule, equal_stages(schedule.stages)))
+    return found[0] if found else microbatches
