@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from shardwise.cli.main import main
 
@@ -25,7 +27,8 @@ class Result:
 def run(*arguments: str) -> Result:
     """What `shardwise ARGUMENTS` prints and its exit status; any exception but SystemExit goes through."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    wide = mock.patch.dict(os.environ, {"COLUMNS": "132"})  # whatever terminal the tests run in
+    with wide, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status: Any = main(list(arguments))
         except SystemExit as end:
