@@ -61,15 +61,19 @@ def chunk_of_rank(job: Job, rank: int) -> tuple[int, ...]:
 
 def rank_contents(job: Job, rank: int) -> RankContents:
     """What pipeline rank ``rank`` holds."""
+    return _rank_contents(job, rank, stage_contents(job))
+
+
+def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> RankContents:
     model, strategy = job.model, job.strategy
     last = strategy.pp * strategy.chunks_per_rank - 1
     chunks = chunk_of_rank(job, rank)
-    dense, moe = _layer_counts(job, chunks)
+    dense, moe = _summed(stages, chunks)
     if last in chunks:
         dense, moe = (dense, moe + model.mtp_layers) if model.moe else (dense + model.mtp_layers, moe)
     # DualPipe runs half of the microbatches from the other end: a rank holds its mirror's stage too.
     held = tuple({*chunks, last - rank}) if strategy.schedule == "dualpipe" else chunks
-    matrices, others, experts = _layer_parts(job, *_layer_counts(job, held))
+    matrices, others, experts = _layer_parts(job, *_summed(stages, held))
     if 0 in held:
         others += embedding_parameters(model, strategy.tp)
     elif last in held and embedding_on_both_ends(job):
@@ -88,14 +92,18 @@ def embedding_on_both_ends(job: Job) -> bool:
     return job.model.tied_embeddings or job.model.mtp_layers > 0
 
 
-def _layer_counts(job: Job, stages: tuple[int, ...]) -> tuple[int, int]:
-    """Dense and mixture-of-experts layers of the given stages."""
-    counts = stage_layer_counts(job.model, job.strategy)
-    moe = 0
-    for stage in stages:
-        first = sum(counts[:stage])
-        moe += sum(job.model.is_moe_layer(index) for index in range(first, first + counts[stage]))
-    return sum(counts[stage] for stage in stages) - moe, moe
+def _summed(stages: tuple[tuple[int, int], ...], held: tuple[int, ...]) -> tuple[int, int]:
+    return sum(stages[one][0] for one in held), sum(stages[one][1] for one in held)
+
+
+def stage_contents(job: Job) -> tuple[tuple[int, int], ...]:
+    """Dense and mixture-of-experts layers of every stage."""
+    result, first = [], 0
+    for count in stage_layer_counts(job.model, job.strategy):
+        moe = sum(job.model.is_moe_layer(index) for index in range(first, first + count))
+        result.append((count - moe, moe))
+        first += count
+    return tuple(result)
 
 
 def fully_recomputed_share(job: Job, contents: RankContents) -> float:
@@ -127,8 +135,9 @@ def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, 
     """One rank of every kind among ``ranks`` (equal contents take equal time), and all that are like it."""
     first: dict[RankContents, RankContents] = {}
     members: dict[RankContents, list[int]] = {}
+    stages = stage_contents(job)
     for rank in ranks:
-        contents = rank_contents(job, rank)
+        contents = _rank_contents(job, rank, stages)
         kind = replace(contents, rank=0)
         first.setdefault(kind, contents)
         members.setdefault(kind, []).append(rank)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from shardwise.cost.communication.data import dense_ranks, expert_ranks
@@ -21,10 +21,12 @@ MOST_MICROBATCH = 16
 MOST_MICROBATCH_TOKENS = 65_536
 FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much of a sequence
 MOST_TENSOR = 64
-ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"), ("tp", "dp", "cp", "pp"))
+ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
 # gpipe to dualpipev by hand; zb-1p and zb-2p are built for a memory limit and priced like zb-h1 and zb-h2.
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "gpipe", "dualpipe")
 INTERLEAVES = (2, 3, 4, 6, 8)
+RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
+SHARD_GROUPS = 5  # sizes of a hybrid shard group that are tried beside all ranks
 # ZeRO stage, parameters kept, gradients accumulated.
 SHARDINGS = ((0, False, "sharded"), (1, False, "sharded"), (2, False, "sharded"), (3, False, "sharded"),
              (3, True, "sharded"), (3, True, "local"))  # fmt: skip
@@ -36,13 +38,14 @@ class Space:
 
     ``job`` says everything but the strategy. ``minimum_batch`` asks for the smallest batch, in sequences, that divides
     and is at least so large; without it the batch is the training's. Degrees that do not divide are never made.
+    ``any_priced`` adds what is priced and not run.
     """
 
     job: Job
     constraints: Constraints = Constraints()
     minimum_batch: int | None = None
     offload: bool = True
-    cut: dict[str, int] = field(default_factory=dict)
+    any_priced: bool = False
 
     def groups(self) -> Iterator[Group]:
         """All groups, innermost dimensions last."""
@@ -61,10 +64,18 @@ class Space:
                     if dp not in constraints.candidates("dp", (dp,)):
                         continue
                     for ep, expert_tp in self._experts(tp, tp * cp * dp):
-                        for order in self._orders(tp, cp, dp, pp):
-                            base = self._base(tp, cp, dp, pp, ep, expert_tp, order)
-                            if base is not None:
-                                yield base
+                        yield from self._placed(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, expert_tp=expert_tp)
+
+    @cached_property
+    def _plain(self) -> Strategy:
+        """What all strategies share: the overlap and dispatch of the stack, and what the job says of the rest."""
+        return Strategy(
+            stage_layers="balanced",
+            overlap=replace(self.job.stack.overlap, ep=False),
+            dispatch=self.job.stack.dispatch,
+            recompute_operators=self.job.strategy.recompute_operators,
+            collective=self.job.strategy.collective,
+        )
 
     def _dividing(self, name: str, devices: int, most: int) -> list[int]:
         usual = [degree for degree in divisors(devices) if degree <= most]
@@ -96,36 +107,27 @@ class Space:
             distinct.setdefault(tuple(name for name in order if degrees[name] > 1), order)
         return list(distinct.values())
 
-    def _base(
-        self, tp: int, cp: int, dp: int, pp: int, ep: int, expert_tp: int | None, order: tuple[Any, ...]
-    ) -> Strategy | None:
-        overlap = replace(self.job.stack.overlap, ep=False)
-        base = Strategy(
-            tp=tp,
-            cp=cp,
-            dp=dp,
-            pp=pp,
-            ep=ep,
-            expert_tp=expert_tp,
-            order=order,
-            stage_layers="balanced",
-            overlap=overlap,
-            dispatch=self.job.stack.dispatch,
-            recompute_operators=self.job.strategy.recompute_operators,
-            collective=self.job.strategy.collective,
-        )
-        cluster = self.job.cluster
-        try:
-            for dimension in DIMENSIONS:
-                spanned(cluster, group_runs(base, (dimension,)), f"strategy.{dimension}")
-            if self.job.model.moe:
-                for runs in (expert_runs(base), expert_tensor_runs(base), expert_ranks(base, 1).replicas):
-                    spanned(cluster, runs, "strategy.ep")
-            spanned(cluster, dense_ranks(base, 1).replicas, "strategy.dp")
-        except SpecError:
-            self.cut["placement"] = self.cut.get("placement", 0) + 1
-            return None
-        return base
+    def _placed(self, **degrees: Any) -> Iterator[Strategy]:
+        """The degrees in every rank order that puts some group of ranks elsewhere on the network."""
+        seen = []
+        for order in self._orders(*(degrees[name] for name in ("tp", "cp", "dp", "pp"))):
+            base = self._plain.unchecked(order=order, **degrees)
+            try:
+                networks = self._networks(base)
+            except SpecError:
+                continue  # the degrees cut across the network
+            if networks not in seen:
+                seen.append(networks)
+                yield base
+
+    def _networks(self, base: Strategy) -> list[Any]:
+        """What every group of ranks spans; raises SpecError where one cannot be placed."""
+        runs = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
+        runs += [dense_ranks(base, size or base.gradient_group).sharded for size in (1, *self._shard_groups(base))]
+        runs += [dense_ranks(base, 1).replicas]
+        if self.job.model.moe:
+            runs += [expert_runs(base), expert_tensor_runs(base), expert_ranks(base, 1).replicas]
+        return [spanned(self.job.cluster, one, "strategy") for one in runs]
 
     # -- axes ----------------------------------------------------------------------------------------
 
@@ -135,21 +137,21 @@ class Space:
         offloads = self._offloads
         if not layers or not shards or not offloads:
             return
-        for overlap_ep, schedules in self._schedule_classes(base.pp).items():
-            by_kinds: dict[Any, list[ScheduleChoice]] = {}
-            for choice in schedules:
-                by_kinds.setdefault(self._rank_kinds(base, choice), []).append(choice)
-            for kinds, alike in by_kinds.items():
-                dual = "dualpipe" if alike[0].schedule == "dualpipe" else "1f1b"
-                overlap = replace(base.overlap, ep=overlap_ep and base.ep > 1)
-                own = replace(base, schedule=dual, overlap=overlap)  # type: ignore[arg-type]
-                batches = {layer: tuple(self._sequences(base, layer, one) for one in alike) for layer in layers}
-                batches = {layer: row for layer, row in batches.items() if any(row)}
-                if batches:
-                    recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
-                    ranks, members = zip(*kinds)
-                    yield Group(own, tuple(batches), tuple(alike), recomputes, shards, offloads, ranks, members,
-                                tuple(batches.values()))  # fmt: skip
+        alike_by: dict[Any, list[ScheduleChoice]] = {}
+        for choice in self._schedules(base.pp):
+            # DualPipe hides the exchange of expert tokens under another microbatch.
+            hides = base.ep > 1 and choice.schedule.startswith("dualpipe")
+            key = (hides, choice.schedule == "dualpipe", self._rank_kinds(base, choice))
+            alike_by.setdefault(key, []).append(choice)
+        for (hides, both_ways, kinds), alike in alike_by.items():
+            own = base.unchecked(schedule="dualpipe" if both_ways else "1f1b", overlap=base.overlap.unchecked(ep=hides))
+            batches = {layer: tuple(self._sequences(base, layer, one) for one in alike) for layer in layers}
+            batches = {layer: row for layer, row in batches.items() if any(row)}
+            if batches:
+                recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
+                ranks, members = zip(*kinds)
+                yield Group(own, tuple(batches), tuple(alike), recomputes, shards, offloads, ranks, members,
+                            tuple(batches.values()))  # fmt: skip
 
     def _layers(self, base: Strategy) -> tuple[LayerChoice, ...]:
         constraints, seq = self.constraints, self.job.training.seq
@@ -170,15 +172,19 @@ class Space:
         )
 
     def _model_fits(self, tp: int, cp: int, sequence_parallel: bool, method: Any) -> bool:
-        strategy = Strategy(tp=tp, cp=cp, sequence_parallel=sequence_parallel, context_method=method)
-        return _fits_model(self.job, strategy)
+        key = (tp, cp, sequence_parallel, method)
+        if key not in self._fits:
+            strategy = self._plain.unchecked(tp=tp, cp=cp, sequence_parallel=sequence_parallel, context_method=method)
+            try:
+                check_model_fits(self.job.model, strategy, self.job.training)
+                self._fits[key] = True
+            except SpecError:
+                self._fits[key] = False
+        return self._fits[key]
 
-    def _schedule_classes(self, pp: int) -> dict[bool, list[ScheduleChoice]]:
-        """Schedules by whether they hide the exchange of expert tokens under another microbatch."""
-        classes: dict[bool, list[ScheduleChoice]] = {}
-        for choice in self._schedules(pp):
-            classes.setdefault(choice.schedule.startswith("dualpipe"), []).append(choice)
-        return classes
+    @cached_property
+    def _fits(self) -> dict[Any, bool]:
+        return {}
 
     def _schedules(self, pp: int) -> list[ScheduleChoice]:
         constraints, layers = self.constraints, self.job.model.layers
@@ -186,12 +192,13 @@ class Space:
             known = constraints.candidates("schedule", ("1f1b",))
             return [ScheduleChoice("1f1b", 1, "even")] if "1f1b" in known or not known else []
         choices = []
-        for name in constraints.candidates("schedule", SCHEDULES):
+        usual = SCHEDULES if self.any_priced else SCHEDULES[:-1]
+        for name in constraints.candidates("schedule", usual):
             chunks = constraints.candidates("interleave", INTERLEAVES if name == "interleaved" else (1,))
             for interleave in chunks:
                 if (interleave == 1) == (name == "interleaved"):
                     continue
-                per_rank = Strategy(pp=pp, schedule=name, interleave=interleave).chunks_per_rank
+                per_rank = self._plain.unchecked(pp=pp, schedule=name, interleave=interleave).chunks_per_rank
                 stages = pp * per_rank
                 split = "even" if layers % stages == 0 else "balanced"
                 if stages <= layers and split in constraints.candidates("stage_layers", ("even", "balanced")):
@@ -202,19 +209,10 @@ class Space:
         """One rank of every kind with the ranks like it, as a key that schedules with equal stages share."""
         key = (base.tp, base.ep, base.expert_tp, base.pp, choice)
         if key not in self._kinds:
-            strategy = Strategy(
-                tp=base.tp,
-                pp=base.pp,
-                dp=base.cp * base.data_parallel,
-                ep=base.ep,
-                expert_tp=base.expert_tp,
-                schedule=choice.schedule,  # type: ignore[arg-type]
-                interleave=choice.interleave,
-                stage_layers=choice.stage_layers,  # type: ignore[arg-type]
-                sequence_parallel=False,
+            strategy = base.unchecked(
+                schedule=choice.schedule, interleave=choice.interleave, stage_layers=choice.stage_layers
             )
-            training = replace(self.job.training, global_batch=strategy.batch_multiple)
-            kinds = rank_kinds(replace(self.job, strategy=strategy, training=training), range(base.pp))
+            kinds = rank_kinds(self.job.unchecked(strategy=strategy), range(base.pp))
             self._kinds[key] = tuple(kinds.items())
         return self._kinds[key]
 
@@ -225,12 +223,18 @@ class Space:
     def _sequences(self, base: Strategy, layer: LayerChoice, choice: ScheduleChoice) -> int:
         """Sequences of a step, or 0 where the batch does not divide."""
         rounds = base.pp if choice.schedule == "interleaved" else 1
-        size = base.data_parallel * layer.microbatch
-        multiple = size * rounds
-        if self.minimum_batch is not None:
-            return -(-self.minimum_batch // multiple) * multiple
-        sequences = self.job.training.sequences(multiple)
-        return sequences if sequences % multiple == 0 else 0
+        multiple = base.data_parallel * layer.microbatch * rounds
+        if multiple not in self._batches:
+            if self.minimum_batch is not None:
+                sequences = -(-self.minimum_batch // multiple) * multiple
+            else:
+                sequences = self.job.training.sequences(multiple)
+            self._batches[multiple] = sequences if sequences % multiple == 0 else 0
+        return self._batches[multiple]
+
+    @cached_property
+    def _batches(self) -> dict[int, int]:
+        return {}
 
     def _recomputes(self, layers: int) -> tuple[RecomputeChoice, ...]:
         constraints = self.constraints
@@ -239,7 +243,7 @@ class Space:
             if mode != "full":
                 choices.append(RecomputeChoice(mode))
                 continue
-            parts = sorted({layers * quarter // 4 for quarter in (1, 2, 3)} - {0, layers})
+            parts = sorted({layers * part // RECOMPUTED_PARTS for part in range(1, RECOMPUTED_PARTS)} - {0, layers})
             for count in constraints.candidates("recompute_layers", (None, *parts)):
                 choices.append(RecomputeChoice(mode, count))
         return tuple(choices)
@@ -268,16 +272,12 @@ class Space:
         return self.constraints.candidates("offload", usual)
 
     def _shard_groups(self, base: Strategy) -> tuple[int | None, ...]:
-        """All ranks; those that share a node (or a wider level); and one size between the two."""
+        """All ranks that hold the same parameters, and parts of them: spread evenly over the possible sizes."""
         group = base.gradient_group
-        runs = group_runs(base, ("cp", "dp"))
-        sizes: set[int] = set()
-        width = 1
-        for level in self.job.cluster.levels[:-1]:
-            width *= level.width
-            inside = max((size for size in divisors(group) if runs and runs[0].stride * size <= width), default=1)
-            sizes |= {inside, inside * 8}
-        return (None, *sorted(size for size in sizes if 1 < size < group and group % size == 0))
+        sizes = [size for size in divisors(group) if 1 < size < group]
+        if len(sizes) >= SHARD_GROUPS:
+            sizes = [sizes[len(sizes) * part // SHARD_GROUPS] for part in range(SHARD_GROUPS)]
+        return (None, *sizes)
 
     def _shardable(self, base: Strategy, size: int | None) -> bool:
         """Whether a shard group of this size lies on the network."""
@@ -292,12 +292,3 @@ class Space:
         except SpecError:
             return False
         return True
-
-
-@lru_cache(maxsize=4096)
-def _fits_model(job: Job, strategy: Strategy) -> bool:
-    try:
-        check_model_fits(job.model, strategy, job.training)
-    except SpecError:
-        return False
-    return True

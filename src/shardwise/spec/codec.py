@@ -49,6 +49,16 @@ class Spec:
     def check(self) -> None:
         """Checks that involve several fields; raises SpecError."""
 
+    def unchecked(self, **changes: Any) -> Self:
+        """A copy with some fields changed, without conversion and checks: for values that are known to be right.
+
+        A search makes thousands of strategies from values it has checked one by one.
+        """
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.__dict__.update(changes)
+        return copy
+
     @classmethod
     def from_dict(cls, data: object, path: str = "") -> Self:
         """The noun that ``data`` describes; ``path`` is where it stands, for error messages."""

@@ -18,7 +18,7 @@ from shardwise.spec.job import Job
 def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives of the context-parallel group in attention."""
     topology = spanned(job.cluster, group_runs(job.strategy, ("cp",)), "strategy.cp")
-    if topology is None:
+    if topology is None or not contents.layers:
         return []
     method = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.strategy.context_method]
     return method(job, contents, topology)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,26 @@ def column_classes(job: Job, group: Group, book: CollectiveBook) -> list[ColumnC
     for number, choice in enumerate(group.shards):
         classes.setdefault(choice.how_often, []).append(number)
     result = []
+    held = {shards: _held(job, group, shards) for shards in {shards_of(group.base, one) for one in group.shards}}
     for numbers in classes.values():
         choices = [group.shards[number] for number in numbers]
         sharding = sharding_columns(group.base, choices)
-        result.append(ColumnClass(np.array(numbers), sharding, *_tickets(job, group, choices, sharding, book)))
+        result.append(ColumnClass(np.array(numbers), sharding, *_tickets(job, group, choices, sharding, held, book)))
     return result
 
 
+def _held(job: Job, group: Group, shards: int) -> list[SharedRanks]:
+    """Which ranks hold the dense parameters and the experts, with that many shards of the dense."""
+    return [dense_ranks(group.base, shards), *([expert_ranks(group.base, shards)] if job.model.moe else [])]
+
+
 def _tickets(
-    job: Job, group: Group, choices: Sequence[ShardChoice], sharding: Sharding, book: CollectiveBook
+    job: Job,
+    group: Group,
+    choices: Sequence[ShardChoice],
+    sharding: Sharding,
+    held_by: Mapping[int, list[SharedRanks]],
+    book: CollectiveBook,
 ) -> tuple[Array, Array]:
     """Every distinct shard group is looked at once, for every kind of rank."""
     import numpy as np
@@ -67,8 +78,7 @@ def _tickets(
     tickets: list[Any] = []
     units: list[Any] = []
     for choice in distinct.values():
-        shards = shards_of(group.base, choice)
-        held = [dense_ranks(group.base, shards), *([expert_ranks(group.base, shards)] if job.model.moe else [])]
+        held = held_by[shards_of(group.base, choice)]
         pieces = [communication_units(job, contents, choice.zero)[: len(held)] for contents in group.ranks]
         units.append(pieces)
         tickets.append(

@@ -108,8 +108,8 @@ class Group:
             expert_tensor_runs(base),
         )
 
-    def row_strategy(self, row: Row) -> Strategy:
-        """The strategy of a row, without sharding."""
+    def strategy(self, row: Row, column: ShardChoice, offload: Offload) -> Strategy:
+        """The strategy of one cell of the table."""
         return replace(
             self.base,
             sequence_parallel=row.layer.sequence_parallel,
@@ -120,11 +120,6 @@ class Group:
             stage_layers=row.schedule.stage_layers,  # type: ignore[arg-type]
             recompute=row.recompute.recompute,  # type: ignore[arg-type]
             recompute_layers=row.recompute.recompute_layers,
-        )
-
-    def strategy(self, row: Row, column: ShardChoice, offload: Offload) -> Strategy:
-        return replace(
-            self.row_strategy(row),
             zero=column.zero,  # type: ignore[arg-type]
             shard_group=column.shard_group,
             keep_parameters=column.keep_parameters,

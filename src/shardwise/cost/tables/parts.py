@@ -6,8 +6,8 @@ that holds nothing but the one part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
@@ -155,24 +155,31 @@ class PartBook:
             self._pieces[name, *key] = price()
         return self._pieces[name, *key]
 
+    def _asked(self, jobs: _Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
+        """Part, modes, and the job and rank to ask about: recompute changes layers, not the ends."""
+        for part, probe in enumerate(PROBES):
+            if probe.moe_layers and self._job.model.moe is None:
+                continue
+            if not probe.layers:
+                yield part, slice(None), jobs["none"], probe
+                continue
+            for number, mode in enumerate(MODES):
+                yield part, number, jobs[mode], probe
+
     def _figures(self, jobs: _Probes) -> Array:
         import numpy as np
 
         table = np.zeros((len(PROBES), len(MODES), 6))
-        for m, mode in enumerate(MODES):
-            job = jobs[mode]
-            for p, probe in enumerate(PROBES):
-                if probe.moe_layers and job.model.moe is None:
-                    continue
-                seconds = part_seconds(job, probe)
-                table[p, m, :5] = (
-                    seconds.forward,
-                    seconds.input_gradient,
-                    seconds.weight_gradient,
-                    seconds.attention.forward,
-                    seconds.attention.backward,
-                )
-                table[p, m, SAVED] = _saved_bytes(job, probe)
+        for part, modes, job, probe in self._asked(jobs):
+            seconds = part_seconds(job, probe)
+            table[part, modes] = (
+                seconds.forward,
+                seconds.input_gradient,
+                seconds.weight_gradient,
+                seconds.attention.forward,
+                seconds.attention.backward,
+                _saved_bytes(job, probe),
+            )
         return table
 
     def _lines(self, jobs: _Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, Array]:
@@ -180,20 +187,15 @@ class PartBook:
         import numpy as np
 
         lines: dict[LineKey, Array] = {}
-        for m, mode in enumerate(MODES):
-            job = jobs[mode]
-            for p, probe in enumerate(PROBES):
-                if probe.moe_layers and job.model.moe is None:
+        for part, modes, job, probe in self._asked(jobs):
+            for traffic in traffic_of(job, probe):
+                if not (traffic.in_layer and traffic.count):
                     continue
-                for traffic in traffic_of(job, probe):
-                    if traffic.in_layer and traffic.count:
-                        run = as_run(job, traffic)
-                        line = lines.setdefault(
-                            _line_key(run), np.zeros((len(PROBES), len(MODES), 1 + len(self.links)))
-                        )
-                        line[p, m, 0] += run.seconds
-                        for name, seconds in run.level_seconds.items():
-                            line[p, m, 1 + self.links.index(name)] += seconds
+                run = as_run(job, traffic)
+                line = lines.setdefault(_line_key(run), np.zeros((len(PROBES), len(MODES), 1 + len(self.links))))
+                line[part, modes, 0] += run.seconds
+                for name, seconds in run.level_seconds.items():
+                    line[part, modes, 1 + self.links.index(name)] += seconds
         return lines
 
 
@@ -206,16 +208,15 @@ class _Probes:
 
     def __getitem__(self, mode: str) -> Job:
         if mode not in self._made:
-            strategy = replace(
-                self._base,
+            strategy = self._base.unchecked(
                 sequence_parallel=self._layer.sequence_parallel,
-                context_method=self._layer.context_method,  # type: ignore[arg-type]
+                context_method=self._layer.context_method,
                 microbatch=self._layer.microbatch,
-                recompute=mode,  # type: ignore[arg-type]
+                recompute=mode,
                 stage_layers="balanced",
             )
-            training = replace(self._job.training, global_batch=strategy.data_parallel * strategy.microbatch)
-            self._made[mode] = replace(self._job, strategy=strategy, training=training)
+            training = self._job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
+            self._made[mode] = self._job.unchecked(strategy=strategy, training=training)
         return self._made[mode]
 
 

@@ -209,9 +209,9 @@ class _RowBuilder:
         in_flight = self._in_flight()
         all_heads = np.array([one.schedule == "gpipe" for one in self.group.schedules])[:, None]
         saved = layers * in_flight + head * np.where(all_heads, in_flight, 1.0)
-        once = [
-            [self.book.once_seconds(self.group, one, layer.sequence_parallel) for layer in choices] for one in ranks
-        ]
+        plain = {layer.sequence_parallel for layer in choices}
+        once_of = [{sp: self.book.once_seconds(self.group, one, sp) for sp in plain} for one in ranks]
+        once = [[seconds[layer.sequence_parallel] for layer in choices] for seconds in once_of]
         fixed = [
             [
                 parts.buffer_bytes + (parts.temporary_bytes_with_head if one.has_head else parts.temporary_bytes)
@@ -226,16 +226,15 @@ class _RowBuilder:
         """Microbatches whose activations the fullest rank of each kind holds at its peak."""
         import numpy as np
 
-        pp = self.group.base.pp
-        peaks = np.array(
-            [
-                [
-                    _peaks(one.schedule, pp, m, chunks, self.group.members)
-                    for one, chunks, m in zip(self.group.schedules, self.chunks, row)
-                ]
-                for row in self.microbatches.tolist()
+        rows = [tuple(row) for row in self.microbatches.tolist()]
+        of_row = {
+            row: [
+                _peaks(one.schedule, self.group.base.pp, m, chunks, self.group.members)
+                for one, chunks, m in zip(self.group.schedules, self.chunks, row)
             ]
-        )
+            for row in set(rows)
+        }
+        peaks = np.array([of_row[row] for row in rows])
         in_flight: Array = (peaks / np.array(self.chunks)[:, None]).transpose(2, 0, 1)[..., None]
         return in_flight
 

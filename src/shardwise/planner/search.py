@@ -1,0 +1,245 @@
+"""The search: every strategy of a space priced, the best kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cost.tables.group import Group
+from shardwise.cost.tables.price import Block, Piece, TablePricer
+from shardwise.planner.constraints import Allowed, field_value
+from shardwise.planner.space import Space
+from shardwise.planner.supported import Supported
+from shardwise.spec.strategy import Offload, Strategy
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+KEPT = 100
+MEMORY_STEPS = 64  # of the front of time against memory
+GROUPS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Found:
+    """One strategy of the space as the tables price it."""
+
+    seconds_per_sequence: float
+    step_seconds: float
+    memory_bytes: float
+    block: Block
+    column: int
+    row: int
+    offload: Offload
+
+    @property
+    def sequences(self) -> int:
+        return int(self.block.rows.sequences[self.row])
+
+    @property
+    def degrees(self) -> tuple[Any, ...]:
+        """What tells layouts apart at first sight."""
+        base = self.block.group.base
+        return base.tp, base.cp, base.pp, base.data_parallel, base.ep
+
+    def strategy(self) -> Strategy:
+        group = self.block.group
+        choice = group.shards[int(self.block.columns.numbers[self.column])]
+        return group.strategy(self.block.rows.row(group, self.row), choice, self.offload)
+
+
+@dataclass
+class Search:
+    """What a search found. Time and memory were computed of ``priced`` strategies.
+
+    ``unsupported`` of them do not run, ``too_large`` do not fit; the others are ``fitting``.
+    """
+
+    priced: int = 0
+    unsupported: int = 0
+    too_large: int = 0
+    seconds: float = 0.0
+    best: list[Found] = field(default_factory=list)
+    of_degrees: dict[tuple[Any, ...], Found] = field(default_factory=dict)
+    front: list[Found] = field(default_factory=list)  # best time at every step of memory
+    least_memory: Found | None = None
+
+    @property
+    def fitting(self) -> int:
+        return self.priced - self.unsupported - self.too_large
+
+
+def search(
+    space: Space,
+    *,
+    memory_bytes: float | None = None,
+    any_priced: bool = False,
+    kept: int = KEPT,
+    progress: Callable[[int], None] | None = None,
+) -> Search:
+    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``."""
+    started = time.process_time()
+    cluster = space.job.cluster
+    capacity = cluster.device.memory if memory_bytes is None else memory_bytes
+    host = float("inf") if cluster.host_memory is None else cluster.host_memory / cluster.node_devices
+    keeper = _Keeper(Search(), capacity, host, kept)
+    pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
+    excluded = [entry for entry in space.constraints.excluded if len(entry) > 1]
+    for groups in _batches(space.groups()):
+        for piece in pricer.pieces(groups):
+            keeper.take(piece, _and(supported.allowed(piece), _not_excluded(piece, excluded)))
+            if progress is not None:
+                progress(keeper.result.priced)
+    keeper.result.seconds = time.process_time() - started
+    return keeper.finished()
+
+
+def _batches(groups: Iterator[Group]) -> Iterator[list[Group]]:
+    batch: list[Group] = []
+    for group in groups:
+        batch.append(group)
+        if len(batch) == GROUPS_AT_ONCE:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _and(first: Array | None, second: Array | None) -> Array | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def _not_excluded(piece: Piece, excluded: list[Any]) -> Array | None:
+    """Cells that match no excluded combination; asked one by one, which is slow but seldom."""
+    import numpy as np
+
+    if not excluded:
+        return None
+    allowed = np.ones(piece.step_seconds.shape, dtype=bool)
+    for column, row in np.ndindex(*allowed.shape):
+        strategy = piece.strategy(column, row)
+        allowed[column, row] = not any(matches(strategy, entry) for entry in excluded)
+    return allowed
+
+
+def matches(strategy: Strategy, entry: dict[str, Allowed]) -> bool:
+    """Whether a strategy has one of the values in every field of ``entry``."""
+    return all(field_value(strategy, name) in values for name, values in entry.items())
+
+
+class _Keeper:
+    """The best of all pieces so far."""
+
+    def __init__(self, result: Search, capacity: float, host: float, kept: int) -> None:
+        import numpy as np
+
+        self.result, self.capacity, self.host, self.kept = result, capacity, host, kept
+        self.threshold = np.inf
+        self.front_seconds = np.full(MEMORY_STEPS, np.inf)
+        self.front: list[Found | None] = [None] * MEMORY_STEPS
+        self.least = np.inf
+
+    def take(self, piece: Piece, allowed: Array | None) -> None:
+        import numpy as np
+
+        result = self.result
+        result.priced += piece.step_seconds.size
+        fits = piece.memory_bytes <= self.capacity
+        if piece.offload.any and np.isfinite(self.host):
+            fits &= piece.host_bytes <= self.host
+        memory = piece.memory_bytes
+        if allowed is not None:
+            result.unsupported += int(allowed.size - np.count_nonzero(allowed))
+            result.too_large += int(np.count_nonzero(allowed & ~fits))
+            fits &= allowed
+            memory = np.where(allowed, memory, np.inf)
+        else:
+            result.too_large += int(fits.size - np.count_nonzero(fits))
+        self._least_memory(piece, memory)
+        if not fits.any():
+            return
+        score = np.where(fits, piece.step_seconds / piece.sequences, np.inf)
+        self._best(piece, score)
+        self._of_degrees(piece, score)
+        self._front(piece, score)
+
+    def _found(self, piece: Piece, score: Array, flat: int) -> Found:
+        column, row = divmod(int(flat), score.shape[1])
+        return Found(
+            float(score[column, row]),
+            float(piece.step_seconds[column, row]),
+            float(piece.memory_bytes[column, row]),
+            piece.blocks[int(piece.block_of_row[row])],
+            column,
+            int(piece.row_numbers[row]),
+            piece.offload,
+        )
+
+    def _least_memory(self, piece: Piece, memory: Array) -> None:
+        import numpy as np
+
+        flat = int(memory.argmin())
+        if memory.flat[flat] < self.least:
+            self.least = float(memory.flat[flat])
+            score = np.broadcast_to(piece.step_seconds / piece.sequences, memory.shape)
+            self.result.least_memory = self._found(piece, score, flat)
+
+    def _best(self, piece: Piece, score: Array) -> None:
+        import numpy as np
+
+        better = np.flatnonzero(score < self.threshold)
+        if not len(better):
+            return
+        if len(better) > self.kept:
+            better = better[np.argpartition(score.flat[better], self.kept)[: self.kept]]
+        best = [*self.result.best, *(self._found(piece, score, flat) for flat in better.tolist())]
+        best.sort(key=lambda one: one.seconds_per_sequence)
+        self.result.best = best[: self.kept]
+        if len(self.result.best) == self.kept:
+            self.threshold = self.result.best[-1].seconds_per_sequence
+
+    def _of_degrees(self, piece: Piece, score: Array) -> None:
+        """The best of every layout: rows of one block stand together."""
+        import numpy as np
+
+        of_row = score.min(axis=0)
+        starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
+        least = np.minimum.reduceat(of_row, starts)
+        for place, seconds in zip(range(len(starts)), least.tolist()):
+            base = piece.blocks[int(piece.block_of_row[starts[place]])].group.base
+            key = (base.tp, base.cp, base.pp, base.data_parallel, base.ep)
+            known = self.result.of_degrees.get(key)
+            if seconds < (np.inf if known is None else known.seconds_per_sequence):
+                stop = starts[place + 1] if place + 1 < len(starts) else len(of_row)
+                row = int(starts[place] + of_row[starts[place] : stop].argmin())
+                flat = int(score[:, row].argmin()) * score.shape[1] + row
+                self.result.of_degrees[key] = self._found(piece, score, flat)
+
+    def _front(self, piece: Piece, score: Array) -> None:
+        """The best at every step of memory."""
+        import numpy as np
+
+        steps = np.minimum(piece.memory_bytes * (MEMORY_STEPS / self.capacity), MEMORY_STEPS - 1).astype(np.uint8)
+        flat = np.flatnonzero(score < self.front_seconds[steps])
+        if not len(flat):
+            return
+        order = flat[np.argsort(score.flat[flat], kind="stable")]
+        for step, place in zip(*np.unique(steps.flat[order], return_index=True)):
+            found = self._found(piece, score, int(order[place]))
+            self.front[int(step)] = found
+            self.front_seconds[int(step)] = found.seconds_per_sequence
+
+    def finished(self) -> Search:
+        """The result, with the front reduced to what nothing beats in both time and memory."""
+        points = sorted((one for one in self.front if one is not None), key=lambda one: one.memory_bytes)
+        front: list[Found] = []
+        for one in points:
+            if not front or one.seconds_per_sequence < front[-1].seconds_per_sequence:
+                front.append(one)
+        self.result.front = front
+        return self.result

@@ -1,0 +1,146 @@
+"""Which cells of a table run: the support matrix (`spec.support`) as bits, one for every technique that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cost.tables.group import Group
+from shardwise.cost.tables.price import Block, Piece
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import SCHEDULES, Offload, Strategy
+from shardwise.spec.support import MATRIX, TECHNIQUES, Finding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+# Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
+_LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads")
+_SCHEDULE = (*SCHEDULES, "own-stages")
+_RECOMPUTE = ("recompute-selective", "recompute-full")
+_SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
+_OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
+            "offload-nvme", "gradients-beyond-optimizer")  # fmt: skip
+_CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
+
+
+class Supported:
+    """Tells the cells of a piece that run from those that do not."""
+
+    def __init__(self, job: Job, *, any_priced: bool = False) -> None:
+        """``any_priced`` also lets through what is priced only."""
+        self.job = job
+        unwanted = ("needs", "refused") if any_priced else ("needs", "refused", "priced only")
+        self.findings = [one for one in MATRIX if one.status in unwanted]
+        named = dict.fromkeys(name for one in self.findings for name in one.techniques)
+        self._bit = {name: 1 << number for number, name in enumerate(named)}
+        assert len(self._bit) < 63, "more techniques than bits"
+        self._masks = [self._bits_of(one.techniques) for one in self.findings]
+        self._last: tuple[Sequence[Block], tuple[Array, Array, Array]] | None = None
+        self._of_group: dict[int, tuple[Group, tuple[Any, ...]]] = {}
+
+    def allowed(self, piece: Piece) -> Array | None:
+        """Column × row: whether a cell runs; None where all do."""
+        import numpy as np
+
+        rows, columns, starts = self._blocks_bits(piece.blocks)
+        rows = rows[starts[piece.block_of_row] + piece.row_numbers]
+        offload = self._offload_bits(piece.offload)
+        everything = int(np.bitwise_or.reduce(rows)) | int(np.bitwise_or.reduce(columns, axis=None)) | offload
+        masks = [mask for mask in self._masks if mask & everything == mask]
+        if not masks:
+            return None
+        bits = columns.take(piece.block_of_row, -1) | (rows | offload)
+        forbidden = np.zeros(bits.shape, dtype=bool)
+        for mask in masks:
+            forbidden |= (bits & mask) == mask
+        allowed: Array = ~forbidden
+        return allowed
+
+    def _blocks_bits(self, blocks: Sequence[Block]) -> tuple[Array, Array, Array]:
+        """Bits of all rows, of column × block, and where each block's rows start; blocks come many pieces in a row."""
+        import numpy as np
+
+        if self._last is None or self._last[0] is not blocks:
+            held = [self._block_bits(block) for block in blocks]
+            starts = np.cumsum([0, *(len(block.rows) for block in blocks[:-1])])
+            bits = np.concatenate([one[0] for one in held]), np.stack([one[1] for one in held], axis=-1), starts
+            self._last = (blocks, bits)
+        return self._last[1]
+
+    def _block_bits(self, block: Block) -> tuple[Array, Array]:
+        """Bits of the rows, and of the columns, of a block."""
+        base, layers, schedules, recomputes, shards = self._group_bits(block.group)
+        index = block.rows.index
+        rows = base | layers[index[:, 0]] | schedules[index[:, 1]] | recomputes[index[:, 2]]
+        return rows, shards[block.columns.numbers]
+
+    def _group_bits(self, group: Group) -> tuple[Any, ...]:
+        known = self._of_group.get(id(group))
+        if known is None or known[0] is not group:
+            known = self._of_group[id(group)] = (group, self._new_group_bits(group))
+        return known[1]
+
+    def _new_group_bits(self, group: Group) -> tuple[Any, ...]:
+        import numpy as np
+
+        base = group.base
+        rest = tuple(name for name in self._bit if name not in _CHOSEN)
+
+        def bits(strategies: list[Strategy], names: tuple[str, ...]) -> Array:
+            return np.array([self._used(one, names) for one in strategies], dtype=np.int64)
+
+        layers = [
+            base.unchecked(sequence_parallel=one.sequence_parallel, context_method=one.context_method)
+            for one in group.layers
+        ]
+        schedules = [
+            base.unchecked(schedule=one.schedule, interleave=one.interleave, stage_layers=one.stage_layers)
+            for one in group.schedules
+        ]
+        recomputes = [base.unchecked(recompute=one.recompute) for one in group.recomputes]
+        shards = [
+            base.unchecked(
+                zero=one.zero,
+                shard_group=one.shard_group,
+                keep_parameters=one.keep_parameters,
+                accumulate=one.accumulate,
+            )
+            for one in group.shards
+        ]
+        return (
+            self._used(base, rest),
+            bits(layers, _LAYER),
+            bits(schedules, _SCHEDULE),
+            bits(recomputes, _RECOMPUTE),
+            bits(shards, _SHARDS),
+        )
+
+    def _used(self, strategy: Strategy, names: tuple[str, ...]) -> int:
+        job = self.job
+        used = (n for n in names if n in self._bit and TECHNIQUES[n](strategy, job.training, job.model))
+        return self._bits_of(tuple(used))
+
+    def _bits_of(self, names: tuple[str, ...]) -> int:
+        total = 0
+        for name in names:
+            total |= self._bit[name]
+        return total
+
+    def _offload_bits(self, offload: Offload) -> int:
+        return self._used(self._plain.unchecked(offload=offload), _OFFLOAD)
+
+    @cached_property
+    def _plain(self) -> Strategy:
+        return Strategy()
+
+
+def findings_of(job: Job, *, any_priced: bool = False) -> list[Finding]:
+    """What keeps one job from running."""
+    from shardwise.spec.support import verdict
+
+    unwanted = ("needs", "refused") if any_priced else ("needs", "refused", "priced only")
+    return [one for one in verdict(job).findings if one.status in unwanted]
