@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shardwise.collectives import CollectiveKind
+from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.traffic import Traffic
 from shardwise.spec.job import Job
 
-# Async TP cuts products into pieces that run less well: TorchTitan prints a gain of 10% with it, as if this share of
-# the communication stayed exposed (torchtitan benchmarks/asyncTP_llama3_h100_2025-06).
-_DECOMPOSED_EXPOSED = 0.85
+# PyTorch's async TP cuts a gather and the products that read it into pieces, and a product and the scatter of its
+# result: not the scatter of a sum of several products, nor a gather for weight gradients, which reads along its rows
+# (torch/_inductor/fx_passes/micro_pipeline_tp.py, _find_producer_matmul and _find_consumer_matmuls).
+_NOT_DECOMPOSED = ("input gradients, backward", "saved inputs, backward")
 
 
 def as_run(job: Job, traffic: Traffic) -> Traffic:
     """The traffic with its device's share of compute units and its stack's kind of overlap."""
     traffic = replace(traffic, units_taken=_units_taken(job, traffic))
+    stack = job.stack
     if traffic.dimension != "tp" or not job.strategy.overlap.tp or traffic.window == "none":
         return traffic
-    if job.stack.tp_overlap == "buffers":
+    if stack.tp_overlap == "buffers":
         return replace(traffic, unhideable=job.cluster.device.efficiency.overlapped_tp_exposed)
-    return replace(traffic, unhideable=max(traffic.unhideable, _DECOMPOSED_EXPOSED))
+    if stack.tp_gradients == "in turn" and traffic.what in _NOT_DECOMPOSED:
+        return replace(traffic, window="none")
+    return traffic
 
 
 def _units_taken(job: Job, traffic: Traffic) -> float:
     taken = job.cluster.device.units_taken
     if traffic.dimension == "offload":
         return taken.copies
+    if traffic.dimension == "tp" and job.strategy.overlap.tp and job.stack.tp_overlap == "decomposed":
+        return taken.copies  # its pieces are copied between symmetric buffers
     if job.strategy.collective in ("nvls", "sharp"):
         return taken.in_network
-    if traffic.kind is CollectiveKind.SEND_RECV:
-        return taken.of_messages()
-    return taken.of_exchanges() if traffic.kind is CollectiveKind.ALL_TO_ALL else taken.collectives
+    if traffic.kind is CollectiveKind.ALL_TO_ALL:
+        return taken.of_exchanges()
+    units = taken.of_messages() if traffic.kind is CollectiveKind.SEND_RECV else taken.collectives
+    return units * float(busy_share(job.cluster.levels[0].name, traffic.level_seconds))
+
+
+def busy_share(own_link: str, link_seconds: dict[str, Any]) -> Any:
+    """Share of a collective's time that it needs the device's own link for, and so the channels that fill it.
+
+    NCCL runs as many channels, each on a compute unit, as fill the links of a group (its author in NVIDIA/nccl issue
+    1360): 24 for the NVLink of a DGX H100 (issue 1367), a few where a node's network port sets the pace.
+    """
+    own, longest = link_seconds.get(own_link, 0.0), 0.0
+    for seconds in link_seconds.values():
+        longest = maximum(longest, seconds)
+    return select(longest > 0, own / select(longest > 0, longest, 1.0), 1.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.cost.flops import attended_tokens
-from shardwise.spec.model import Matrix, Model
+from shardwise.spec.model import Matrix, Model, Split
 
 OperatorKind = Literal["product", "attention", "traffic"]
 
@@ -42,6 +42,7 @@ class Operator:
     kernels: int = 1
     expert: bool = False
     wide: bool = False  # stays in 16 bit in every recipe
+    split: Split = "none"  # by tensor parallelism
     recomputed_by: str = ""
     alternate: float = 0.0  # share that recomputing every second product runs again
 
@@ -60,7 +61,7 @@ def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Ope
     share = matrix.share(tensor)
     inner = matrix.inputs * (share if matrix.split == "row" else 1)
     columns = matrix.outputs * (share if matrix.split == "column" else 1)
-    return Operator(matrix.name, "product", rows, columns, inner, **options)  # type: ignore[arg-type]
+    return Operator(matrix.name, "product", rows, columns, inner, split=matrix.split, **options)  # type: ignore[arg-type]
 
 
 def _projections(model: Model, shape: LayerShape) -> list[Operator]:
@@ -71,8 +72,9 @@ def _projections(model: Model, shape: LayerShape) -> list[Operator]:
         columns = sum(widths)
         # Of query, key and value the second is run again.
         first = [
-            Operator("query, key, value", "product", shape.tokens, columns, model.hidden, alternate=widths[1] / columns)
-        ]
+            Operator("query, key, value", "product", shape.tokens, columns, model.hidden, split="column",
+                     alternate=widths[1] / columns)
+        ]  # fmt: skip
     else:
         first = [
             _product(matrix, shape.region_tokens if matrix.split == "none" else shape.tokens, shape.tp,
@@ -116,10 +118,11 @@ def _activation(model: Model, elements: float) -> Operator:
 def _mlp(model: Model, shape: LayerShape, width: float) -> list[Operator]:
     up = (2 if model.gated else 1) * width / shape.tp
     return [
-        Operator("MLP up", "product", shape.tokens, up, model.hidden, alternate=0.5 if model.gated else 0.0),
+        Operator("MLP up", "product", shape.tokens, up, model.hidden, split="column",
+                 alternate=0.5 if model.gated else 0.0),
         _activation(model, shape.tokens * width / shape.tp),
-        Operator("MLP down", "product", shape.tokens, model.hidden, width / shape.tp),
-    ]
+        Operator("MLP down", "product", shape.tokens, model.hidden, width / shape.tp, split="row"),
+    ]  # fmt: skip
 
 
 def _experts(model: Model, shape: LayerShape) -> list[Operator]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.collectives.arrays import select
 from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators, prediction_operators
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stages import RankContents, fully_recomputed_share
@@ -96,6 +95,6 @@ def optimizer_seconds(device: Device, contents: RankContents, sharding: Sharding
     local one (gradient norm and zeroing), at the memory's sustained speed; plus what a step costs besides.
     """
     owned = owned_parameters(contents, sharding)
-    local = select(sharding.zero == 3, owned, contents.total)
+    local = owned if sharding.gradients_sharded else contents.total
     moved = 30 * owned + 8 * local
     return moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds

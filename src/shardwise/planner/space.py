@@ -26,6 +26,13 @@ ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "gpipe", "dualpipe")
 INTERLEAVES = (2, 3, 4, 6, 8)
 RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
+# How a space that is too large is made smaller, one step after the other.
+NARROWINGS = (
+    "rank order tp-cp-dp-pp only",
+    "sequence parallelism wherever tp is, and whole experts (expert_tp 1)",
+    "tp within the innermost network level",
+    "at least 4,096 tokens of a sequence per context-parallel rank",
+)
 SHARD_GROUPS = 5  # sizes of a hybrid shard group that are tried beside all ranks
 # ZeRO stage, parameters kept, gradients accumulated.
 SHARDINGS = ((0, False, "sharded"), (1, False, "sharded"), (2, False, "sharded"), (3, False, "sharded"),
@@ -46,6 +53,25 @@ class Space:
     minimum_batch: int | None = None
     offload: bool = True
     any_priced: bool = False
+    narrowed: int = 0
+
+    @property
+    def narrowing(self) -> tuple[str, ...]:
+        """What is left out of the usual values, in words."""
+        return NARROWINGS[: self.narrowed]
+
+    def within(self, groups: int) -> Space:
+        """The space itself, or so much narrower that it has about ``groups`` groups at most."""
+        for narrowed in range(self.narrowed, len(NARROWINGS) + 1):
+            space = replace(self, narrowed=narrowed)
+            if space.estimated_groups <= groups:
+                break
+        return space
+
+    @property
+    def estimated_groups(self) -> int:
+        """About how many groups there are: layouts, times the kinds of schedules with stages of their own."""
+        return sum((1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees)) for degrees in self._degrees())
 
     def groups(self) -> Iterator[Group]:
         """All groups, innermost dimensions last."""
@@ -55,16 +81,21 @@ class Space:
     # -- degrees -------------------------------------------------------------------------------------
 
     def _bases(self) -> Iterator[Strategy]:
+        for degrees in self._degrees():
+            yield from self._placed(**degrees)
+
+    def _degrees(self) -> Iterator[dict[str, Any]]:
         job, constraints = self.job, self.constraints
         devices, layers = job.cluster.devices, job.model.layers
+        fewest = FEWEST_CONTEXT_TOKENS if self.narrowed < 4 else 4 * FEWEST_CONTEXT_TOKENS
         for pp in self._dividing("pp", devices, layers):
             for tp in self._dividing("tp", devices // pp, self._most_tensor):
-                for cp in self._dividing("cp", devices // pp // tp, max(1, job.training.seq // FEWEST_CONTEXT_TOKENS)):
+                for cp in self._dividing("cp", devices // pp // tp, max(1, job.training.seq // fewest)):
                     dp = devices // pp // tp // cp
                     if dp not in constraints.candidates("dp", (dp,)):
                         continue
                     for ep, expert_tp in self._experts(tp, tp * cp * dp):
-                        yield from self._placed(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, expert_tp=expert_tp)
+                        yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
 
     @cached_property
     def _plain(self) -> Strategy:
@@ -84,13 +115,13 @@ class Space:
     @property
     def _most_tensor(self) -> int:
         """Twice the innermost network level: beyond it tensor parallelism only shows that it should not."""
-        return min(MOST_TENSOR, 2 * self.job.cluster.levels[0].width)
+        return min(MOST_TENSOR, (2 if self.narrowed < 3 else 1) * self.job.cluster.levels[0].width)
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int | None]]:
         moe = self.job.model.moe
         if moe is None:
             return [(ep, None) for ep in self.constraints.candidates("ep", (1,)) if ep == 1]
-        splits = self.constraints.candidates("expert_tp", dict.fromkeys((1, tp)))
+        splits = self.constraints.candidates("expert_tp", dict.fromkeys((1, tp) if self.narrowed < 2 else (1,)))
         return [
             (ep, expert_tp)
             for expert_tp in splits
@@ -99,18 +130,17 @@ class Space:
             if moe.experts % ep == 0 and ranks % (ep * expert_tp) == 0
         ]
 
-    def _orders(self, tp: int, cp: int, dp: int, pp: int) -> list[tuple[Any, ...]]:
+    def _orders(self, **degrees: Any) -> list[tuple[Any, ...]]:
         """Orders that differ where it matters: dimensions of degree 1 are nowhere."""
-        degrees = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
         distinct: dict[tuple[str, ...], tuple[Any, ...]] = {}
-        for order in self.constraints.candidates("order", ORDERS):
+        for order in self.constraints.candidates("order", ORDERS[:1] if self.narrowed else ORDERS):
             distinct.setdefault(tuple(name for name in order if degrees[name] > 1), order)
         return list(distinct.values())
 
     def _placed(self, **degrees: Any) -> Iterator[Strategy]:
         """The degrees in every rank order that puts some group of ranks elsewhere on the network."""
         seen = []
-        for order in self._orders(*(degrees[name] for name in ("tp", "cp", "dp", "pp"))):
+        for order in self._orders(**degrees):
             base = self._plain.unchecked(order=order, **degrees)
             try:
                 networks = self._networks(base)
@@ -155,7 +185,7 @@ class Space:
 
     def _layers(self, base: Strategy) -> tuple[LayerChoice, ...]:
         constraints, seq = self.constraints, self.job.training.seq
-        plain = constraints.candidates("sequence_parallel", (True, False))
+        plain = constraints.candidates("sequence_parallel", (True, False) if self.narrowed < 2 else (True,))
         if base.tp == 1:
             plain = plain[:1] and (True,)
         methods = constraints.candidates("context_method", ("ring", "all-gather", "ulysses"))
@@ -269,7 +299,8 @@ class Space:
     def _offloads(self) -> tuple[Offload, ...]:
         usable = self.offload and self.job.cluster.host_link is not None
         usual = OFFLOADS.values() if usable else (OFFLOADS["none"],)
-        return self.constraints.candidates("offload", usual)
+        allowed = self.constraints.candidates("offload", usual)
+        return tuple(one for one in allowed if usable or not one.any)
 
     def _shard_groups(self, base: Strategy) -> tuple[int | None, ...]:
         """All ranks that hold the same parameters, and parts of them: spread evenly over the possible sizes."""

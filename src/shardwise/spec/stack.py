@@ -16,6 +16,9 @@ class Stack(Spec):
 
     ``overlap`` is what a job on this stack hides unless its strategy says otherwise. ``tp_overlap`` tells how:
     "decomposed" cuts the product into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
+    ``tp_gradients`` says whether the collectives of a split product's backward pass run "beside" the one of its two
+    products that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send a
+    part each to the next stage, which gathers the parts.
     ``float_logits``: the loss is a plain cross entropy on an fp32 copy of the logits. ``fused_loss`` is described, not
     priced yet.
     """
@@ -24,6 +27,8 @@ class Stack(Spec):
     attention: Literal["unfused", "flash-2", "fused"] = "fused"
     overlap: Overlap = field(default_factory=Overlap)
     tp_overlap: Literal["decomposed", "buffers"] = "decomposed"
+    tp_gradients: Literal["beside", "in turn"] = "beside"
+    scattered_messages: bool = False
     gradient_reduce: Literal["fp32", "bf16"] = "fp32"
     parameter_gather: Literal["bf16", "fp8"] = "bf16"
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.collectives import CollectiveKind, Topology
+from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.cost.network import group_runs, spanned
 from shardwise.cost.stages import RankContents, embedding_on_both_ends
-from shardwise.cost.traffic import Traffic, priced
+from shardwise.cost.traffic import Traffic, collective_price, priced
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.pipeline import chunks_per_rank
 from shardwise.spec.job import Job
@@ -36,10 +36,31 @@ def message_traffic(job: Job, what: str) -> Traffic | None:
     strategy, over = job.strategy, boundary(job)
     if over is None:
         return None
-    region = job.microbatch_tokens / (strategy.tp if strategy.sequence_parallel else 1)
-    size = region * job.model.hidden * job.training.recipe.communication
+    size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    scattered = job.stack.scattered_messages and not strategy.sequence_parallel
+    sent = size / strategy.tp if strategy.sequence_parallel or scattered else size
     messages = job.microbatches * strategy.chunks_per_rank
-    return priced("pp", what, CollectiveKind.SEND_RECV, size, messages, over, strategy.collective)
+    message = priced("pp", what, CollectiveKind.SEND_RECV, sent, messages, over, strategy.collective)
+    within = spanned(job.cluster, group_runs(strategy, ("tp",)), "strategy.tp")
+    if not scattered or within is None:
+        return message
+    # Ranks that hold the same activations send a part each, which the receivers gather (Narayanan et al. 2021, 4.1).
+    gather = collective_price(CollectiveKind.ALL_GATHER, size, within, strategy.collective)
+    return replace(message, cost=_followed_by(message.cost, gather))
+
+
+def _followed_by(first: CollectiveCost, second: CollectiveCost) -> CollectiveCost:
+    """Both, one after the other."""
+    return replace(
+        first,
+        latency_seconds=first.latency_seconds + second.latency_seconds,
+        bandwidth_seconds=first.bandwidth_seconds + second.bandwidth_seconds,
+        steps=first.steps + second.steps,
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+        received_bytes=first.received_bytes + second.received_bytes,
+        total_bytes=first.total_bytes + second.total_bytes,
+        levels=(*first.levels, *second.levels),
+    )
 
 
 def embedding_traffic(job: Job, contents: RankContents) -> list[Traffic]:

@@ -8,14 +8,19 @@ each all-reduce into an all-gather and a reduce-scatter of the same bytes (Korth
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import expert_tensor_runs, group_runs, spanned
+from shardwise.cost.operators import layer_operators
 from shardwise.cost.overlap import Window
+from shardwise.cost.roofline import operator_seconds
+from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
+from shardwise.spec.model import Split
 from shardwise.spec.parameters import layer_parameters
 
 
@@ -30,67 +35,87 @@ def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     return traffics + _expert_tensor_traffic(job, contents)
 
 
-def _blocks(job: Job, contents: RankContents) -> float:
-    """Column-then-row pairs on this rank: attention and MLP of a layer, one if they run side by side."""
-    model = job.model
-    if model.parallel_block:
-        return contents.layers
-    shared_mlp = 1 if model.moe and model.moe.shared_ffn else 0
-    return 2 * contents.dense_layers + (1 + shared_mlp) * contents.moe_layers
+def _blocks(job: Job, contents: RankContents) -> int:
+    """Column-then-row pairs on this rank."""
+    return contents.dense_layers * _blocks_of_layer(job, False) + contents.moe_layers * _blocks_of_layer(job, True)
+
+
+def _blocks_of_layer(job: Job, moe: bool) -> int:
+    """Attention and MLP of a layer, one if they run side by side; of experts only the shared one is split."""
+    if job.model.parallel_block:
+        return 1
+    return 2 if not moe or (job.model.moe and job.model.moe.shared_ffn) else 1
 
 
 def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+    """Collectives around the split products of the layers."""
+    strategy = job.strategy
+    forward = (1 + fully_recomputed_share(job, contents)) * job.microbatches
+    if not strategy.sequence_parallel:
+        reduce = CollectiveKind.ALL_REDUCE
+        lines = [
+            _Line("outputs, forward", reduce, forward, "row", "forward"),
+            _Line("input gradients, backward", reduce, job.microbatches, "column", "weight_gradient"),
+        ]
+    else:
+        gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+        lines = [
+            _Line("inputs, forward", gather, forward, "column", "forward"),
+            _Line("outputs, forward", scatter, forward, "row", "forward"),
+            _Line("output gradients, backward", gather, job.microbatches, "row", "input_gradient"),
+            _Line("input gradients, backward", scatter, job.microbatches, "column", "weight_gradient"),
+            _Line("saved inputs, backward", gather, job.microbatches, "column", "input_gradient"),
+        ]
+    return [traffic for line in lines for traffic in _beside_its_product(job, contents, topology, line)]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A collective of every block, and the pass of the split product that it can run beside."""
+
+    what: str
+    kind: CollectiveKind
+    times: float
+    split: Split
+    beside: Literal["forward", "input_gradient", "weight_gradient"]
+
+    @property
+    def independent(self) -> bool:
+        """Whether that product neither makes nor reads what is sent."""
+        return self.what in ("input gradients, backward", "saved inputs, backward")
+
+
+def _beside_its_product(job: Job, contents: RankContents, topology: Topology, line: _Line) -> list[Traffic]:
+    """What hides of a line as long as its product lasts, and what is left over.
+
+    Megatron-LM starts the collectives that the next product does not depend on before it, and waits for them after
+    (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication); TransformerEngine and nanotron too.
+    The others hide only where the product is cut into tp pieces, of which one has nothing to run under (Wang et al.
+    2022).
+    """
     strategy = job.strategy
     size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
-    calls = _blocks(job, contents) * job.microbatches
-    again = fully_recomputed_share(job, contents)
-    hide = strategy.overlap.tp
-
-    def line(what: str, kind: CollectiveKind, count: float, window: Window) -> Traffic:
-        # Overlapped by decomposition into tp pieces, one piece has nothing to run under (Wang et al. 2022).
-        return priced(
-            "tp",
-            what,
-            kind,
-            size,
-            count,
-            topology,
-            strategy.collective,
-            window=window if hide else "none",
-            unhideable=1 / strategy.tp,
-        )
-
-    if not strategy.sequence_parallel:
-        return [
-            line("outputs, forward", CollectiveKind.ALL_REDUCE, calls * (1 + again), "forward"),
-            _beside_weight_gradients(line("input gradients, backward", CollectiveKind.ALL_REDUCE, calls, "backward")),
-        ]
-    regather = priced(
-        "tp",
-        "saved inputs, backward",
-        CollectiveKind.ALL_GATHER,
-        size,
-        calls,
-        topology,
-        strategy.collective,
-        window="backward",
-    )
-    return [
-        line("inputs, forward", CollectiveKind.ALL_GATHER, calls * (1 + again), "forward"),
-        line("outputs, forward", CollectiveKind.REDUCE_SCATTER, calls * (1 + again), "forward"),
-        line("output gradients, backward", CollectiveKind.ALL_GATHER, calls, "backward"),
-        line("input gradients, backward", CollectiveKind.REDUCE_SCATTER, calls, "backward"),
-        regather,
-    ]
+    at_once = line.independent and job.stack.tp_gradients == "beside"
+    whole = priced("tp", line.what, line.kind, size, line.times * _blocks(job, contents), topology, strategy.collective)
+    if not (at_once or strategy.overlap.tp) or not whole.count:
+        return [whole]
+    hidden = line.times * _blocks_beside(job, contents, line, float(whole.cost.seconds))
+    window: Window = "forward" if line.beside == "forward" else "backward"
+    beside = replace(whole, count=hidden, window=window, unhideable=0.0 if at_once else 1 / strategy.tp)
+    left = replace(whole, what=f"rest of {line.what}", count=whole.count - hidden)
+    return [beside, left] if left.count > 1e-9 * whole.count else [beside]
 
 
-def _beside_weight_gradients(traffic: Traffic) -> Traffic:
-    """The input gradient's all-reduce runs beside the weight gradient, which needs no communication.
-
-    Megatron-LM starts it asynchronously; both want the same memory and compute units, so no more than 40% hides
-    (what its A100 runs without sequence parallelism show).
-    """
-    return replace(traffic, window="backward", unhideable=max(0.6, traffic.unhideable))
+def _blocks_beside(job: Job, contents: RankContents, line: _Line, seconds: float) -> float:
+    """Collectives of one microbatch that fit beside their products."""
+    fitting = 0.0
+    for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        products = [one for one in layer_operators(job.model, layer_shape(job), moe=moe) if one.split == line.split]
+        if layers and products:
+            lasting = (operator_seconds(one, job.cluster.device, job.training.recipe, job.stack) for one in products)
+            shares = [min(1.0, getattr(one, line.beside) / seconds) for one in lasting]
+            fitting += layers * _blocks_of_layer(job, moe) * sum(shares) / len(shares)
+    return fitting
 
 
 def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffic]:

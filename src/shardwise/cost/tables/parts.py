@@ -105,7 +105,8 @@ class PartBook:
             assert traffic is not None
             return float(traffic.cost.seconds)
 
-        seconds: float = self._piece("message", (tokens, group.places.pipeline), price)
+        key = (tokens, base.tp, group.places.tensor, group.places.pipeline)
+        seconds: float = self._piece("message", key, price)
         return seconds
 
     def once_seconds(self, group: Group, contents: RankContents, sequence_parallel: bool) -> float:

@@ -1,0 +1,116 @@
+"""One strategy that the search found, priced by the simulator, with everything that a report says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwise.cost.flops import flops_per_token
+from shardwise.cost.memory import DeviceMemory, peak_memory
+from shardwise.cost.prediction import Prediction, predict
+from shardwise.cost.simulation import SimulatedStep, simulated_step
+from shardwise.cost.stage_time import optimizer_seconds
+from shardwise.cost.states import sharding_of
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+
+PARTS = ("compute", "recompute", "tp", "cp", "ep", "bubble", "dp", "offload", "optimizer")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job whose step was simulated."""
+
+    job: Job
+    simulated: SimulatedStep
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.simulated.prediction
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulated.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.job.tokens_per_step / self.step_seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.step_seconds / self.job.tokens_per_step
+
+    @property
+    def mfu(self) -> float:
+        device = self.job.cluster.device
+        peak = self.job.cluster.devices * device.peak_flops(self.job.training.recipe.compute)
+        return flops_per_token(self.job.model, self.job.training.seq) * self.tokens_per_second / peak
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        return peak_memory(self.job)
+
+    @property
+    def margin_bytes(self) -> float:
+        """What is left of the device."""
+        return self.job.cluster.device.memory - self.memory.total
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        strategy = self.job.strategy
+        return strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Where the seconds of the step go; they add up to it."""
+        rank, m = self.prediction.slowest, self.job.microbatches
+        compute = rank.compute
+        again = m * compute.recomputed
+        once = {name: sum(t.exposed_seconds for t in rank.traffics if t.once and t.dimension == name) for name in PARTS}
+        parts = {"compute": m * (compute.forward + compute.backward) - again, "recompute": again}
+        for name in ("tp", "cp", "ep"):
+            parts[name] = rank.exposed(name) - once[name]
+        inside = sum(parts.values())
+        parts["bubble"] = self.simulated.pipeline_seconds - inside
+        tail = max(self.prediction.ranks, key=lambda one: one.exposed("dp") + one.exposed("offload"))
+        parts["dp"] = tail.exposed("dp")
+        parts["offload"] = tail.exposed("offload")
+        rest = self.step_seconds - sum(parts.values())
+        parts["optimizer"] = rest
+        return parts
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """The optimizer's own part of the step, without what a step costs besides."""
+        device, sharding = self.job.cluster.device, sharding_of(self.job.strategy)
+        return max(float(optimizer_seconds(device, one.contents, sharding)) for one in self.prediction.ranks)
+
+
+def candidate(job: Job) -> Candidate:
+    return Candidate(job, simulated_step(predict(job)))
+
+
+def job_with(job: Job, strategy: Strategy, sequences: int) -> Job:
+    """The job that runs ``strategy``; a batch in sequences where the training's does not say just that."""
+    training = job.training
+    if training.global_batch is None or training.sequences(strategy.batch_multiple) != sequences:
+        training = replace(training, global_batch=sequences)
+    return replace(job, strategy=strategy, training=training)
+
+
+def complexity(strategy: Strategy) -> int:
+    """How much there is to get right: the dimensions in use, and what is unusual about them."""
+    return (
+        3 * sum(degree > 1 for degree in (strategy.tp, strategy.cp, strategy.pp, strategy.ep))
+        + 2 * (strategy.schedule not in ("1f1b", "interleaved")) * (strategy.pp > 1)
+        + (strategy.schedule == "interleaved")
+        + (strategy.zero > 1)
+        + (strategy.shard_group is not None)
+        + strategy.keep_parameters
+        + (strategy.accumulate == "local" and strategy.zero > 1)
+        + 3 * strategy.offload.any
+        + (strategy.recompute != "none")
+        + (strategy.recompute_layers is not None)
+        + (strategy.order[-1] != "pp" and strategy.pp > 1)
+        + (not strategy.sequence_parallel and strategy.tp > 1)
+    )

@@ -1,0 +1,125 @@
+"""Which training frameworks can run a plan, what each lacks, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.interop.frameworks import TARGETS, can_run
+from shardwise.interop.frameworks.parts import Lost
+from shardwise.planner.constraints import INTEGERS, OFFLOADS, WORDS, Allowed
+from shardwise.planner.plan import Plan, plan
+from shardwise.planner.request import Request
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import SCHEDULES, Strategy
+
+# Plain data parallelism: every device holds the whole model.
+_DDP = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "offload": OFFLOADS["none"]}
+NAMES = (*TARGETS, "ddp")
+
+
+@dataclass(frozen=True)
+class FrameworkVerdict:
+    """What a framework lacks for a job; and the best plan that it can express, where that was searched."""
+
+    name: str
+    lacks: tuple[Lost, ...]
+    own: Plan | None = None
+
+    @property
+    def runs(self) -> bool:
+        return not self.lacks
+
+
+def who_can_run(job: Job) -> tuple[FrameworkVerdict, ...]:
+    return tuple(FrameworkVerdict(name, tuple(can_run(job, name))) for name in TARGETS)
+
+
+def check_framework(name: str) -> str:
+    if name.lower() not in NAMES:
+        raise SpecError("--for", f"{shown(name)} is not known", nearest_name(name, NAMES))
+    return name.lower()
+
+
+def expressible(request: Request, name: str) -> Request:
+    """The request within what one framework can say; each field is tried with each of its values."""
+    if check_framework(name) == "ddp":
+        fixed = {field: Allowed((value,)) for field, value in _DDP.items()}
+        return replace(request, constraints=request.constraints.with_allowed(fixed))
+    constraints = request.constraints
+    for field, values in _tried(request.job):
+        allowed = tuple(value for value in values if not _lacks(request.job, name, field, value))
+        if len(allowed) < len(values):
+            kept = Allowed(allowed or values[:1])
+            if field in INTEGERS and field not in ("zero", "shard_group", "recompute_layers"):
+                kept = Allowed((1,)) if allowed == (1,) or not allowed else kept
+            constraints = constraints.with_allowed({field: kept})
+    return replace(request, constraints=constraints)
+
+
+def plan_for(request: Request, name: str) -> Plan | Any:
+    """The best plan that a framework can run."""
+    found = plan(expressible(request, name))
+    if not isinstance(found, Plan) or name == "ddp":
+        return found
+    able = [one for one in found.candidates if not _of_strategy(can_run(one.job, name))]
+    if not able:
+        raise SpecError("--for", f"none of the best plans can be said in {name}", "fix more dimensions, or drop --for")
+    return replace(found, candidates=tuple(able))
+
+
+def _of_strategy(lost: Iterable[Lost]) -> list[Lost]:
+    """What a framework lacks of the strategy; formats and the like are its own affair."""
+    return [one for one in lost if one.field.startswith("strategy.")]
+
+
+def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:
+    """Fields and the values that tell what a framework can say."""
+    yield from ((name, (1, 2)) for name in ("tp", "cp", "pp"))
+    if job.model.moe:
+        yield "ep", (1, 2)
+    yield "zero", (0, 1, 2, 3)
+    yield "schedule", ("1f1b", *(name for name in SCHEDULES if name != "1f1b"))
+    yield "context_method", ("ring", "all-gather", "ulysses")
+    yield "recompute", ("none", "selective", "full")
+    yield "recompute_layers", (None, 1)
+    yield "offload", tuple(OFFLOADS.values())
+    yield "keep_parameters", (False, True)
+    yield "accumulate", ("sharded", "local")
+    yield "sequence_parallel", (True, False)
+    yield "shard_group", (None, 2)
+    yield "order", (("tp", "cp", "dp", "pp"), ("tp", "cp", "pp", "dp"))
+
+
+_NEEDED: dict[str, dict[str, Any]] = {
+    "context_method": {"cp": 2},
+    "sequence_parallel": {"tp": 2},
+    "schedule": {"pp": 2},
+    "recompute_layers": {"recompute": "full"},
+    "keep_parameters": {"zero": 3},
+    "accumulate": {"zero": 2},
+    "shard_group": {"zero": 3},
+    "order": {"pp": 2},
+}
+
+
+def _lacks(job: Job, name: str, field: str, value: Any) -> bool:
+    """Whether a framework cannot say that ``field`` has ``value``."""
+    fields: dict[str, Any] = {**_NEEDED.get(field, {}), field: value, "stage_layers": "balanced", "dp": 4}
+    if fields.get("schedule") == "interleaved":
+        fields["interleave"] = 2
+    if field == "offload" and value.weights:
+        fields["zero"] = 3
+    strategy = Strategy().unchecked(**fields)
+    probe = job.unchecked(strategy=strategy, training=job.training.unchecked(global_batch=64))
+    try:
+        lost = can_run(probe, name)
+    except SpecError:
+        return True
+    paths = (f"strategy.{field}", *(("strategy.recompute_operators",) if field == "recompute" else ()))
+    return any(one.field in paths or one.field.startswith(paths[0] + ".") for one in lost)
+
+
+assert set(_NEEDED) <= {*INTEGERS, *WORDS, "order"}

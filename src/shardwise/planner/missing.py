@@ -1,0 +1,81 @@
+"""What is missing where nothing fits: memory, devices, or a batch that divides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwise.planner.constraints import Allowed, shown_value
+from shardwise.planner.describe import strategy_words
+from shardwise.planner.request import Request
+from shardwise.planner.search import Search, search
+from shardwise.spec.errors import SpecError
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.units import readable_bytes
+
+_MOST_TIMES = 1024  # as many devices
+
+
+def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
+    """Why there is no plan, and what would make one."""
+    if not found.priced:
+        return _no_layout(request)
+    least = found.least_memory
+    if least is None:
+        return "nothing that divides is run by this project's engine", "use --any for what is only priced"
+    strategy = least.strategy()
+    need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
+    problem = (
+        f"nothing fits: the smallest strategy ({strategy_words(strategy)}) needs {need} per device, "
+        f"{request.job.cluster.device.name} has {there}"
+    )
+    if request.memory_bytes is not None:
+        problem += " as capped"
+    devices = _devices_that_fit(request)
+    more = f"use {devices:,} devices, or " if devices else ""
+    return problem, f"{more}devices with {need}"
+
+
+def _no_layout(request: Request) -> tuple[str, str]:
+    """Nothing divides: the constraints contradict each other or the batch is too small."""
+    job, constraints = request.job, request.constraints
+    fixed: dict[str, Any] = {"dp": None, "stage_layers": "balanced"}
+    for name, one in constraints.allowed.items():
+        if one.values is not None and len(one.values) == 1:
+            fixed[name] = one.values[0]
+    try:
+        replace(job, strategy=replace(Strategy(), **fixed))
+    except SpecError as error:
+        return f"{error.field}: {error.problem}" if error.field else error.problem, error.remedy
+    if constraints.allowed:
+        words = ", ".join(f"{name} {_words(one)}" for name, one in constraints.allowed.items())
+        return f"no layout of {job.cluster.devices:,} devices has {words} and a batch that divides", "relax one of them"
+    return (
+        f"the global batch {job.training.global_batch} does not divide over any layout of "
+        f"{job.cluster.devices:,} devices",
+        "use a batch with more divisors, or one in tokens such as 4M-tokens, which is rounded",
+    )
+
+
+def _words(one: Allowed) -> str:
+    return " or ".join(shown_value(value) for value in one.values) if one.values is not None else str(one)
+
+
+def _devices_that_fit(request: Request) -> int | None:
+    """The least power of two times as many devices on which something fits; None where none does."""
+    cluster = request.job.cluster
+    small = {"recompute": Allowed(("full",)), "recompute_layers": Allowed((None,)), "microbatch": Allowed((1,)),
+             "schedule": Allowed(("1f1b",)), "shard_group": Allowed((None,))}  # fmt: skip
+    allowed = {name: one for name, one in small.items() if name not in request.constraints.allowed}
+    times = 2
+    while times <= _MOST_TIMES:
+        try:
+            larger = cluster.with_devices(cluster.devices * times)
+        except SpecError:
+            return None
+        constraints = request.constraints.with_allowed(allowed)
+        wider = replace(request, job=request.job.unchecked(cluster=larger), constraints=constraints)
+        if search(wider.space(offload=request.offload is not False), memory_bytes=request.capacity_bytes, kept=1).best:
+            return larger.devices
+        times *= 2
+    return None

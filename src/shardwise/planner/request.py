@@ -1,0 +1,47 @@
+"""What is asked of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.planner.constraints import Constraints
+from shardwise.planner.space import Space
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+MOST_GROUPS = 1200  # of a space that answers in seconds
+
+
+@dataclass(frozen=True)
+class Request:
+    """``job`` says the model, the cluster, the training and the stack; of its strategy only what no search varies.
+
+    ``memory_bytes`` caps a device's memory. ``offload``: always (True), never (False), or where nothing else fits
+    (None). ``any_priced`` also offers what is priced and not run. ``thorough`` searches the whole space however large.
+    """
+
+    job: Job
+    constraints: Constraints = Constraints()
+    minimum_batch: int | None = None
+    memory_bytes: float | None = None
+    offload: bool | None = None
+    any_priced: bool = False
+    thorough: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise SpecError("--max-memory", f"{self.memory_bytes:g} bytes hold nothing", "give a size such as 70GB")
+        if self.minimum_batch is None and self.job.training.global_batch is None:
+            raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
+
+    @property
+    def capacity_bytes(self) -> float:
+        there = self.job.cluster.device.memory
+        return there if self.memory_bytes is None else min(there, self.memory_bytes)
+
+    def space(self, *, offload: bool) -> Space:
+        space = Space(self.job, self.constraints, self.minimum_batch, offload, self.any_priced)
+        return space if self.thorough else space.within(MOST_GROUPS)
+
+    def on(self, job: Job) -> Request:
+        return replace(self, job=job)

@@ -1,0 +1,81 @@
+"""What a text book would choose: fill the node with TP, then PP or ZeRO-3 across nodes until it fits, then DP.
+
+For mixtures of experts EP takes the place of TP (Narayanan et al. 2021, arXiv 2104.04473, section 3: "takeaways" 1
+and 2; the rules of thumb of Megatron-LM's and TorchTitan's guides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardwise.cost.memory import peak_memory
+from shardwise.planner.candidate import Candidate, candidate
+from shardwise.planner.request import Request
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.rules import divisors
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.support import verdict
+
+_RECOMPUTES = ("none", "selective", "full")
+
+
+def textbook(request: Request) -> Candidate | None:
+    """The better of the pipeline and the ZeRO-3 variant; None where neither fits."""
+    inner = _inside_the_node(request.job)
+    found = [_first_that_fits(request, options) for options in (_by_pipeline(request, inner), _by_zero3(inner))]
+    priced = [candidate(job) for job in found if job is not None]
+    return min(priced, key=lambda one: one.seconds_per_token, default=None)
+
+
+def _inside_the_node(job: Job) -> Strategy:
+    """As much of TP, or of EP for experts, as one node has room for."""
+    width = min(job.cluster.levels[0].width, job.cluster.devices)
+    model = job.model
+    plain = Strategy(overlap=job.stack.overlap, dispatch=job.stack.dispatch, stage_layers="balanced")
+    if model.moe:
+        ep = max(degree for degree in divisors(model.moe.experts) if degree <= width and width % degree == 0)
+        return replace(plain, ep=ep, expert_tp=1)
+    for tp in sorted(divisors(width), reverse=True):
+        try:
+            replace(job, strategy=replace(plain, tp=tp), training=replace(job.training, global_batch=None))
+            return replace(plain, tp=tp)
+        except SpecError:
+            continue
+    return plain
+
+
+def _by_pipeline(request: Request, inner: Strategy) -> Iterator[Strategy]:
+    """Ever longer pipelines with ZeRO-1, each without, with selective and with full recompute."""
+    devices = request.job.cluster.devices // inner.tp
+    for pp in (degree for degree in divisors(devices) if degree <= request.job.model.layers):
+        for recompute in _RECOMPUTES:
+            yield replace(inner, pp=pp, zero=1, recompute=recompute)  # type: ignore[arg-type]
+
+
+def _by_zero3(inner: Strategy) -> Iterator[Strategy]:
+    for recompute in _RECOMPUTES:
+        yield replace(inner, zero=3, recompute=recompute)  # type: ignore[arg-type]
+
+
+def _first_that_fits(request: Request, strategies: Iterator[Strategy]) -> Job | None:
+    for strategy in strategies:
+        job = _job(request, strategy)
+        if job is None or verdict(job).status not in ("runs", *(("priced only",) if request.any_priced else ())):
+            continue
+        if peak_memory(job).total <= request.capacity_bytes:
+            return job
+    return None
+
+
+def _job(request: Request, strategy: Strategy) -> Job | None:
+    job, minimum = request.job, request.minimum_batch
+    try:
+        whole = job.unchecked(strategy=strategy, training=replace(job.training, global_batch=None))
+        completed = replace(whole, strategy=strategy)
+        multiple = completed.strategy.batch_multiple
+        batch = -(-minimum // multiple) * multiple if minimum is not None else job.training.global_batch
+        return replace(completed, training=replace(job.training, global_batch=batch))
+    except SpecError:
+        return None
