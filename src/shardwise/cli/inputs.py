@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardwise.cli import bare
@@ -22,6 +23,8 @@ from shardwise.spec.units import parse
 __all__ = ["job_from", "model_from", "whole"]
 
 DEFAULT_CLUSTER = "dgx-h100"
+PLANNED_SEQ = 8192
+PLANNED_BATCH = "4M-tokens"
 _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 # What many configurations leave to the training script, and we then have to assume.
 _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
@@ -33,6 +36,41 @@ def job_from(arguments: argparse.Namespace) -> Job:
     The file may be another framework's configuration: what of it has no meaning here, and what it leaves open, is
     said on standard error.
     """
+    fields, framework, notes = _job_fields(arguments)
+    job = Job.from_dict(fields)
+    if framework is not None:
+        for note in [*notes, *_assumptions(fields, job)]:
+            print(f"note: {note}", file=sys.stderr)
+    return job
+
+
+def planning_job(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
+    """The job whose strategy is to be found, and what was assumed about it.
+
+    Its strategy says only what no search varies: the collective algorithm and what selective recompute names.
+    """
+    fields, _, notes = _job_fields(arguments)
+    given = fields.pop("strategy", None) or {}
+    fields["strategy"] = {name: given[name] for name in ("collective", "recompute_operators") if name in given}
+    training = dict(fields.get("training") or {})
+    batch = training.pop("global_batch", None)
+    model: Model = fields["model"]
+    if "seq" not in training:
+        training["seq"] = min(model.max_seq or PLANNED_SEQ, PLANNED_SEQ)
+        notes.append(f"no sequence length given: {training['seq']:,} tokens (--seq)")
+    if batch is None and getattr(arguments, "min_global_batch", None) is None:
+        batch = PLANNED_BATCH
+        notes.append(f"no global batch given: {batch} (--global-batch)")
+    fields["training"] = training
+    job = Job.from_dict(fields)
+    try:
+        return job.unchecked(training=replace(job.training, global_batch=batch)), notes
+    except SpecError as error:
+        raise error.under("training") from None
+
+
+def _job_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None, list[str]]:
+    """The fields of a job, the framework whose configuration they come from, and what to tell about that."""
     overrides = field_overrides(arguments)
     bare.check_unused(arguments)
     framework = other_framework(arguments.job) if arguments.job else None
@@ -50,11 +88,7 @@ def job_from(arguments: argparse.Namespace) -> Job:
         # Whoever names a bare topology wants its textbook algorithm.
         _set(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
-    job = Job.from_dict(fields)
-    if framework is not None:
-        for note in [*notes, *_assumptions(fields, job)]:
-            print(f"note: {note}", file=sys.stderr)
-    return job
+    return fields, framework, notes
 
 
 def _take_stack_defaults(fields: dict[str, Any]) -> None:

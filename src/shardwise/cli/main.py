@@ -9,6 +9,7 @@ import sys
 from shardwise.spec.errors import SpecError, nearest_name
 
 VERBS = {
+    "plan": ("plan", "the best way to split a training job over a cluster, why, and a job file that says so"),
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
     "explain": ("explain", "one formula with the numbers put in and its source"),
     "export": ("export", "a job as another framework's configuration, and what it cannot say"),

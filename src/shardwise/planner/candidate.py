@@ -9,8 +9,6 @@ from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory import DeviceMemory, peak_memory
 from shardwise.cost.prediction import Prediction, predict
 from shardwise.cost.simulation import SimulatedStep, simulated_step
-from shardwise.cost.stage_time import optimizer_seconds
-from shardwise.cost.states import sharding_of
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
@@ -78,12 +76,6 @@ class Candidate:
         rest = self.step_seconds - sum(parts.values())
         parts["optimizer"] = rest
         return parts
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """The optimizer's own part of the step, without what a step costs besides."""
-        device, sharding = self.job.cluster.device, sharding_of(self.job.strategy)
-        return max(float(optimizer_seconds(device, one.contents, sharding)) for one in self.prediction.ranks)
 
 
 def candidate(job: Job) -> Candidate:

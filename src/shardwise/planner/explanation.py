@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shardwise.cost.prediction import predict
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import TIE, Plan
 from shardwise.planner.why_not import largest_differences
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
@@ -44,7 +44,10 @@ class Explanation:
         """One sentence about the two."""
         if self.second is None:
             return "no other layout fits"
-        text = f"{strategy_words(self.second.job.strategy)} takes {self.loss:+.1%}: {self.differences}"
+        words = strategy_words(self.second.job.strategy)
+        if self.loss <= 0:
+            return f"{words}, is as fast within {TIE:.1%} ({self.loss:+.1%}: {self.differences}) and less simple"
+        text = f"{words}, takes {self.loss:+.1%}: {self.differences}"
         if not self.turnings:
             return text + f"; no link, device or batch up to {_MOST:g} times as fast or large turns that round"
         return text + "; it would win with " + " or ".join(str(one) for one in self.turnings)

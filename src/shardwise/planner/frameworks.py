@@ -8,7 +8,8 @@ from typing import Any
 
 from shardwise.interop.frameworks import TARGETS, can_run
 from shardwise.interop.frameworks.parts import Lost
-from shardwise.planner.constraints import INTEGERS, OFFLOADS, WORDS, Allowed
+from shardwise.planner.candidate import Candidate, candidate, job_with
+from shardwise.planner.constraints import INTEGERS, OFFLOADS, WORDS, Allowed, Constraints
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -26,15 +27,31 @@ class FrameworkVerdict:
 
     name: str
     lacks: tuple[Lost, ...]
-    own: Plan | None = None
+    own: Candidate | None = None
 
     @property
     def runs(self) -> bool:
         return not self.lacks
 
 
-def who_can_run(job: Job) -> tuple[FrameworkVerdict, ...]:
-    return tuple(FrameworkVerdict(name, tuple(can_run(job, name))) for name in TARGETS)
+def framework_filters(request: Request) -> dict[str, dict[str, Allowed]]:
+    """What each framework can say, as the values that the strategy's fields may have."""
+    free = replace(request, constraints=Constraints())
+    return {name: dict(expressible(free, name).constraints.allowed) for name in TARGETS}
+
+
+def who_can_run(found: Plan) -> tuple[FrameworkVerdict, ...]:
+    """What each framework lacks to run the plan, and the best that it can run."""
+    result = []
+    for name in TARGETS:
+        lacks = tuple(can_run(found.best.job, name))
+        other = found.search.of_filters.get(name)
+        own = None
+        if lacks and other is not None:
+            job = job_with(found.request.job, other.strategy(), other.sequences)
+            own = candidate(job) if not _of_strategy(can_run(job, name)) else None
+        result.append(FrameworkVerdict(name, lacks, own))
+    return tuple(result)
 
 
 def check_framework(name: str) -> str:
@@ -52,9 +69,7 @@ def expressible(request: Request, name: str) -> Request:
     for field, values in _tried(request.job):
         allowed = tuple(value for value in values if not _lacks(request.job, name, field, value))
         if len(allowed) < len(values):
-            kept = Allowed(allowed or values[:1])
-            if field in INTEGERS and field not in ("zero", "shard_group", "recompute_layers"):
-                kept = Allowed((1,)) if allowed == (1,) or not allowed else kept
+            kept = Allowed(allowed or values[:1])  # the plain value comes first: it need not be said
             constraints = constraints.with_allowed({field: kept})
     return replace(request, constraints=constraints)
 

@@ -25,6 +25,14 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
         return "nothing that divides is run by this project's engine", "use --any for what is only priced"
     strategy = least.strategy()
     need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
+    cluster = request.job.cluster
+    if least.memory_bytes <= request.capacity_bytes and cluster.host_memory is not None:
+        host = readable_bytes(least.host_bytes * cluster.node_devices)
+        return (
+            f"nothing fits: offloading ({strategy_words(strategy)}) would need {host} of host memory per node, "
+            f"{readable_bytes(cluster.host_memory)} are there",
+            "use more devices, or hosts with more memory",
+        )
     problem = (
         f"nothing fits: the smallest strategy ({strategy_words(strategy)}) needs {need} per device, "
         f"{request.job.cluster.device.name} has {there}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.planner.candidate import Candidate, candidate, complexity, job_with
+from shardwise.planner.constraints import Allowed
 from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all
+Filters = Mapping[str, Mapping[str, Allowed]]
 TIE = 0.005  # strategies this close are told apart by how simple they are
 
 
@@ -38,6 +40,22 @@ class Plan:
         return tuple(first.values())
 
     @cached_property
+    def families(self) -> tuple[Family, ...]:
+        """The best with each set of dimensions, fastest first; then the sets with which nothing fits."""
+        best: dict[tuple[str, ...], Found] = {}
+        least: dict[tuple[str, ...], float] = {}
+        for degrees, found in self.search.of_degrees.items():
+            used = dimensions_used(degrees)
+            if used not in best or found.seconds_per_sequence < best[used].seconds_per_sequence:
+                best[used] = found
+        for degrees, held in self.search.least_of_degrees.items():
+            used = dimensions_used(degrees)
+            least[used] = min(held, least.get(used, held))
+        fitting = [Family(used, candidate(_job(self.request.job, one)), least[used]) for used, one in best.items()]
+        fitting.sort(key=lambda one: one.best.seconds_per_token if one.best else 0.0)
+        return (*fitting, *(Family(used, None, held) for used, held in least.items() if used not in best))
+
+    @cached_property
     def front(self) -> tuple[Candidate, ...]:
         """Nothing found is both faster and smaller than one of these: least memory first."""
         kept: list[Candidate] = []
@@ -48,24 +66,42 @@ class Plan:
         return tuple(kept)
 
 
-def plan(request: Request, progress: Callable[[int], None] | None = None) -> Plan | Search:
-    """The plan; or, where nothing that runs fits, the search that shows it."""
+@dataclass(frozen=True)
+class Family:
+    """All strategies that use the same dimensions: the best that fits, and the least memory any needs."""
+
+    dimensions: tuple[str, ...]
+    best: Candidate | None
+    least_memory_bytes: float
+
+
+def dimensions_used(degrees: tuple[int, ...]) -> tuple[str, ...]:
+    """Names of the dimensions beside data parallelism that ``degrees`` (tp, cp, pp, dp, ep) use."""
+    tp, cp, pp, _, ep = degrees
+    return tuple(name for name, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep)) if degree > 1)
+
+
+def plan(
+    request: Request, progress: Callable[[int], None] | None = None, filters: Filters | None = None
+) -> Plan | Search:
+    """The plan; or, where nothing that runs fits, the search that shows it. For ``filters`` see `search`."""
     offload = bool(request.offload)
     space = request.space(offload=offload)
-    result = _search(request, offload, progress)
+    result = _search(request, offload, filters, progress)
     if not result.best and request.offload is None and request.job.cluster.host_link is not None:
         space = request.space(offload=True)
-        result = _search(request, True, progress)
+        result = _search(request, True, filters, progress)
     if not result.best:
         return result
     return Plan(request, result, space.narrowing, tuple(_ranked(_simulated(request.job, result))))
 
 
-def _search(request: Request, offload: bool, progress: Callable[[int], None] | None) -> Search:
+def _search(request: Request, offload: bool, filters: Filters | None, progress: Callable[[int], None] | None) -> Search:
     return search(
         request.space(offload=offload),
         memory_bytes=request.capacity_bytes,
         any_priced=request.any_priced,
+        filters=filters,
         progress=progress,
     )
 

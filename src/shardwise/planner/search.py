@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.price import Block, Piece, TablePricer
-from shardwise.planner.constraints import Allowed, field_value
+from shardwise.planner.constraints import Allowed
+from shardwise.planner.masks import matching
 from shardwise.planner.space import Space
 from shardwise.planner.supported import Supported
 from shardwise.spec.strategy import Offload, Strategy
@@ -31,6 +32,7 @@ class Found:
     seconds_per_sequence: float
     step_seconds: float
     memory_bytes: float
+    host_bytes: float
     block: Block
     column: int
     row: int
@@ -43,8 +45,7 @@ class Found:
     @property
     def degrees(self) -> tuple[Any, ...]:
         """What tells layouts apart at first sight."""
-        base = self.block.group.base
-        return base.tp, base.cp, base.pp, base.data_parallel, base.ep
+        return degrees_of(self.block.group.base)
 
     def strategy(self) -> Strategy:
         group = self.block.group
@@ -67,6 +68,8 @@ class Search:
     of_degrees: dict[tuple[Any, ...], Found] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)  # best time at every step of memory
     least_memory: Found | None = None
+    least_of_degrees: dict[tuple[Any, ...], float] = field(default_factory=dict)  # bytes, of what runs
+    of_filters: dict[str, Found] = field(default_factory=dict)  # the best with the values that each filter allows
 
     @property
     def fitting(self) -> int:
@@ -79,19 +82,23 @@ def search(
     memory_bytes: float | None = None,
     any_priced: bool = False,
     kept: int = KEPT,
+    filters: Mapping[str, Mapping[str, Allowed]] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Search:
-    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``."""
+    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
+
+    ``filters`` are sets of values per field, by name: the best strategy within each is kept too.
+    """
     started = time.process_time()
     cluster = space.job.cluster
     capacity = cluster.device.memory if memory_bytes is None else memory_bytes
     host = float("inf") if cluster.host_memory is None else cluster.host_memory / cluster.node_devices
-    keeper = _Keeper(Search(), capacity, host, kept)
+    keeper = _Keeper(Search(), capacity, host, kept, filters or {})
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     excluded = [entry for entry in space.constraints.excluded if len(entry) > 1]
     for groups in _batches(space.groups()):
         for piece in pricer.pieces(groups):
-            keeper.take(piece, _and(supported.allowed(piece), _not_excluded(piece, excluded)))
+            keeper.take(piece, _allowed(piece, supported, excluded))
             if progress is not None:
                 progress(keeper.result.priced)
     keeper.result.seconds = time.process_time() - started
@@ -108,37 +115,32 @@ def _batches(groups: Iterator[Group]) -> Iterator[list[Group]]:
     yield batch
 
 
-def _and(first: Array | None, second: Array | None) -> Array | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first & second
-
-
-def _not_excluded(piece: Piece, excluded: list[Any]) -> Array | None:
-    """Cells that match no excluded combination; asked one by one, which is slow but seldom."""
+def _allowed(piece: Piece, supported: Supported, excluded: list[Any]) -> Array | None:
+    """The cells that run and that nobody excluded; None where all are."""
     import numpy as np
 
-    if not excluded:
-        return None
-    allowed = np.ones(piece.step_seconds.shape, dtype=bool)
-    for column, row in np.ndindex(*allowed.shape):
-        strategy = piece.strategy(column, row)
-        allowed[column, row] = not any(matches(strategy, entry) for entry in excluded)
+    allowed = supported.allowed(piece)
+    for entry in excluded:
+        mask = matching(piece, entry)
+        if mask is not None:
+            allowed = (np.ones(mask.shape, dtype=bool) if allowed is None else allowed) & ~mask
     return allowed
 
 
-def matches(strategy: Strategy, entry: dict[str, Allowed]) -> bool:
-    """Whether a strategy has one of the values in every field of ``entry``."""
-    return all(field_value(strategy, name) in values for name, values in entry.items())
+def degrees_of(strategy: Strategy) -> tuple[int, int, int, int, int]:
+    """tp, cp, pp, dp, ep: what tells layouts apart."""
+    return strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep
 
 
 class _Keeper:
     """The best of all pieces so far."""
 
-    def __init__(self, result: Search, capacity: float, host: float, kept: int) -> None:
+    def __init__(
+        self, result: Search, capacity: float, host: float, kept: int, filters: Mapping[str, Mapping[str, Allowed]]
+    ) -> None:
         import numpy as np
 
-        self.result, self.capacity, self.host, self.kept = result, capacity, host, kept
+        self.result, self.capacity, self.host, self.kept, self.filters = result, capacity, host, kept, filters
         self.threshold = np.inf
         self.front_seconds = np.full(MEMORY_STEPS, np.inf)
         self.front: list[Found | None] = [None] * MEMORY_STEPS
@@ -167,6 +169,7 @@ class _Keeper:
         self._best(piece, score)
         self._of_degrees(piece, score)
         self._front(piece, score)
+        self._of_filters(piece, score)
 
     def _found(self, piece: Piece, score: Array, flat: int) -> Found:
         column, row = divmod(int(flat), score.shape[1])
@@ -174,6 +177,7 @@ class _Keeper:
             float(score[column, row]),
             float(piece.step_seconds[column, row]),
             float(piece.memory_bytes[column, row]),
+            float(piece.host_bytes[column, row]) if piece.offload.any else 0.0,
             piece.blocks[int(piece.block_of_row[row])],
             column,
             int(piece.row_numbers[row]),
@@ -183,6 +187,13 @@ class _Keeper:
     def _least_memory(self, piece: Piece, memory: Array) -> None:
         import numpy as np
 
+        of_row = memory.min(axis=0)
+        starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
+        least = self.result.least_of_degrees
+        for start, held in zip(starts.tolist(), np.minimum.reduceat(of_row, starts).tolist()):
+            key = degrees_of(piece.blocks[int(piece.block_of_row[start])].group.base)
+            if held < least.get(key, np.inf):
+                least[key] = held
         flat = int(memory.argmin())
         if memory.flat[flat] < self.least:
             self.least = float(memory.flat[flat])
@@ -211,14 +222,29 @@ class _Keeper:
         starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
         least = np.minimum.reduceat(of_row, starts)
         for place, seconds in zip(range(len(starts)), least.tolist()):
-            base = piece.blocks[int(piece.block_of_row[starts[place]])].group.base
-            key = (base.tp, base.cp, base.pp, base.data_parallel, base.ep)
+            key = degrees_of(piece.blocks[int(piece.block_of_row[starts[place]])].group.base)
             known = self.result.of_degrees.get(key)
             if seconds < (np.inf if known is None else known.seconds_per_sequence):
                 stop = starts[place + 1] if place + 1 < len(starts) else len(of_row)
                 row = int(starts[place] + of_row[starts[place] : stop].argmin())
                 flat = int(score[:, row].argmin()) * score.shape[1] + row
                 self.result.of_degrees[key] = self._found(piece, score, flat)
+
+    def _of_filters(self, piece: Piece, score: Array) -> None:
+        import numpy as np
+
+        least = score.min()
+        for name, entry in self.filters.items():
+            known = self.result.of_filters.get(name)
+            if known is not None and least >= known.seconds_per_sequence:
+                continue
+            mask = matching(piece, entry)
+            if mask is None:
+                continue
+            own = np.where(mask, score, np.inf)
+            flat = int(own.argmin())
+            if own.flat[flat] < (np.inf if known is None else known.seconds_per_sequence):
+                self.result.of_filters[name] = self._found(piece, score, flat)
 
     def _front(self, piece: Piece, score: Array) -> None:
         """The best at every step of memory."""

@@ -36,7 +36,10 @@ def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
     words = ", ".join(f"{name} {_words(one)}" for name, one in wanted.items())
     request = found.request
     try:
-        restricted = replace(request, constraints=request.constraints.with_allowed(wanted))
+        constraints = request.constraints.with_allowed(wanted)
+        # Offload as the plan may: a wish is not to be saved by what the plan did not need.
+        offload = request.offload if request.offload is not None else found.best.job.strategy.offload.any
+        restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
     except SpecError as error:
         return WhyNot(words, "does not divide", f"{error.problem}: the plan was asked for otherwise")
     other = plan(restricted)

@@ -1,0 +1,227 @@
+"""`shardwise plan`: the best strategies for a model, a cluster and a batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.campaign import add_campaign_arguments, campaign_from, terms_from
+from shardwise.cli.inputs import planning_job, whole
+from shardwise.planner.constraints import (
+    FIELDS,
+    OFFLOADS,
+    Allowed,
+    Constraints,
+    allowed,
+    parse_constraints,
+)
+from shardwise.planner.frameworks import check_framework, framework_filters, plan_for
+from shardwise.planner.plan import Plan, plan, required
+from shardwise.planner.request import Request
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.units import parse
+
+_EXAMPLE = """
+shardwise plan --model llama3-405b --cluster dgx-h100:2048 --global-batch 16M-tokens --seq 8192
+shardwise plan --model llama3-70b --cluster dgx-h100:16 --global-batch 512 --tp 2..8 --zero 1,3 --why-not tp=8,pp=1
+"""
+_HEADER = "# Written by `shardwise plan`; run it again to replace this file.\n"
+
+
+def run(arguments: list[str]) -> int:
+    parsed = _parser().parse(arguments)
+    constraints = _constraints(parsed)
+    job, notes = planning_job(parsed)
+    request = Request(
+        job,
+        constraints,
+        minimum_batch=None if parsed.min_global_batch is None else whole(parsed.min_global_batch, "--min-global-batch"),
+        memory_bytes=_memory(parsed.max_memory, job.cluster.device.memory),
+        offload=_offload(parsed),
+        any_priced=parsed.any,
+        thorough=parsed.thorough,
+    )
+    framework = None if parsed.framework is None else check_framework(parsed.framework)
+    wishes = [(text, parse_constraints(text)) for text in parsed.why_not]
+    terms_from(parsed, job.training)  # a mistake in them should not wait for the search
+    output = _output(parsed.output)
+    with _Progress(quiet=parsed.json) as progress:
+        if framework:
+            found = plan_for(request, framework)
+        else:
+            found = plan(request, progress.show, framework_filters(request))
+        answer = _answer(required(found, request), parsed, framework, wishes, notes, progress)
+    if output is not None:
+        output.write_text(_HEADER + answer.plan.best.job.to_yaml(), encoding="utf-8")
+    if parsed.json:
+        from shardwise.report.plan_json import plan_data
+
+        print(json.dumps(plan_data(answer), indent=2))
+        return 0
+    from shardwise.report.plan_text import print_plan
+
+    print_plan(answer, written=output, top=whole(parsed.top, "--top"))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("plan", "Finds the best way to split a training job, says why, and writes job.yaml.", _EXAMPLE)
+    add_job_arguments(parser)
+    search = parser.add_argument_group(
+        "the search", "flags of the strategy bound it: --tp 8, --tp 2,4,8, --pp 1..16, --schedule 1f1b,zbv"
+    )
+    search.add_argument("--exclude", action="append", default=[], metavar="tp=8,pp=1", help="leave such strategies out")
+    search.add_argument("--max-memory", metavar="70GB", help="cap of a device's memory (or a share: 90%%)")
+    search.add_argument("--min-global-batch", metavar="N", help="the smallest batch of at least N sequences")
+    kinds = f"offload too: any, or some of {', '.join(OFFLOADS)} (default: only if nothing else fits)"
+    search.add_argument("--offload", nargs="?", const="any", metavar="KIND", help=kinds)
+    search.add_argument("--no-offload", action="store_true", help="never offload")
+    search.add_argument("--any", action="store_true", help="also what is priced but not run by this project's engine")
+    search.add_argument("--for", dest="framework", metavar="NAME", help="only what a framework can say, or ddp")
+    search.add_argument("--thorough", action="store_true", help="the whole space, however long it takes")
+    asked = parser.add_argument_group("questions")
+    asked.add_argument("--why-not", action="append", default=[], metavar="tp=8,pp=1", help="what keeps it from winning")
+    changes = "the plan on a changed machine: LEVEL=RATE, LEVEL-size=N, memory=192GB, device=b200, sm-free"
+    asked.add_argument("--what-if", action="append", default=[], metavar="ib=800Gb/s", help=changes)
+    asked.add_argument("--pareto", choices=("memory", "money"), help="time against memory, or against money")
+    add_campaign_arguments(parser)
+    parser.add_argument("--top", default="8", metavar="N", help="how many layouts to show (default 8)")
+    parser.add_argument("--output", default="job.yaml", metavar="FILE", help="where the job goes; - for nowhere")
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    return parser
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that was asked for, for a report."""
+
+    plan: Plan
+    notes: list[str]
+    framework: str | None
+    explanation: Any
+    textbook: Any
+    runners: Any
+    why_not: list[Any]
+    what_if: list[Any]
+    pareto: Any
+    campaign: Any
+
+
+def _answer(
+    found: Plan, parsed: argparse.Namespace, framework: str | None, wishes: list[Any], notes: list[str], progress: Any
+) -> Answer:
+    from shardwise.planner.explanation import explain
+    from shardwise.planner.frameworks import who_can_run
+    from shardwise.planner.sizes import sizes
+    from shardwise.planner.textbook import textbook
+    from shardwise.planner.what_if import what_if
+    from shardwise.planner.why_not import why_not
+
+    progress.say("explaining")
+    best = found.best
+    pareto: Any = None
+    if parsed.pareto == "memory":
+        pareto = found.front
+    elif parsed.pareto == "money":
+        pareto = sizes(found)
+    return Answer(
+        found,
+        notes,
+        framework,
+        explain(found),
+        textbook(found.request),
+        who_can_run(found),
+        [why_not(found, wish) for _, wish in wishes],
+        [what_if(found.request, change) for change in parsed.what_if],
+        pareto,
+        campaign_from(parsed, best.job, best.step_seconds),
+    )
+
+
+def _constraints(parsed: argparse.Namespace) -> Constraints:
+    """The strategy's flags as bounds; they are taken off, so that the job does not get them as values."""
+    bounds: dict[str, Allowed] = {}
+    for name in FIELDS:
+        text = getattr(parsed, f"strategy.{name}", None)
+        if text is not None:
+            bounds[name] = allowed(name, text)
+            setattr(parsed, f"strategy.{name}", None)
+    if parsed.no_sp:
+        bounds["sequence_parallel"] = Allowed((False,))
+        parsed.no_sp = False
+    kept = []
+    for setting in parsed.set:
+        path, _, text = setting.partition("=")
+        name = path.strip().removeprefix("strategy.")
+        if path.strip().startswith("strategy.") and name in FIELDS and text.strip():
+            bounds[name] = allowed(name, text)
+        else:
+            kept.append(setting)
+    parsed.set = kept
+    if parsed.offload not in (None, "any"):
+        bounds["offload"] = allowed("offload", parsed.offload)
+    return Constraints(bounds, tuple(parse_constraints(text) for text in parsed.exclude))
+
+
+def _offload(parsed: argparse.Namespace) -> bool | None:
+    if parsed.no_offload and parsed.offload is not None:
+        raise SpecError("--offload", "and --no-offload exclude each other", "give one of them")
+    return False if parsed.no_offload else True if parsed.offload is not None else None
+
+
+def _memory(text: str | None, there: float) -> float | None:
+    if text is None:
+        return None
+    if text.strip().endswith("%"):
+        share = parse(text.strip()[:-1], "count", "--max-memory") / 100
+        if not 0 < share <= 1:
+            raise SpecError("--max-memory", f"{shown(text)} is no share", "write 1% to 100%, or a size such as 70GB")
+        return share * there
+    return float(parse(text, "bytes", "--max-memory"))
+
+
+def _output(text: str) -> Path | None:
+    """Where the job goes; a file that someone else wrote is not replaced."""
+    if text == "-":
+        return None
+    path = Path(text)
+    try:
+        if path.exists() and not path.read_text(encoding="utf-8").startswith(_HEADER.strip()):
+            raise SpecError("--output", f"{shown(text)} exists and is not a plan's", "give another name, or - for none")
+        if not path.parent.is_dir():
+            raise SpecError("--output", f"{shown(str(path.parent))} is no directory", "make it, or give another name")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError("--output", f"{shown(text)} cannot be written ({error})", "give another name") from None
+    return path
+
+
+class _Progress:
+    """A line on a terminal's standard error while the search runs; nothing elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet or not sys.stderr.isatty()
+        self._status: Any = None
+
+    def __enter__(self) -> _Progress:
+        if not self._quiet:
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("searching")
+            self._status.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status is not None:
+            self._status.__exit__(*error)
+
+    def show(self, priced: int) -> None:
+        self.say(f"searching: {priced:,} strategies priced")
+
+    def say(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)

@@ -1,0 +1,103 @@
+"""A plan as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.cost.validation.residuals import error_bar
+from shardwise.planner.candidate import Candidate
+from shardwise.planner.describe import strategy_words
+from shardwise.planner.plan import Plan
+from shardwise.report.campaign import campaign_data
+
+
+def plan_data(answer: Any) -> dict[str, Any]:
+    """Everything `plan` has to say; times in seconds, memory in bytes, shares as fractions."""
+    found: Plan = answer.plan
+    result = found.search
+    return {
+        "job": found.best.job.to_dict(),
+        "candidates": [candidate_data(one) for one in found.candidates],
+        "layouts": [candidate_data(one) for one in found.layouts],
+        "search": {
+            "priced": result.priced,
+            "fitting": result.fitting,
+            "too_large": result.too_large,
+            "unsupported": result.unsupported,
+            "cpu_seconds": result.seconds,
+            "narrowing": list(found.narrowing),
+        },
+        "explanation": _explanation(answer.explanation),
+        "textbook": None if answer.textbook is None else candidate_data(answer.textbook),
+        "frameworks": [_framework(one, found.best) for one in answer.runners],
+        "why_not": [_why_not(one) for one in answer.why_not],
+        "what_if": [_what_if(one) for one in answer.what_if],
+        "pareto": None if answer.pareto is None else [_point(one) for one in answer.pareto],
+        "campaign": None if answer.campaign is None else campaign_data(answer.campaign),
+        "notes": list(answer.notes),
+    }
+
+
+def candidate_data(one: Candidate) -> dict[str, Any]:
+    job, band = one.job, error_bar(one.job)
+    return {
+        "strategy": job.strategy.to_dict(),
+        "words": strategy_words(job.strategy),
+        "step_seconds": one.step_seconds,
+        "step_seconds_low": one.step_seconds * (1 + band.time_low),
+        "step_seconds_high": one.step_seconds * (1 + band.time_high),
+        "error_bar_basis": band.basis,
+        "tokens_per_step": job.tokens_per_step,
+        "tokens_per_second": one.tokens_per_second,
+        "mfu": one.mfu,
+        "memory": one.memory.to_dict(),
+        "margin_bytes": one.margin_bytes,
+        "batch": {
+            "sequences": job.sequences,
+            "data_parallel": job.strategy.data_parallel,
+            "accumulation": job.microbatches,
+            "microbatch": job.strategy.microbatch,
+        },
+        "parts_seconds": one.parts,
+    }
+
+
+def _explanation(explanation: Any) -> dict[str, Any]:
+    second = explanation.second
+    return {
+        "sentence": explanation.sentence(),
+        "second": None if second is None else strategy_words(second.job.strategy),
+        "loss": None if second is None else explanation.loss,
+        "turnings": [{"what": one.what, "factor": one.factor} for one in explanation.turnings],
+    }
+
+
+def _framework(one: Any, best: Candidate) -> dict[str, Any]:
+    own = one.own
+    return {
+        "name": one.name,
+        "runs": one.runs,
+        "lacks": [lost.field for lost in one.lacks],
+        "best": None if own is None else strategy_words(own.job.strategy),
+        "loss": None if own is None else own.seconds_per_token / best.seconds_per_token - 1,
+    }
+
+
+def _why_not(one: Any) -> dict[str, Any]:
+    best = None if one.best is None else candidate_data(one.best)
+    return {"wanted": one.wanted, "verdict": one.verdict, "reason": one.reason, "loss": one.loss, "best": best}
+
+
+def _what_if(one: Any) -> dict[str, Any]:
+    best = candidate_data(one.found.best) if isinstance(one.found, Plan) else None
+    return {"change": one.change, "best": best}
+
+
+def _point(one: Any) -> dict[str, Any]:
+    if isinstance(one, Candidate):
+        return candidate_data(one)
+    return {
+        "devices": one.devices,
+        "device_seconds_per_token": one.device_seconds_per_token,
+        "best": candidate_data(one.best),
+    }

@@ -1,0 +1,240 @@
+"""A plan as text: the best strategies, why the first wins, what else was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from shardwise.cost.validation.residuals import error_bar
+from shardwise.planner.candidate import PARTS, Candidate
+from shardwise.planner.constraints import offload_name
+from shardwise.planner.describe import recompute_words, sharding_words, strategy_words
+from shardwise.planner.plan import Plan
+from shardwise.planner.search import Search
+from shardwise.planner.why_not import largest_differences
+from shardwise.report.campaign import campaign_lines
+from shardwise.report.console import bar, console, table
+from shardwise.spec.parameters import parameter_count
+from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
+
+_MOST_FAMILIES = 10
+_WORDS = {
+    "compute": "arithmetic",
+    "recompute": "arithmetic run again",
+    "tp": "tensor parallel, exposed",
+    "cp": "context parallel, exposed",
+    "ep": "expert parallel, exposed",
+    "bubble": "pipeline bubble and messages",
+    "dp": "data parallel, exposed",
+    "offload": "offload, exposed",
+    "optimizer": "optimizer and step overhead",
+}
+
+
+def print_plan(answer: Any, *, written: Path | None, top: int) -> None:
+    """Prints everything `plan` has to say."""
+    out = console()
+    found: Plan = answer.plan
+    out.print(_headline(found), markup=False)
+    for note in [*answer.notes, *_notes(found)]:
+        out.print(f"note: {note}", style="yellow", markup=False)
+    out.print(_ranking(found.layouts[:top]))
+    out.print(_batches(found.layouts[:top]))
+    out.print(_families(found))
+    out.print(_where_time_goes(found.best))
+    for line in _sentences(answer):
+        out.print(line, markup=False)
+    for piece in _asked(answer):
+        out.print(piece, markup=False) if isinstance(piece, str) else out.print(piece)
+    for line in _runners(answer):
+        out.print(line, markup=False)
+    if written is not None:
+        out.print(f"\nWrote {written}: shardwise analyze {written}", style="bold", markup=False)
+
+
+def _headline(found: Plan) -> str:
+    job = found.request.job
+    batch = found.best.job.sequences
+    return (
+        f"{job.model.name}: {readable_count(parameter_count(job.model))} parameters on {job.cluster.devices:,} × "
+        f"{job.cluster.device.name} ({job.cluster.name})\n"
+        f"{batch:,} sequences of {job.training.seq:,} = {readable_count(batch * job.training.seq)} tokens per step, "
+        f"{job.training.precision}, {job.training.optimizer}, {job.stack.name}"
+    )
+
+
+def _notes(found: Plan) -> Iterator[str]:
+    if found.narrowing:
+        yield "a large space, narrowed to: " + "; ".join(found.narrowing) + " (--thorough searches all of it)"
+    note = found.best.job.training.batch_note(found.best.job.strategy.batch_multiple)
+    if note:
+        yield note
+
+
+def _ranking(candidates: Sequence[Candidate]) -> RenderableType:
+    columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "80% of runs",
+               "tokens/s", "MFU", "memory", "left")  # fmt: skip
+    title = "The best strategy of each layout"
+    return table(title, columns, [_row(i, one) for i, one in enumerate(candidates, 1)], numbers_from=4)
+
+
+def _row(number: int, one: Candidate) -> tuple[str, ...]:
+    strategy, band = one.job.strategy, error_bar(one.job)
+    chunks = f" {strategy.interleave}" if strategy.schedule == "interleaved" else ""
+    low, high = (readable_seconds(one.step_seconds * (1 + part)) for part in (band.time_low, band.time_high))
+    others = [
+        sharding_words(strategy) or "none",
+        *(["no SP"] if strategy.tp > 1 and not strategy.sequence_parallel else []),
+        *([strategy.context_method] if strategy.cp > 1 else []),
+        *([f"offload {offload_name(strategy.offload)}"] if strategy.offload.any else []),
+        *(["-".join(strategy.order)] if strategy.order[-1] != "pp" and strategy.pp > 1 else []),
+    ]
+    return (
+        str(number),
+        f"{strategy.schedule}{chunks}" if strategy.pp > 1 else "-",
+        ", ".join(others),
+        recompute_words(strategy).replace(" recompute", "").replace(" per rank", "") or "none",
+        *(str(x) for x in (strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep)),
+        str(strategy.microbatch),
+        readable_seconds(one.step_seconds),
+        f"{low} - {high}",
+        f"{one.tokens_per_second:,.0f}",
+        f"{one.mfu:.1%}",
+        readable_bytes(one.memory.total),
+        readable_bytes(one.margin_bytes),
+    )
+
+
+def _batches(candidates: Sequence[Candidate]) -> RenderableType:
+    """How the global batch is spent, and the bubble that leaves."""
+    rows = []
+    for number, one in enumerate(candidates, 1):
+        job, strategy = one.job, one.job.strategy
+        exposed = sum(one.parts[name] for name in ("tp", "cp", "ep", "dp", "offload"))
+        rows.append(
+            (
+                str(number),
+                f"{strategy.data_parallel:,} × {job.microbatches:,} × {strategy.microbatch}",
+                f"{job.sequences:,}",
+                f"{max(0.0, one.parts['bubble']) / one.step_seconds:.1%}",
+                f"{exposed / one.step_seconds:.1%}",
+            )
+        )
+    columns = ("", "data parallel × accumulation × microbatch", "sequences", "bubble", "exposed communication")
+    return table("How the batch is spent", columns, rows, numbers_from=2)
+
+
+def _families(found: Plan) -> RenderableType:
+    """Each set of dimensions against the winner: what it would gain and lose."""
+    rows = []
+    capacity = readable_bytes(found.request.capacity_bytes)
+    for one in found.families[:_MOST_FAMILIES]:
+        name = " + ".join(one.dimensions) or "dp alone"
+        if one.best is None:
+            need = readable_bytes(one.least_memory_bytes)
+            rows.append((name, f"does not fit: needs at least {need} of {capacity}", "", ""))
+            continue
+        words = strategy_words(one.best.job.strategy)
+        if one.best.degrees == found.best.degrees:
+            rows.append((name, words, "the plan", ""))
+            continue
+        loss = one.best.seconds_per_token / found.best.seconds_per_token - 1
+        rows.append((name, words, largest_differences(found.best, one.best), f"{loss:+.1%}"))
+    title = "The best with each set of dimensions (beside dp), and where it loses and gains"
+    return table(title, ("uses", "strategy", "against 1", "time"), rows, numbers_from=3)
+
+
+def _where_time_goes(one: Candidate) -> RenderableType:
+    rows = [
+        (_WORDS[name], bar(one.parts[name] / one.step_seconds), readable_seconds(one.parts[name]),
+         f"{one.parts[name] / one.step_seconds:.1%}")
+        for name in PARTS if one.parts[name] > 0.0005 * one.step_seconds
+    ]  # fmt: skip
+    return table(f"Where the step of 1 goes: {strategy_words(one.job.strategy)}", ("part", "", "seconds", "share"),
+                 rows, numbers_from=2)  # fmt: skip
+
+
+def _sentences(answer: Any) -> Iterator[str]:
+    found: Plan = answer.plan
+    explanation, rule = answer.explanation, answer.textbook
+    yield f"Why 1 wins. The next layout, {explanation.sentence()}."
+    if rule is None:
+        yield "The text-book order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
+    else:
+        gain = rule.seconds_per_token / found.best.seconds_per_token - 1
+        words = strategy_words(rule.job.strategy)
+        if gain > 0.001:
+            yield f"The text-book order gives {words}: {readable_seconds(rule.step_seconds)} a step, {gain:.1%} slower."
+        else:
+            yield f"The text-book order gives {words}: as fast."
+    result = found.search
+    yield (
+        f"Searched {result.priced:,} strategies in {result.seconds:.1f} s: {result.fitting:,} run and fit, "
+        f"{result.too_large:,} do not fit, {result.unsupported:,} are not run; the best {len(found.candidates)} were "
+        "simulated."
+    )
+    yield f"Error bars hold 80% of published runs. {error_bar(found.best.job).basis.capitalize()}."
+
+
+def _asked(answer: Any) -> Iterator[Any]:
+    for one in answer.why_not:
+        loss = "" if one.loss is None or one.verdict != "slower" else f" by {one.loss:.1%}"
+        yield f"\nWhy not {one.wanted}? {one.verdict.capitalize()}{loss}: {one.reason}."
+        if one.best is not None and one.verdict == "slower":
+            yield f"  Its best is {strategy_words(one.best.job.strategy)}."
+    if answer.what_if:
+        yield _what_if_table(answer)
+    if answer.pareto is not None:
+        yield _pareto_table(answer)
+    if answer.campaign is not None:
+        yield from campaign_lines(answer.campaign)
+
+
+def _what_if_table(answer: Any) -> RenderableType:
+    best = answer.plan.best
+    rows = [("as it is", strategy_words(best.job.strategy), readable_seconds(best.step_seconds), "")]
+    for one in answer.what_if:
+        if isinstance(one.found, Search):
+            rows.append((one.change, "nothing fits", "", ""))
+            continue
+        other = one.found.best
+        gain = best.seconds_per_token / other.seconds_per_token - 1
+        step = readable_seconds(other.step_seconds)
+        rows.append((one.change, strategy_words(other.job.strategy), step, f"{gain:+.1%}"))
+    return table("What if", ("change", "best strategy", "step", "tokens/s"), rows, numbers_from=2)
+
+
+def _pareto_table(answer: Any) -> RenderableType:
+    found: Plan = answer.plan
+    if answer.pareto and isinstance(answer.pareto[0], Candidate):
+        rows = [
+            (strategy_words(one.job.strategy), readable_bytes(one.memory.total), readable_seconds(one.step_seconds),
+             f"{one.seconds_per_token / found.best.seconds_per_token - 1:+.1%}")
+            for one in answer.pareto
+        ]  # fmt: skip
+        return table("Time against memory", ("strategy", "memory", "step", "time"), rows)
+    most = answer.pareto[0]
+    sized = [
+        (f"{one.devices:,}", strategy_words(one.best.job.strategy), readable_seconds(one.best.step_seconds),
+         f"{one.best.seconds_per_token / most.best.seconds_per_token:.2f} ×",
+         f"{one.device_seconds_per_token / most.device_seconds_per_token:.1%}")
+        for one in answer.pareto
+    ]  # fmt: skip
+    return table("Time against money", ("devices", "strategy", "step", "time", "cost per token"), sized, numbers_from=2)
+
+
+def _runners(answer: Any) -> Iterator[str]:
+    able = [one.name for one in answer.runners if one.runs]
+    yield "\nWho can run 1: " + (", ".join(["shardwise", *able])) + "."
+    for one in answer.runners:
+        if one.runs:
+            continue
+        lacks = ", ".join(lost.field.removeprefix("strategy.") for lost in one.lacks)
+        if one.own is None:
+            yield f"  {one.name} lacks {lacks}; nothing it can say fits."
+        else:
+            loss = one.own.seconds_per_token / answer.plan.best.seconds_per_token - 1
+            yield f"  {one.name} lacks {lacks}; its best is {strategy_words(one.own.job.strategy)}: {loss:+.1%} time."
