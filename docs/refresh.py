@@ -11,6 +11,7 @@ whether they are what the commands print today.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -26,6 +27,7 @@ _RANGE = re.compile(r'"(?P<first>[^"]*)"(?:\.\.(?:"(?P<stop>[^"]*)")?)?')
 _SHELL = 'shardwise() { "$SHARDWISE_PYTHON" -m shardwise "$@"; }; python() { "$SHARDWISE_PYTHON" "$@"; }; '
 
 
+@functools.cache
 def run(command: str) -> str:
     """What ``command`` prints, on a terminal that is ``WIDTH`` columns wide."""
     environment = {

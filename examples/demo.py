@@ -1,4 +1,4 @@
-"""The main job, shown: what `make demo` runs. Today it prices jobs; planning, training and comparing follow."""
+"""The main job, shown: what `make demo` runs. Today it plans and prices jobs; training and comparing follow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import time
 from shardwise.cli.main import main
 
 STEPS = (
+    (
+        "The best way to train Llama-3 70B on 16 DGX H100, and why not the usual one",
+        "plan --model llama3-70b --cluster dgx-h100:16 --global-batch 512 --seq 8192 --why-not tp=8,pp=1 --output -",
+    ),
     (
         "A job that fits: Llama-3 70B on 64 DGX H100",
         "analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 "
@@ -24,7 +28,7 @@ STEPS = (
     ),
     (
         "This machine's own size of job: two processes of a laptop",
-        "analyze --model gpt2 --cluster laptop --dp 2 --global-batch 8 --seq 256 --precision fp32",
+        "plan --model gpt2 --cluster laptop --global-batch 8 --seq 256 --precision fp32 --output -",
     ),
 )
 

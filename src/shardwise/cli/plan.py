@@ -23,6 +23,7 @@ from shardwise.planner.constraints import (
 from shardwise.planner.frameworks import check_framework, framework_filters, plan_for
 from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
+from shardwise.planner.what_if import changed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import parse
 
@@ -48,8 +49,11 @@ def run(arguments: list[str]) -> int:
     )
     framework = None if parsed.framework is None else check_framework(parsed.framework)
     wishes = [(text, parse_constraints(text)) for text in parsed.why_not]
-    terms_from(parsed, job.training)  # a mistake in them should not wait for the search
-    output = _output(parsed.output)
+    # A mistake in what is asked besides should not wait for the search.
+    terms_from(parsed, job.training)
+    for change in parsed.what_if:
+        changed(job.cluster, change)
+    output, top = _output(parsed.output), whole(parsed.top, "--top")
     with _Progress(quiet=parsed.json) as progress:
         if framework:
             found = plan_for(request, framework)
@@ -65,7 +69,7 @@ def run(arguments: list[str]) -> int:
         return 0
     from shardwise.report.plan_text import print_plan
 
-    print_plan(answer, written=output, top=whole(parsed.top, "--top"))
+    print_plan(answer, written=output, top=top)
     return 0
 
 

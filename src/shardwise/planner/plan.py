@@ -10,10 +10,12 @@ from shardwise.planner.candidate import Candidate, candidate, complexity, job_wi
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
+from shardwise.planner.stages import with_best_stages
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all
+OWN_STAGES = 10  # of the fastest pipelines, whose layers are divided by time and memory too
 Filters = Mapping[str, Mapping[str, Allowed]]
 TIE = 0.005  # strategies this close are told apart by how simple they are
 
@@ -93,7 +95,9 @@ def plan(
         result = _search(request, True, filters, progress)
     if not result.best:
         return result
-    return Plan(request, result, space.narrowing, tuple(_ranked(_simulated(request.job, result))))
+    candidates = _simulated(request.job, result)
+    candidates += _with_own_stages(request, candidates)
+    return Plan(request, result, space.narrowing, tuple(_ranked(candidates)))
 
 
 def _search(request: Request, offload: bool, filters: Filters | None, progress: Callable[[int], None] | None) -> Search:
@@ -110,6 +114,16 @@ def _simulated(job: Job, result: Search) -> list[Candidate]:
     layouts = sorted(result.of_degrees.values(), key=lambda one: one.seconds_per_sequence)[:RANKED_LAYOUTS]
     jobs = dict.fromkeys(_job(job, found) for found in [*result.best, *layouts])
     return [candidate(one) for one in jobs]
+
+
+def _with_own_stages(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest pipelines once more, where uneven stages make them faster; the even ones stay for other engines."""
+    if request.constraints.names("stage_layers"):
+        return []
+    pipelines = [one for one in candidates if one.job.strategy.pp > 1]
+    fastest = sorted(pipelines, key=lambda one: one.seconds_per_token)[:OWN_STAGES]
+    divided = [with_best_stages(one, request.capacity_bytes) for one in fastest]
+    return [own for own, even in zip(divided, fastest) if own is not even]
 
 
 def _job(job: Job, found: Found) -> Job:

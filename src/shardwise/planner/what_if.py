@@ -26,12 +26,16 @@ class WhatIf:
 
 def what_if(request: Request, change: str) -> WhatIf:
     """``change``: "ib=800Gb/s", "memory=192GB", "nvlink-size=72", "device=b200", "sm-free"; several with commas."""
-    cluster = request.job.cluster
-    for part in change.split(","):
-        cluster = changed_cluster(cluster, part.strip())
-    job: Job = request.job.unchecked(cluster=cluster)
+    job: Job = request.job.unchecked(cluster=changed(request.job.cluster, change))
     other = replace(request, job=job)
     return WhatIf(change, other, plan(other))
+
+
+def changed(cluster: Cluster, change: str) -> Cluster:
+    """The cluster with all that ``change`` names, separated by commas."""
+    for part in change.split(","):
+        cluster = changed_cluster(cluster, part.strip())
+    return cluster
 
 
 def changed_cluster(cluster: Cluster, change: str) -> Cluster:

@@ -1,0 +1,137 @@
+"""`shardwise plan`: what it says, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.running import Result, error_line, run
+from shardwise.interop.jobs import read_job
+from shardwise.spec.support import verdict
+
+SMALL = "plan --model llama3.2-1b --cluster dgx-h100:1 --global-batch 64 --seq 2048 --microbatch 1,2 --schedule 1f1b"
+
+
+def planned(tmp_path: Path, *more: str) -> Result:
+    return run(*SMALL.split(), "--output", str(tmp_path / "job.yaml"), *more)
+
+
+def test_the_job_it_writes_is_the_best_it_names_and_runs(tmp_path: Path) -> None:
+    result = planned(tmp_path, "--json")
+    assert result.status == 0
+    data = json.loads(result.out)
+    job = read_job(tmp_path / "job.yaml")
+    assert job.to_dict() == data["job"]
+    assert verdict(job).status == "runs"
+    best, *others = data["layouts"]
+    assert best["strategy"] == job.strategy.to_dict()
+    assert all(one["step_seconds"] >= best["step_seconds"] * 0.995 for one in others)
+    assert best["step_seconds_low"] < best["step_seconds"] < best["step_seconds_high"]
+    assert sum(best["parts_seconds"].values()) == pytest.approx(best["step_seconds"])
+    assert best["margin_bytes"] >= 0
+    batch = best["batch"]
+    assert batch["data_parallel"] * batch["accumulation"] * batch["microbatch"] == batch["sequences"] == 64
+
+
+def test_a_plan_may_be_analyzed_and_exported(tmp_path: Path) -> None:
+    assert planned(tmp_path).status == 0
+    assert run("analyze", str(tmp_path / "job.yaml")).status == 0
+    assert run("export", str(tmp_path / "job.yaml"), "--to", "megatron").status == 0
+
+
+def test_the_text_answers_what_is_asked(tmp_path: Path) -> None:
+    questions = ["--why-not", "tp=8", "--why-not", "tp=3", "--what-if", "nvlink=900GB/s", "--what-if", "sm-free",
+                 "--pareto", "memory", "--tokens", "1T", "--price", "2/h"]  # fmt: skip
+    result = planned(tmp_path, *questions)
+    assert result.status == 0
+    for part in (
+        "Why 1 wins",
+        "text-book",
+        "How the batch is spent",
+        "Why not tp 8? Slower by",
+        "Why not tp 3? Does not divide",
+        "sm-free",
+        "Time against memory",
+        "The whole run",
+        "Who can run 1: shardwise",
+        "do not fit",
+        "Error bars hold 80%",
+    ):
+        assert part in result.out
+
+
+def test_bounds_hold_for_every_candidate(tmp_path: Path) -> None:
+    bounds = "--tp 2..4 --zero 1,3 --exclude pp=2 --exclude tp=4,zero=3 --max-memory 40%"
+    result = planned(tmp_path, "--json", *bounds.split())
+    assert result.status == 0
+    for one in json.loads(result.out)["candidates"]:
+        strategy = one["strategy"]
+        assert strategy["tp"] in (2, 4)
+        assert strategy.get("zero", 0) in (1, 3)
+        assert strategy.get("pp", 1) != 2
+        assert not (strategy["tp"] == 4 and strategy["zero"] == 3)
+        assert one["memory"]["total_bytes"] <= 0.4 * 80 * 2**30
+
+
+def test_for_a_framework_only_what_it_can_say(tmp_path: Path) -> None:
+    result = planned(tmp_path, "--json", "--for", "ddp")
+    assert result.status == 0
+    strategy = json.loads(result.out)["job"]["strategy"]
+    assert strategy.get("zero", 0) == 0
+    assert all(strategy.get(name, 1) == 1 for name in ("tp", "cp", "pp"))
+
+
+def test_a_file_that_plan_did_not_write_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: gpt2\n")
+    assert "exists" in error_line(planned(tmp_path))
+    assert path.read_text() == "model: gpt2\n"
+    path.unlink()
+    assert planned(tmp_path).status == planned(tmp_path).status == 0  # its own it replaces
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--tp 5", "5 does not divide"),
+        ("--tp 9..3", "empty range"),
+        ("--tp x", "no whole number"),
+        ("--zero 4", "out of range"),
+        ("--schedule zigzag", "not known"),
+        ("--pp 99", "99"),
+        ("--tp 8 --pp 8", "64"),
+        ("--exclude tp", "FIELD=VALUE"),
+        ("--exclude tq=8", "no part of a strategy"),
+        ("--max-memory 1GB", "nothing fits"),
+        ("--max-memory 0%", "no share"),
+        ("--max-memory -5GB", "-5"),
+        ("--min-global-batch 0", "positive"),
+        ("--for llama.cpp", "not known"),
+        ("--why-not tp", "FIELD=VALUE"),
+        ("--what-if ethernet=1Gb/s", "has no"),
+        ("--what-if nvlink", "NAME=VALUE"),
+        ("--what-if memory=lots", "lots"),
+        ("--global-batch 7 --dp 8", "do not divide"),
+        ("--offload --no-offload", "exclude each other"),
+        ("--tokens -1", "-1"),
+        ("--price 2/h", "--tokens"),
+        ("--output /nonexistent/job.yaml", "no directory"),
+        ("--top 0", "positive"),
+        ("--microbatch 0", "out of range"),
+    ],
+)
+def test_a_mistake_gets_one_line(tmp_path: Path, flags: str, says: str) -> None:
+    given = flags.split()
+    kept = [] if "--output" in given else ["--output", str(tmp_path / "job.yaml")]
+    result = run(*SMALL.split(), *kept, *given)
+    assert says in error_line(result)
+    assert not (tmp_path / "job.yaml").exists()
+
+
+def test_what_is_missing_is_said_with_figures(tmp_path: Path) -> None:
+    result = run("plan", "--model", "llama3-405b", "--cluster", "dgx-h100:1", "--no-offload", "--global-batch", "8",
+                 "--seq", "2048", "--output", str(tmp_path / "job.yaml"))  # fmt: skip
+    line = error_line(result)
+    assert "needs" in line and "GiB" in line and "devices" in line
