@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.cost.in_flight import chunks_in_flight
@@ -28,10 +28,11 @@ class Piece:
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(
-            self.seconds + other.seconds,
-            self.bytes + other.bytes,
-            self.activation_bytes + other.activation_bytes,
+            self.seconds + other.seconds, self.bytes + other.bytes, self.activation_bytes + other.activation_bytes
         )
+
+    def __truediv__(self, count: int) -> Piece:
+        return Piece(self.seconds / count, self.bytes / count, self.activation_bytes / count)
 
 
 NOTHING = Piece(0.0, 0.0, 0.0)
@@ -45,18 +46,9 @@ class Pieces:
     layers: tuple[Piece, ...]
     head: Piece
 
-    def stage(self, counts: tuple[int, ...], stage: int) -> Piece:
-        """What one stage of a division holds."""
-        first = sum(counts[:stage])
-        held = sum(self.layers[first : first + counts[stage]], NOTHING)
-        held = held + self.embedding if stage == 0 else held
-        return held + self.head if stage == len(counts) - 1 else held
-
-    def slowest_rank_seconds(self, job: Job) -> float:
-        """One microbatch on the slowest rank of a job that divides its layers as it says."""
-        counts = stage_layer_counts(job.model, job.strategy)
-        ranks = (chunk_of_rank(job, rank) for rank in range(job.strategy.pp))
-        return max(sum(self.stage(counts, stage).seconds for stage in stages) for stages in ranks)
+    @cached_property
+    def mean_layer(self) -> Piece:
+        return sum(self.layers, NOTHING) / len(self.layers)
 
     @property
     def row(self) -> Layers:
@@ -65,10 +57,17 @@ class Pieces:
         columns = zip(*((one.seconds, one.bytes, one.activation_bytes) for one in row))
         return layers_of(*columns)
 
-    @cached_property
-    def mean_layer(self) -> Piece:
-        total, count = sum(self.layers, NOTHING), len(self.layers)
-        return Piece(total.seconds / count, total.bytes / count, total.activation_bytes / count)
+    def stage(self, counts: tuple[int, ...], stage: int) -> Piece:
+        """What one stage of a division holds."""
+        first = sum(counts[:stage])
+        held = sum(self.layers[first : first + counts[stage]], NOTHING)
+        held = held + self.embedding if stage == 0 else held
+        return held + self.head if stage == len(counts) - 1 else held
+
+    def of_rank(self, job: Job, rank: int) -> Piece:
+        """What a rank holds of a job that says how many layers each stage has."""
+        counts = stage_layer_counts(job.model, job.strategy)
+        return sum((self.stage(counts, stage) for stage in chunk_of_rank(job, rank)), NOTHING)
 
 
 def layer_counts(row_counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,49 +75,57 @@ def layer_counts(row_counts: tuple[int, ...]) -> tuple[int, ...]:
     return (row_counts[0] - 1, *row_counts[1:-1], row_counts[-1] - 1)
 
 
-def pieces_of(job: Job) -> Pieces:
-    """The pieces of a job with a pipeline, as its device and network run them."""
-    model = job.model
-    kinds = {moe: _layer(job, moe) for moe in {model.is_moe_layer(index) for index in range(model.layers)}}
+def pieces_of(job: Job, timed: Pieces | None = None) -> Pieces:
+    """The pieces of a job with a pipeline, as its device and network run them.
+
+    ``timed``: those of a job that divides its states otherwise and is the same else; its seconds are taken.
+    """
+    model, before = job.model, timed
     ends = job.unchecked(strategy=_plain(job, 3, (0, model.layers, 0)))
-    head = _piece(job, rank_contents(ends, 2))
+    embedding = _piece(job, rank_contents(ends, 0), before and before.embedding)
+    head = _piece(job, rank_contents(ends, 2), before and before.head)
     if job.strategy.schedule != "gpipe":  # the loss of a microbatch is followed at once by its backward pass
         head = Piece(head.seconds, head.bytes + head.activation_bytes, 0.0)
-    layers = tuple(kinds[model.is_moe_layer(index)] for index in range(model.layers))
-    return Pieces(_piece(job, rank_contents(ends, 0)), layers, head)
+    kinds: dict[bool, Piece] = {}
+    for index, moe in enumerate(map(model.is_moe_layer, range(model.layers))):
+        if moe not in kinds:
+            kinds[moe] = _layer(job, moe, before and before.layers[index])
+    return Pieces(embedding, tuple(kinds[model.is_moe_layer(index)] for index in range(model.layers)), head)
 
 
 def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
     return job.strategy.unchecked(pp=pp, schedule="1f1b", interleave=1, stage_layers=counts)
 
 
-def _layer(job: Job, moe: bool) -> Piece:
+def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
     """One layer among as many as a rank has: recompute may be of some of them."""
     strategy, count = job.strategy, max(1, job.model.layers // job.strategy.pp)
-    parameters = layer_parameters(
+    each = layer_parameters(
         job.model,
         moe=moe,
         tensor_parallel=strategy.tp,
         expert_parallel=strategy.ep,
         expert_tensor_parallel=strategy.expert_tensor_parallel,
     )
-    matrices, norms, experts = (
-        count * each for each in (parameters.dense - parameters.norms, parameters.norms, parameters.experts)
-    )
-    contents = RankContents(1, 0 if moe else count, count if moe else 0, False, False, matrices, norms, experts)
-    all_of_them = _piece(job, contents)
-    return Piece(*(one / count for one in (all_of_them.seconds, all_of_them.bytes, all_of_them.activation_bytes)))
+    parameters = (count * (each.dense - each.norms), count * each.norms, count * each.experts)
+    all_of_them = RankContents(1, 0 if moe else count, count if moe else 0, False, False, *parameters)
+    one = _piece(job, all_of_them, timed) / count
+    return one if timed is None else replace(one, seconds=timed.seconds)
 
 
-def _piece(job: Job, contents: RankContents) -> Piece:
-    device, chunks = job.cluster.device, job.strategy.chunks_per_rank
-    calls = 2 * chunks * device.efficiency.stage_call_seconds  # of the rank, whatever it holds (`stage_seconds`)
-    seconds = rank_prediction(job, contents).microbatch_seconds - calls
+def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
     training, strategy = job.training, job.strategy
     states = rank_state_bytes(contents, sharding_of(strategy), training.precision, training.optimizer)
     one_microbatch = job.unchecked(strategy=_plain(job, 1, (job.model.layers,)))
     kept = activation_bytes(one_microbatch, contents) * (1 - strategy.offload.activations)
-    return Piece(max(0.0, seconds), float(states), kept)
+    seconds = _seconds(job, contents) if timed is None else timed.seconds
+    return Piece(seconds, float(states), kept)
+
+
+def _seconds(job: Job, contents: RankContents) -> float:
+    """Without what the calls of a rank cost whatever it holds (`stage_seconds`)."""
+    calls = 2 * job.strategy.chunks_per_rank * job.cluster.device.efficiency.stage_call_seconds
+    return max(0.0, rank_prediction(job, contents).microbatch_seconds - calls)
 
 
 def in_flight(job: Job, rank: int) -> float:
@@ -128,7 +135,6 @@ def in_flight(job: Job, rank: int) -> float:
 
 def room_for_pieces(job: Job, pieces: Pieces, rank: int, capacity_bytes: float) -> float:
     """What is left to the pieces of a rank: the device without what is there whatever the rank holds."""
-    counts = stage_layer_counts(job.model, job.strategy)
-    held = sum((pieces.stage(counts, stage) for stage in chunk_of_rank(job, rank)), NOTHING)
+    held = pieces.of_rank(job, rank)
     own = held.bytes + in_flight(job, rank) * held.activation_bytes
     return capacity_bytes - (memory_of_rank(job, rank).total - own)

@@ -25,6 +25,8 @@ ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
 # gpipe to dualpipev by hand; zb-1p and zb-2p are built for a memory limit and priced like zb-h1 and zb-h2.
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "gpipe", "dualpipe")
 INTERLEAVES = (2, 3, 4, 6, 8)
+BATCH_TOLERANCE = 0.05  # a batch in tokens is rounded to what a layout divides, by no more than this
+MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: a larger one always looks better, and trains differently
 RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
 # How a space that is too large is made smaller, one step after the other.
 NARROWINGS = (
@@ -255,12 +257,20 @@ class Space:
         rounds = base.pp if choice.schedule == "interleaved" else 1
         multiple = base.data_parallel * layer.microbatch * rounds
         if multiple not in self._batches:
-            if self.minimum_batch is not None:
-                sequences = -(-self.minimum_batch // multiple) * multiple
-            else:
-                sequences = self.job.training.sequences(multiple)
-            self._batches[multiple] = sequences if sequences % multiple == 0 else 0
+            self._batches[multiple] = self._rounded(multiple)
         return self._batches[multiple]
+
+    def _rounded(self, multiple: int) -> int:
+        """The batch that is a whole number of ``multiple`` sequences and near what was asked for, or 0."""
+        if self.minimum_batch is not None:
+            least = -(-self.minimum_batch // multiple) * multiple
+            return least if least <= MOST_ABOVE_MINIMUM * self.minimum_batch else 0
+        training = self.job.training
+        sequences = training.sequences(multiple)
+        asked, in_tokens = training.batch_request() or (sequences, False)
+        if in_tokens and abs(sequences * training.seq / asked - 1) > BATCH_TOLERANCE:
+            return 0
+        return sequences if sequences % multiple == 0 else 0
 
     @cached_property
     def _batches(self) -> dict[int, int]:

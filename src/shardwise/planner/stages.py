@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.cost.memory import memory_of_rank
 from shardwise.cost.stages import chunk_of_rank
 from shardwise.pipeline import Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate
-from shardwise.planner.pieces import Pieces, in_flight, layer_counts, pieces_of, room_for_pieces
+from shardwise.planner.pieces import NOTHING, Pieces, in_flight, layer_counts, pieces_of, room_for_pieces
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -35,59 +35,61 @@ def fits(job: Job, capacity_bytes: float) -> bool:
 
 
 def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
-    if job.strategy.pp == 1:
+    """The same job with other stages, whose slowest rank takes less time for a microbatch."""
+    ranks = range(job.strategy.pp)
+    if len(ranks) == 1:
         return
     pieces = pieces_of(job)
-    ways = (_by_stage, _by_rank) if job.strategy.chunks_per_rank > 1 else (_by_stage,)
-    now = pieces.slowest_rank_seconds(job)
-    seen: set[tuple[int, ...]] = set()
-    for divide in ways:
+    rooms = [room_for_pieces(job, pieces, rank, capacity_bytes) for rank in ranks]
+    places = [Place(1.0, max(1.0, room), in_flight(job, rank)) for rank, room in zip(ranks, rooms)]
+    now = max(pieces.of_rank(job, rank).seconds for rank in ranks)
+    for counts in divisions(job, pieces, places):
         try:
-            counts = divide(job, pieces, capacity_bytes)
             other = replace(job, strategy=replace(job.strategy, stage_layers=counts))
         except SpecError:
-            continue  # fewer layers than stages, or nothing fits
-        if counts not in seen and pieces.slowest_rank_seconds(other) < now:
+            continue  # a stage in the middle has no layer
+        if max(pieces.of_rank(other, rank).seconds for rank in ranks) < now:
             yield other
-        seen.add(counts)
 
 
-def _by_stage(job: Job, pieces: Pieces, capacity_bytes: float) -> tuple[int, ...]:
+def divisions(job: Job, pieces: Pieces, places: Sequence[Place]) -> list[tuple[int, ...]]:
+    """Layers per stage, from one place per rank: by stage, and where a rank has several stages also by rank."""
+    ways = (_by_stage, _by_rank) if job.strategy.chunks_per_rank > 1 else (_by_stage,)
+    found: list[tuple[int, ...]] = []
+    for divide in ways:
+        try:
+            found.append(divide(job, pieces, places))
+        except SpecError:
+            continue  # fewer layers than stages, or nothing fits
+    return list(dict.fromkeys(found))
+
+
+def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
     """The slowest stage as fast as can be. Several stages of one rank share its memory: then that is left aside."""
-    ranks, chunks = range(job.strategy.pp), job.strategy.chunks_per_rank
-    if chunks > 1:
-        places = [Place()] * (len(ranks) * chunks)
-    else:
-        places = [_place(job, pieces, rank, capacity_bytes) for rank in ranks]
+    if job.strategy.chunks_per_rank > 1:
+        speeds = {stage: place.speed for rank, place in enumerate(places) for stage in chunk_of_rank(job, rank)}
+        places = [Place(speeds[stage]) for stage in range(len(speeds))]
     return layer_counts(partition_over(pieces.row, places).layer_counts)
 
 
-def _by_rank(job: Job, pieces: Pieces, capacity_bytes: float) -> tuple[int, ...]:
+def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
     """The slowest rank as fast as can be, over all of its stages; layers that differ count as their mean."""
-    ranks = range(job.strategy.pp)
-    layer, layers = pieces.mean_layer, len(pieces.layers)
-    both = len(job_ends(job, 0)) == 2  # V-shaped: the first rank has the last stage too
-    first = pieces.embedding + pieces.head if both else pieces.embedding
+    layer, count = pieces.mean_layer, len(pieces.layers)
+    folded = job.strategy.schedule != "interleaved"  # V-shaped: the first rank has the last stage too
+    first, last = (pieces.embedding + pieces.head, NOTHING) if folded else (pieces.embedding, pieces.head)
     row = layers_of(
-        [layer.seconds] * layers,
-        [layer.bytes] * layers,
-        [layer.activation_bytes] * layers,
+        [layer.seconds] * count,
+        [layer.bytes] * count,
+        [layer.activation_bytes] * count,
         first_extra_seconds=first.seconds,
-        last_extra_seconds=0.0 if both else pieces.head.seconds,
-        first_extra_bytes=first.bytes + in_flight(job, 0) * first.activation_bytes,
-        last_extra_bytes=0.0 if both else pieces.head.bytes,
+        last_extra_seconds=last.seconds,
+        first_extra_bytes=first.bytes + places[0].in_flight * first.activation_bytes,
+        last_extra_bytes=last.bytes,
     )
-    places = [_place(job, pieces, rank, capacity_bytes) for rank in ranks]
-    return over_chunks(job, pieces, partition_over(row, places).layer_counts)
+    return _over_chunks(job, pieces, partition_over(row, places).layer_counts)
 
 
-def job_ends(job: Job, rank: int) -> list[int]:
-    """The first and last stage of the model, as far as they are on this rank."""
-    last = job.strategy.pp * job.strategy.chunks_per_rank - 1
-    return [stage for stage in chunk_of_rank(job, rank) if stage in (0, last)]
-
-
-def over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Layers of every stage from those of every rank: each of its stages takes about as long as the others."""
     counts = [0] * (job.strategy.pp * job.strategy.chunks_per_rank)
     ends = {0: pieces.embedding.seconds, len(counts) - 1: pieces.head.seconds}
@@ -99,8 +101,3 @@ def over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[in
             seconds = [ends.get(stage, 0.0) + counts[stage] * pieces.mean_layer.seconds for stage in stages]
             counts[stages[seconds.index(min(seconds))]] += 1
     return tuple(counts)
-
-
-def _place(job: Job, pieces: Pieces, rank: int, capacity_bytes: float) -> Place:
-    room = room_for_pieces(job, pieces, rank, capacity_bytes)
-    return Place(1.0, max(1.0, room), in_flight(job, rank))
