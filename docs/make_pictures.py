@@ -1,4 +1,4 @@
-"""Draws docs/pictures/loop.svg: the loop of the project, and what `analyze` says about one example, to scale.
+"""Draws docs/pictures: the loop of the project and what `analyze` says about one example, to scale; memory over time.
 
 Run `python docs/make_pictures.py` after a change of prices. The figures are those of the example's own analysis.
 """
@@ -9,7 +9,9 @@ from html import escape
 from pathlib import Path
 
 from shardwise.cost.analysis import Analysis, analyze
+from shardwise.cost.memory_timeline import memory_over_time
 from shardwise.interop.jobs import read_job
+from shardwise.report.memory_picture import memory_picture
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +64,7 @@ class Canvas:
 def draw_loop(canvas: Canvas) -> None:
     """plan → train → measure and back, with what is there today."""
     verbs = (
-        ("plan", "price every split", ("one split: today", "search: next"), DONE),
+        ("plan", "price every split", ("today",), DONE),
         ("train", "run exactly that split", ("next",), NEXT),
         ("measure", "predicted against actual", ("next",), NEXT),
     )
@@ -131,7 +133,10 @@ def main() -> None:
     target = ROOT / "docs" / "pictures" / "loop.svg"
     target.parent.mkdir(exist_ok=True)
     target.write_text(canvas.svg("plan, train, measure; and one analysis to scale"), encoding="utf-8")
-    print(f"wrote {target.relative_to(ROOT)}")
+    memory = target.with_name("memory.svg")
+    memory.write_text(memory_picture(memory_over_time(read_job(ROOT / EXAMPLE))), encoding="utf-8")
+    for path in (target, memory):
+        print(f"wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
