@@ -5,7 +5,8 @@
 
 Step time per device, memory per software stack (bytes do not depend on the device, but on what a framework saves),
 dense models and mixtures of experts apart. Rows that are set aside are not counted. ``band`` holds 80% of the rows;
-where a device's constants are fitted, it is taken over errors with the row's own model left out of the fit.
+where a device's constants are fitted, it is taken over errors with the row's own model left out of the fit (its own
+table, on a device with one model).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 
 import numpy as np
 
-from fit_devices import FITS, PRIOR_WIDTH, ROW_WIDTH, TABLE, Fit, log_errors, with_constants
+from fit_devices import FITS, PRIOR_WIDTH, ROW_WIDTH, TABLE, Fit, groups, log_errors, with_constants
 from shardwise.cost.validation.residuals import COVERAGE, FILE, Residuals, kind_of, residuals
 from shardwise.cost.validation.runs import Run, read_runs
 from shardwise.cost.validation.scores import score
@@ -84,8 +85,8 @@ def left_out_errors(fit: Fit, runs: Sequence[Run]) -> list[float]:
     slopes = np.array([(log_errors(runs, one) - errors) / 0.02 for one in moved]).T
     start = np.array([math.log(at[name] / prior) for name, prior in fit.priors.items()])
     result = np.zeros(len(runs))
-    for model in dict.fromkeys(run.model_name for run in runs):
-        own = np.array([run.model_name == model for run in runs])
+    for group in groups(runs):
+        own = np.array([run.row_id in group for run in runs])
         change = _refit(errors[~own], slopes[~own], start)
         result[own] = np.expm1(errors[own] + slopes[own] @ change)
     return [float(error) for error in result]

@@ -105,12 +105,13 @@ def test_recompute_brings_one_layer_back() -> None:
     assert memory_of_rank(job(LLAMA, dp=1), 0).recomputed == 0
 
 
-def test_zero_3_holds_two_gathered_layers_and_one_gradient() -> None:
-    one_layer = parameter_count(LLAMA) / 8
-    assert memory_of_rank(job(LLAMA, dp=4, zero=3), 0).gathered == pytest.approx(one_layer * (2 * 2 + 2))
+def test_zero_3_holds_two_gathered_layers_the_ends_and_one_gradient() -> None:
+    contents = rank_contents(job(LLAMA, dp=1), 0)
+    one_layer, ends = contents.layer_matrices / 8, contents.others
+    assert memory_of_rank(job(LLAMA, dp=4, zero=3), 0).gathered == pytest.approx(one_layer * (2 * 2 + 2) + 2 * ends)
     assert memory_of_rank(job(LLAMA, dp=4, zero=2), 0).gathered == pytest.approx(one_layer * 2)
     kept = memory_of_rank(job(LLAMA, dp=4, zero=3, keep_parameters=True), 0)
-    assert kept.gathered == pytest.approx(8 * one_layer * 2 + one_layer * 2)
+    assert kept.gathered == pytest.approx(parameter_count(LLAMA) * 2 + one_layer * 2)
     assert memory_of_rank(job(LLAMA, dp=1, zero=3), 0).gathered == 0
 
 
@@ -118,7 +119,8 @@ def test_experts_that_nobody_shares_are_not_gathered() -> None:
     shared = memory_of_rank(job(MOE, dp=8, ep=4, zero=3), 0)
     alone_job = job(MOE, dp=8, ep=8, zero=3)
     alone = memory_of_rank(alone_job, 0)
-    assert alone.gathered == pytest.approx(rank_contents(alone_job, 0).dense / 8 * 6)
+    contents = rank_contents(alone_job, 0)
+    assert alone.gathered == pytest.approx(contents.layer_matrices / 8 * 6 + contents.others * 2)
     assert shared.gathered > alone.gathered
 
 

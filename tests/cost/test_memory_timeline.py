@@ -21,7 +21,7 @@ from shardwise.spec.job import Job
 
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved", "dualpipe")
 # The loss comes when other chunks are gone already: the parts that the formula adds never meet.
-LOSS_BESIDE_THE_PEAK = ("v-min",)
+LOSS_BESIDE_THE_PEAK = ("v-min", "dualpipe")
 
 
 def pipelined(schedule: str, pp: int = 4, microbatches: int = 8, model: Any = GPT, **strategy: Any) -> Job:

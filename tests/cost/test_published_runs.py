@@ -27,7 +27,14 @@ def test_every_row_is_read_and_few_are_set_aside() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "mean"), [("A100-SXM-80GB", 0.03), ("B200-SXM", 0.05), ("H100-SXM-80GB", 0.06), ("GB200-NVL72", 0.06)]
+    ("device", "mean"),
+    [
+        ("A100-SXM-80GB", 0.02),
+        ("B200-SXM", 0.03),
+        ("H100-SXM-80GB", 0.045),
+        ("GB200-NVL72", 0.045),
+        ("H100-96GB-HBM2e-500W", 0.035),
+    ],
 )
 def test_mean_error_of_step_time(device: str, mean: float) -> None:
     assert SUMMARY[device].time_mape <= mean
@@ -42,8 +49,14 @@ def memory_error(kind: str) -> float:
 
 
 def test_memory_where_allocated_bytes_or_peaks_are_reported() -> None:
-    assert memory_error("max allocated") <= 0.011
+    assert memory_error("max allocated") <= 0.005
     assert memory_error("peak GB, max over stages") <= 0.05
+
+
+def test_memory_where_an_allocator_reserves() -> None:
+    assert memory_error("peak reserved") <= 0.03
+    # nanotron's; two rows of a pipeline stay 13% and 17% low, see docs/accuracy.md.
+    assert memory_error("GB per GPU") <= 0.06
 
 
 @pytest.mark.parametrize("one", SCORES, ids=lambda one: one.row_id)
@@ -92,5 +105,4 @@ with (VALIDATION / "layer_times.csv").open(newline="") as file:
 @pytest.mark.parametrize("mode", LAYER_TIMES)
 def test_one_layer_forward_and_backward(mode: str) -> None:
     layer = stage_milliseconds(2, mode) - stage_milliseconds(1, mode)
-    # Selective recompute without sequence parallelism comes out 8.5% slow; the other four are within 8%.
-    assert layer == pytest.approx(LAYER_TIMES[mode], rel=0.09 if mode == "TP8 selective recompute" else 0.08)
+    assert layer == pytest.approx(LAYER_TIMES[mode], rel=0.05)

@@ -115,32 +115,38 @@ def parse_composite(algorithm: str) -> list[str] | None:
 
 
 def _cheapest(kind: CollectiveKind, size: Size, topology: Topology) -> CollectiveCost:
-    costs = [_named(kind, size, topology, name) for name in candidates(kind, size, topology)]
+    options = _options(kind, size, topology)
+    costs = [_named(kind, size, topology, name) for name, _ in options]
     if not is_array(size):
         return min(costs, key=lambda cost: float(cost.seconds))
-    return _select(costs) if len(costs) > 1 else costs[0]
+    return _select(costs, [where for _, where in options]) if len(costs) > 1 else costs[0]
 
 
 def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str]:
     """Names among which is the cheapest for every size; lower bounds only where the user says they hold."""
+    return [name for name, _ in _options(kind, size, topology)]
+
+
+def _options(kind: CollectiveKind, size: Size, topology: Topology) -> list[tuple[str, Any]]:
+    """The candidates, each with the sizes of an array that it is one for: an element is priced as if it were alone."""
     names = algorithm_names(kind, topology)
     if len(topology.levels) < 2 or kind is CollectiveKind.SEND_RECV:
-        return offered(topology.library, kind, names, str)
+        return [(name, True) for name in offered(topology.library, kind, names, str)]
     if not runs_levels_in_turn(topology.library, kind):
-        return [name for name in names if not name.startswith("hierarchical")]
+        return [(name, True) for name in names if not name.startswith("hierarchical")]
     if topology.library != "any":
-        names = [name for name in names if name == "parallel_rings"]
+        options = [(name, True) for name in names if name == "parallel_rings"]
         if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
-            return names
+            return options
     else:
         models = ("parallel_rings",) if topology.pipelined_levels else ("parallel_rings", "hierarchical_pipelined")
-        names = [name for name in names if name not in models]
+        options = [(name, True) for name in names if name not in models]
     best = [_best_on_level(kind, size, topology, index) for index in range(len(topology.levels))]
-    for choice in _combinations(best):
-        names.append(f"hierarchical({','.join(choice)})")
+    for choice, where in _combinations(best):
+        options.append((f"hierarchical({','.join(choice)})", where))
         if topology.pipelined_levels:
-            names.append(f"hierarchical_pipelined({','.join(choice)})")
-    return names
+            options.append((f"hierarchical_pipelined({','.join(choice)})", where))
+    return options
 
 
 def _best_on_level(kind: CollectiveKind, size: Size, topology: Topology, index: int) -> Any:
@@ -159,18 +165,21 @@ def _best_on_level(kind: CollectiveKind, size: Size, topology: Topology, index: 
     return np.array([row.name for row in rows])[stacked.argmin(axis=0)]
 
 
-def _combinations(best: Sequence[Any]) -> list[tuple[str, ...]]:
-    """The distinct choices of one algorithm per level."""
+def _combinations(best: Sequence[Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """The distinct choices of one algorithm per level, and which elements of an array made each."""
     if isinstance(best[0], str):
-        return [tuple(best)]
-    return sorted({tuple(str(name) for name in names) for names in zip(*(b.ravel() for b in best))})
-
-
-def _select(costs: list[CollectiveCost]) -> CollectiveCost:
-    """Element by element the cheapest; ``algorithm`` joins the names that were chosen anywhere."""
+        return [(tuple(best), True)]
     import numpy as np
 
-    seconds = np.stack([cost.seconds for cost in costs])
+    choices = sorted({tuple(str(name) for name in names) for names in zip(*(b.ravel() for b in best))})
+    return [(choice, np.all([b == name for b, name in zip(best, choice)], axis=0)) for choice in choices]
+
+
+def _select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
+    """Element by element the cheapest of its own; ``algorithm`` joins the names that were chosen anywhere."""
+    import numpy as np
+
+    seconds = np.stack([np.where(where, cost.seconds, np.inf) for cost, where in zip(costs, wheres)])
     winner = seconds.argmin(axis=0)
     shape = winner.shape
 

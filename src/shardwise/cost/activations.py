@@ -38,13 +38,15 @@ class _Sizes:
     key_tokens: float  # keys a query sees in a stored score matrix (the whole sequence)
     element: float
     linear_input: float
+    separate_gate: bool  # the gate of a gated MLP is a kernel of its own
 
 
 def _sizes(job: Job) -> _Sizes:
     recipe, strategy = job.training.recipe, job.strategy
     tokens = job.microbatch_tokens
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
-    return _Sizes(tokens, region, strategy.tp, job.training.seq, recipe.activation, recipe.linear_input)
+    separate = job.model.gated and job.stack.gated_activation == "separate"
+    return _Sizes(tokens, region, strategy.tp, job.training.seq, recipe.activation, recipe.linear_input, separate)
 
 
 def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
@@ -53,7 +55,7 @@ def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
     tensors = [
         *_norm_and_linear_inputs(model, sizes),
         *_attention_tensors(job, sizes),
-        *(_expert_tensors(job, sizes) if moe and model.moe else _mlp_tensors(model, sizes, model.ffn)),
+        *(_expert_tensors(job, sizes) if moe and model.moe else _dense_mlp_tensors(model, sizes, model.ffn)),
     ]
     if job.training.dropout:
         blocks = 1 if model.parallel_block else 2
@@ -83,6 +85,10 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         SavedTensor("attention output", tokens * heads * model.value_dim * sizes.linear_input),
         *_score_tensors(job, sizes, heads),
     ]
+    if job.training.attention == "flash" and job.strategy.cp > 1 and job.strategy.context_method == "ulysses":
+        # FlashAttention keeps its output by heads, the projection after the all-to-all the same output by tokens.
+        by_heads = tokens * heads * model.value_dim * sizes.element
+        tensors.append(SavedTensor("attention output by heads", by_heads))
     if model.qk_norm:
         before = tokens * (heads + kv_heads) * model.query_key_dim * sizes.element
         tensors.append(SavedTensor("queries and keys before their norm", before))
@@ -109,13 +115,21 @@ def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
     return [SavedTensor("attention scores", kept, "attention")]
 
 
-def _mlp_tensors(model: Model, sizes: _Sizes, width: int) -> list[SavedTensor]:
-    wide = sizes.full_tokens * width / sizes.tensor
+def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, owner: str = "") -> list[SavedTensor]:
+    """What an MLP keeps around its activation function, ``wide`` elements of each tensor."""
     before = 2 if model.gated else 1
-    return [
-        SavedTensor("activation inputs", before * wide * sizes.element),
-        SavedTensor("activation output", wide * sizes.linear_input, "activation"),
+    tensors = [
+        SavedTensor(f"{owner}activation inputs", before * wide * sizes.element),
+        SavedTensor(f"{owner}activation output", wide * sizes.linear_input, "activation"),
     ]
+    if sizes.separate_gate:
+        # SiLU saves its input, and the product of gate and up its two: SiLU's output is one of them.
+        tensors.append(SavedTensor(f"{owner}gate after its activation", wide * sizes.element, "activation"))
+    return tensors
+
+
+def _dense_mlp_tensors(model: Model, sizes: _Sizes, width: int) -> list[SavedTensor]:
+    return _mlp_tensors(model, sizes, sizes.full_tokens * width / sizes.tensor)
 
 
 def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
@@ -124,18 +138,16 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     assert moe
     # (token, expert) pairs per device; ranks that hold the same tokens (no sequence parallelism) share them.
     routed = sizes.full_tokens / sizes.tensor * moe.top_k
-    before = 2 if model.gated else 1
     tensors = [
         SavedTensor("router scores", 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
         SavedTensor(
             "dispatched tokens",
             routed * job.strategy.expert_tensor_parallel * model.hidden * sizes.linear_input,
         ),
-        SavedTensor("expert activation inputs", before * routed * moe.ffn * sizes.element),
-        SavedTensor("expert activation output", routed * moe.ffn * sizes.linear_input, "activation"),
+        *_mlp_tensors(model, sizes, routed * moe.ffn, "expert "),
     ]
     if moe.shared_ffn:
-        tensors += _mlp_tensors(model, sizes, moe.shared_ffn)
+        tensors += _dense_mlp_tensors(model, sizes, moe.shared_ffn)
     return tensors
 
 
@@ -158,14 +170,15 @@ def _alternate_products_bytes(job: Job) -> float:
     """TorchTitan's op-level recompute: the layer's input, every second product's output, attention's output.
 
     Kept of seven products: query, value, gate (or up) and down; key, output and the second wide one run again
-    (torchtitan distributed/activation_checkpoint.py).
+    (torchtitan distributed/activation_checkpoint.py). Nothing reads the output of down in the backward pass: a
+    compiled layer drops it, an eager one keeps what the policy names.
     """
-    sizes, model = _sizes(job), job.model
+    sizes, model, eager = _sizes(job), job.model, job.stack.elementwise == "eager"
     heads = model.heads / sizes.tensor
     kv_heads = model.key_value_heads / min(sizes.tensor, model.key_value_heads)
     wide = model.ffn / sizes.tensor
     per_token = 2 * heads * model.value_dim + kv_heads * model.value_dim + wide
-    kept = sizes.full_tokens * per_token + 2 * model.hidden * sizes.region_tokens
+    kept = sizes.full_tokens * per_token + (2 if eager else 1) * model.hidden * sizes.region_tokens
     return kept * sizes.element + 4 * sizes.full_tokens * heads
 
 
@@ -177,17 +190,28 @@ def embedding_activation_bytes(job: Job) -> float:
 def head_activation_bytes(job: Job) -> float:
     """What the last stage keeps per microbatch: final norm and projection inputs, fp32 softmax of the logits.
 
-    4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. Every
-    multi-token-prediction module has a loss of its own.
+    4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. A fused loss
+    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py). Every multi-token-prediction module
+    has a loss of its own.
     """
     sizes = _sizes(job)
     inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
-    return (inputs + 4 * sizes.full_tokens * job.model.vocab / sizes.tensor) * (1 + job.model.mtp_layers)
+    per_logit = sizes.element if job.stack.loss == "fused" else 4
+    return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers)
 
 
 def logits_temporary_bytes(job: Job) -> float:
-    """Logits in the element type, alive while the loss is computed."""
-    sizes = _sizes(job)
-    # A plain cross entropy makes their gradient in fp32 and casts it.
-    per_logit = sizes.element + (6 if job.stack.float_logits else 0)
-    return per_logit * sizes.full_tokens * job.model.vocab / sizes.tensor
+    """Logits besides those kept, alive while the loss is computed."""
+    element = _sizes(job).element
+    per_logit = {
+        "parallel": element,  # the 16-bit logits beside their fp32 softmax
+        "copied": 4.0,  # an fp32 copy beside the softmax; the 16-bit logits are gone by then
+        "plain": 8.0,  # backward: the gradients after and before the logarithm of the softmax, in fp32
+        "fused": 0.0,  # their gradient is written over them
+    }
+    return logits_bytes(job, per_logit[job.stack.loss])
+
+
+def logits_bytes(job: Job, per_logit: float) -> float:
+    """All logits of a microbatch on one device."""
+    return per_logit * job.microbatch_tokens * job.model.vocab / job.strategy.tp

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.compute import StageCompute, bubble_seconds, stage_compute
+from shardwise.cost.compute import StageCompute, at_peak, bubble_seconds, stage_compute
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory import DeviceMemory, device_memories
 from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_kinds
@@ -128,9 +128,10 @@ def analyze(job: Job) -> Analysis:
     check_algorithm(job.strategy.collective, "strategy.collective")
     memories = device_memories(job)
     slowest: Analysis | None = None
+    ideal = at_peak(job)
     for contents in rank_kinds(job, pipeline_ranks_to_price(job)):
         compute = stage_compute(job, contents)
-        traffics = with_exposed_seconds(step_traffic(job, contents), compute.windows(job.microbatches))
+        traffics = with_exposed_seconds(step_traffic(ideal, contents), compute.windows(job.microbatches))
         analysis = Analysis(job, contents, compute, tuple(traffics), memories, bubble_seconds(job, compute))
         if slowest is None or analysis.step_seconds > slowest.step_seconds:
             slowest = analysis

@@ -49,7 +49,8 @@ def busy_share(own_link: str, link_seconds: dict[str, Any]) -> Any:
     NCCL runs as many channels, each on a compute unit, as fill the links of a group (its author in NVIDIA/nccl issue
     1360): 24 for the NVLink of a DGX H100 (issue 1367), a few where a node's network port sets the pace.
     """
-    own, longest = link_seconds.get(own_link, 0.0), 0.0
+    own: Any = link_seconds.get(own_link, 0.0)
+    longest: Any = 0.0
     for seconds in link_seconds.values():
         longest = maximum(longest, seconds)
     return select(longest > 0, own / select(longest > 0, longest, 1.0), 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.cost.flops import head_forward_flops, layer_forward_flops, prediction_forward_flops
 from shardwise.cost.operators import Operator, layer_operators
@@ -10,6 +10,8 @@ from shardwise.cost.overlap import ComputeWindows
 from shardwise.cost.stage_time import layer_shape, share_run_again
 from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.pipeline import bubble_seconds as idle_seconds
+from shardwise.spec.codec import FrozenMapping
+from shardwise.spec.efficiency import GENERIC_GEMM
 from shardwise.spec.job import Job
 
 
@@ -38,6 +40,19 @@ class StageCompute:
             microbatches * self.attention_forward,
             microbatches * attention_backward,
         )
+
+
+def at_peak(job: Job) -> Job:
+    """The same job on a device whose products run at its peak: what the floor lets communication hide beside."""
+    device = job.cluster.device
+    perfect = replace(
+        device.efficiency,
+        gemm=FrozenMapping(dict.fromkeys((*device.peak, *GENERIC_GEMM), 1.0)),
+        gemm_rolloff=0.0,
+        operand_traffic=0.0,
+        operator_seconds=0.0,
+    )
+    return replace(job, cluster=replace(job.cluster, device=replace(device, efficiency=perfect)))
 
 
 def stage_compute(job: Job, contents: RankContents) -> StageCompute:

@@ -10,6 +10,7 @@ from shardwise.cost.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
+    layer_saved_tensors,
     logits_temporary_bytes,
 )
 from shardwise.cost.in_flight import chunks_in_flight
@@ -70,7 +71,7 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
     """The peak memory of one device of a pipeline rank."""
     contents = rank_contents(job, pipeline_rank)
     sharding = sharding_of(job.strategy)
-    states = rank_state_bytes(contents, sharding, job.training.precision, job.training.optimizer)
+    states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     activations = activation_bytes(job, contents)
     offloaded = activations * job.strategy.offload.activations
     return DeviceMemory(
@@ -80,7 +81,7 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
         optimizer=states.optimizer,
         activations=activations - offloaded,
         recomputed=_recomputed_layer_bytes(job, contents),
-        gathered=gathered_bytes(contents, sharding, job.training.recipe),
+        gathered=gathered_bytes(contents, sharding, job.recipe),
         communication=communication_buffer_bytes(job),
         temporary=temporary_bytes(job, has_head=contents.has_head),
         allowance=job.cluster.device.framework_memory,
@@ -89,19 +90,52 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
 
 
 def temporary_bytes(job: Job, *, has_head: bool) -> float:
-    """Logits while the loss is computed, or a weight gradient before it is added to the accumulated one.
-
-    Without a fused accumulation the largest matrix's 16-bit gradient and its copy live beside the fp32 one.
-    """
+    """Logits while the loss is computed; where it is known of the stack, what gradients hold on their way as well."""
     logits = logits_temporary_bytes(job) if has_head else 0.0
-    if job.stack.fused_weight_gradient or job.training.recipe.gradient <= 2:
-        return logits
-    widest = max(
-        operator.columns * operator.inner
-        for operator in layer_operators(job.model, layer_shape(job), moe=False)
-        if operator.kind == "product"
+    if job.stack.dummy_gradients:
+        at_the_head = logits + _head_gradient_bytes(job) if has_head else 0.0
+        return _dummy_gradient_bytes(job) + max(at_the_head, _activation_gradient_bytes(job))
+    if job.stack.gated_activation == "separate":
+        return max(logits, _activation_gradient_bytes(job))
+    return logits
+
+
+def _dummy_gradient_bytes(job: Job) -> float:
+    """Empty gradients that Transformer Engine hands to autograd after a fused accumulation, one of every weight shape.
+
+    It caches them (pytorch/module/base.py, get_dummy_wgrad); router and head are not its modules.
+    """
+    shapes = {
+        (operator.columns, operator.inner)
+        for moe in _kinds(job)
+        for operator in layer_operators(job.model, layer_shape(job), moe=moe)
+        if operator.kind == "product" and not operator.wide
+    }
+    return 2 * sum(columns * inner for columns, inner in shapes)
+
+
+def _head_gradient_bytes(job: Job) -> float:
+    """Gradients of the head's weights (Megatron-Core, tensor_parallel/layers.py) and of its input, in 16 bit."""
+    weights = job.model.vocab * job.model.hidden / job.strategy.tp
+    return 2 * (weights + job.model.hidden * job.microbatch_tokens)
+
+
+def _activation_gradient_bytes(job: Job) -> float:
+    """The gradient of an MLP's activation inputs beside those inputs, of the widest kind of layer."""
+    return max(
+        tensor.bytes
+        for moe in _kinds(job)
+        for tensor in layer_saved_tensors(job, moe=moe)
+        if tensor.name.endswith("activation inputs")
     )
-    return max(logits, 4 * widest)
+
+
+def _kinds(job: Job) -> tuple[bool, ...]:
+    """Whether layers have experts: the kinds of layer that the model has."""
+    model = job.model
+    if not model.moe_layers:
+        return (False,)
+    return (True,) if model.moe_layers == model.layers else (False, True)
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:
@@ -156,13 +190,15 @@ def gathered_bytes(contents: RankContents, sharding: Sharding, recipe: Recipe) -
     """Whole layers that sharded data parallelism holds for a moment.
 
     ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
-    it is reduced (FSDP2: one unit in use, one in flight).
+    it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
+    does not reshard its root, which backward would gather again at once.
     """
     # Experts that no other device holds are whole already.
-    sharded = contents.dense * (sharding.shards > 1) + contents.experts * (sharding.expert_shards > 1)
-    largest = sharded / maximum(1, contents.layers)
-    gradient = largest * recipe.gradient if sharding.gradients_sharded else 0.0
-    parameters = select(sharding.keep_parameters, sharded, 2 * largest) * recipe.weight
+    layers = contents.layer_matrices * (sharding.shards > 1) + contents.experts * (sharding.expert_shards > 1)
+    one = layers / maximum(1, contents.layers)
+    ends = contents.others * (sharding.shards > 1)
+    gradient = one * recipe.gradient if sharding.gradients_sharded else 0.0
+    parameters = (select(sharding.keep_parameters, layers, 2 * one) + ends) * recipe.gathered
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 

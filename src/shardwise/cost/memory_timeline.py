@@ -150,7 +150,7 @@ def _kept_per_microbatch(job: Job, contents: RankContents, whole: DeviceMemory) 
 
 def _gathered(job: Job, contents: RankContents) -> tuple[float, float]:
     """Whole layers that sharded data parallelism holds: gradients before they are reduced, parameters in use."""
-    sharding, recipe = sharding_of(job.strategy), job.training.recipe
+    sharding, recipe = sharding_of(job.strategy), job.recipe
     both = float(gathered_bytes(contents, sharding, recipe))
     gradient = float(gathered_bytes(contents, replace(sharding, zero=min(2, sharding.zero)), recipe))
     return gradient, both - gradient

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from shardwise.collectives import Level, Topology, place
 from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Shape, Switch, Tree
@@ -50,8 +51,7 @@ def _shape(level: NetworkLevel) -> Shape:
     return Grid(tuple(Axis(size, level.wraps(size)) for size in axes))
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """``degree`` ranks at equal distances of ``stride``."""
 
     stride: int

@@ -31,7 +31,7 @@ class Transfer:
     window_share: Any = 1.0
     last_only: bool = False
     unhideable: Any = 0.0
-    units_taken: float = 0.0
+    units_taken: Any = 0.0
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,11 @@ class Prediction:
     @cached_property
     def tail_seconds(self) -> float:
         """What follows or precedes the microbatches: exposed reductions and gathers, optimizer, step overhead."""
-        sharding, device = sharding_of(self.job.strategy), self.job.cluster.device
+        sharding = sharding_of(self.job.strategy)
         return max(
             sum(rank.exposed(name) for name in _PER_STEP)
             + rank.once_seconds
-            + float(optimizer_seconds(device, rank.contents, sharding))
+            + float(optimizer_seconds(self.job, rank.contents, sharding))
             for rank in self.ranks
         )
 
@@ -131,11 +131,12 @@ class Prediction:
 def predict(job: Job) -> Prediction:
     """The step of ``job`` as its stack and its cluster are described."""
     kinds = rank_kinds(job, range(job.strategy.pp))
-    ranks = tuple(_rank_prediction(job, contents) for contents in kinds)
+    ranks = tuple(rank_prediction(job, contents) for contents in kinds)
     return Prediction(job, ranks, tuple(len(members) for members in kinds.values()))
 
 
-def _rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
+def rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
+    """What a pipeline rank with these contents computes and sends."""
     compute, m = stage_seconds(job, contents), job.microbatches
     windows = ComputeWindows(
         m * compute.forward,

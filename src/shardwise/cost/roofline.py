@@ -13,8 +13,10 @@ from shardwise.spec.hardware import Device
 from shardwise.spec.stack import Stack
 from shardwise.spec.training import Recipe
 
-# An eager stack runs norms, rotary embedding and activation as several kernels over the same tensors.
-_EAGER_PASSES = 2.5
+# What an eager stack moves of the bytes that one kernel needs. Norm: to fp32, square, mean, scale, back, weight are 36
+# bytes per element instead of 4, beside a residual of 6. Rotary embedding: to fp32, complex product, back are 20, not
+# 4. Gated activation: two kernels of 4 and 6 bytes instead of one of 6 (torchtitan/models/llama/model.py, 2024).
+_EAGER_PASSES = {"norms and residuals": 4.2, "rotary embedding": 5.0, "activation": 1.7}
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,26 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
 
     forward, backward = seconds(inner, read + written), seconds(columns, read + written)
     weight = seconds(rows, accumulated)
+    products = Seconds(forward, backward, weight)
     if not operator.wide and recipe.compute in ("fp8", "fp4"):
-        forward += _cast(rows * inner + inner * columns, device, stack)
-        backward += _cast(rows * columns, device, stack)
-    return Seconds(forward, backward, weight)
+        products += _casts(operator, stack) * (1 / (device.memory_bandwidth * efficiency.memory))
+    return products
 
 
-def _cast(elements: float, device: Device, stack: Stack) -> float:
-    """A tensor read in 16 bit and written in 8 with its transpose: 4 bytes per element; fused in some stacks."""
-    share = 0.7 if stack.fused_casts else 1.0
-    return share * 4 * elements / (device.memory_bandwidth * device.efficiency.memory)
+def _casts(operator: Operator, stack: Stack) -> Seconds:
+    """Bytes that the operands' casts to 8 bit move in each pass.
+
+    Usually a tensor is read in 16 bit and written in 8 with its transpose, 4 bytes per element; partly fused with what
+    makes it in some stacks. "separate" looks for the maximum, then casts (5 bytes), again in the backward pass for
+    weights and inputs, which are kept in 16 bit, and casts the output's gradient once more transposed (torchao
+    float8_linear.py).
+    """
+    entering, weights = operator.rows * operator.inner, operator.inner * operator.columns
+    leaving = operator.rows * operator.columns
+    if stack.casts == "separate":
+        return Seconds(5 * (entering + weights), 5 * (leaving + weights), 3 * leaving + 5 * entering)
+    share = 0.7 if stack.casts == "fused" else 1.0
+    return Seconds(share * 4 * (entering + weights), share * 4 * leaving)
 
 
 def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
@@ -128,8 +140,10 @@ def _traffic(operator: Operator, device: Device, stack: Stack) -> Seconds:
     passes = 1.0
     if operator.name == "permute":
         passes = 1.0 if stack.fused_permute else 3.0
-    elif operator.name != "loss":
-        passes = efficiency.elementwise_traffic * (_EAGER_PASSES if stack.elementwise == "eager" else 1.0)
+    elif stack.elementwise == "eager":
+        passes = _EAGER_PASSES.get(operator.name, 1.0)
+    elif stack.elementwise == "fused" and operator.name != "loss":
+        passes = efficiency.elementwise_traffic
     launch = operator.kernels * _launch(device, stack)
     return Seconds(
         passes * operator.forward_bytes / memory + launch, passes * operator.backward_bytes / memory + launch

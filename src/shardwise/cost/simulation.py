@@ -87,7 +87,7 @@ def pipeline_times(prediction: Prediction) -> StageTimes:
     passes = [(0.0, 0.0, 0.0)] * (job.strategy.pp * job.strategy.chunks_per_rank)
     for number, rank in enumerate(rank_predictions(prediction)):
         stages = chunk_of_rank(job, number)
-        for stage, seconds in zip(stages, _divided(job, rank, stages)):
+        for stage, seconds in zip(stages, seconds_of_stages(job, rank, stages)):
             passes[stage] = seconds
     return stage_times(*zip(*passes))
 
@@ -103,7 +103,7 @@ def _kind(contents: RankContents) -> tuple[int, int, bool, bool]:
     return contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head
 
 
-def _divided(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -> list[tuple[float, float, float]]:
+def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -> list[tuple[float, float, float]]:
     """A rank's forward, input-gradient and weight-gradient seconds over its stages.
 
     In proportion to what each stage computes alone: its layers, its head, its call. Exposed communication is known

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.collectives.arrays import select
 from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators, prediction_operators
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.states import Sharding, owned_parameters
-from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
 
 
@@ -88,13 +88,20 @@ def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
     return full_share
 
 
-def optimizer_seconds(device: Device, contents: RankContents, sharding: Sharding) -> Any:
+def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step: owned states are read and written in fp32, local weights and gradients touched once.
 
     30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written) and 8 per
     local one (gradient norm and zeroing), at the memory's sustained speed; plus what a step costs besides.
     """
+    device = job.cluster.device
     owned = owned_parameters(contents, sharding)
     local = owned if sharding.gradients_sharded else contents.total
     moved = 30 * owned + 8 * local
-    return moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds
+    seconds = moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds
+    if job.stack.per_parameter_shards:
+        matrices = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
+        # One copy into what is reduced, one out of what is gathered, for every rank's part of every matrix.
+        copies = select(sharding.zero == 1, 2 * sharding.shards * contents.layers * matrices, 0)
+        seconds = seconds + copies * device.efficiency.operator_seconds
+    return seconds

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import (
@@ -65,14 +66,11 @@ def rank_contents(job: Job, rank: int) -> RankContents:
 
 
 def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> RankContents:
-    model, strategy = job.model, job.strategy
-    last = strategy.pp * strategy.chunks_per_rank - 1
-    chunks = chunk_of_rank(job, rank)
+    model, strategy, last = job.model, job.strategy, len(stages) - 1
+    chunks, held = chunk_of_rank(job, rank), _held_by_rank(job, rank)
     dense, moe = _summed(stages, chunks)
     if last in chunks:
         dense, moe = (dense, moe + model.mtp_layers) if model.moe else (dense + model.mtp_layers, moe)
-    # DualPipe runs half of the microbatches from the other end: a rank holds its mirror's stage too.
-    held = tuple({*chunks, last - rank}) if strategy.schedule == "dualpipe" else chunks
     matrices, others, experts = _layer_parts(job, *_summed(stages, held))
     if 0 in held:
         others += embedding_parameters(model, strategy.tp)
@@ -85,6 +83,15 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         others += model.mtp_layers * module.norms
         experts += model.mtp_layers * module.experts
     return RankContents(rank, dense, moe, 0 in chunks, last in chunks, matrices, others, experts)
+
+
+def _held_by_rank(job: Job, rank: int) -> tuple[int, ...]:
+    """The stages whose parameters a rank holds.
+
+    DualPipe runs half of the microbatches from the other end: a rank holds its mirror's stage too.
+    """
+    chunks, last = chunk_of_rank(job, rank), job.strategy.pp * job.strategy.chunks_per_rank - 1
+    return tuple({*chunks, last - rank}) if job.strategy.schedule == "dualpipe" else chunks
 
 
 def embedding_on_both_ends(job: Job) -> bool:
@@ -133,15 +140,14 @@ def _layer_parts(job: Job, dense: int, moe: int) -> tuple[float, float, float]:
 
 def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, ...]]:
     """One rank of every kind among ``ranks`` (equal contents take equal time), and all that are like it."""
-    first: dict[RankContents, RankContents] = {}
-    members: dict[RankContents, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     stages = stage_contents(job)
+    ends = (0, len(stages) - 1)
     for rank in ranks:
-        contents = _rank_contents(job, rank, stages)
-        kind = replace(contents, rank=0)
-        first.setdefault(kind, contents)
-        members.setdefault(kind, []).append(rank)
-    return {contents: tuple(members[kind]) for kind, contents in first.items()}
+        chunks, held = chunk_of_rank(job, rank), _held_by_rank(job, rank)
+        kind = (_summed(stages, chunks), _summed(stages, held), *(end in chunks for end in ends))
+        alike.setdefault(kind, []).append(rank)
+    return {_rank_contents(job, members[0], stages): tuple(members) for members in alike.values()}
 
 
 def pipeline_ranks_to_price(job: Job) -> tuple[int, ...]:

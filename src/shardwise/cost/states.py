@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.collectives.arrays import select
 from shardwise.cost.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
-from shardwise.spec.training import OPTIMIZERS, RECIPES
+from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def state_bytes(
     matrices: Any,
     others: Any = 0.0,
     *,
-    precision: str = "bf16",
+    precision: str | Recipe = "bf16",
     optimizer: str = "adamw",
     zero: Any = 0,
     shards: Any = 1,
@@ -87,11 +87,14 @@ def state_bytes(
 ) -> StateBytes:
     """Bytes for ``matrices`` + ``others`` parameters whose states ZeRO divides over ``shards`` devices.
 
-    ``others`` (embeddings, norms) are told apart only because Muon keeps other states for them.
+    ``others`` (embeddings, head, norms) are told apart because Muon keeps other states for them, and because they stay
+    wide where matrices have FP8 or FP4 forms.
     """
-    recipe, states, offload = RECIPES[precision], OPTIMIZERS[optimizer], offload or Offload()
+    recipe = RECIPES[precision] if isinstance(precision, str) else precision
+    states, offload = OPTIMIZERS[optimizer], offload or Offload()
     parameters = matrices + others
-    weights = parameters * (recipe.weight + recipe.copies) / select(zero >= 3, shards, 1)
+    weights = matrices * (recipe.weight + recipe.copies) + others * recipe.plain_weight
+    weights = weights / select(zero >= 3, shards, 1)
     sharded = zero >= 2 if gradients_sharded is None else gradients_sharded
     gradients = parameters * recipe.gradient / select(sharded, shards, 1)
     kept = parameters * recipe.master + matrices * states.matrices + others * states.others
@@ -105,7 +108,7 @@ def state_bytes(
     )
 
 
-def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str, optimizer: str) -> StateBytes:
+def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str | Recipe, optimizer: str) -> StateBytes:
     """States of one device of a pipeline rank: dense parts and experts have different sharding groups."""
 
     def part(matrices: Any, others: Any, shards: Any) -> StateBytes:

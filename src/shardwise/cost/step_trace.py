@@ -170,7 +170,7 @@ def _tail(prediction: Prediction, rank: RankPrediction, start_seconds: float) ->
     job = prediction.job
     per_step = [traffic for traffic in rank.traffics if traffic.dimension in _PER_STEP]
     before = [*(t for t in per_step if t.in_pass == "backward"), *(t for t in rank.traffics if t.once)]
-    optimizer = float(optimizer_seconds(job.cluster.device, rank.contents, sharding_of(job.strategy)))
+    optimizer = float(optimizer_seconds(job, rank.contents, sharding_of(job.strategy)))
     parts = [
         *((t.dimension, f"{t.what}, exposed", _waited_seconds(t)) for t in before),
         (_COMPUTE, "optimizer", optimizer),

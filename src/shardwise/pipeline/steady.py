@@ -10,6 +10,7 @@ the emptying of the pipeline included: T(m + period) = T(m) + shift, for every s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from shardwise.pipeline.build import build
@@ -32,13 +33,14 @@ def simulated_pipeline(
     microbatches: int,
     chunks: int,
     times: StageTimes,
-    message_seconds: float = 0.0,
+    message_seconds: float | Sequence[float] = 0.0,
     *,
     whole: bool = False,
 ) -> tuple[float, Timeline | None]:
     """Seconds of the longest rank, and the timeline unless many microbatches were extrapolated from few.
 
     The schedule is the one built without times, as it runs: weight gradients are placed as if all passes were equal.
+    ``message_seconds`` is one number or one per boundary between stages.
     """
     pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds))
     if not whole and 3 * times.stages * microbatches > _FEW_ACTIONS:
@@ -49,25 +51,26 @@ def simulated_pipeline(
     return timeline.longest_rank_seconds, timeline
 
 
-def _in_units(times: StageTimes, message_seconds: float) -> tuple[StageTimes, float]:
+def _in_units(times: StageTimes, message: float | Sequence[float]) -> tuple[StageTimes, tuple[float, ...]]:
     """Times rounded to one power of two, so that sums are exact and a state that comes again is seen to be the same."""
-    columns = (times.forward, times.input_grad, times.weight_grad, times.backward)
-    longest = max(message_seconds, *(max(column) for column in columns))
+    messages = (message,) * (times.stages - 1) if isinstance(message, (int, float)) else tuple(message)
+    columns = (times.forward, times.input_grad, times.weight_grad, times.backward, messages)
+    longest = max(max(column, default=0.0) for column in columns)
     unit = 2.0 ** (math.frexp(longest)[1] - _UNITS_PER_PASS)
-    rounded = (tuple(round(seconds / unit) * unit for seconds in column) for column in columns)
-    return StageTimes(*rounded), round(message_seconds / unit) * unit
+    rounded = [tuple(round(seconds / unit) * unit for seconds in column) for column in columns]
+    return StageTimes(*rounded[:-1]), rounded[-1]
 
 
 class _Pipeline:
     """One schedule with its times, for any number of microbatches."""
 
-    def __init__(self, name: str, ranks: int, chunks: int, times: StageTimes, message_seconds: float) -> None:
+    def __init__(self, name: str, ranks: int, chunks: int, times: StageTimes, messages: tuple[float, ...]) -> None:
         self.name, self.ranks, self.chunks = name, ranks, chunks
-        self.times, self.message_seconds = times, message_seconds
+        self.times, self.messages = times, messages
 
     def timeline(self, microbatches: int) -> Timeline:
         schedule = _schedule(self.name, self.ranks, microbatches, self.chunks)
-        return simulate(schedule, self.times, self.message_seconds)
+        return simulate(schedule, self.times, self.messages)
 
     def seconds(self, microbatches: int) -> float:
         return self.timeline(microbatches).longest_rank_seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,3 +189,31 @@ def field_value(strategy: Strategy, name: str) -> Any:
     if name == "expert_tp":
         return strategy.expert_tensor_parallel
     return getattr(strategy, name)
+
+
+# Fields that make no difference in every strategy, and when they do.
+_ACTS: dict[str, Callable[[Strategy], bool]] = {
+    "sequence_parallel": lambda strategy: strategy.tp > 1,
+    "context_method": lambda strategy: strategy.cp > 1,
+    "expert_tp": lambda strategy: strategy.expert_tp is not None,
+    "schedule": lambda strategy: strategy.pp > 1,
+    "interleave": lambda strategy: strategy.pp > 1,
+    "stage_layers": lambda strategy: strategy.pp > 1,
+    "recompute_layers": lambda strategy: strategy.recompute == "full",
+    "shard_group": lambda strategy: strategy.zero > 0,
+    "keep_parameters": lambda strategy: strategy.zero == 3,
+    "accumulate": lambda strategy: strategy.zero >= 2,
+}
+
+
+def has(strategy: Strategy, name: str, values: Allowed, *, idle: bool) -> bool:
+    """Whether a field has one of the values; ``idle`` where it makes no difference."""
+    if name in _ACTS and not _ACTS[name](strategy):
+        return idle
+    if name == "order" and values.values is not None:
+        return _used_order(strategy, strategy.order) in [_used_order(strategy, order) for order in values.values]
+    return field_value(strategy, name) in values
+
+
+def _used_order(strategy: Strategy, order: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in order if strategy.degree(name) > 1)

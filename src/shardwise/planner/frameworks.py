@@ -65,12 +65,18 @@ def expressible(request: Request, name: str) -> Request:
     if check_framework(name) == "ddp":
         fixed = {field: Allowed((value,)) for field, value in _DDP.items()}
         return replace(request, constraints=request.constraints.with_allowed(fixed))
-    constraints = request.constraints
+    constraints, without = request.constraints, set()
     for field, values in _tried(request.job):
-        allowed = tuple(value for value in values if not _lacks(request.job, name, field, value))
+        if any(needed in without for needed in _NEEDED.get(field, {})):
+            continue  # a framework without pipelines needs no schedule
+        # The first value of most fields is plain and need not be said; what sequence parallelism is by default differs.
+        said = values if field == "sequence_parallel" else values[1:]
+        lacking = [value for value in said if _lacks(request.job, name, field, value)]
+        allowed = tuple(value for value in values if value not in lacking)
+        if allowed == values[:1]:
+            without.add(field)
         if len(allowed) < len(values):
-            kept = Allowed(allowed or values[:1])  # the plain value comes first: it need not be said
-            constraints = constraints.with_allowed({field: kept})
+            constraints = constraints.with_allowed({field: Allowed(allowed)})
     return replace(request, constraints=constraints)
 
 

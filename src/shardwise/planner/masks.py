@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.tables.price import Block, Piece
-from shardwise.planner.constraints import Allowed, field_value
+from shardwise.planner.constraints import Allowed, has
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,37 +20,54 @@ _SHARDS = ("zero", "shard_group", "keep_parameters", "accumulate")
 _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, "offload"))
 
 
-def matching(piece: Piece, entry: Mapping[str, Allowed]) -> Array | None:
-    """Column × row: the cells that have an allowed value in every field of ``entry``; None where no cell has."""
-    import numpy as np
+class Mask:
+    """The cells that have an allowed value in every field of ``entry``.
 
-    if "offload" in entry and piece.offload not in entry["offload"]:
-        return None
-    held = [_block_masks(block, entry) for block in piece.blocks]
-    starts = np.cumsum([0, *(len(block.rows) for block in piece.blocks[:-1])])
-    rows = np.concatenate([one[0] for one in held])[starts[piece.block_of_row] + piece.row_numbers]
-    if not rows.any():
-        return None
-    columns = np.stack([one[1] for one in held], axis=-1)
-    mask: Array = columns.take(piece.block_of_row, -1) & rows
-    return mask
+    ``idle``: what a field counts as that makes no difference, such as a context method without context parallelism.
+    """
 
+    def __init__(self, entry: Mapping[str, Allowed], *, idle: bool) -> None:
+        self._entry, self._idle = entry, idle
+        self._last: tuple[Sequence[Block], tuple[Array, Array, Array]] | None = None
 
-def _block_masks(block: Block, entry: Mapping[str, Allowed]) -> tuple[Array, Array]:
-    """Which rows and which columns of a block match their fields of ``entry``."""
-    import numpy as np
+    def cells(self, piece: Piece) -> Array | None:
+        """Column × row; None where no cell is among them."""
+        if "offload" in self._entry and piece.offload not in self._entry["offload"]:
+            return None
+        if self._last is None or self._last[0] is not piece.blocks:  # blocks come many pieces in a row
+            self._last = (piece.blocks, self._of_blocks(piece.blocks))
+        rows, columns, starts = self._last[1]
+        rows = rows[starts[piece.block_of_row] + piece.row_numbers]
+        if not rows.any():
+            return None
+        mask: Array = columns.take(piece.block_of_row, -1) & rows
+        return mask
 
-    group, index = block.group, block.rows.index
-    rest = {name: values for name, values in entry.items() if name not in _CHOSEN}
-    here = all(field_value(group.base, name) in values for name, values in rest.items())
+    def _of_blocks(self, blocks: Sequence[Block]) -> tuple[Array, Array, Array]:
+        """All rows, column × block, and where each block's rows start."""
+        import numpy as np
 
-    def alike(choices: Any, names: tuple[str, ...]) -> Array:
-        asked = [name for name in names if name in entry]
-        return np.array([all(getattr(one, name) in entry[name] for name in asked) for one in choices])
+        held = [self._of_block(block) for block in blocks]
+        starts = np.cumsum([0, *(len(block.rows) for block in blocks[:-1])])
+        return np.concatenate([one[0] for one in held]), np.stack([one[1] for one in held], axis=-1), starts
 
-    rows = (
-        alike(group.layers, _LAYER)[index[:, 0]]
-        & alike(group.schedules, _SCHEDULE)[index[:, 1]]
-        & alike(group.recomputes, _RECOMPUTE)[index[:, 2]]
-    )
-    return rows & here, alike(group.shards, _SHARDS)[block.columns.numbers]
+    def _of_block(self, block: Block) -> tuple[Array, Array]:
+        """Which rows and which columns of a block match their fields."""
+        import numpy as np
+
+        group, index, base = block.group, block.rows.index, block.group.base
+        here = all(has(base, name, self._entry[name], idle=self._idle) for name in self._entry if name not in _CHOSEN)
+
+        def alike(choices: Sequence[Any], names: tuple[str, ...]) -> Array:
+            asked = [name for name in names if name in self._entry]
+            strategies = [base.unchecked(**{name: getattr(one, name) for name in names}) for one in choices]
+            return np.array(
+                [all(has(one, name, self._entry[name], idle=self._idle) for name in asked) for one in strategies]
+            )
+
+        rows = (
+            alike(group.layers, _LAYER)[index[:, 0]]
+            & alike(group.schedules, _SCHEDULE)[index[:, 1]]
+            & alike(group.recomputes, _RECOMPUTE)[index[:, 2]]
+        )
+        return rows & here, alike(group.shards, _SHARDS)[block.columns.numbers]

@@ -18,7 +18,7 @@ _MOST_TIMES = 1024  # as many devices
 
 def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
     """Why there is no plan, and what would make one."""
-    if not found.priced:
+    if not found.wanted:
         return _no_layout(request)
     least = found.least_memory
     if least is None:

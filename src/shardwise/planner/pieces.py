@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import activation_bytes, memory_of_rank
+from shardwise.cost.memory import activation_bytes, gathered_bytes, memory_of_rank
 from shardwise.cost.prediction import rank_prediction
 from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents
 from shardwise.cost.states import rank_state_bytes, sharding_of
@@ -75,21 +75,22 @@ def layer_counts(row_counts: tuple[int, ...]) -> tuple[int, ...]:
     return (row_counts[0] - 1, *row_counts[1:-1], row_counts[-1] - 1)
 
 
-def pieces_of(job: Job, timed: Pieces | None = None) -> Pieces:
+def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None = None) -> Pieces:
     """The pieces of a job with a pipeline, as its device and network run them.
 
-    ``timed``: those of a job that divides its states otherwise and is the same else; its seconds are taken.
+    ``timed``: those of a job that divides its states otherwise and is the same else, whose seconds are taken;
+    ``timed_ends``: those of one whose layers may differ too.
     """
-    model, before = job.model, timed
-    ends = job.unchecked(strategy=_plain(job, 3, (0, model.layers, 0)))
-    embedding = _piece(job, rank_contents(ends, 0), before and before.embedding)
-    head = _piece(job, rank_contents(ends, 2), before and before.head)
+    model, ends = job.model, timed or timed_ends
+    apart = job.unchecked(strategy=_plain(job, 3, (0, model.layers, 0)))
+    embedding = _piece(job, rank_contents(apart, 0), ends.embedding if ends else None)
+    head = _piece(job, rank_contents(apart, 2), ends.head if ends else None)
     if job.strategy.schedule != "gpipe":  # the loss of a microbatch is followed at once by its backward pass
         head = Piece(head.seconds, head.bytes + head.activation_bytes, 0.0)
     kinds: dict[bool, Piece] = {}
     for index, moe in enumerate(map(model.is_moe_layer, range(model.layers))):
         if moe not in kinds:
-            kinds[moe] = _layer(job, moe, before and before.layers[index])
+            kinds[moe] = _layer(job, moe, timed.layers[index] if timed else None)
     return Pieces(embedding, tuple(kinds[model.is_moe_layer(index)] for index in range(model.layers)), head)
 
 
@@ -114,12 +115,14 @@ def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
 
 
 def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
-    training, strategy = job.training, job.strategy
-    states = rank_state_bytes(contents, sharding_of(strategy), training.precision, training.optimizer)
+    training, strategy, sharding = job.training, job.strategy, sharding_of(job.strategy)
+    stay = float(rank_state_bytes(contents, sharding, training.precision, training.optimizer))
+    if strategy.keep_parameters:  # else a rank gathers a layer at a time, however many it has
+        stay += float(gathered_bytes(contents, sharding, training.recipe))
     one_microbatch = job.unchecked(strategy=_plain(job, 1, (job.model.layers,)))
     kept = activation_bytes(one_microbatch, contents) * (1 - strategy.offload.activations)
     seconds = _seconds(job, contents) if timed is None else timed.seconds
-    return Piece(seconds, float(states), kept)
+    return Piece(seconds, stay, kept)
 
 
 def _seconds(job: Job, contents: RankContents) -> float:

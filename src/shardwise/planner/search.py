@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.price import Block, Piece, TablePricer
 from shardwise.planner.constraints import Allowed
-from shardwise.planner.masks import matching
+from shardwise.planner.masks import Mask
 from shardwise.planner.space import Space
 from shardwise.planner.supported import Supported
 from shardwise.spec.strategy import Offload, Strategy
@@ -57,10 +57,12 @@ class Found:
 class Search:
     """What a search found. Time and memory were computed of ``priced`` strategies.
 
-    ``unsupported`` of them do not run, ``too_large`` do not fit; the others are ``fitting``.
+    ``excluded`` of them were not wanted, ``unsupported`` do not run, ``too_large`` do not fit; the others are
+    ``fitting``.
     """
 
     priced: int = 0
+    excluded: int = 0
     unsupported: int = 0
     too_large: int = 0
     seconds: float = 0.0
@@ -72,8 +74,12 @@ class Search:
     of_filters: dict[str, Found] = field(default_factory=dict)  # the best with the values that each filter allows
 
     @property
+    def wanted(self) -> int:
+        return self.priced - self.excluded
+
+    @property
     def fitting(self) -> int:
-        return self.priced - self.unsupported - self.too_large
+        return self.wanted - self.unsupported - self.too_large
 
 
 def search(
@@ -95,10 +101,10 @@ def search(
     host = float("inf") if cluster.host_memory is None else cluster.host_memory / cluster.node_devices
     keeper = _Keeper(Search(), capacity, host, kept, filters or {})
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
-    excluded = [entry for entry in space.constraints.excluded if len(entry) > 1]
+    excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
     for groups in _batches(space.groups()):
         for piece in pricer.pieces(groups):
-            keeper.take(piece, _allowed(piece, supported, excluded))
+            keeper.take(piece, supported.allowed(piece), _excluded(piece, excluded))
             if progress is not None:
                 progress(keeper.result.priced)
     keeper.result.seconds = time.process_time() - started
@@ -115,16 +121,14 @@ def _batches(groups: Iterator[Group]) -> Iterator[list[Group]]:
     yield batch
 
 
-def _allowed(piece: Piece, supported: Supported, excluded: list[Any]) -> Array | None:
-    """The cells that run and that nobody excluded; None where all are."""
-    import numpy as np
-
-    allowed = supported.allowed(piece)
-    for entry in excluded:
-        mask = matching(piece, entry)
-        if mask is not None:
-            allowed = (np.ones(mask.shape, dtype=bool) if allowed is None else allowed) & ~mask
-    return allowed
+def _excluded(piece: Piece, masks: list[Mask]) -> Array | None:
+    """The cells that some mask leaves out; None where none does."""
+    excluded: Array | None = None
+    for mask in masks:
+        cells = mask.cells(piece)
+        if cells is not None:
+            excluded = cells if excluded is None else excluded | cells
+    return excluded
 
 
 def degrees_of(strategy: Strategy) -> tuple[int, int, int, int, int]:
@@ -140,13 +144,14 @@ class _Keeper:
     ) -> None:
         import numpy as np
 
-        self.result, self.capacity, self.host, self.kept, self.filters = result, capacity, host, kept, filters
+        self.result, self.capacity, self.host, self.kept = result, capacity, host, kept
+        self.filters = {name: Mask(entry, idle=True) for name, entry in filters.items()}
         self.threshold = np.inf
         self.front_seconds = np.full(MEMORY_STEPS, np.inf)
         self.front: list[Found | None] = [None] * MEMORY_STEPS
         self.least = np.inf
 
-    def take(self, piece: Piece, allowed: Array | None) -> None:
+    def take(self, piece: Piece, allowed: Array | None, excluded: Array | None) -> None:
         import numpy as np
 
         result = self.result
@@ -155,6 +160,11 @@ class _Keeper:
         if piece.offload.any and np.isfinite(self.host):
             fits &= piece.host_bytes <= self.host
         memory = piece.memory_bytes
+        if excluded is not None:
+            out = int(np.count_nonzero(excluded))
+            result.excluded += out
+            result.unsupported -= out
+            allowed = ~excluded if allowed is None else allowed & ~excluded
         if allowed is not None:
             result.unsupported += int(allowed.size - np.count_nonzero(allowed))
             result.too_large += int(np.count_nonzero(allowed & ~fits))
@@ -234,11 +244,11 @@ class _Keeper:
         import numpy as np
 
         least = score.min()
-        for name, entry in self.filters.items():
+        for name, filtered in self.filters.items():
             known = self.result.of_filters.get(name)
             if known is not None and least >= known.seconds_per_sequence:
                 continue
-            mask = matching(piece, entry)
+            mask = filtered.cells(piece)
             if mask is None:
                 continue
             own = np.where(mask, score, np.inf)

@@ -10,8 +10,9 @@ from typing import Any
 from shardwise.cost.communication.data import dense_ranks, expert_ranks
 from shardwise.cost.network import expert_runs, expert_tensor_runs, group_runs, spanned
 from shardwise.cost.stages import rank_kinds
-from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
+from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice
 from shardwise.planner.constraints import OFFLOADS, Constraints
+from shardwise.planner.shards import shard_choices, shard_groups
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import check_model_fits, divisors
@@ -35,10 +36,6 @@ NARROWINGS = (
     "tp within the innermost network level",
     "at least 4,096 tokens of a sequence per context-parallel rank",
 )
-SHARD_GROUPS = 5  # sizes of a hybrid shard group that are tried beside all ranks
-# ZeRO stage, parameters kept, gradients accumulated.
-SHARDINGS = ((0, False, "sharded"), (1, False, "sharded"), (2, False, "sharded"), (3, False, "sharded"),
-             (3, True, "sharded"), (3, True, "local"))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,11 @@ class Space:
     @property
     def estimated_groups(self) -> int:
         """About how many groups there are: layouts, times the kinds of schedules with stages of their own."""
-        return sum((1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees)) for degrees in self._degrees())
+        return sum(
+            (1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees))
+            for degrees in self._degrees()
+            if any(self._batch(degrees["dp"] * size) for size in self._microbatches)
+        )
 
     def groups(self) -> Iterator[Group]:
         """All groups, innermost dimensions last."""
@@ -155,7 +156,7 @@ class Space:
     def _networks(self, base: Strategy) -> list[Any]:
         """What every group of ranks spans; raises SpecError where one cannot be placed."""
         runs = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
-        runs += [dense_ranks(base, size or base.gradient_group).sharded for size in (1, *self._shard_groups(base))]
+        runs += [dense_ranks(base, size or base.gradient_group).sharded for size in (1, *shard_groups(base))]
         runs += [dense_ranks(base, 1).replicas]
         if self.job.model.moe:
             runs += [expert_runs(base), expert_tensor_runs(base), expert_ranks(base, 1).replicas]
@@ -165,7 +166,7 @@ class Space:
 
     def _groups_of(self, base: Strategy) -> Iterator[Group]:
         layers = self._layers(base)
-        shards = self._shards(base)
+        shards = shard_choices(self.job, self.constraints, base)
         offloads = self._offloads
         if not layers or not shards or not offloads:
             return
@@ -186,21 +187,19 @@ class Space:
                             tuple(batches.values()))  # fmt: skip
 
     def _layers(self, base: Strategy) -> tuple[LayerChoice, ...]:
-        constraints, seq = self.constraints, self.job.training.seq
+        constraints = self.constraints
         plain = constraints.candidates("sequence_parallel", (True, False) if self.narrowed < 2 else (True,))
         if base.tp == 1:
-            plain = plain[:1] and (True,)
+            plain = (True,)
         methods = constraints.candidates("context_method", ("ring", "all-gather", "ulysses"))
         if base.cp == 1:
-            methods = methods[:1] and ("ring",)
-        usual = [2**k for k in range(10) if 2**k <= MOST_MICROBATCH]
-        usual = [size for size in usual if size == 1 or size * seq <= MOST_MICROBATCH_TOKENS]
+            methods = ("ring",)
         return tuple(
             LayerChoice(sp, method, size)
             for sp in plain
             for method in methods
             if self._model_fits(base.tp, base.cp, sp, method)
-            for size in constraints.candidates("microbatch", usual)
+            for size in self._microbatches
         )
 
     def _model_fits(self, tp: int, cp: int, sequence_parallel: bool, method: Any) -> bool:
@@ -222,7 +221,8 @@ class Space:
         constraints, layers = self.constraints, self.job.model.layers
         if pp == 1:
             known = constraints.candidates("schedule", ("1f1b",))
-            return [ScheduleChoice("1f1b", 1, "even")] if "1f1b" in known or not known else []
+            plain = ("1f1b" in known or not known) and 1 in constraints.candidates("interleave", (1,))
+            return [ScheduleChoice("1f1b", 1, "even")] if plain else []
         choices = []
         usual = SCHEDULES if self.any_priced else SCHEDULES[:-1]
         for name in constraints.candidates("schedule", usual):
@@ -255,10 +255,19 @@ class Space:
     def _sequences(self, base: Strategy, layer: LayerChoice, choice: ScheduleChoice) -> int:
         """Sequences of a step, or 0 where the batch does not divide."""
         rounds = base.pp if choice.schedule == "interleaved" else 1
-        multiple = base.data_parallel * layer.microbatch * rounds
+        return self._batch(base.data_parallel * layer.microbatch * rounds)
+
+    def _batch(self, multiple: int) -> int:
         if multiple not in self._batches:
             self._batches[multiple] = self._rounded(multiple)
         return self._batches[multiple]
+
+    @property
+    def _microbatches(self) -> tuple[int, ...]:
+        seq = self.job.training.seq
+        usual = [2**k for k in range(10) if 2**k <= MOST_MICROBATCH]
+        usual = [size for size in usual if size == 1 or size * seq <= MOST_MICROBATCH_TOKENS]
+        return self.constraints.candidates("microbatch", usual)
 
     def _rounded(self, multiple: int) -> int:
         """The batch that is a whole number of ``multiple`` sequences and near what was asked for, or 0."""
@@ -288,48 +297,9 @@ class Space:
                 choices.append(RecomputeChoice(mode, count))
         return tuple(choices)
 
-    def _shards(self, base: Strategy) -> tuple[ShardChoice, ...]:
-        constraints, group = self.constraints, base.gradient_group
-        choices = []
-        for zero, kept, accumulate in SHARDINGS:
-            if (
-                zero not in constraints.candidates("zero", (0, 1, 2, 3) if group > 1 else (0,))
-                or kept not in constraints.candidates("keep_parameters", (False, True))
-                or accumulate not in constraints.candidates("accumulate", ("sharded", "local"))
-            ):
-                continue
-            sizes = constraints.candidates("shard_group", self._shard_groups(base)) if zero else (None,)
-            for size in sizes:
-                if zero and not self._shardable(base, size):
-                    continue
-                choices.append(ShardChoice(zero, None if size == group else size, kept, accumulate))
-        return tuple(dict.fromkeys(choices))
-
     @property
     def _offloads(self) -> tuple[Offload, ...]:
         usable = self.offload and self.job.cluster.host_link is not None
         usual = OFFLOADS.values() if usable else (OFFLOADS["none"],)
         allowed = self.constraints.candidates("offload", usual)
         return tuple(one for one in allowed if usable or not one.any)
-
-    def _shard_groups(self, base: Strategy) -> tuple[int | None, ...]:
-        """All ranks that hold the same parameters, and parts of them: spread evenly over the possible sizes."""
-        group = base.gradient_group
-        sizes = [size for size in divisors(group) if 1 < size < group]
-        if len(sizes) >= SHARD_GROUPS:
-            sizes = [sizes[len(sizes) * part // SHARD_GROUPS] for part in range(SHARD_GROUPS)]
-        return (None, *sizes)
-
-    def _shardable(self, base: Strategy, size: int | None) -> bool:
-        """Whether a shard group of this size lies on the network."""
-        shards = size or base.gradient_group
-        if base.gradient_group % shards:
-            return False
-        try:
-            held = [dense_ranks(base, shards), *([expert_ranks(base, shards)] if self.job.model.moe else [])]
-            for ranks in held:
-                spanned(self.job.cluster, ranks.sharded, "strategy.shard_group")
-                spanned(self.job.cluster, ranks.replicas, "strategy.shard_group")
-        except SpecError:
-            return False
-        return True

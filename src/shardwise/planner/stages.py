@@ -17,7 +17,7 @@ WORTH = 0.001  # a division of its own has to be this much faster than an even o
 
 
 def with_best_stages(found: Candidate, capacity_bytes: float) -> Candidate:
-    """The same strategy with stages of its own where that is faster in the simulation and fits; else ``found`` itself."""
+    """The same strategy with stages of its own where its simulated step is faster and fits; else ``found`` itself."""
     best = found
     for job in _proposals(found.job, capacity_bytes):
         other = candidate(job)

@@ -49,7 +49,7 @@ def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
 
 
 def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
-    if not other.priced:
+    if not other.wanted:
         problem, remedy = what_is_missing(other, request)
         return WhyNot(words, "does not divide", f"{problem}; {remedy}" if remedy else problem)
     if other.least_memory is None:

@@ -13,7 +13,7 @@ from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
 from shardwise.spec.stack import Stack, default_stack, stack_from
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
+from shardwise.spec.training import Recipe, Training
 
 
 def _model(value: Any) -> Model:
@@ -34,6 +34,11 @@ class Job(Spec):
         rules.check_model_fits(self.model, self.strategy, self.training)
         object.__setattr__(self, "strategy", rules.completed_strategy(self.cluster, self.strategy))
         rules.check_job(self.model, self.cluster, self.strategy, self.training)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The training's recipe in the bytes that the stack keeps of every parameter."""
+        return self.stack.stores(self.training.recipe)
 
     @property
     def sequences(self) -> int:

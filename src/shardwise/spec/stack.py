@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwise.spec import presets
 from shardwise.spec.codec import Spec
 from shardwise.spec.strategy import Overlap
+from shardwise.spec.training import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +18,17 @@ class Stack(Spec):
     ``overlap`` is what a job on this stack hides unless its strategy says otherwise. ``tp_overlap`` tells how:
     "decomposed" cuts the product into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
     ``tp_gradients`` says whether the collectives of a split product's backward pass run "beside" the one of its two
-    products that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send a
-    part each to the next stage, which gathers the parts.
-    ``float_logits``: the loss is a plain cross entropy on an fp32 copy of the logits. ``fused_loss`` is described, not
-    priced yet.
+    products that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
+    a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
+    itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
+
+    What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same on an fp32
+    copy of the logits ("copied"), the plain one on such a copy ("plain"), or one that turns the 16-bit logits into
+    their gradient in place ("fused"). ``gated_activation``: a gate that is a kernel of its own keeps its output.
+    ``dummy_gradients``: an empty 16-bit gradient of every weight shape stays allocated. ``late_gradients``: 16-bit
+    gradients are added to fp32 ones after a whole backward pass. ``sharded_parameters`` in "fp32" are the master
+    weights too. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives
+    wait for the device) say what PyTorch reserves beyond its tensors.
     """
 
     name: str = "custom"
@@ -34,15 +42,32 @@ class Stack(Spec):
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     fp8_dispatch: bool = False
     cuda_graphs: Literal["none", "partial", "full"] = "none"
-    elementwise: Literal["fused", "eager"] = "fused"
+    elementwise: Literal["fused", "compiled", "eager"] = "fused"
     fused_moe_mlp: bool = False
     fused_permute: bool = False
-    fused_loss: bool = False
-    float_logits: bool = False
-    fused_casts: bool = False
-    fused_weight_gradient: bool = True
-    per_parameter_collectives: bool = False
+    loss: Literal["parallel", "copied", "plain", "fused"] = "parallel"
+    gated_activation: Literal["fused", "separate"] = "fused"
+    casts: Literal["fused", "transposed", "separate"] = "transposed"
+    dummy_gradients: bool = False
+    late_gradients: bool = False
+    sharded_parameters: Literal["16-bit", "fp32"] = "16-bit"
+    allocator: Literal["segments", "expandable"] = "segments"
+    layer_launches: int = 0
+    per_parameter_shards: bool = False
     source: str = ""
+
+    def stores(self, recipe: Recipe) -> Recipe:
+        """The recipe in the bytes that this stack keeps of every parameter."""
+        if self.sharded_parameters == "fp32" and recipe.master:
+            return replace(recipe, weight=4, copies=0, gradient=4, master=0)
+        if recipe.compute not in ("fp8", "fp4"):
+            return recipe
+        # Megatron's gradient buffer has the format it is reduced in (--grad-reduce-in-fp32 or not).
+        kept = replace(recipe, gradient=2) if self.gradient_reduce == "bf16" else recipe
+        if self.parameter_gather == "fp8" and recipe.compute == "fp8":
+            # --fp8-param-gather: the two FP8 forms are the weights, 16-bit ones exist in no rank.
+            return replace(kept, weight=recipe.copies / 2, copies=recipe.copies / 2)
+        return kept
 
 
 def stack_from(value: Any) -> Stack:

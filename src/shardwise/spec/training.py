@@ -29,6 +29,16 @@ class Recipe:
     source: str
 
     @property
+    def plain_weight(self) -> float:
+        """A weight that no recipe narrows: embeddings, head, norms."""
+        return max(self.weight, 2)
+
+    @property
+    def gathered(self) -> float:
+        """A parameter that sharded data parallelism has gathered, in the format that is computed with."""
+        return self.weight if self.compute == "fp32" else min(self.weight, 2)
+
+    @property
     def wide(self) -> str:
         """The format of what a low-precision recipe leaves alone: attention, head, router."""
         return self.compute if self.compute in ("fp32", "fp16", "bf16") else "bf16"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import minimum
@@ -50,32 +50,32 @@ def _shared(runs: tuple[Run, ...], shards: int) -> SharedRanks:
 def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives over the ranks that hold the same parameters: cp·dp, and expert data parallelism."""
     strategy, shards = job.strategy, divided_over(job.strategy)
-    dense_units, expert_units = communication_units(job, contents, strategy.zero)
+    dense_units, expert_units = communication_units(contents)
     traffics = _group_traffic(job, "", contents.dense, dense_units, dense_ranks(strategy, shards))
     if contents.experts:
         traffics += _group_traffic(job, "expert ", contents.experts, expert_units, expert_ranks(strategy, shards))
     return traffics
 
 
-def communication_units(job: Job, contents: RankContents, zero: int) -> tuple[int, int]:
+def communication_units(contents: RankContents) -> tuple[int, int]:
     """Pieces of the dense parameters and of the experts that are reduced or gathered one after the other: layers."""
-    return max(1, _tensors(job, contents.layers, zero)), max(1, _tensors(job, contents.moe_layers, zero))
+    return max(1, contents.layers), max(1, contents.moe_layers)
 
 
-def wire_bytes(job: Job) -> tuple[float, float]:
-    """Bytes per element of reduced gradients and of gathered parameters, as the stack sends them."""
+class Wire(NamedTuple):
+    """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather."""
+
+    gradient: float
+    weight: float
+    gather_hides: bool
+
+
+def wire_bytes(job: Job) -> Wire:
+    """What the stack sends; parameters that it gathers in the optimizer's step are waited for."""
     recipe, stack = job.training.recipe, job.stack
     gradient = min(recipe.gradient, 2.0) if stack.gradient_reduce == "bf16" else recipe.gradient
     narrow = stack.parameter_gather == "fp8" and recipe.compute in ("fp8", "fp4")
-    return gradient, 1.0 if narrow else recipe.weight
-
-
-def _tensors(job: Job, layers: int, zero: int) -> int:
-    """Pieces that are sent one after the other: layers, or every tensor by itself where the stack does so."""
-    if job.stack.per_parameter_collectives and zero == 1:
-        per_layer = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
-        return layers * per_layer
-    return layers
+    return Wire(gradient, 1.0 if narrow else recipe.weight, not stack.per_parameter_shards)
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class DataLine:
 
 
 def data_lines(
-    sharding: Sharding, unit_parameters: Any, shards: Any, wire: tuple[float, float], microbatches: Any, last: Any
+    sharding: Sharding, unit_parameters: Any, shards: Any, wire: Wire, microbatches: Any, last: Any
 ) -> list[DataLine]:
     """What one group of parameters sends; ``last`` is the share of a pass in which gradients are complete.
 
     Numbers of one strategy, or columns of a table of them.
     """
-    gradient, weight = wire
+    gradient, weight = wire.gradient, wire.weight
     reductions, share = (microbatches, 1.0) if sharding.gradients_sharded else (1, last)
-    gathers, gather_share = (1, last) if sharding.gathers_once else (microbatches, 1.0)
+    gathers, gather_share = (1, last if wire.gather_hides else 0.0) if sharding.gathers_once else (microbatches, 1.0)
     whole, part = unit_parameters * gradient, unit_parameters * gradient / shards
     gathered = unit_parameters * weight
     gather, scatter, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE

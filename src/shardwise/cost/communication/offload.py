@@ -69,7 +69,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     link = host_topology(job.cluster, strategy.offload.target)
     in_flight = chunks_in_flight(job, contents.rank) / strategy.chunks_per_rank
     moved = activation_bytes(job, contents) / in_flight * strategy.offload.activations
-    lines = state_lines(contents, sharding_of(strategy), job.training.recipe, m) + activation_lines(moved, m)
+    lines = state_lines(contents, sharding_of(strategy), job.recipe, m) + activation_lines(moved, m)
     return [
         priced(
             "offload",

@@ -15,7 +15,7 @@ from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import expert_tensor_runs, group_runs, spanned
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.overlap import Window
-from shardwise.cost.roofline import operator_seconds
+from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents, fully_recomputed_share
 from shardwise.cost.traffic import Traffic, priced
@@ -66,7 +66,8 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
             _Line("input gradients, backward", scatter, job.microbatches, "column", "weight_gradient"),
             _Line("saved inputs, backward", gather, job.microbatches, "column", "input_gradient"),
         ]
-    return [traffic for line in lines for traffic in _beside_its_product(job, contents, topology, line)]
+    products = _Products(job, contents)
+    return [_beside_its_product(job, contents, topology, line, products) for line in lines]
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,10 @@ class _Line:
         return self.what in ("input gradients, backward", "saved inputs, backward")
 
 
-def _beside_its_product(job: Job, contents: RankContents, topology: Topology, line: _Line) -> list[Traffic]:
-    """What hides of a line as long as its product lasts, and what is left over.
+def _beside_its_product(
+    job: Job, contents: RankContents, topology: Topology, line: _Line, products: _Products
+) -> Traffic:
+    """A line of which nothing hides but what fits beside its product.
 
     Megatron-LM starts the collectives that the next product does not depend on before it, and waits for them after
     (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication); TransformerEngine and nanotron too.
@@ -96,26 +99,35 @@ def _beside_its_product(job: Job, contents: RankContents, topology: Topology, li
     strategy = job.strategy
     size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
     at_once = line.independent and job.stack.tp_gradients == "beside"
-    whole = priced("tp", line.what, line.kind, size, line.times * _blocks(job, contents), topology, strategy.collective)
-    if not (at_once or strategy.overlap.tp) or not whole.count:
-        return [whole]
-    hidden = line.times * _blocks_beside(job, contents, line, float(whole.cost.seconds))
+    blocks = _blocks(job, contents)
+    whole = priced("tp", line.what, line.kind, size, line.times * blocks, topology, strategy.collective)
+    if not (at_once or strategy.overlap.tp) or not blocks:
+        return whole
+    fitting = products.blocks_beside(line, float(whole.cost.seconds)) / blocks
     window: Window = "forward" if line.beside == "forward" else "backward"
-    beside = replace(whole, count=hidden, window=window, unhideable=0.0 if at_once else 1 / strategy.tp)
-    left = replace(whole, what=f"rest of {line.what}", count=whole.count - hidden)
-    return [beside, left] if left.count > 1e-9 * whole.count else [beside]
+    return replace(whole, window=window, unhideable=1 - fitting * (1.0 if at_once else 1 - 1 / strategy.tp))
 
 
-def _blocks_beside(job: Job, contents: RankContents, line: _Line, seconds: float) -> float:
-    """Collectives of one microbatch that fit beside their products."""
-    fitting = 0.0
-    for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        products = [one for one in layer_operators(job.model, layer_shape(job), moe=moe) if one.split == line.split]
-        if layers and products:
-            lasting = (operator_seconds(one, job.cluster.device, job.training.recipe, job.stack) for one in products)
-            shares = [min(1.0, getattr(one, line.beside) / seconds) for one in lasting]
-            fitting += layers * _blocks_of_layer(job, moe) * sum(shares) / len(shares)
-    return fitting
+class _Products:
+    """Seconds of the split products of a rank's layers, by how they are split."""
+
+    def __init__(self, job: Job, contents: RankContents) -> None:
+        device, recipe, shape = job.cluster.device, job.training.recipe, layer_shape(job)
+        self._layers: list[tuple[int, dict[Split, list[Seconds]]]] = []
+        for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+            by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
+            for one in layer_operators(job.model, shape, moe=moe) if layers else ():
+                if one.split != "none":
+                    by_split[one.split].append(operator_seconds(one, device, recipe, job.stack))
+            self._layers.append((layers * _blocks_of_layer(job, moe), by_split))
+
+    def blocks_beside(self, line: _Line, seconds: float) -> float:
+        """Collectives of one microbatch, of the given length, that fit beside their products."""
+        fitting = 0.0
+        for blocks, by_split in self._layers:
+            shares = [min(1.0, getattr(one, line.beside) / seconds) for one in by_split[line.split]]
+            fitting += blocks * sum(shares) / max(1, len(shares))
+        return fitting
 
 
 def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffic]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind
@@ -18,7 +19,7 @@ FREE = 0  # the ticket of what no network carries
 
 
 class CollectiveBook:
-    """``ticket`` remembers a collective and ``price_all`` prices what was asked for since the last time.
+    """``tickets`` remembers collectives and ``price_all`` prices what was asked for since the last time.
 
     Then ``seconds[tickets]`` and ``link_seconds[tickets]`` (one column per link of ``links``) are their prices.
     """
@@ -27,26 +28,32 @@ class CollectiveBook:
         import numpy as np
 
         self._cluster, self._links, self._algorithm = cluster, links, algorithm
-        self._tickets: dict[tuple[CollectiveKind, tuple[Run, ...], float], int] = {}
+        self._tickets: dict[tuple[CollectiveKind, tuple[Run, ...]], dict[float, int]] = {}
+        self._count = 0
         self._waiting: dict[tuple[CollectiveKind, tuple[Run, ...]], list[tuple[int, float]]] = {}
         self.seconds: Array = np.zeros(1)
         self.link_seconds: Array = np.zeros((1, len(links)))
 
-    def ticket(self, kind: CollectiveKind, runs: tuple[Run, ...], size_bytes: float) -> int:
-        if not runs or not size_bytes:
-            return FREE
-        key = (kind, runs, size_bytes)
-        found = self._tickets.get(key)
-        if found is None:
-            found = self._tickets[key] = len(self._tickets) + 1
-            self._waiting.setdefault((kind, runs), []).append((found, size_bytes))
-        return found
+    def tickets(self, kind: CollectiveKind, runs: tuple[Run, ...], sizes: Sequence[float]) -> list[int]:
+        """One for every size."""
+        if not runs:
+            return [FREE] * len(sizes)
+        known = self._tickets.get((kind, runs))
+        if known is None:
+            known = self._tickets[kind, runs] = {0.0: FREE}
+        return [known[size] if size in known else self._new(kind, runs, size) for size in sizes]
+
+    def _new(self, kind: CollectiveKind, runs: tuple[Run, ...], size: float) -> int:
+        self._count += 1
+        self._tickets[kind, runs][size] = self._count
+        self._waiting.setdefault((kind, runs), []).append((self._count, size))
+        return self._count
 
     def price_all(self) -> None:
         import numpy as np
 
-        seconds = np.zeros(len(self._tickets) + 1)
-        links = np.zeros((len(self._tickets) + 1, len(self._links)))
+        seconds = np.zeros(self._count + 1)
+        links = np.zeros((self._count + 1, len(self._links)))
         seconds[: len(self.seconds)], links[: len(self.seconds)] = self.seconds, self.link_seconds
         for (kind, runs), wanted in self._waiting.items():
             topology = spanned(self._cluster, runs, "strategy")

@@ -14,7 +14,6 @@ from shardwise.cost.communication.data import (
     expert_ranks,
     wire_bytes,
 )
-from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding
 from shardwise.cost.tables.book import CollectiveBook
 from shardwise.cost.tables.group import Group, ShardChoice, sharding_columns, shards_of
@@ -69,44 +68,33 @@ def _tickets(
     held_by: Mapping[int, list[SharedRanks]],
     book: CollectiveBook,
 ) -> tuple[Array, Array]:
-    """Every distinct shard group is looked at once, for every kind of rank."""
+    """Every distinct number of shards is looked at once, for every kind of rank."""
     import numpy as np
 
-    distinct = {(choice.zero, choice.shard_group): choice for choice in choices}
-    numbers = {key: number for number, key in enumerate(distinct)}
-    of_column = np.array([numbers[choice.zero, choice.shard_group] for choice in choices])
-    tickets: list[Any] = []
-    units: list[Any] = []
-    for choice in distinct.values():
-        held = held_by[shards_of(group.base, choice)]
-        pieces = [communication_units(job, contents, choice.zero)[: len(held)] for contents in group.ranks]
-        units.append(pieces)
-        tickets.append(
-            [_rank_tickets(job, contents, n, held, sharding, book) for contents, n in zip(group.ranks, pieces)]
-        )
-    # choice × kind × part × line, and choice × kind × part.
+    shards = [shards_of(group.base, choice) for choice in choices]
+    distinct = list(dict.fromkeys(shards))
+    of_column = np.array([distinct.index(one) for one in shards])
+    held = list(zip(*(held_by[one] for one in distinct)))  # part × shards
+    units = np.array([communication_units(contents)[: len(held)] for contents in group.ranks], dtype=float).T
+    parameters = np.array([(contents.dense, contents.experts)[: len(held)] for contents in group.ranks]).T
+    tickets = [_part_tickets(job, *part, sharding, book) for part in zip(parameters / units, held)]
+    # part × line × shards × kind; part × kind
     return (
-        np.array(tickets).transpose(2, 3, 1, 0)[..., of_column],
-        np.array(units, dtype=float).transpose(2, 1, 0)[..., of_column],
+        np.array(tickets).transpose(0, 1, 3, 2)[..., of_column],
+        np.repeat(units[..., None], len(choices), axis=-1),
     )
 
 
-def _rank_tickets(
-    job: Job,
-    contents: RankContents,
-    units: Sequence[int],
-    held: Sequence[SharedRanks],
-    sharding: Sharding,
-    book: CollectiveBook,
-) -> list[list[int]]:
-    """Part × line: a ticket for the collective over one unit."""
-    result = []
-    for parameters, pieces, ranks in zip((contents.dense, contents.experts), units, held):
-        lines = data_lines(sharding, parameters / pieces, ranks.shards, wire_bytes(job), 1, 1.0)
-        result.append(
-            [
-                book.ticket(line.kind, ranks.sharded if line.over == "shards" else ranks.replicas, line.unit_bytes)
-                for line in lines
-            ]
-        )
-    return result
+def _part_tickets(
+    job: Job, unit_parameters: Array, held: Sequence[SharedRanks], sharding: Sharding, book: CollectiveBook
+) -> list[list[list[int]]]:
+    """Line × shards × kind: a ticket for the collective over one unit."""
+    import numpy as np
+
+    shards = np.array([ranks.shards for ranks in held])[:, None]
+    tickets = []
+    for line in data_lines(sharding, unit_parameters, shards, wire_bytes(job), 1, 1.0):
+        sizes = np.broadcast_to(line.unit_bytes, (len(held), len(unit_parameters))).tolist()
+        runs = [ranks.sharded if line.over == "shards" else ranks.replicas for ranks in held]
+        tickets.append([book.tickets(line.kind, *one) for one in zip(runs, sizes)])
+    return tickets

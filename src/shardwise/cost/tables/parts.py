@@ -6,7 +6,7 @@ that holds nothing but the one part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,13 @@ class LineKey:
     what: str
     in_pass: Pass
     window: Window
-    unhideable: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """``seconds``: part × mode × (all of it, what nothing hides, on each link); ``units_taken`` is the same for all."""
+
+    seconds: Array
     units_taken: float
 
 
@@ -57,14 +63,32 @@ class LineKey:
 class Parts:
     """Figures of the four parts under every recompute mode, for one microbatch on one device.
 
-    ``figures``: part × mode × figure, the indices above. ``lines``: part × mode × (seconds, seconds on each link).
+    ``figures``: part × mode × figure, the indices above.
     """
 
     figures: Array
-    lines: Mapping[LineKey, Array]
+    lines: Mapping[LineKey, Line]
     buffer_bytes: float
     temporary_bytes: float
     temporary_bytes_with_head: float
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The parts of several layer choices as one array.
+
+    ``figures``: figure × layer choice × part × mode: first those of `Parts`, then of every line its seconds, those of
+    them that nothing can hide, and those on each link. A line that a choice does not have takes no time there.
+    """
+
+    figures: Array
+    keys: tuple[LineKey, ...]
+    units_taken: tuple[Array, ...]  # by layer choice, for every line
+
+    def line(self, number: int) -> int:
+        """Where the figures of a line start."""
+        first, lines = SAVED + 1, len(self.keys)
+        return first + number * (len(self.figures) - first) // lines
 
 
 class PartBook:
@@ -79,6 +103,7 @@ class PartBook:
         self.links = tuple(dict.fromkeys(level.name for level in job.cluster.levels))
         self._parts: dict[tuple[Any, ...], Parts] = {}
         self._pieces: dict[tuple[Any, ...], Any] = {}
+        self._stacks: dict[tuple[int, ...], Stack] = {}
 
     def parts(self, group: Group, layer: LayerChoice) -> Parts:
         base, places = group.base, group.places
@@ -89,6 +114,25 @@ class PartBook:
             found = self._parts[key] = self._priced(group, layer)
         return found
 
+    def stack(self, parts: Sequence[Parts]) -> Stack:
+        """The parts together; those of layouts that differ in their pipelines or data parallelism are the same."""
+        key = tuple(map(id, parts))
+        if key not in self._stacks:
+            self._stacks[key] = self._stacked(parts)
+        return self._stacks[key]
+
+    def _stacked(self, parts: Sequence[Parts]) -> Stack:
+        import numpy as np
+
+        none = Line(np.zeros((len(PROBES), len(MODES), 2 + len(self.links))), 0.0)
+        keys = _ordered(tuple(one.lines) for one in parts)
+        lines = [[one.lines.get(key, none) for one in parts] for key in keys]
+        figures = [np.stack([one.figures for one in parts])]
+        figures += [np.stack([line.seconds for line in of_key]) for of_key in lines]
+        together = np.ascontiguousarray(np.moveaxis(np.concatenate(figures, axis=-1), -1, 0))
+        units = [np.array([line.units_taken for line in of_key]) for of_key in lines]
+        return Stack(together, tuple(keys), tuple(units))
+
     @property
     def stage_call_seconds(self) -> float:
         return self._job.cluster.device.efficiency.stage_call_seconds
@@ -98,14 +142,14 @@ class PartBook:
         base = group.base
         if base.pp == 1:
             return 0.0
-        tokens = layer.microbatch * self._job.training.seq / base.cp / (base.tp if layer.sequence_parallel else 1)
+        tokens = layer.microbatch * self._job.training.seq / base.cp
 
         def price() -> float:
             traffic = message_traffic(_Probes(self._job, base, layer)["none"], "message")
             assert traffic is not None
             return float(traffic.cost.seconds)
 
-        key = (tokens, base.tp, group.places.tensor, group.places.pipeline)
+        key = (tokens, base.tp, layer.sequence_parallel, group.places.tensor, group.places.pipeline)
         seconds: float = self._piece("message", key, price)
         return seconds
 
@@ -125,12 +169,16 @@ class PartBook:
 
     def _priced(self, group: Group, layer: LayerChoice) -> Parts:
         """Every piece is looked up by the little that it depends on."""
+        import numpy as np
+
         base, places = group.base, group.places
         jobs = _Probes(self._job, base, layer)
         tokens = layer.microbatch * self._job.training.seq / base.cp
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
-        figures = self._piece("figures", common, lambda: self._figures(jobs))
-        lines: dict[LineKey, Array] = {}
+        method = layer.context_method if base.cp > 1 else ""
+        seconds = self._piece("seconds", common, lambda: self._figures(jobs, SAVED, _seconds))
+        saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, _saved_bytes))
+        lines: dict[LineKey, Line] = {}
         tensor = (*common, places.tensor, places.expert_tensor)
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
         if base.cp > 1:
@@ -139,7 +187,6 @@ class PartBook:
         if base.ep > 1:
             expert = (*common, base.ep, base.overlap.ep, places.expert)
             lines |= self._piece("ep", expert, lambda: self._lines(jobs, expert_traffic))
-        method = layer.context_method if base.cp > 1 else ""
         buffers = self._piece(
             "buffers",
             (*common, base.cp, base.ep, base.pp > 1, method),
@@ -149,7 +196,7 @@ class PartBook:
                 temporary_bytes(jobs["none"], has_head=True),
             ),
         )
-        return Parts(figures, lines, *buffers)
+        return Parts(np.concatenate([seconds, saved], axis=-1), lines, *buffers)
 
     def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Any]) -> Any:
         if (name, *key) not in self._pieces:
@@ -167,36 +214,31 @@ class PartBook:
             for number, mode in enumerate(MODES):
                 yield part, number, jobs[mode], probe
 
-    def _figures(self, jobs: _Probes) -> Array:
+    def _figures(self, jobs: _Probes, width: int, of: Callable[[Job, RankContents], tuple[float, ...]]) -> Array:
+        """Part × mode × the ``width`` figures that ``of`` gives."""
         import numpy as np
 
-        table = np.zeros((len(PROBES), len(MODES), 6))
+        table = np.zeros((len(PROBES), len(MODES), width))
         for part, modes, job, probe in self._asked(jobs):
-            seconds = part_seconds(job, probe)
-            table[part, modes] = (
-                seconds.forward,
-                seconds.input_gradient,
-                seconds.weight_gradient,
-                seconds.attention.forward,
-                seconds.attention.backward,
-                _saved_bytes(job, probe),
-            )
+            table[part, modes] = of(job, probe)
         return table
 
-    def _lines(self, jobs: _Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, Array]:
+    def _lines(self, jobs: _Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, Line]:
         """Lines of the four parts; those of a dimension that nothing hides are pooled, one for each pass."""
         import numpy as np
 
-        lines: dict[LineKey, Array] = {}
+        lines: dict[LineKey, Line] = {}
+        none = np.zeros((len(PROBES), len(MODES), 2 + len(self.links)))
         for part, modes, job, probe in self._asked(jobs):
             for traffic in traffic_of(job, probe):
                 if not (traffic.in_layer and traffic.count):
                     continue
                 run = as_run(job, traffic)
-                line = lines.setdefault(_line_key(run), np.zeros((len(PROBES), len(MODES), 1 + len(self.links))))
+                line = lines.setdefault(_line_key(run), Line(none.copy(), run.units_taken)).seconds
                 line[part, modes, 0] += run.seconds
+                line[part, modes, 1] += run.seconds * run.unhideable
                 for name, seconds in run.level_seconds.items():
-                    line[part, modes, 1 + self.links.index(name)] += seconds
+                    line[part, modes, 2 + self.links.index(name)] += seconds
         return lines
 
 
@@ -221,17 +263,38 @@ class _Probes:
         return self._made[mode]
 
 
+def _ordered(orders: Iterable[tuple[LineKey, ...]]) -> list[LineKey]:
+    """All keys: by dimension, what nothing hides last, and else each after those before it in its own layer choice."""
+    ordered: list[LineKey] = []
+    for order in dict.fromkeys(orders):
+        place = 0
+        for key in order:
+            if key not in ordered:
+                ordered.insert(place, key)
+            place = ordered.index(key) + 1
+    return sorted(ordered, key=lambda key: (("tp", "cp", "ep").index(key.dimension), key.window == "none"))
+
+
 def _line_key(traffic: Traffic) -> LineKey:
     if traffic.window == "none":
-        return LineKey(traffic.dimension, "exposed", traffic.in_pass, "none", 0.0, 0.0)
-    return LineKey(
-        traffic.dimension, traffic.what, traffic.in_pass, traffic.window, traffic.unhideable, traffic.units_taken
+        return LineKey(traffic.dimension, "exposed", traffic.in_pass, "none")
+    return LineKey(traffic.dimension, traffic.what, traffic.in_pass, traffic.window)
+
+
+def _seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
+    seconds = part_seconds(job, probe)
+    return (
+        seconds.forward,
+        seconds.input_gradient,
+        seconds.weight_gradient,
+        seconds.attention.forward,
+        seconds.attention.backward,
     )
 
 
-def _saved_bytes(job: Job, probe: RankContents) -> float:
+def _saved_bytes(job: Job, probe: RankContents) -> tuple[float, ...]:
     if probe.has_embedding:
-        return embedding_activation_bytes(job)
+        return (embedding_activation_bytes(job),)
     if probe.has_head:
-        return head_activation_bytes(job)
-    return layer_activation_bytes(job, moe=probe.moe_layers > 0)
+        return (head_activation_bytes(job),)
+    return (layer_activation_bytes(job, moe=probe.moe_layers > 0),)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
+from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.data import data_lines, wire_bytes
 from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
 from shardwise.cost.memory import gathered_bytes
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.stage_time import optimizer_seconds
-from shardwise.cost.stages import RankContents
-from shardwise.cost.states import Sharding, rank_state_bytes
+from shardwise.cost.states import rank_state_bytes
 from shardwise.cost.tables.book import CollectiveBook
 from shardwise.cost.tables.columns import ColumnClass, column_classes
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.parts import PartBook
 from shardwise.cost.tables.rows import RankRows, RowTable, row_table
+from shardwise.cost.tables.stacking import joined_rows, stacked_contents, stacked_sharding
 from shardwise.cost.traffic import collective_price
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
@@ -109,20 +110,39 @@ class _Batch:
 
         self.job, self.blocks, self.links = pricer.job, blocks, pricer.parts.links
         self.base = blocks[0].group.base
-        self.sharding = _stacked_sharding([block.columns.sharding for block in blocks])
-        self.contents = _stacked_contents([block.group.ranks for block in blocks])
-        self.optimizer_seconds = optimizer_seconds(self.job.cluster.device, self.contents, self.sharding)
+        self.sharding = stacked_sharding([block.columns.sharding for block in blocks])
+        self.contents = stacked_contents([block.group.ranks for block in blocks])
+        self.optimizer_seconds = optimizer_seconds(self.job, self.contents, self.sharding)
         # part × line × kind × column × block
         tickets = np.stack([block.columns.tickets for block in blocks], axis=-1)
         self.units = np.stack([block.columns.units for block in blocks], axis=-1)
         self.present = np.argwhere(tickets.any(axis=(2, 3, 4)))
         self.seconds = pricer.collectives.seconds[tickets] * self.units[:, None]
-        self.link_seconds = [seconds[tickets] * self.units[:, None] for seconds in pricer.collectives.link_seconds.T]
+        self.on_links = [
+            self._on_links(tickets[held, number], self.units[held], pricer) for held, number in self.present
+        ]
+        self.units_taken = [self._units_taken(links) for links in self.on_links]
+        self.takes_units = any(taken.any() for taken in self.units_taken)
         lengths = [len(block.rows) for block in blocks]
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
-        self.rows = _joined_rows([block.rows for block in blocks])
+        self.rows = joined_rows([block.rows for block in blocks])
         self.offloads = [_Offloaded(self, offload) for offload in blocks[0].group.offloads]
+
+    def _on_links(self, tickets: Array, units: Array, pricer: TablePricer) -> dict[str, Array]:
+        """Seconds of one line on every link that it uses."""
+        held = {name: seconds[tickets] * units for name, seconds in zip(self.links, pricer.collectives.link_seconds.T)}
+        return {name: seconds for name, seconds in held.items() if seconds.any()}
+
+    def _units_taken(self, on_links: dict[str, Array]) -> Array:
+        """Share of the compute units that a line runs on (as `as_run` has it for a job)."""
+        import numpy as np
+
+        taken = self.job.cluster.device.units_taken
+        if self.job.strategy.collective in ("nvls", "sharp"):
+            return np.full(self.units.shape[1:], taken.in_network)
+        share: Array = taken.collectives * busy_share(self.job.cluster.levels[0].name, on_links)
+        return share
 
     def pieces(self) -> Iterator[Piece]:
         kinds, columns = self.seconds.shape[2:4]
@@ -153,30 +173,27 @@ class _Batch:
         for transfer, under in zip(transfers, hidden):
             if transfer.window == "none":
                 tail = tail + transfer.seconds
-            elif transfer.units_taken:
+            elif self.takes_units:
                 tail = tail + transfer.units_taken * under
         return tail, {which: waiting(transfers, hidden, which) for which in PASSES}
 
     def _data_transfers(self, part: slice) -> list[Transfer]:
         """The lines of the dense parameters and of the experts; those that nowhere cost anything are left out."""
         m, last, block = self.rows.microbatches[part], self.rows.last_share[part], self.block_of_row[part]
-        taken = self.job.cluster.device.units_taken
-        units_taken = taken.in_network if self.job.strategy.collective in ("nvls", "sharp") else taken.collectives
         lines = data_lines(self.sharding, 0.0, 1, wire_bytes(self.job), m, last)
         transfers = []
-        for held, number in self.present:
+        for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[number]
-            links = {name: seconds[held, number] for name, seconds in zip(self.links, self.link_seconds)}
             transfers.append(
                 Transfer(
                     line.window,
                     line.times * self.seconds[held, number].take(block, -1),
-                    {name: line.times * seconds.take(block, -1) for name, seconds in links.items() if seconds.any()},
+                    {name: line.times * seconds.take(block, -1) for name, seconds in links.items()},
                     line.window if self.base.overlap.dp else "none",
                     line.window_share,
                     line.last_only,
                     (1 / self.units[held]).take(block, -1),
-                    units_taken,
+                    taken.take(block, -1),
                 )
             )
         return transfers
@@ -188,9 +205,9 @@ class _Offloaded:
     def __init__(self, batch: _Batch, offload: Offload) -> None:
         job = batch.job
         self.offload, self.overlapped = offload, batch.base.overlap.offload
-        self.contents, self.recipe = batch.contents, job.training.recipe
+        self.contents, self.recipe = batch.contents, job.recipe
         self.sharding = replace(batch.sharding, offload=offload)
-        self.states = rank_state_bytes(self.contents, self.sharding, job.training.precision, job.training.optimizer)
+        self.states = rank_state_bytes(self.contents, self.sharding, job.recipe, job.training.optimizer)
         gathered = gathered_bytes(self.contents, self.sharding, self.recipe)
         self.held_bytes = self.states.total + gathered + job.cluster.device.framework_memory
         self.units_taken = job.cluster.device.units_taken.copies
@@ -256,68 +273,3 @@ def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
         return None, None
     cost = collective_price(CollectiveKind.SEND_RECV, size_bytes, host, "auto")
     return cost.seconds, cost.bandwidth_seconds
-
-
-def _stacked_sharding(shardings: list[Sharding]) -> Sharding:
-    """Column × block arrays; all blocks share the rest."""
-    import numpy as np
-
-    def stacked(name: str) -> Any:
-        return np.stack([getattr(one, name) for one in shardings], axis=-1)
-
-    first = shardings[0]
-    return Sharding(
-        stacked("zero"),
-        stacked("shards"),
-        stacked("expert_shards"),
-        first.gradients_sharded,
-        first.gathers_once,
-        stacked("keep_parameters"),
-        first.offload,
-    )
-
-
-def _stacked_contents(ranks: list[tuple[RankContents, ...]]) -> RankContents:
-    """Each figure an array of kind of rank × 1 × block."""
-    import numpy as np
-
-    names = [field.name for field in fields(RankContents)]
-    columns: list[Any] = [
-        np.array([[getattr(rank, name) for rank in kinds] for kinds in ranks]).T[:, None, :] for name in names
-    ]
-    return RankContents(*columns)
-
-
-def _joined_rows(tables: list[RowTable]) -> RowTable:
-    """The rows of several tables, one after the other."""
-    import numpy as np
-
-    if len(tables) == 1:
-        return tables[0]
-
-    def joined(arrays: list[Array]) -> Array:
-        return np.concatenate(arrays, axis=-1)
-
-    ranks = [table.ranks for table in tables]
-    links = {which: dict.fromkeys(name for rank in ranks for name in rank.busy[which]) for which in PASSES}
-    return RowTable(
-        np.concatenate([table.index for table in tables]),
-        joined([table.sequences for table in tables]),
-        joined([table.microbatches for table in tables]),
-        joined([table.last_share for table in tables]),
-        joined([table.pipeline_seconds for table in tables]),
-        RankRows(
-            {which: joined([rank.lasting[which] for rank in ranks]) for which in PASSES},
-            {
-                which: {
-                    name: joined([rank.busy[which].get(name, np.zeros_like(rank.saved_bytes)) for rank in ranks])
-                    for name in links[which]
-                }
-                for which in PASSES
-            },
-            joined([rank.once_seconds for rank in ranks]),
-            joined([rank.saved_bytes for rank in ranks]),
-            joined([rank.activation_bytes for rank in ranks]),
-            joined([rank.other_bytes for rank in ranks]),
-        ),
-    )

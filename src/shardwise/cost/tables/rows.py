@@ -85,7 +85,7 @@ class _RowBuilder:
 
         self.group, self.book = group, book
         self.parts = [book.parts(group, layer) for layer in group.layers]
-        self.figures = np.stack([parts.figures for parts in self.parts])  # layer × part × mode × figure
+        self.stack = book.stack(self.parts)
         self.sequences = np.array(group.sequences, dtype=np.int64)
         sizes = group.base.data_parallel * np.array([layer.microbatch for layer in group.layers], dtype=np.int64)
         self.microbatches = np.maximum(1, self.sequences // sizes[:, None])
@@ -138,31 +138,29 @@ class _RowBuilder:
         return share
 
     def _mixed(self, values: Array) -> Array:
-        """Layer × part × mode × figure → kind × layer × 1 × recompute × figure."""
-        counts = self.counts[:, :, None, None, None]
-        rank = counts[:, 0] * values[:, 0] + counts[:, 1] * values[:, 1]
-        rank = rank + counts[:, 2] * values[:, 2] + counts[:, 3] * values[:, 3]
-        none, selective, full = (rank[:, :, None, None, mode] for mode in range(len(MODES)))
-        share = self.share[:, None, None, :, None]
-        named = (self.modes == MODES.index("selective"))[:, None]
+        """Figure × layer × part × mode → figure × kind × layer × 1 × recompute."""
+        counts, values = self.counts[:, :, None, None], values[:, None]
+        rank = counts[:, 0] * values[:, :, :, 0] + counts[:, 1] * values[:, :, :, 1]
+        rank = rank + counts[:, 2] * values[:, :, :, 2] + counts[:, 3] * values[:, :, :, 3]
+        none, selective, full = (rank[..., None, None, mode] for mode in range(len(MODES)))
+        share = self.share[:, None, None, :]
+        named = self.modes == MODES.index("selective")
         mixed: Array = (1 - share) * (~named * none + named * selective) + share * full
         return mixed
 
     def _ranks(self) -> tuple[Passes, RankRows]:
         import numpy as np
 
-        figures = self._mixed(self.figures)
+        figures = self._mixed(self.stack.figures)
         call = self.book.stage_call_seconds * np.array(self.chunks, dtype=float)[:, None]
-        compute = Passes(
-            figures[..., FORWARD] + call, figures[..., INPUT_GRADIENT] + call, figures[..., WEIGHT_GRADIENT]
-        )
+        compute = Passes(figures[FORWARD] + call, figures[INPUT_GRADIENT] + call, figures[WEIGHT_GRADIENT])
         windows = ComputeWindows(
             self.m * compute.forward,
             self.m * (compute.input_gradient + compute.weight_gradient),
-            self.m * figures[..., ATTENTION_FORWARD],
-            self.m * figures[..., ATTENTION_BACKWARD],
+            self.m * figures[ATTENTION_FORWARD],
+            self.m * figures[ATTENTION_BACKWARD],
         )
-        transfers = self._transfers()
+        transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
         share = self.share[:, None, None, :]
         passes = passes_with_exposed(compute, transfers, hidden, self.m, share)
@@ -173,30 +171,22 @@ class _RowBuilder:
             lasting[which] = lasting[which] + (transfer.seconds - under)
             for name, seconds in transfer.link_seconds.items():
                 busy[which][name] = busy[which].get(name, 0.0) + seconds
-        return passes, self._rank_rows(figures[..., SAVED], lasting, busy)
+        return passes, self._rank_rows(figures[SAVED], lasting, busy)
 
-    def _transfers(self) -> list[Transfer]:
-        """The lines of all layer choices; a line that a choice does not have takes no time there."""
+    def _transfer(self, figures: Array, number: int) -> Transfer:
+        """A line of all layer choices."""
         import numpy as np
 
-        keys = dict.fromkeys(key for parts in self.parts for key in parts.lines)
-        none = np.zeros((self.counts.shape[1], len(MODES), 1 + len(self.book.links)))
-        transfers = []
-        for key in sorted(keys, key=lambda key: ("tp", "cp", "ep").index(key.dimension)):
-            line = self._mixed(np.stack([parts.lines.get(key, none) for parts in self.parts]))
-            line = self.m[..., None] * line
-            used = [i for i in range(len(self.book.links)) if line[..., 1 + i].any()]
-            transfers.append(
-                Transfer(
-                    key.in_pass,
-                    line[..., 0],
-                    {self.book.links[i]: line[..., 1 + i] for i in used},
-                    key.window,
-                    unhideable=key.unhideable,
-                    units_taken=key.units_taken,
-                )
-            )
-        return transfers
+        key, start = self.stack.keys[number], self.stack.line(number)
+        seconds, unhideable, *on_links = figures[start : start + 2 + len(self.book.links)]
+        return Transfer(
+            key.in_pass,
+            self.m * seconds,
+            {name: self.m * one for name, one in zip(self.book.links, on_links) if one.any()},
+            key.window,
+            unhideable=unhideable / np.where(seconds > 0, seconds, 1.0),
+            units_taken=self.stack.units_taken[number][:, None, None],
+        )
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -204,7 +194,7 @@ class _RowBuilder:
         import numpy as np
 
         choices, ranks = self.group.layers, self.group.ranks
-        head = self.counts[:, 3, None, None, None] * self.figures[:, 3, 0, SAVED][:, None, None]
+        head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
         layers = saved_figures - head
         in_flight = self._in_flight()
         all_heads = np.array([one.schedule == "gpipe" for one in self.group.schedules])[:, None]
@@ -242,7 +232,7 @@ class _RowBuilder:
         """Bytes that recompute brings back while one layer runs its backward pass: kind × layer × 1 × recompute."""
         import numpy as np
 
-        saved = self.figures[:, :2, :, SAVED]
+        saved = self.stack.figures[SAVED, :, :2]
         back = saved[:, :, :1] - saved  # layer × part × mode
         none = np.array([choice.recompute_layers == 0 for choice in self.group.recomputes])
         chosen = np.where(none, 0.0, back[:, :, self.modes])

@@ -19,6 +19,7 @@ _MACHINES = (
     ("h800", "hgx-h800"),
     (r"h100.*?(500 ?w|hbm2e|96 ?gb)", "grand-teton-h100"),
     (r"h100.*?pcie", "h100-pcie-server"),
+    ("p5", "p5-h100"),
     ("h100", "dgx-h100"),
     ("a800", "hgx-a800"),
     (r"a100.*?40 ?gb", "dgx-a100-40gb"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwise.cost.validation.variants import Variant
 
+_LLAMA3_8B = r"Llama.?3.*\b8B"
 _QWEN3_235B = r"Qwen.?3.*235B"
 _DEEPSEEK_V3 = r"DeepSeek.?V3"
 _GPT_OSS = r"GPT.?OSS"
@@ -39,6 +40,11 @@ def _selective(rows: str, operators: list[str], cells: dict[str, str]) -> Varian
     return Variant(rows, f"recompute of {' and '.join(operators)}", cells, strategy=strategy)
 
 
+def _captured(rows: str, cells: dict[str, str], since: str = "") -> Variant:
+    """``cuda_graph_impl`` "local" with scope "full_iteration"."""
+    return Variant(rows, "full-iteration CUDA graph", cells, since, stack={"cuda_graphs": "full"})
+
+
 # Later ones win over earlier ones.
 VARIANTS = (
     Variant("NVFP4", "TP overlap off", {"precision": "fp4"}, stack={"overlap": {"tp": False}}),
@@ -49,6 +55,12 @@ VARIANTS = (
         since="26.06",
         stack={"cuda_graphs": "full", "fused_moe_mlp": True, "fused_permute": True, "overlap": {"ep": True}},
     ),
+    _captured("Llama3-8B, not NVFP4, on B200, B300, GB300",
+              {"model": _LLAMA3_8B, "precision": "^(?!.*fp4)", "gpu": r"\bB[23]00|GB300"}),
+    _captured("Llama3-8B, BF16 and MXFP8 on GB200", {"model": _LLAMA3_8B, "precision": "bf16|mx", "gpu": "GB200"}),
+    _captured("Llama3-8B, FP8 on GB200 from container 26.02 on",
+              {"model": _LLAMA3_8B, "precision": "^fp8", "gpu": "GB200"}, since="26.02"),
+    _captured("Llama3-70B, BF16 on B200", {"model": r"Llama.?3.*70B", "precision": "^bf16", "gpu": r"\bB200"}),
     Variant(
         "Qwen3-235B on B200, B300",
         "plain all-to-all",
@@ -71,4 +83,4 @@ VARIANTS = (
         model={"sliding_window": 128, "sliding_window_every": 2},
     ),
     *_offloads(),
-)
+)  # fmt: skip

@@ -56,8 +56,13 @@ def _counted_flops(row: Row, source: Source, job: Job) -> tuple[float, str]:
     return per_token * job.tokens_per_step, convention + (" with recompute" if recomputed else "")
 
 
-def reported_memory(row: Row) -> tuple[float | None, str]:
+def reported_memory(row: Row, source: Source) -> tuple[float | None, str]:
     """Bytes per device if the row has them, and what they count; a column of GB holds 10⁹ where its kind says so."""
     value, kind = row.number("rep_mem_gib"), row.text("rep_mem_kind")
-    unit = 1e9 if "GB" in kind and "GiB" not in kind else 2**30
-    return (value * unit if value else None), kind
+    decimal = "GB" in kind and "GiB" not in kind and source.memory == "as printed"
+    return (value * (1e9 if decimal else 2**30) if value else None), kind
+
+
+def counts_reserved(kind: str, source: Source) -> bool:
+    """Whether a figure is what the allocator reserved; what stands in brackets is said of another one."""
+    return source.memory != "as printed" or "reserved" in kind.partition("(")[0].lower()

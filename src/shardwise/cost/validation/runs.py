@@ -68,7 +68,7 @@ def run_from_row(row: Row) -> Run:
     source = source_of(row)
     try:
         job = _job(row, source)
-        return Run(row, source, job, *reported_seconds(row, source, job), *reported_memory(row))
+        return Run(row, source, job, *reported_seconds(row, source, job), *reported_memory(row, source))
     except SpecError as error:
         raise error.under(f"row {row.text('row_id')}") from None
 
@@ -91,7 +91,7 @@ def _job(row: Row, source: Source) -> Job:
     return Job.from_dict(
         {
             "model": _model(row, source),
-            "cluster": machine(name, devices, node_devices),
+            "cluster": machine(source.machines.get(name, name), devices, node_devices),
             "strategy": _strategy(row, source, stack),
             "training": training,
             "stack": stack,
@@ -191,6 +191,8 @@ def _pipeline(row: Row, source: Source, pp: int) -> dict[str, Any]:
         schedule = "1f1b"
     fields: dict[str, Any] = {"schedule": schedule, "interleave": chunks}
     stages = pp * (chunks if chunks > 1 else 2 if schedule in ("zbv", "v-half", "v-min", "dualpipev") else 1)
+    if source.stages_by_cost:
+        return fields | {"stage_layers": _layers_by_cost(row, stages)}
     if layers % stages == 0:
         return fields
     each, spare = divmod(layers + 2, stages)
@@ -198,3 +200,19 @@ def _pipeline(row: Row, source: Source, pp: int) -> dict[str, Any]:
         # 22 of 24, 126 of 128: embedding and loss take the place of one layer each (Zero Bubble's Table 3, Llama 3.1).
         return fields | {"stage_layers": [each - (stage in (0, stages - 1)) for stage in range(stages)]}
     return fields | {"stage_layers": "balanced"}
+
+
+def _layers_by_cost(row: Row, stages: int) -> list[int]:
+    """Layers of every stage as nanotron cuts them (src/nanotron/models/base.py, build_model).
+
+    Every block counts its matrices, the head too; a stage ends with the block that passes its share of the sum.
+    """
+    hidden, layers = row.whole("hidden"), row.whole("layers")
+    layer = hidden * (4 * hidden + 3 * row.whole("ffn"))
+    share = (layers * layer + hidden * row.whole("vocab")) / stages
+    counts, stage = [0] * stages, 0
+    for number in range(1, layers + 1):
+        counts[stage] += 1
+        if number * layer > (stage + 1) * share:
+            stage += 1
+    return counts

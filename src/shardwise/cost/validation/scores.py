@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory import memory_of_rank, peak_memory
 from shardwise.cost.prediction import predict
+from shardwise.cost.reserved import reserved_bytes
 from shardwise.cost.validation.ranges import Range
+from shardwise.cost.validation.reported import counts_reserved
 from shardwise.cost.validation.runs import Run
 
 
@@ -39,13 +41,9 @@ class Score:
 
 
 def score(run: Run, over: Range | None = None) -> Score:
-    """The prediction for one run beside what was reported of it, and the range if it is given.
-
-    Memory is what tensors take: the framework's allowance is not part of any published figure's "allocated".
-    """
+    """The prediction for one run beside what was reported of it, and the range if it is given."""
     seconds, memory = predict(run.job).step_seconds, peak_memory(run.job)
-    tensors = memory.total - memory.allowance
-    reported = run.reported_memory_bytes
+    predicted, reported = predicted_memory(run), run.reported_memory_bytes
     return Score(
         row_id=run.row_id,
         device=run.device,
@@ -60,12 +58,23 @@ def score(run: Run, over: Range | None = None) -> Score:
         predicted_seconds_high=over.high if over else None,
         in_range=over.low <= run.reported_seconds <= over.high if over else None,
         reported_memory_bytes=reported,
-        predicted_memory_bytes=tensors,
-        memory_error=None if reported is None else tensors / reported - 1,
+        predicted_memory_bytes=predicted,
+        memory_error=None if reported is None else predicted / reported - 1,
         memory_kind=run.memory_kind,
         fits=memory.total <= run.job.cluster.device.memory,
         set_aside=run.set_aside,
     )
+
+
+def predicted_memory(run: Run) -> float:
+    """What the figure of a run counts: tensors, or what the allocator reserves for them.
+
+    The framework's allowance is part of neither.
+    """
+    memory = memory_of_rank(run.job, 0) if run.source.memory == "reserved, first rank" else peak_memory(run.job)
+    if counts_reserved(run.memory_kind, run.source):
+        return reserved_bytes(run.job, memory)
+    return memory.total - memory.allowance
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ Chosen per source, never by the error it gives. `docs/accuracy.md` lists this ta
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.cost.validation.megatron_bridge import VARIANTS as BRIDGE
@@ -33,6 +34,9 @@ class Source:
     layer_per_chunk: bool = False  # pipelines interleave down to one layer per chunk
     vocab: int = 32_000
     context_method: str = "ring"
+    machines: Mapping[str, str] = field(default_factory=dict)  # clusters in place of a device's usual one
+    stages_by_cost: bool = False  # a pipeline stage ends with the layer that passes its share of the products
+    memory: Literal["as printed", "reserved, first rank"] = "as printed"  # what a figure of memory counts
     variants: tuple[Variant, ...] = ()
 
 
@@ -75,8 +79,11 @@ SOURCES = (
     ),
     Source(
         "huggingface/nanotron", "nanotron|ultra-?scale", "nanotron",
-        "scaling-benchmark scripts: SP with TP, no recompute, MFU over full attention and 989 TFLOP/s",
-        convention="full-attention", peak=989e12,
+        "scaling-benchmark scripts: SP with TP, no recompute, MFU over full attention and 989 TFLOP/s; 8 H100 per node "
+        "and paths under Amazon's /fsx: P5 nodes; stages cut by the cost of their products; memory is what the first "
+        "rank's allocator reserved, in GiB under the label GB (helpers.py, create_table_log)",
+        convention="full-attention", peak=989e12, machines={"dgx-h100": "p5-h100"}, stages_by_cost=True,
+        memory="reserved, first rank",
     ),
     Source(
         "MooreThreads/SimuMax", "simumax", "simumax",

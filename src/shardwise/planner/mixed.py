@@ -1,0 +1,138 @@
+"""A plan for a cluster of several kinds of nodes: priced only, no engine of ours runs it yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.planner.candidate import Candidate, complexity
+from shardwise.planner.constraints import Constraints
+from shardwise.planner.mixed_division import divided, polished
+from shardwise.planner.mixed_estimate import estimated
+from shardwise.planner.mixed_space import MixedRequest, MixedSpace
+from shardwise.planner.mixed_step import MixedStep, mixed_step
+from shardwise.planner.plan import TIE, Plan, plan
+from shardwise.planner.request import Request
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.mixed import MixedCluster, parse_mixed
+from shardwise.spec.model import Model
+from shardwise.spec.stack import Stack, default_stack
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+from shardwise.spec.units import readable_bytes
+
+__all__ = ["MixedCluster", "MixedPlan", "parse_mixed", "plan_mixed"]
+
+MOST_SIMULATED = 64
+POLISHED = 4  # of the fastest, whose neighbouring divisions are tried too
+BEYOND = 1.02  # strategies whose floor is this much slower than the best one are not looked at
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """``candidates``: all that were simulated, best first; ``alone``: the best on each kind by itself, if asked for."""
+
+    request: MixedRequest
+    tried: int
+    candidates: tuple[MixedStep, ...]
+    alone: tuple[Candidate | None, ...]
+
+    status = "priced only"
+    note = "a job on several kinds of nodes cannot be written as a job file or run yet"
+
+    @property
+    def best(self) -> MixedStep:
+        return self.candidates[0]
+
+    @property
+    def best_alone(self) -> Candidate | None:
+        return max(filter(None, self.alone), key=lambda one: one.tokens_per_second, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second over those of the best kind alone; None where nothing fits on one alone."""
+        return self.best.tokens_per_second / self.best_alone.tokens_per_second if self.best_alone else None
+
+
+def plan_mixed(
+    model: Model,
+    mixed: MixedCluster,
+    training: Training,
+    stack: Stack | None = None,
+    *,
+    strategy: Strategy | None = None,
+    constraints: Constraints | None = None,
+    minimum_batch: int | None = None,
+    memory_bytes: float | None = None,
+    any_priced: bool = False,
+    alone: bool = True,
+) -> MixedPlan:
+    """The best strategies with the pipeline across the kinds, and the best plan on each kind alone.
+
+    ``strategy`` says what no search varies; for the others see `Request`.
+    """
+    one = Job(model=model, cluster=mixed.kinds[0], training=replace(training, global_batch=None))
+    job = one.unchecked(strategy=strategy or Strategy(), training=training, stack=stack or default_stack())
+    request = MixedRequest(mixed, job, constraints or Constraints(), minimum_batch, memory_bytes, any_priced)
+    if minimum_batch is None and training.global_batch is None:
+        raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
+    space = MixedSpace(request)
+    space.check()
+    tried, found = _search(space)
+    ranked = _ranked(found)
+    ranked = _ranked([polished(request, step) for step in ranked[:POLISHED]] + ranked[POLISHED:])
+    return MixedPlan(request, tried, tuple(ranked), _alone(request) if alone else ())
+
+
+def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
+    """By time; first the simplest of those that the fastest does not clearly beat (as in `plan`)."""
+    ranked = sorted(steps, key=lambda step: step.seconds_per_token)
+    tied = [step for step in ranked if step.seconds_per_token <= ranked[0].seconds_per_token * (1 + TIE)]
+    first = min(tied, key=lambda step: (complexity(step.arrangement.strategy), step.seconds_per_token))
+    return [first, *(step for step in ranked if step is not first)]
+
+
+def _alone(request: MixedRequest) -> tuple[Candidate | None, ...]:
+    """The best plan on each kind by itself."""
+    found: list[Candidate | None] = []
+    for kind in request.mixed.kinds:
+        own = Request(
+            request.job.unchecked(cluster=kind),
+            request.constraints,
+            request.minimum_batch,
+            request.memory_bytes,
+            any_priced=request.any_priced,
+        )
+        result = plan(own)
+        found.append(result.best if isinstance(result, Plan) else None)
+    return tuple(found)
+
+
+def _search(space: MixedSpace) -> tuple[int, list[MixedStep]]:
+    """Strategies in the order of a floor of their time, until no other can be faster than the best that fits."""
+    floors = sorted(estimated(space), key=lambda one: one.seconds_per_token)
+    found: list[MixedStep] = []
+    fastest = float("inf")
+    for one in floors:
+        if len(found) >= MOST_SIMULATED or one.seconds_per_token > fastest * BEYOND:
+            break
+        steps = [mixed_step(way) for way in divided(space.request, one.arrangement, one.pieces)]
+        if steps:
+            found.append(min(steps, key=lambda step: step.seconds_per_token))
+            fastest = min(fastest, found[-1].seconds_per_token)
+    if not found:
+        raise SpecError("plan", *_what_is_missing(space))
+    return len(floors), found
+
+
+def _what_is_missing(space: MixedSpace) -> tuple[str, str]:
+    request = space.request
+    if next(space.arrangements(), None) is None:
+        sizes = " and ".join(f"{kind.devices:,}" for kind in request.mixed.kinds)
+        problem = f"no tp·cp·dp divides {sizes} devices into stages of {request.job.model.layers} layers and the batch"
+        return problem, "use numbers of nodes with a common divisor, or a batch in tokens, which is rounded"
+    there = " and ".join(
+        f"{readable_bytes(request.capacity_bytes(number))} per {kind.device.name}"
+        for number, kind in enumerate(request.mixed.kinds)
+    )
+    return f"no strategy with the pipeline across the kinds fits in {there}", "use more nodes of either kind"

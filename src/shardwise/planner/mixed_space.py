@@ -1,0 +1,208 @@
+"""Which strategies a mixed cluster is tried with: the pipeline across the kinds, every other dimension inside one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, permutations, product
+from typing import Any
+
+from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
+from shardwise.planner.mixed_step import Arrangement
+from shardwise.planner.space import MOST_MICROBATCH_TOKENS
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.mixed import MixedCluster
+from shardwise.spec.rules import check_model_fits, divisors
+from shardwise.spec.strategy import DIMENSIONS, Strategy
+from shardwise.spec.support import verdict
+
+# DualPipe keeps two copies of every stage, on ranks that would be of different kinds.
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev")
+INTERLEAVES = (2, 3, 4, 6)
+MICROBATCHES = (1, 2, 4, 8)
+FEWEST_CONTEXT_TOKENS = 8192  # a context-parallel rank keeps at least this much of a sequence
+# The least sharding that fits is taken: a pipeline pays for more in every microbatch.
+SHARDINGS = ((0, False), (1, False), (2, False), (3, True), (3, False))
+# What this search does not vary, and the one value that it has.
+FIXED: dict[str, Any] = {
+    "shard_group": None,
+    "accumulate": "sharded",
+    "offload": OFFLOADS["none"],
+    "order": DIMENSIONS,
+    "recompute_layers": None,
+}
+
+
+@dataclass(frozen=True)
+class MixedRequest:
+    """What is asked for: as `Request`, on a mixed cluster. ``job`` says all but the cluster."""
+
+    mixed: MixedCluster
+    job: Job
+    constraints: Constraints = Constraints()
+    minimum_batch: int | None = None
+    memory_bytes: float | None = None
+    any_priced: bool = False
+
+    def capacity_bytes(self, kind: int) -> float:
+        there = self.mixed.kinds[kind].device.memory
+        return there if self.memory_bytes is None else min(there, self.memory_bytes)
+
+
+@dataclass(frozen=True)
+class MixedSpace:
+    """The strategies of a request; how states are divided and layers placed is decided for each."""
+
+    request: MixedRequest
+
+    def check(self) -> None:
+        """Raises SpecError for a constraint on something that is not varied."""
+        constraints = self.request.constraints
+        for name, value in FIXED.items():
+            if value not in constraints.candidates(name, (value,)):
+                raise SpecError(name, "is not varied on a mixed cluster", f"leave it out: it is {shown_value(value)}")
+        if constraints.names("stage_layers"):
+            raise SpecError("stage_layers", "follow from the kinds on a mixed cluster", "leave it out")
+
+    def arrangements(self) -> Iterator[Arrangement]:
+        """Every strategy that divides and is supported, on every order of the kinds."""
+        mixed = self.request.mixed
+        distinct = dict.fromkeys(permutations(range(len(mixed.kinds))))
+        orders = [order for order in distinct if not self._repeats(order)]
+        for strategy in self._strategies():
+            job = self._job(strategy)
+            if job is not None:
+                yield from (Arrangement(mixed, order, job) for order in orders)
+
+    def _repeats(self, order: tuple[int, ...]) -> bool:
+        """Whether an order only swaps equal kinds."""
+        kinds = self.request.mixed.kinds
+        return any(first > second and kinds[first] == kinds[second] for first, second in pairwise(order))
+
+    def shardings(self, strategy: Strategy) -> list[tuple[int, bool]]:
+        """Ways to divide the states, least divided first: ZeRO stage, and whether gathered parameters are kept."""
+        allowed = self.request.constraints.candidates
+        zeros = allowed("zero", (1, 2, 3) if strategy.gradient_group > 1 else (0,))
+        kept = allowed("keep_parameters", (False, True))
+        return [(zero, keep) for zero, keep in SHARDINGS if zero in zeros and keep in kept]
+
+    def supported(self, arrangement: Arrangement) -> bool:
+        """Whether an engine of ours runs each part of it, and the user did not exclude the combination."""
+        strategy, excluded = arrangement.strategy, self.request.constraints.excluded
+        if any(all(field_value(strategy, name) in values for name, values in one.items()) for one in excluded):
+            return False
+        key = strategy.unchecked(microbatch=1)
+        if key not in self._verdicts:
+            good = ("runs", "priced only") if self.request.any_priced else ("runs",)
+            self._verdicts[key] = verdict(arrangement.job).status in good
+        return self._verdicts[key]
+
+    def _strategies(self) -> Iterator[Strategy]:
+        allowed, seq = self.request.constraints.candidates, self.request.job.training.seq
+        for degrees in self._degrees():
+            microbatches = [size for size in MICROBATCHES if size == 1 or size * seq <= MOST_MICROBATCH_TOKENS]
+            choices = product(
+                allowed("context_method", ("ring", "all-gather", "ulysses")) if degrees["cp"] > 1 else ("ring",),
+                allowed("sequence_parallel", (True,)) if degrees["tp"] > 1 else (True,),
+                allowed("microbatch", microbatches),
+                allowed("recompute", ("none", "selective", "full")),
+                self._schedules(degrees["pp"]),
+            )
+            for method, sp, microbatch, recompute, (schedule, interleave) in choices:
+                yield self._plain.unchecked(
+                    context_method=method,
+                    sequence_parallel=sp,
+                    microbatch=microbatch,
+                    recompute=recompute,
+                    schedule=schedule,
+                    interleave=interleave,
+                    **degrees,
+                )
+
+    def _degrees(self) -> Iterator[dict[str, Any]]:
+        """tp·cp·dp devices make a stage of every kind, so they divide the devices of each."""
+        mixed, job = self.request.mixed, self.request.job
+        allowed = self.request.constraints.candidates
+        inner = min(kind.levels[0].width for kind in mixed.kinds)
+        for stage in divisors(math.gcd(*(kind.devices for kind in mixed.kinds))):
+            pp = mixed.devices // stage
+            if pp > job.model.layers or pp not in allowed("pp", (pp,)):
+                continue
+            for tp in allowed("tp", [degree for degree in divisors(stage) if degree <= inner]):
+                most = max(1, job.training.seq // FEWEST_CONTEXT_TOKENS)
+                for cp in allowed("cp", [degree for degree in divisors(stage) if degree <= most]):
+                    dp = stage // (tp * cp)
+                    if stage % (tp * cp) or dp not in allowed("dp", (dp,)):
+                        continue
+                    for ep, expert_tp in self._experts(stage):
+                        yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
+
+    def _experts(self, stage: int) -> list[tuple[int, int | None]]:
+        moe, allowed = self.request.job.model.moe, self.request.constraints.candidates
+        if moe is None:
+            return [(ep, None) for ep in allowed("ep", (1,)) if ep == 1]
+        return [
+            (ep, split)
+            for split in allowed("expert_tp", (1,))
+            for ep in allowed("ep", divisors(moe.experts))
+            if moe.experts % ep == 0 and moe.ffn % split == 0 and stage % (ep * split) == 0
+        ]
+
+    def _schedules(self, pp: int) -> list[tuple[str, int]]:
+        allowed, layers = self.request.constraints.candidates, self.request.job.model.layers
+        found = []
+        for name in allowed("schedule", SCHEDULES):
+            for interleave in allowed("interleave", INTERLEAVES if name == "interleaved" else (1,)):
+                if (interleave == 1) == (name == "interleaved") or name in ("dualpipe", "gpipe"):
+                    continue
+                strategy = self._plain.unchecked(pp=pp, schedule=name, interleave=interleave)
+                if pp * strategy.chunks_per_rank <= layers:
+                    found.append((name, interleave))
+        return found
+
+    @cached_property
+    def _plain(self) -> Strategy:
+        """What all strategies share (as `Space`)."""
+        job = self.request.job
+        return Strategy(
+            stage_layers="balanced",
+            overlap=replace(job.stack.overlap, ep=False),
+            dispatch=job.stack.dispatch,
+            recompute_operators=job.strategy.recompute_operators,
+            collective=job.strategy.collective,
+        )
+
+    def _job(self, strategy: Strategy) -> Job | None:
+        """The job of a strategy; None where the model or the batch does not divide."""
+        job, minimum, multiple = self.request.job, self.request.minimum_batch, strategy.batch_multiple
+        if not self._model_fits(strategy):
+            return None
+        sequences = job.training.sequences(multiple) if minimum is None else -(-minimum // multiple) * multiple
+        if sequences % multiple:
+            return None
+        hides = strategy.ep > 1 and strategy.schedule == "dualpipev"
+        overlap = strategy.overlap.unchecked(ep=hides)
+        training = job.training.unchecked(global_batch=sequences)
+        return job.unchecked(strategy=strategy.unchecked(overlap=overlap), training=training)
+
+    def _model_fits(self, strategy: Strategy) -> bool:
+        key = (strategy.tp, strategy.cp, strategy.sequence_parallel, strategy.context_method)
+        if key not in self._fits:
+            try:
+                plain = strategy.unchecked(pp=1, schedule="1f1b", interleave=1)
+                check_model_fits(self.request.job.model, plain, self.request.job.training)
+                self._fits[key] = True
+            except SpecError:
+                self._fits[key] = False
+        return self._fits[key]
+
+    @cached_property
+    def _verdicts(self) -> dict[Strategy, bool]:
+        return {}
+
+    @cached_property
+    def _fits(self) -> dict[Any, bool]:
+        return {}

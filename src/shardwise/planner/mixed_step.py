@@ -1,0 +1,199 @@
+"""The step of a pipeline across kinds of nodes: every stage as its own kind runs it, all of them simulated together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwise.cost.communication.pipeline import message_traffic
+from shardwise.cost.flops import flops_per_token
+from shardwise.cost.memory import DeviceMemory, memory_of_rank
+from shardwise.cost.prediction import Prediction, RankPrediction, rank_prediction
+from shardwise.cost.simulation import seconds_of_stages
+from shardwise.cost.stages import chunk_of_rank, rank_contents
+from shardwise.pipeline import stage_times
+from shardwise.pipeline.steady import simulated_pipeline
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.mixed import MixedCluster
+from shardwise.spec.rules import stage_layer_counts
+from shardwise.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One strategy over all kinds: the pipeline's ranks are on the kinds in the order ``kinds``, the rest is inside.
+
+    ``job`` has the strategy of the whole pipeline; its cluster says nothing.
+    """
+
+    mixed: MixedCluster
+    kinds: tuple[int, ...]
+    job: Job
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.job.strategy
+
+    def ranks_of(self, kind: int) -> range:
+        """The pipeline's ranks on one kind."""
+        first = sum(self._ranks(other) for other in self.kinds[: self.kinds.index(kind)])
+        return range(first, first + self._ranks(kind))
+
+    def _ranks(self, kind: int) -> int:
+        return self.mixed.kinds[kind].devices * self.strategy.pp // self.strategy.world
+
+    @cached_property
+    def kind_of_rank(self) -> tuple[int, ...]:
+        return tuple(kind for kind in self.kinds for _ in self.ranks_of(kind))
+
+    @property
+    def head_rank(self) -> int:
+        """The rank with the last stage: V-shaped schedules end where they began."""
+        strategy = self.strategy
+        folded = strategy.chunks_per_rank > 1 and strategy.schedule != "interleaved"
+        return 0 if folded else strategy.pp - 1
+
+    def on(self, kind: int) -> Job:
+        """The whole pipeline as if all of its devices were of one kind: what a rank holds."""
+        return self.job.unchecked(cluster=self.mixed.kinds[kind])
+
+    def joined(self, kind: int) -> Job:
+        """The stages of one kind and as many more beyond the network between kinds: how long a rank takes."""
+        strategy = self.strategy.unchecked(pp=2 * self._ranks(kind))
+        return self.job.unchecked(cluster=self.mixed.joined[kind], strategy=strategy)
+
+    def alone(self, kind: int) -> Job:
+        """The stages of one kind by themselves, with their part of the layers: messages inside the kind."""
+        ranks, counts = self.ranks_of(kind), self.strategy.stage_layers
+        if isinstance(counts, tuple):
+            own = sorted(stage for rank in ranks for stage in chunk_of_rank(self.job, rank))
+            counts = tuple(counts[stage] for stage in own)
+        return self.on(kind).unchecked(strategy=self.strategy.unchecked(pp=len(ranks), stage_layers=counts))
+
+    def with_strategy(self, **changes: object) -> Arrangement:
+        return replace(self, job=self.job.unchecked(strategy=self.strategy.unchecked(**changes)))
+
+
+@dataclass(frozen=True)
+class KindPart:
+    """One kind's part of a step: its own strategy, the pipeline's ranks it has, its fullest device."""
+
+    kind: int
+    cluster: Cluster
+    strategy: Strategy
+    ranks: range
+    layers: tuple[int, ...]  # of each of its ranks
+    memory: DeviceMemory
+    idle_share: float
+
+
+@dataclass(frozen=True)
+class MixedStep:
+    """A simulated step; ``ranks`` are all of the pipeline's, each priced on its own kind."""
+
+    arrangement: Arrangement
+    ranks: tuple[RankPrediction, ...]
+    pipeline_seconds: float
+
+    @cached_property
+    def tail_seconds(self) -> float:
+        """What follows the microbatches on the slowest rank: reductions inside its kind, optimizer (`Prediction`)."""
+        return max(
+            Prediction(self.arrangement.joined(kind), tuple(self._of(kind)), (1,)).tail_seconds
+            for kind in self.arrangement.kinds
+        )
+
+    def _of(self, kind: int) -> list[RankPrediction]:
+        return [self.ranks[rank] for rank in self.arrangement.ranks_of(kind)]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline_seconds + self.tail_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.arrangement.job.tokens_per_step / self.step_seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        return 1 / self.tokens_per_second
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs against the peak of all devices of all kinds."""
+        job = self.arrangement.job
+        compute = job.training.recipe.compute
+        peak = sum(kind.devices * kind.device.peak_flops(compute) for kind in self.arrangement.mixed.kinds)
+        return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / peak
+
+    @cached_property
+    def parts(self) -> tuple[KindPart, ...]:
+        """What each kind does, in the order of the pipeline."""
+        return tuple(self._part(kind) for kind in self.arrangement.kinds)
+
+    def _part(self, kind: int) -> KindPart:
+        own, ranks = self.arrangement, self.arrangement.ranks_of(kind)
+        counts = stage_layer_counts(own.job.model, own.strategy)
+        layers = tuple(sum(counts[stage] for stage in chunk_of_rank(own.job, rank)) for rank in ranks)
+        cluster, strategy = own.mixed.kinds[kind], own.alone(kind).strategy
+        return KindPart(kind, cluster, strategy, ranks, layers, self.memory(kind), self.idle_share(kind))
+
+    def idle_share(self, kind: int) -> float:
+        """Share of the pipeline's time in which the devices of a kind neither compute nor send in their layers."""
+        own = self._of(kind)
+        busy = sum(rank.microbatches * rank.microbatch_seconds for rank in own) / len(own)
+        return max(0.0, 1 - busy / self.pipeline_seconds)
+
+    def memory(self, kind: int) -> DeviceMemory:
+        """The fullest device of a kind."""
+        job = self.arrangement.on(kind)
+        memories = (memory_of_rank(job, rank) for rank in self.arrangement.ranks_of(kind))
+        return max(memories, key=lambda memory: memory.total)
+
+
+def mixed_step(arrangement: Arrangement) -> MixedStep:
+    """The step of an arrangement whose strategy says the layers of every stage."""
+    job, strategy = arrangement.job, arrangement.strategy
+    ranks = _rank_predictions(arrangement)
+    passes = [(0.0, 0.0, 0.0)] * (strategy.pp * strategy.chunks_per_rank)
+    for number, (kind, rank) in enumerate(zip(arrangement.kind_of_rank, ranks)):
+        stages = chunk_of_rank(job, number)
+        for stage, own in zip(stages, seconds_of_stages(arrangement.on(kind), rank, stages)):
+            passes[stage] = own
+    seconds, _ = simulated_pipeline(
+        strategy.schedule,
+        strategy.pp,
+        job.microbatches,
+        strategy.chunks_per_rank,
+        stage_times(*zip(*passes)),
+        message_seconds(arrangement),
+    )
+    return MixedStep(arrangement, ranks, seconds)
+
+
+def _rank_predictions(arrangement: Arrangement) -> tuple[RankPrediction, ...]:
+    known: dict[object, RankPrediction] = {}
+    ranks = []
+    for number, kind in enumerate(arrangement.kind_of_rank):
+        contents = rank_contents(arrangement.on(kind), number)
+        key = (kind, replace(contents, rank=0))
+        if key not in known:
+            known[key] = rank_prediction(arrangement.joined(kind), contents)
+        ranks.append(known[key])
+    return tuple(ranks)
+
+
+def message_seconds(arrangement: Arrangement) -> list[float]:
+    """One message over every boundary of stages: inside a kind over its own network, else over the one between."""
+    job, kinds = arrangement.job, arrangement.kind_of_rank
+    rank_of = {stage: rank for rank in range(job.strategy.pp) for stage in chunk_of_rank(job, rank)}
+    inside = {kind: _message(arrangement.alone(kind)) for kind in arrangement.kinds}
+    between = max(_message(arrangement.joined(kind)) for kind in arrangement.kinds)
+    ends = ((kinds[rank_of[stage]], kinds[rank_of[stage + 1]]) for stage in range(len(rank_of) - 1))
+    return [inside[sender] if sender == receiver else between for sender, receiver in ends]
+
+
+def _message(job: Job) -> float:
+    message = message_traffic(job, "activations, forward")
+    return 0.0 if message is None else float(message.cost.seconds)

@@ -1,0 +1,169 @@
+"""What stacks keep differently: formats of parameters and gradients, logits, gates, gradients on their way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cost.builders import GPT, LLAMA, MOE, job
+from shardwise.cost.activations import (
+    head_activation_bytes,
+    layer_activation_bytes,
+    layer_saved_tensors,
+    logits_temporary_bytes,
+)
+from shardwise.cost.memory import memory_of_rank, peak_memory, temporary_bytes
+from shardwise.cost.stages import rank_contents
+from shardwise.cost.validation.machines import machine
+from shardwise.spec.job import Job
+from shardwise.spec.stack import Stack, stack_from
+from shardwise.spec.training import RECIPES
+
+
+def on(stack: Stack | str, case: Job) -> Job:
+    return replace(case, stack=stack_from(stack) if isinstance(stack, str) else stack)
+
+
+# Bytes per matrix parameter: weights in all forms, gradients, master weights.
+STORED = {
+    ("shardwise", "bf16"): (2, 2, 4),
+    ("shardwise", "fp8"): (2 + 2, 4, 4),
+    ("megatron-core", "fp8"): (2 + 2, 4, 4),
+    ("megatron-bridge", "bf16"): (2, 2, 4),
+    ("megatron-bridge", "fp8"): (1 + 1, 2, 4),
+    ("megatron-bridge", "mxfp8"): (2 * 33 / 32, 2, 4),
+    ("megatron-bridge", "nvfp4"): (2 + 2 * (4 + 8 / 16) / 8, 2, 4),  # there are no FP4 primary weights
+    ("torchtitan", "bf16"): (4, 4, 0),
+    ("torchtitan", "fp8"): (4, 4, 0),
+    ("torchtitan", "fp32"): (4, 4, 0),
+}
+
+
+@pytest.mark.parametrize(("stack", "precision"), STORED)
+def test_bytes_that_a_stack_stores(stack: str, precision: str) -> None:
+    recipe = stack_from(stack).stores(RECIPES[precision])
+    assert (recipe.weight + recipe.copies, recipe.gradient, recipe.master) == pytest.approx(STORED[stack, precision])
+
+
+def test_embeddings_head_and_norms_are_never_narrow() -> None:
+    case = on("megatron-bridge", job(LLAMA, dp=1, training={"precision": "mxfp8"}))
+    contents, memory = rank_contents(case, 0), memory_of_rank(case, 0)
+    assert memory.weights == pytest.approx(contents.layer_matrices * 2 * 33 / 32 + contents.others * 2)
+    assert memory.gradients == pytest.approx(contents.total * 2)
+
+
+def test_sharded_fp32_parameters_are_gathered_in_16_bit() -> None:
+    case = on("torchtitan", job(LLAMA, dp=4, zero=3))
+    contents, memory = rank_contents(case, 0), memory_of_rank(case, 0)
+    one = contents.layer_matrices / 8
+    assert memory.states == pytest.approx(16 * contents.total / 4)
+    assert memory.gathered == pytest.approx(2 * (2 * one + contents.others) + 4 * one)
+
+
+# Bytes per logit: kept for backward, and besides while the loss is computed.
+LOGITS = {"parallel": (4, 2), "copied": (4, 4), "plain": (4, 8), "fused": (2, 0)}
+
+
+@pytest.mark.parametrize("loss", LOGITS)
+def test_bytes_per_logit(loss: Any) -> None:
+    case = on(Stack(loss=loss), job(LLAMA, tp=2, dp=1))
+    logits = case.microbatch_tokens * LLAMA.vocab / 2
+    inputs = LLAMA.hidden * case.microbatch_tokens / 2 * 4
+    kept, besides = LOGITS[loss]
+    assert head_activation_bytes(case) == inputs + kept * logits
+    assert logits_temporary_bytes(case) == besides * logits
+
+
+@pytest.mark.parametrize("model", [LLAMA, MOE])
+def test_a_gate_of_its_own_keeps_its_output(model: Any) -> None:
+    fused, separate = (
+        {tensor.name: tensor.bytes for tensor in layer_saved_tensors(on(stack, job(model, dp=1)), moe=True)}
+        for stack in (Stack(), Stack(gated_activation="separate"))
+    )
+    added = {name: separate[name] for name in set(separate) - set(fused)}
+    outputs = {name: size for name, size in fused.items() if name.endswith("activation output")}
+    assert sorted(added.values()) == sorted(outputs.values())
+    assert layer_saved_tensors(on(Stack(gated_activation="separate"), job(GPT, dp=1)), moe=False) == (
+        layer_saved_tensors(job(GPT, dp=1), moe=False)
+    )
+
+
+def test_transformer_engine_keeps_one_empty_gradient_of_every_shape() -> None:
+    """Of eight equal layers one: query, key and value in one matrix, output, gate and up in one, down."""
+    plain = job(LLAMA, "dgx-h100", tp=2, pp=4, training={"global_batch": 8})
+    case = on(Stack(dummy_gradients=True), plain)
+    h, f, kv = LLAMA.hidden, LLAMA.ffn, LLAMA.key_value_heads * LLAMA.query_key_dim
+    empty = 2 * (h * (h + 2 * kv) + h * h + 2 * f * h + f * h) / 2
+    inputs = 2 * 2 * case.microbatch_tokens * f / 2
+    assert temporary_bytes(case, has_head=False) == empty + inputs
+    head = 2 * (LLAMA.vocab * h / 2 + case.microbatch_tokens * h)
+    assert temporary_bytes(case, has_head=True) == empty + max(inputs, head + logits_temporary_bytes(case))
+    assert temporary_bytes(plain, has_head=False) == 0
+
+
+def test_equal_shapes_of_experts_and_shared_expert_count_once() -> None:
+    case = on(Stack(dummy_gradients=True), job(MOE, dp=1))
+    assert MOE.moe
+    none, equal, wider = (
+        temporary_bytes(replace(case, model=replace(MOE, moe=replace(MOE.moe, shared_ffn=width))), has_head=False)
+        for width in (0, MOE.moe.ffn, 3 * MOE.moe.ffn)
+    )
+    assert equal == none
+    assert wider == none + 2 * 3 * 3 * MOE.moe.ffn * MOE.hidden
+
+
+def test_only_an_eager_layer_keeps_the_output_of_down() -> None:
+    strategy = {"recompute": "selective", "recompute_operators": ["alternate-products"]}
+    compiled, eager = (
+        layer_activation_bytes(on(Stack(elementwise=kind), job(LLAMA, dp=1, **strategy)), moe=False)
+        for kind in ("compiled", "eager")
+    )
+    assert eager - compiled == 2 * LLAMA.hidden * job(LLAMA, dp=1).microbatch_tokens
+
+
+def test_ulysses_keeps_the_attention_output_twice() -> None:
+    ring, ulysses = (
+        layer_activation_bytes(job(LLAMA, dp=1, cp=2, context_method=method), moe=False)
+        for method in ("ring", "ulysses")
+    )
+    case = job(LLAMA, dp=1, cp=2)
+    assert ulysses - ring == 2 * case.microbatch_tokens * LLAMA.heads * LLAMA.value_dim
+
+
+# -- Llama 3.1 405B as Megatron-Bridge runs it (scripts/performance/configs/llama/llama31_workload_base_configs.py) ----
+
+BRIDGE = [
+    ("gb200-nvl72", 128, 64, "bf16", 8, 2, 8),
+    ("gb200-nvl72", 128, 64, "mxfp8", 8, 2, 8),
+    ("gb200-nvl72", 256, 1536, "fp8", 16, 1, 4),
+    ("gb200-nvl72", 256, 1536, "mxfp8", 16, 1, 8),
+    ("gb200-nvl72", 256, 1536, "nvfp4", 16, 1, 8),
+    ("dgx-b200", 128, 64, "bf16", 8, 2, 8),
+    ("dgx-b200", 128, 64, "fp8", 8, 2, 8),
+    ("dgx-b200", 128, 64, "mxfp8", 8, 2, 8),
+    ("dgx-b200", 256, 1536, "fp8", 16, 1, 4),
+    ("dgx-b200", 256, 1536, "mxfp8", 16, 1, 8),
+    ("dgx-b200", 256, 1536, "nvfp4", 16, 1, 8),
+    ("dgx-h100", 1024, 512, "fp8", 8, 2, 8),
+]
+
+
+@pytest.mark.parametrize(("cluster", "devices", "batch", "precision", "pp", "cp", "chunks"), BRIDGE)
+def test_a_published_recipe_is_not_refused_on_its_device(
+    cluster: str, devices: int, batch: int, precision: str, pp: int, cp: int, chunks: int
+) -> None:
+    stages = pp * chunks
+    each = 128 // stages
+    tp = 8 if "h100" in cluster else 4
+    strategy = {
+        "tp": tp, "pp": pp, "cp": cp, "dp": devices // (tp * pp * cp), "zero": 1, "schedule": "interleaved",
+        "interleave": chunks, "stage_layers": [each - (stage in (0, stages - 1)) for stage in range(stages)],
+    }  # fmt: skip
+    training = {"seq": 8192, "global_batch": batch, "precision": precision}
+    case = Job.from_dict(
+        {"model": "llama3-405b", "cluster": machine(cluster, devices), "strategy": strategy, "training": training,
+         "stack": "megatron-bridge"}
+    )  # fmt: skip
+    assert peak_memory(case).total <= case.cluster.device.memory
