@@ -135,3 +135,12 @@ def test_what_is_missing_is_said_with_figures(tmp_path: Path) -> None:
                  "--seq", "2048", "--output", str(tmp_path / "job.yaml"))  # fmt: skip
     line = error_line(result)
     assert "needs" in line and "GiB" in line and "devices" in line
+
+
+def test_two_kinds_of_nodes_share_a_pipeline() -> None:
+    command = "plan --model llama3.2-1b --cluster dgx-h100:1+dgx-a100:1 --global-batch 64 --seq 2048 --schedule 1f1b"
+    text = run(*command.split(), "--microbatch", "1")
+    assert text.status == 0
+    assert "priced only" in text.out and "dgx-h100" in text.out and "dgx-a100" in text.out
+    assert "is not answered" in error_line(run(*command.split(), "--why-not", "tp=8"))
+    assert "unknown cluster" in error_line(run(*command.replace("dgx-a100:1", "nothing").split()))

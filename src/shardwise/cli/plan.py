@@ -25,6 +25,8 @@ from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
 from shardwise.planner.what_if import changed
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+from shardwise.spec.mixed import MixedCluster, parse_mixed
 from shardwise.spec.units import parse
 
 _EXAMPLE = """
@@ -37,7 +39,12 @@ _HEADER = "# Written by `shardwise plan`; run it again to replace this file.\n"
 def run(arguments: list[str]) -> int:
     parsed = _parser().parse(arguments)
     constraints = _constraints(parsed)
+    mixed = None if parsed.cluster is None else parse_mixed(parsed.cluster)
+    if mixed is not None:
+        parsed.cluster = mixed.kinds[0]  # what is asked of one cluster is asked of the first kind
     job, notes = planning_job(parsed)
+    if mixed is not None:
+        return _plan_mixed(parsed, mixed, job, constraints, notes)
     request = Request(
         job,
         constraints,
@@ -70,6 +77,40 @@ def run(arguments: list[str]) -> int:
     from shardwise.report.plan_text import print_plan
 
     print_plan(answer, written=output, top=top)
+    return 0
+
+
+def _plan_mixed(
+    parsed: argparse.Namespace, mixed: MixedCluster, job: Job, constraints: Constraints, notes: list[str]
+) -> int:
+    """The plan for several kinds of nodes, which is priced only: nothing is written."""
+    from shardwise.planner.mixed import plan_mixed
+    from shardwise.report.mixed import mixed_data, mixed_lines
+
+    for flag in ("why_not", "what_if", "framework", "pareto", "offload", "tokens", "gpus", "gpus_per_node"):
+        if getattr(parsed, flag):
+            name = "--for" if flag == "framework" else "--" + flag.replace("_", "-")
+            raise SpecError(name, "is not answered for several kinds of nodes", "leave it out, or plan one kind")
+    minimum = None if parsed.min_global_batch is None else whole(parsed.min_global_batch, "--min-global-batch")
+    least = min(kind.device.memory for kind in mixed.kinds)
+    with _Progress(quiet=parsed.json):
+        found = plan_mixed(
+            job.model,
+            mixed,
+            job.training,
+            job.stack,
+            strategy=job.strategy,
+            constraints=constraints,
+            minimum_batch=minimum,
+            memory_bytes=_memory(parsed.max_memory, least),
+            any_priced=parsed.any,
+        )
+    if parsed.json:
+        print(json.dumps(mixed_data(found), indent=2))
+        return 0
+    for note in notes:
+        print(f"note: {note}")
+    print(*mixed_lines(found), sep="\n")
     return 0
 
 

@@ -85,11 +85,6 @@ class Stack:
     keys: tuple[LineKey, ...]
     units_taken: tuple[Array, ...]  # by layer choice, for every line
 
-    def line(self, number: int) -> int:
-        """Where the figures of a line start."""
-        first, lines = SAVED + 1, len(self.keys)
-        return first + number * (len(self.figures) - first) // lines
-
 
 class PartBook:
     """Parts by what they depend on; each is priced once.

@@ -177,8 +177,9 @@ class _RowBuilder:
         """A line of all layer choices."""
         import numpy as np
 
-        key, start = self.stack.keys[number], self.stack.line(number)
-        seconds, unhideable, *on_links = figures[start : start + 2 + len(self.book.links)]
+        key, width = self.stack.keys[number], 2 + len(self.book.links)
+        start = SAVED + 1 + number * width
+        seconds, unhideable, *on_links = figures[start : start + width]
         return Transfer(
             key.in_pass,
             self.m * seconds,
