@@ -40,6 +40,7 @@ golden: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/startup.py
+	$(BIN)/python bench/search.py
 	$(BIN)/python -m shardwise validate validation/collectives.csv
 
 $(READY): pyproject.toml constraints.txt
