@@ -111,6 +111,7 @@ def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:
     yield "accumulate", ("sharded", "local")
     yield "sequence_parallel", (True, False)
     yield "shard_group", (None, 2)
+    yield "stage_layers", ("even", "balanced")
     yield "order", (("tp", "cp", "dp", "pp"), ("tp", "cp", "pp", "dp"))
 
 
@@ -122,13 +123,16 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "keep_parameters": {"zero": 3},
     "accumulate": {"zero": 2},
     "shard_group": {"zero": 3},
+    "stage_layers": {"pp": 2},
     "order": {"pp": 2},
 }
 
 
 def _lacks(job: Job, name: str, field: str, value: Any) -> bool:
     """Whether a framework cannot say that ``field`` has ``value``."""
-    fields: dict[str, Any] = {**_NEEDED.get(field, {}), field: value, "stage_layers": "balanced", "dp": 4}
+    fields: dict[str, Any] = {"stage_layers": "even", "dp": 4, **_NEEDED.get(field, {}), field: value}
+    if field == "stage_layers":  # it takes a pipeline that does not divide to tell
+        fields["pp"] = next((pp for pp in range(2, job.model.layers) if job.model.layers % pp), 2)
     if fields.get("schedule") == "interleaved":
         fields["interleave"] = 2
     if field == "offload" and value.weights:

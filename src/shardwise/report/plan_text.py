@@ -234,7 +234,7 @@ def _runners(answer: Any) -> Iterator[str]:
             continue
         lacks = ", ".join(lost.field.removeprefix("strategy.") for lost in one.lacks)
         if one.own is None:
-            yield f"  {one.name} lacks {lacks}; nothing it can say fits."
+            yield f"  {one.name} lacks {lacks}; nothing that it can say and that fits was found."
         else:
             loss = one.own.seconds_per_token / answer.plan.best.seconds_per_token - 1
             yield f"  {one.name} lacks {lacks}; its best is {strategy_words(one.own.job.strategy)}: {loss:+.1%} time."
