@@ -128,6 +128,7 @@ def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
 def _seconds(job: Job, contents: RankContents) -> float:
     """Without what the calls of a rank cost whatever it holds (`stage_seconds`)."""
     calls = 2 * job.strategy.chunks_per_rank * job.cluster.device.efficiency.stage_call_seconds
+    contents = replace(contents, rank=min(contents.rank, job.strategy.pp - 1))
     return max(0.0, rank_prediction(job, contents).microbatch_seconds - calls)
 
 

@@ -180,8 +180,8 @@ class Space:
             own = base.unchecked(schedule="dualpipe" if both_ways else "1f1b", overlap=base.overlap.unchecked(ep=hides))
             batches = {layer: tuple(self._sequences(base, layer, one) for one in alike) for layer in layers}
             batches = {layer: row for layer, row in batches.items() if any(row)}
-            if batches:
-                recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
+            recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
+            if batches and recomputes:
                 ranks, members = zip(*kinds)
                 yield Group(own, tuple(batches), tuple(alike), recomputes, shards, offloads, ranks, members,
                             tuple(batches.values()))  # fmt: skip

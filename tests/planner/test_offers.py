@@ -1,0 +1,141 @@
+"""Whatever the planner offers runs, fits and keeps to what was asked for; and its seconds add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from planner.cases import MODELS, NETWORKS, host_room, job_of
+from shardwise.cost.memory import memory_of_rank
+from shardwise.planner.candidate import PARTS, Candidate
+from shardwise.planner.constraints import Allowed, Constraints, allowed, field_value, parse_constraints
+from shardwise.planner.plan import Plan, plan
+from shardwise.planner.request import Request
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.support import verdict
+
+SEEDS = (2, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 14)
+TEXTS = {
+    "tp": ("1,2", "2..4", "..2", "4"),
+    "cp": ("1", "2", "1,2"),
+    "pp": ("1,2", "2..", "..4", "4"),
+    "dp": ("2..", "..8"),
+    "zero": ("1..2", "0,1", "3", "1..3"),
+    "schedule": ("1f1b,gpipe", "zbv,dualpipev,interleaved", "interleaved,zb-h1"),
+    "recompute": ("none", "selective,full", "none,full"),
+    "recompute_layers": ("1", "..2"),
+    "interleave": ("1,2", "2..4", "2"),
+    "shard_group": ("all", "2..4", "2"),
+    "keep_parameters": ("true", "false"),
+    "accumulate": ("local", "sharded"),
+    "sequence_parallel": ("true", "false"),
+    "context_method": ("all-gather,ulysses", "ring"),
+    "order": ("tp-cp-pp-dp", "tp-cp-dp-pp"),
+    "stage_layers": ("even", "balanced"),
+}
+EXCLUDED = ("tp=4", "zero=3", "schedule=zbv,recompute=full", "pp=2,zero=2", "microbatch=1,tp=2", "recompute=none",
+            "zero=1,shard_group=2", "offload=activations", "offload=optimizer,recompute=full", "dp=4,schedule=1f1b",
+            "keep_parameters=true,accumulate=local", "context_method=ring,zero=0", "pp=1,zero=0")  # fmt: skip
+# Where a field makes a difference; elsewhere it may have any value.
+MATTERS = {
+    "sequence_parallel": lambda s: s.tp > 1,
+    "context_method": lambda s: s.cp > 1,
+    "stage_layers": lambda s: s.pp > 1,
+    "recompute_layers": lambda s: s.recompute == "full",
+    "keep_parameters": lambda s: s.zero == 3,
+    "accumulate": lambda s: s.zero > 1,
+    "order": lambda s: s.pp > 1 and s.data_parallel > 1,
+}
+
+
+def drawn(seed: int) -> Request:
+    """A random request on 16 devices, with so little memory that much does not fit."""
+    random = Random(seed)
+    cluster, model = random.choice(list(NETWORKS.values())), random.choice(list(MODELS.values()))
+    device = replace(cluster.device, memory=2.0 ** random.uniform(22, 25), framework_memory=0.0)
+    cluster = replace(cluster, device=device, host_memory=2.0 ** random.uniform(24, 28))
+    minimum = random.choice((None, None, 24))
+    batch: Any = None if minimum else random.choice((48, 64, 96, "512k-tokens"))
+    job = job_of(model, cluster, batch, seq=2048, optimizer=random.choice(("adamw", "adamw", "muon")))
+    texts = {name: random.choice(TEXTS[name]) for name in random.sample(sorted(TEXTS), 2)}
+    experts = {"ep": "1,4", "tp": "1,4"} if model.moe else {}
+    texts = {"microbatch": random.choice(("1", "2..4", "1,8")), **experts, **texts}
+    return Request(
+        job,
+        Constraints(
+            {name: allowed(name, text) for name, text in texts.items()},
+            tuple(parse_constraints(text) for text in random.sample(EXCLUDED, 2)),
+        ),
+        minimum,
+        random.choice((None, device.memory / 2)),
+        random.choice((None, None, True, False)),
+        random.random() < 0.3,
+    )
+
+
+@cache
+def planned(seed: int) -> tuple[Request, tuple[Candidate, ...]]:
+    request = drawn(seed)
+    found = plan(request)
+    return request, (*found.candidates, *found.front) if isinstance(found, Plan) else ()
+
+
+def matters(strategy: Strategy, name: str) -> bool:
+    return name not in MATTERS or MATTERS[name](strategy)
+
+
+def matches(strategy: Strategy, entry: Mapping[str, Allowed]) -> bool:
+    """Whether all fields of ``entry`` make a difference and have one of its values."""
+    return all(matters(strategy, name) and field_value(strategy, name) in values for name, values in entry.items())
+
+
+def test_some_of_the_requests_have_plans_and_some_do_not() -> None:
+    with_plans = sum(bool(planned(seed)[1]) for seed in SEEDS)
+    assert len(SEEDS) // 2 <= with_plans < len(SEEDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_offered_fits_and_runs(seed: int) -> None:
+    request, offered = planned(seed)
+    for one in offered:
+        memories = [memory_of_rank(one.job, rank) for rank in range(one.job.strategy.pp)]
+        assert max(memory.total for memory in memories) <= request.capacity_bytes
+        assert max(memory.host for memory in memories) <= host_room(one.job.cluster)
+        assert verdict(one.job).status in (("runs", "priced only") if request.any_priced else ("runs",))
+        assert one.margin_bytes >= request.job.cluster.device.memory - request.capacity_bytes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_offered_keeps_to_what_was_asked_for(seed: int) -> None:
+    request, offered = planned(seed)
+    for one in offered:
+        strategy = one.job.strategy
+        for name, values in request.constraints.allowed.items():
+            assert not matters(strategy, name) or field_value(strategy, name) in values, name
+        assert not any(matches(strategy, entry) for entry in request.constraints.excluded)
+        if request.offload is False:
+            assert not strategy.offload.any
+        if request.minimum_batch is not None:
+            assert request.minimum_batch <= one.job.sequences <= 2 * request.minimum_batch
+        elif isinstance(request.job.training.global_batch, int):
+            assert one.job.sequences == request.job.training.global_batch
+        else:
+            assert one.job.tokens_per_step == pytest.approx(512_000, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_parts_of_a_step_add_up_and_none_is_negative(seed: int) -> None:
+    _, offered = planned(seed)
+    for one in offered:
+        step = one.step_seconds
+        assert tuple(one.parts) == PARTS
+        assert sum(one.parts.values()) == pytest.approx(step, rel=1e-9)
+        # DualPipe gives the slowest stage's work to two ranks.
+        shared = one.job.strategy.schedule == "dualpipe"
+        for name, seconds in one.parts.items():
+            assert seconds >= (-0.5 * step if name == "bubble" and shared else -1e-9 * step), name
