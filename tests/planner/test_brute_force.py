@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -70,4 +71,4 @@ def test_more_memory_never_makes_a_plan_slower() -> None:
     for gigabytes in (8, 12, 16, 24, 40, 80):
         found = plan(replace(request, memory_bytes=gigabytes * 1e9))
         times.append(found.best.seconds_per_token if isinstance(found, Plan) else float("inf"))
-    assert all(later <= 1.006 * earlier for earlier, later in zip(times, times[1:]))
+    assert all(later <= 1.006 * earlier for earlier, later in itertools.pairwise(times))

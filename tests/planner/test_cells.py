@@ -1,4 +1,4 @@
-"""Cells of the tables that a search prices: each equals its strategy priced alone, and runs where the matrix says so."""
+"""Cells of the tables that a search prices: each equals its strategy priced alone, and runs where the matrix says."""
 
 from __future__ import annotations
 
