@@ -73,12 +73,15 @@ def every_job(request: Request, values: Mapping[str, tuple[Any, ...]]) -> Iterat
 
     Fields that make no difference keep their plain value. ``sharding`` stands for three fields.
     """
-    cluster, model = request.job.cluster, request.job.model
+    devices, model = request.job.cluster.devices, request.job.model
     for choice in product(*values.values()):
         fields = dict(zip(values, choice))
-        fields["zero"], fields["keep_parameters"], fields["accumulate"] = fields.pop("sharding")
-        if cluster.devices % prod(fields[name] for name in ("tp", "cp", "pp")) or not _sensible(fields, cluster):
+        sharding = fields.pop("sharding")
+        if devices % prod(fields[name] for name in ("tp", "cp", "pp")) or not _sensible(fields):
             continue
+        if devices == fields["tp"] * fields["pp"] and sharding != values["sharding"][0]:
+            continue  # over one rank all are the same
+        fields["zero"], fields["keep_parameters"], fields["accumulate"] = sharding
         try:
             strategy = Strategy(**fields, overlap=replace(request.job.stack.overlap, ep=_hides(fields)))
             even = model.layers % (strategy.pp * strategy.chunks_per_rank) == 0
@@ -87,7 +90,7 @@ def every_job(request: Request, values: Mapping[str, tuple[Any, ...]]) -> Iterat
             continue
 
 
-def _sensible(fields: Mapping[str, Any], cluster: Cluster) -> bool:
+def _sensible(fields: Mapping[str, Any]) -> bool:
     """Whether fields that make no difference are plain, and experts are cut like the rest or not at all."""
     return (
         (fields["tp"] > 1 or fields["sequence_parallel"])
@@ -95,7 +98,6 @@ def _sensible(fields: Mapping[str, Any], cluster: Cluster) -> bool:
         and (fields["pp"] > 1 or fields["schedule"] == "1f1b")
         and (fields["interleave"] > 1) == (fields["schedule"] == "interleaved")
         and (fields["recompute"] == "full" or fields["recompute_layers"] is None)
-        and (fields["zero"] == 0 or cluster.devices > fields["tp"] * fields["pp"])
         and fields["expert_tp"] in (None, 1, fields["tp"])
     )
 

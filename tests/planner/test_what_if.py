@@ -34,8 +34,7 @@ def written(**changes: Any) -> Cluster:
 
 
 def request_on(cluster: Cluster) -> Request:
-    constraints = within(microbatch="1,2", schedule="1f1b", recompute="none,full", order="tp-cp-dp-pp", pp="1,2",
-                         stage_layers="even", zero="0,1,3", cp="1")  # fmt: skip
+    constraints = within(microbatch="1,2", schedule="1f1b", recompute="none,full", order="tp-cp-dp-pp", pp="1")
     return Request(job_of(MODELS["dense"], cluster, 64, seq=2048), constraints)
 
 

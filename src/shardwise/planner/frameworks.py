@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from shardwise.interop.frameworks import TARGETS, can_run
 from shardwise.interop.frameworks.parts import Lost
 from shardwise.planner.candidate import Candidate, candidate, job_with
-from shardwise.planner.constraints import INTEGERS, OFFLOADS, WORDS, Allowed, Constraints
+from shardwise.planner.constraints import INTEGERS, OFFLOADS, WORDS, Allowed, Constraints, field_value
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -19,6 +20,7 @@ from shardwise.spec.strategy import SCHEDULES, Strategy
 # Plain data parallelism: every device holds the whole model.
 _DDP = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "offload": OFFLOADS["none"]}
 NAMES = (*TARGETS, "ddp")
+_MOST_COMBINATIONS = 12  # of values that a framework cannot say together
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def expressible(request: Request, name: str) -> Request:
     for field, values in _tried(request.job):
         if any(needed in without for needed in _NEEDED.get(field, {})):
             continue  # a framework without pipelines needs no schedule
-        # The first value of most fields is plain and need not be said; what sequence parallelism is by default differs.
-        said = values if field == "sequence_parallel" else values[1:]
+        # The first value of most fields is plain and need not be said; what these are by default differs.
+        said = values if field in ("sequence_parallel", "order") else values[1:]
         lacking = [value for value in said if _lacks(request.job, name, field, value)]
         allowed = tuple(value for value in values if value not in lacking)
         if allowed == values[:1]:
@@ -81,14 +83,30 @@ def expressible(request: Request, name: str) -> Request:
 
 
 def plan_for(request: Request, name: str) -> Plan | Any:
-    """The best plan that a framework can run."""
-    found = plan(expressible(request, name))
-    if not isinstance(found, Plan) or name == "ddp":
-        return found
-    able = [one for one in found.candidates if not _of_strategy(can_run(one.job, name))]
-    if not able:
-        raise SpecError("--for", f"none of the best plans can be said in {name}", "fix more dimensions, or drop --for")
-    return replace(found, candidates=tuple(able))
+    """The best plan that a framework can run; combinations that it cannot say are left out as they come up."""
+    request = expressible(request, name)
+    found = plan(request)
+    for _ in range(_MOST_COMBINATIONS):
+        if not isinstance(found, Plan) or name == "ddp" or not _of_strategy(can_run(found.best.job, name)):
+            return found
+        request = replace(request, constraints=_without(request.constraints, found.best.job, name))
+        found = plan(request)
+    raise SpecError("--for", f"none of the best plans can be said in {name}", "fix more dimensions, or drop --for")
+
+
+def _without(constraints: Constraints, job: Job, name: str) -> Constraints:
+    """The constraints, and besides none of the few values of the job's strategy that cannot be said together."""
+    if isinstance(job.strategy.stage_layers, tuple):
+        return constraints.with_allowed({"stage_layers": Allowed(("even", "balanced"))})
+    fields = {field: field_value(job.strategy, field) for field, _ in _tried(job)}
+    unusual = [field for field, values in _tried(job) if fields[field] != values[0]]
+    for count in range(1, len(unusual) + 1):
+        for some in combinations(unusual, count):
+            strategy = Strategy().unchecked(**{"dp": job.strategy.dp, **{field: fields[field] for field in some}})
+            if _of_strategy(can_run(job.unchecked(strategy=strategy), name)):
+                entry = {field: Allowed((fields[field],)) for field in some}
+                return Constraints(constraints.allowed, (*constraints.excluded, entry))
+    raise SpecError("--for", f"{name} cannot say even plain data parallelism", "drop --for")
 
 
 def _of_strategy(lost: Iterable[Lost]) -> list[Lost]:

@@ -24,13 +24,17 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy) -> tuple[S
     sizes = constraints.candidates("shard_group", shard_groups(base))
     shardable = [size for size in sizes if _shardable(job, base, size)]
     undivided = (None,) if not constraints.names("shard_group") or None in shardable else ()
-    stages = constraints.candidates("zero", (0, 1, 2, 3) if group > 1 else (0,))
+    stages = constraints.candidates("zero", (0, 1, 2, 3))
     kept = constraints.candidates("keep_parameters", (False, True))
     accumulated = constraints.candidates("accumulate", ("sharded", "local"))
-    choices = [
-        ShardChoice(zero, None if size == group else size, keeps, accumulate)
+    wanted = [
+        (zero, keeps, accumulate)
         for zero, keeps, accumulate in (*SHARDINGS, *(LOCAL if constraints.names("accumulate") else ()))
         if zero in stages and keeps in kept and accumulate in accumulated
+    ]
+    choices = [
+        ShardChoice(zero, None if size == group else size, keeps, accumulate)
+        for zero, keeps, accumulate in (wanted if group > 1 else wanted[:1])  # over one rank all are the same
         for size in (shardable if zero else undivided)
     ]
     return tuple(dict.fromkeys(choices))

@@ -30,7 +30,7 @@ class ColumnClass:
     """Columns that communicate equally often.
 
     ``tickets`` for the collectives of every kind of rank: part (dense parameters, experts) × line (as `data_lines` has
-    them) × kind × column; ``units`` that each goes over: part × kind × column.
+    them) × kind × column; ``units`` that each goes over: part × kind × 1.
     """
 
     numbers: Array  # among the group's columns
@@ -81,7 +81,7 @@ def _tickets(
     # part × line × shards × kind; part × kind
     return (
         np.array(tickets).transpose(0, 1, 3, 2)[..., of_column],
-        np.repeat(units[..., None], len(choices), axis=-1),
+        units[..., None],
     )
 
 

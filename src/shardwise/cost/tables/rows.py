@@ -102,12 +102,14 @@ class _RowBuilder:
         group = self.group
         passes, ranks = self._ranks()
         valid = np.broadcast_to((self.sequences > 0)[:, :, None], self.shape)
+        every = bool(valid.all())
         last = np.stack(
             [last_share(group.base.pp, one.schedule, self.m[:, s]) for s, one in enumerate(group.schedules)], axis=1
         )
 
         def flat(values: Any) -> Array:
-            result: Array = np.broadcast_to(values, (*values.shape[:-3], *self.shape))[..., valid]
+            whole = np.broadcast_to(values, (*values.shape[:-3], *self.shape))
+            result: Array = whole.reshape(*values.shape[:-3], -1) if every else whole[..., valid]
             return result
 
         return RowTable(
