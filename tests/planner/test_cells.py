@@ -46,10 +46,10 @@ def priced(number: int) -> tuple[Job, tuple[Piece, ...]]:
     job = job_of(MODELS[model], NETWORKS[cluster], batch, seq=random.choice((2048, 4096)), precision=precision,
                  optimizer=optimizer)  # fmt: skip
     job = Job.from_dict({"model": job.model, "cluster": job.cluster, "stack": stack}).unchecked(training=job.training)
-    allowed = {"pp": Allowed(tuple(sorted(random.sample((1, 2, 4, 8), 2))))}
+    allowed = {"pp": Allowed(tuple(random.sample((1, 2, 4, 8), 2)))}
     if job.model.moe:
-        allowed["tp"] = Allowed(tuple(sorted(random.sample((1, 2, 4), 2))))
-        allowed["ep"] = Allowed(tuple(sorted(random.sample((1, 2, 4, 8), 2))))
+        allowed = {"pp": Allowed((random.choice((1, 2, 4)),)), "tp": Allowed(tuple(random.sample((1, 2, 4), 2))),
+                   "ep": Allowed(tuple(random.sample((1, 2, 4, 8), 2)))}  # fmt: skip
     space = Space(job, Constraints(allowed), any_priced=True)
     return job, tuple(TablePricer(job).pieces(space.groups()))
 

@@ -147,7 +147,7 @@ def has(strategy: Strategy, name: str, values: Allowed, idle: bool) -> bool:
     return field_value(strategy, name) in values if matters else idle
 
 
-@pytest.mark.parametrize("number", [1, 6])
+@pytest.mark.parametrize("number", [1, 7])
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_mask_marks_the_cells_that_match_one_by_one(number: int, idle: bool) -> None:
     _, pieces = priced(number)
@@ -162,7 +162,7 @@ def test_a_mask_marks_the_cells_that_match_one_by_one(number: int, idle: bool) -
         mask = Mask(entry, idle=idle)
         for piece in random.sample(pieces, 4):
             cells = mask.cells(piece)
-            for _ in range(12):
+            for _ in range(8):
                 column, row = (random.randrange(size) for size in piece.step_seconds.shape)
                 strategy = piece.strategy(column, row)
                 matched = cells is not None and bool(cells[column, row])

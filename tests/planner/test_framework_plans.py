@@ -16,12 +16,12 @@ from shardwise.planner.search import search
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
-MODELS = {"llama3.2-3b": "dgx-h100:2", "qwen3-30b-a3b": "dgx-h100:4"}
+MODELS = {"llama3.2-3b": "dgx-h100:1", "qwen3-30b-a3b": "dgx-h100:4"}
 
 
 @cache
 def request_of(model: str) -> Request:
-    constraints = within(microbatch="1", pp="1,2", tp="1,8", cp="1,2", recompute="none,full", interleave="1,2")
+    constraints = within(microbatch="1", pp="1,2", tp="1,2", cp="1,2", recompute="none,full", interleave="1,2")
     constraints = constraints.with_allowed({"recompute_layers": Allowed((None,))})
     if model == "qwen3-30b-a3b":
         constraints = constraints.with_allowed({"cp": Allowed((1,)), "tp": Allowed((1,)), "ep": Allowed((1, 8))})

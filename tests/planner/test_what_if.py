@@ -34,7 +34,7 @@ def written(**changes: Any) -> Cluster:
 
 
 def request_on(cluster: Cluster) -> Request:
-    constraints = within(microbatch="1,2", schedule="1f1b", recompute="none,full", order="tp-cp-dp-pp", pp="1")
+    constraints = within(microbatch="1,2", recompute="none,full", pp="1", cp="1", zero="0,1,3", shard_group="all")
     return Request(job_of(MODELS["dense"], cluster, 64, seq=2048), constraints)
 
 

@@ -119,7 +119,7 @@ def test_the_verdict_is_that_of_trying_everything(texts: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("texts", "verdict"), zip(CHOSEN, ("does not divide", "not supported", "does not fit", "slower"))
+    ("texts", "verdict"), list(zip(CHOSEN, ("does not divide", "not supported", "does not fit", "slower")))
 )
 def test_every_verdict_occurs(texts: dict[str, str], verdict: str) -> None:
     assert why_not(planned(), {name: allowed(name, text) for name, text in texts.items()}).verdict == verdict
