@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from cost.builders import switched
-from planner.cases import MODELS, NETWORKS, every_job, fits, narrow_request, narrow_values, runs
+from planner.cases import MODELS, NETWORKS, every_job, fits, job_of, narrow_request, narrow_values, runs, within
 from shardwise.planner.candidate import candidate
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
+from shardwise.planner.textbook import textbook
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 
@@ -56,6 +57,16 @@ def check(request: Request) -> None:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_plan_is_within_a_percent_of_the_best_of_all(name: str) -> None:
     check(REQUESTS[name])
+
+
+@pytest.mark.parametrize(("model", "cluster"), [("llama3.2-1b", "dgx-h100:1"), ("gpt-oss-20b", "dgx-h100:2")])
+def test_the_plan_beats_the_text_book(model: str, cluster: str) -> None:
+    """Within constraints that leave what a text book would choose."""
+    request = Request(job_of(model, cluster, 64, seq=2048), within(microbatch="1", schedule="1f1b", cp="1"))
+    found, rule = plan(request), textbook(request)
+    assert isinstance(found, Plan) and rule is not None
+    assert runs(request, rule.job) and fits(request, rule.job)
+    assert found.best.seconds_per_token <= 1.006 * rule.seconds_per_token
 
 
 @pytest.mark.slow

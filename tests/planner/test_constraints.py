@@ -9,14 +9,13 @@ import pytest
 
 from planner.cases import MODELS, NETWORKS, job_of, within
 from planner.test_cells import priced
-from planner.test_offers import EXCLUDED, MATTERS, TEXTS
+from planner.test_offers import EXCLUDED, TEXTS, has, matters
 from shardwise.planner.constraints import (
     OFFLOADS,
     Allowed,
     Constraints,
     allowed,
     field_name,
-    field_value,
     parse_constraints,
     shown_value,
 )
@@ -24,7 +23,6 @@ from shardwise.planner.masks import Mask
 from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError
-from shardwise.spec.strategy import Strategy
 
 
 @pytest.mark.parametrize(
@@ -140,13 +138,6 @@ def test_a_field_is_searched_only_within_its_values() -> None:
 # -- masks -------------------------------------------------------------------------------------------
 
 
-def has(strategy: Strategy, name: str, values: Allowed, idle: bool) -> bool:
-    """The slow definition: by the strategy itself."""
-    matters = strategy.pp > 1 if name in ("schedule", "interleave") else strategy.zero > 0 or name != "shard_group"
-    matters = matters and MATTERS.get(name, lambda _: True)(strategy)
-    return field_value(strategy, name) in values if matters else idle
-
-
 @pytest.mark.parametrize("number", [1, 7])
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_mask_marks_the_cells_that_match_one_by_one(number: int, idle: bool) -> None:
@@ -166,7 +157,8 @@ def test_a_mask_marks_the_cells_that_match_one_by_one(number: int, idle: bool) -
                 column, row = (random.randrange(size) for size in piece.step_seconds.shape)
                 strategy = piece.strategy(column, row)
                 matched = cells is not None and bool(cells[column, row])
-                assert matched == all(has(strategy, name, values, idle) for name, values in entry.items())
+                by_itself = [has(strategy, *one) if matters(strategy, one[0]) else idle for one in entry.items()]
+                assert matched == all(by_itself)
                 marked += matched
     assert marked > 50
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from planner.cases import SHARDINGS, every_job, fits, narrow_request, narrow_values, runs
-from planner.test_offers import matters
+from planner.test_offers import keeps_to
 from shardwise.cost.memory import peak_memory
 from shardwise.planner.candidate import Candidate, candidate
-from shardwise.planner.constraints import Allowed, allowed, field_value
+from shardwise.planner.constraints import Allowed, allowed
 from shardwise.planner.plan import TIE, Plan, plan
 from shardwise.planner.why_not import why_not
 from shardwise.spec.clusters import cluster_from
@@ -86,11 +86,7 @@ def tried(wish: Mapping[str, Allowed]) -> list[Job]:
         for one in (*SHARDINGS, *named)
         if all(dict(zip(("zero", "keep_parameters", "accumulate"), one))[name] in wish[name] for name in fields)
     )
-    return [job for job in every_job(REQUEST, values) if meets(job.strategy, wish)]
-
-
-def meets(strategy: Strategy, wish: Mapping[str, Allowed]) -> bool:
-    return all(field_value(strategy, name) in one or not matters(strategy, name) for name, one in wish.items())
+    return [job for job in every_job(REQUEST, values) if keeps_to(job.strategy, wish)]
 
 
 @pytest.mark.parametrize("texts", ALL, ids=lambda texts: ",".join(f"{name}={text}" for name, text in texts.items()))
@@ -110,7 +106,7 @@ def test_the_verdict_is_that_of_trying_everything(texts: dict[str, str]) -> None
     else:
         assert answer.verdict in ("slower", "the plan itself")
         assert answer.best is not None and answer.loss is not None
-        assert meets(answer.best.job.strategy, wish)
+        assert keeps_to(answer.best.job.strategy, wish)
         best, first = min(simulated(job.strategy).seconds_per_token for job in fitting), planned().best
         assert best <= answer.best.seconds_per_token * (1 + 1e-12) <= best * (1 + TIE) * (1 + 1e-9)
         assert answer.loss == pytest.approx(answer.best.seconds_per_token / first.seconds_per_token - 1, abs=1e-12)

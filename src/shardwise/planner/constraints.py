@@ -48,8 +48,8 @@ class Allowed:
     def __contains__(self, value: Any) -> bool:
         if self.values is not None:
             return value in self.values
-        if value is None:
-            return True
+        if value is None:  # all ranks, or all layers
+            return False
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def candidates(self, usual: Iterable[Any]) -> tuple[Any, ...]:
@@ -210,6 +210,8 @@ def has(strategy: Strategy, name: str, values: Allowed, *, idle: bool) -> bool:
     """Whether a field has one of the values; ``idle`` where it makes no difference."""
     if name in _ACTS and not _ACTS[name](strategy):
         return idle
+    if name == "shard_group" and strategy.sharding_group in values:
+        return True  # all ranks are so many
     if name == "order" and values.values is not None:
         return _used_order(strategy, strategy.order) in [_used_order(strategy, order) for order in values.values]
     return field_value(strategy, name) in values

@@ -21,7 +21,7 @@ LOCAL = ((2, False, "local"), (3, False, "local"))  # only where gradients are a
 def shard_choices(job: Job, constraints: Constraints, base: Strategy) -> tuple[ShardChoice, ...]:
     """Every way to divide the states of the layout ``base``."""
     group = base.gradient_group
-    sizes = constraints.candidates("shard_group", shard_groups(base))
+    sizes = constraints.candidates("shard_group", (*shard_groups(base), group))
     shardable = [size for size in sizes if _shardable(job, base, size)]
     undivided = (None,) if not constraints.names("shard_group") or None in shardable else ()
     stages = constraints.candidates("zero", (0, 1, 2, 3))

@@ -12,11 +12,11 @@ from dataclasses import replace
 from shardwise.cost.memory import peak_memory
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.request import Request
+from shardwise.planner.supported import findings_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import divisors
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.support import verdict
 
 _RECOMPUTES = ("none", "selective", "full")
 
@@ -62,7 +62,7 @@ def _by_zero3(inner: Strategy) -> Iterator[Strategy]:
 def _first_that_fits(request: Request, strategies: Iterator[Strategy]) -> Job | None:
     for strategy in strategies:
         job = _job(request, strategy)
-        if job is None or verdict(job).status not in ("runs", *(("priced only",) if request.any_priced else ())):
+        if job is None or findings_of(job, any_priced=request.any_priced):
             continue
         if peak_memory(job).total <= request.capacity_bytes:
             return job
