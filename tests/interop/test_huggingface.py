@@ -17,13 +17,14 @@ from shardwise.interop.families import ALIASES, FAMILIES
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
+from shardwise.spec.numerics import Numerics
 from shardwise.spec.parameters import parameter_count
 
 LLAMA = CATALOGUE["meta-llama/Meta-Llama-3-8B"][1]
 
 
 def shape(model: Model) -> Model:
-    return replace(model, name="", source="", published_parameters=None)
+    return replace(model, name="", source="", published_parameters=None, numerics=Numerics())
 
 
 @pytest.mark.parametrize("repository", CATALOGUE)

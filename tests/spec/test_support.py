@@ -56,9 +56,11 @@ USING: dict[str, Fields] = {
     "cp-all-gather": {"cp": 2, "context_method": "all-gather"},
     "cp-ulysses": {"cp": 2, "context_method": "ulysses"},
     "uneven-kv-heads": {"cp": 4, "model": {"kv_heads": 6}},
+    "odd-chunks": {"cp": 4, "training": {"seq": 1020}},
     "ep": {"ep": 2, "model": EXPERTS},
     "ep-overlap": {"ep": 2, "overlap": {"ep": True}, "model": EXPERTS},
     "expert-tp": {"tp": 2, "model": EXPERTS},
+    "experts-across-tp": {"tp": 2, "expert_tp": 2, "order": ("dp", "tp", "cp", "pp"), "model": EXPERTS},
     "expert-tp-unlike-tp": {"tp": 4, "expert_tp": 2, "model": EXPERTS},
     "deduplicated-dispatch": {"ep": 2, "dispatch": "deduplicated", "model": EXPERTS},
     "no-pipeline": {},
@@ -209,7 +211,7 @@ def test_sharding_and_schedules_as_run_on_pytorch(name: str) -> None:
 
 
 def test_worst_first() -> None:
-    found = verdict(using("fp8", "ragged-widths", "dualpipe", "cp-ring", "dropout"))
+    found = verdict(using("fp8", "ragged-widths", "dualpipe", "cp-ring", "unfused-attention"))
     assert [one.status for one in found.findings] == ["refused", "priced only", "needs"]
     assert found.status == "refused"
 
@@ -246,7 +248,7 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
     scalars_only = {"uneven-kv-heads", "ragged-widths", "own-stages", "rank-order", "named-collective",
-                    "in-network-collective"}  # fmt: skip
+                    "in-network-collective", "experts-across-tp"}  # fmt: skip
     for name, uses in TECHNIQUES.items():
         if name not in scalars_only:
             expected = [bool(uses(one.strategy, training, model)) for one in cases]

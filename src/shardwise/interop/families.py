@@ -6,8 +6,8 @@ its key and the value the `transformers` library takes when the key is absent.
 
 from __future__ import annotations
 
-from shardwise.interop import translate
-from shardwise.interop.keys import GATED, LIST, PLAIN, TEXT, Family, activation, key, with_defaults
+from shardwise.interop import rope, translate
+from shardwise.interop.keys import GATED, LIST, MAPPING, PLAIN, TEXT, Family, activation, key, with_defaults
 
 # fmt: off
 _SHAPE = {
@@ -21,9 +21,16 @@ _SHAPE = {
 }
 _KV_HEADS = {"kv_heads": key("num_key_value_heads", None, nullable=True)}
 _GROUPED = {**_SHAPE, **_KV_HEADS, "head_dim": key("head_dim", None, nullable=True)}
-_SILU = {"activation": activation("hidden_act", "silu", GATED)}
+_SILU = activation("hidden_act", "silu", GATED)
 _BIAS = {"qkv_bias": key("attention_bias", False), "attention_out_bias": key("attention_bias", False)}
 _WINDOW = {"sliding_window": key("sliding_window", None)}
+_NUMERICS = {
+    "numerics.norm_epsilon": key("rms_norm_eps", 1e-6),
+    "numerics.rope_theta": key("rope_theta", 10_000.0, read=rope.read_theta),
+    "numerics.rope_scaling": key(
+        "rope_scaling", None, holds=MAPPING, read=rope.read_scaling, write=rope.write_scaling
+    ),
+}
 
 _RMS = {"norm": "rmsnorm", "positions": "rope"}
 _LAYER_NORM = {"norm": "layernorm", "positions": "learned"}
@@ -31,18 +38,21 @@ _BIASED = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
 
 # -- Llama and Mistral -------------------------------------------------------------------------------------
 
-_LLAMA = Family("llama", {**_GROUPED, **_SILU, **_BIAS, "mlp_bias": key("mlp_bias", False)}, _RMS)
+_LLAMA = Family("llama", {**_GROUPED, **_SILU, **_BIAS, **_NUMERICS, "mlp_bias": key("mlp_bias", False)}, _RMS)
 
-_MISTRAL_KEYS = with_defaults({**_GROUPED, **_SILU, **_WINDOW}, ffn=14336, max_seq=131072, kv_heads=8)
+_MISTRAL_KEYS = with_defaults({**_GROUPED, **_SILU, **_WINDOW, **_NUMERICS}, ffn=14336, max_seq=131072, kv_heads=8)
 _MISTRAL = Family("mistral", with_defaults(_MISTRAL_KEYS, sliding_window=4096), _RMS)
 _MIXTRAL = Family(
     "mixtral",
-    {
-        **_MISTRAL_KEYS,
-        "moe.experts": key("num_local_experts", 8),
-        "moe.top_k": key("num_experts_per_tok", 2),
-        "moe.ffn": key("intermediate_size", 14336),
-    },
+    with_defaults(
+        {
+            **_MISTRAL_KEYS,
+            "moe.experts": key("num_local_experts", 8),
+            "moe.top_k": key("num_experts_per_tok", 2),
+            "moe.ffn": key("intermediate_size", 14336),
+        },
+        **{"numerics.norm_epsilon": 1e-5, "numerics.rope_theta": 1e6},
+    ),
     _RMS,
 )
 _PHI_3 = Family(
@@ -55,7 +65,7 @@ _PHI_3 = Family(
 
 _QWEN = with_defaults(
     {
-        **_GROUPED, **_SILU,
+        **_GROUPED, **_SILU, **_NUMERICS,
         "sliding_window": key("sliding_window", 4096, nullable=True, read=translate.qwen_window),
     },
     ffn=22016, vocab=151936, max_seq=32768, kv_heads=32,
@@ -65,6 +75,7 @@ _QWEN_EXPERTS = {
     "moe.top_k": key("num_experts_per_tok", 4),
     "moe.ffn": key("moe_intermediate_size", 1408),
     "moe.every": key("decoder_sparse_step", 1),
+    "numerics.renormalise_top_k": key("norm_topk_prob", False),
     "moe.dense_layers": key(
         "mlp_only_layers", None, holds=LIST, read=translate.leading_layers, write=translate.first_layers
     ),
@@ -87,6 +98,7 @@ _QWEN_2_MOE = Family(
         layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5632,
     ),
     {**_RMS, "moe.shared_gate": True},
+    {"use_sliding_window": False},  # transformers gives this family's window to other layers than its siblings'
     also=translate.qwen_window_switch,
 )
 _QWEN_3_MOE = Family(
@@ -103,7 +115,7 @@ _QWEN_3_MOE = Family(
 # -- DeepSeek: the config's head_dim is the rotary part of a head, so it is not read ------------------------
 
 _DEEPSEEK = {
-    **_SHAPE, **_KV_HEADS, **_SILU,
+    **_SHAPE, **_KV_HEADS, **_SILU, **_NUMERICS,
     "mla.q_rank": key("q_lora_rank", 1536, nullable=True),
     "mla.kv_rank": key("kv_lora_rank", 512),
     "mla.nope_dim": key("qk_nope_head_dim", 128),
@@ -117,6 +129,8 @@ _DEEPSEEK = {
     ),
     "moe.dense_layers": key("first_k_dense_replace", 0),
     "moe.router": key("scoring_func", "softmax", holds=TEXT),
+    "numerics.router_scale": key("routed_scaling_factor", 1.0),
+    "numerics.renormalise_top_k": key("norm_topk_prob", False),
     "moe.router_bias": key(
         "topk_method", "greedy", holds=TEXT, read=translate.has_bias, write=translate.routing_method
     ),
@@ -124,17 +138,18 @@ _DEEPSEEK = {
     "moe.groups_used": key("topk_group", None, read=translate.expert_groups),
 }
 _DEEPSEEK_REQUIRES = {"moe_layer_freq": 1, "attention_bias": False, "use_mla": True}
-_DEEPSEEK_V2 = Family("deepseek_v2", _DEEPSEEK, _RMS, _DEEPSEEK_REQUIRES)
+_DEEPSEEK_V2 = Family("deepseek_v2", _DEEPSEEK, _RMS, {**_DEEPSEEK_REQUIRES, "scoring_func": "softmax"})
 _DEEPSEEK_V3 = Family(
     "deepseek_v3",
     with_defaults(
         {**_DEEPSEEK, "mtp_layers": key("num_nextn_predict_layers", 0)},
         layers=61, hidden=7168, heads=128, kv_heads=128, ffn=18432, vocab=129280, max_seq=4096,
         **{"moe.experts": 256, "moe.top_k": 8, "moe.ffn": 2048, "moe.shared_ffn": 1, "moe.dense_layers": 3,
-           "moe.router": "sigmoid", "moe.router_bias": "noaux_tc", "moe.groups": 8, "moe.groups_used": 4},
+           "moe.router": "sigmoid", "moe.router_bias": "noaux_tc", "moe.groups": 8, "moe.groups_used": 4,
+           "numerics.router_scale": 2.5, "numerics.renormalise_top_k": True},
     ),
     _RMS,
-    _DEEPSEEK_REQUIRES,
+    {**_DEEPSEEK_REQUIRES, "scoring_func": "sigmoid"},
 )
 
 # -- Gemma -------------------------------------------------------------------------------------------------
@@ -142,7 +157,7 @@ _DEEPSEEK_V3 = Family(
 _GEMMA_KEYS = with_defaults(
     {
         **_GROUPED, **_BIAS,
-        "activation": activation("hidden_activation|hidden_act", "gelu_pytorch_tanh", GATED),
+        **activation("hidden_activation|hidden_act", "gelu_pytorch_tanh", GATED),
     },
     layers=28, hidden=3072, heads=16, kv_heads=16, head_dim=256, ffn=24576, vocab=256000, max_seq=8192,
     tied_embeddings=True,
@@ -173,17 +188,18 @@ _GPT_2 = Family(
         "vocab": key("vocab_size", 50257),
         "max_seq": key("n_positions|max_position_embeddings", 1024),
         "tied_embeddings": key("tie_word_embeddings", True),
-        "activation": activation("activation_function", "gelu_new", PLAIN),
+        **activation("activation_function", "gelu_new", PLAIN),
+        "numerics.norm_epsilon": key("layer_norm_epsilon", 1e-5),
     },
     {**_LAYER_NORM, **_BIASED},
-    {"add_cross_attention": False},
+    {"add_cross_attention": False, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
 )
 _GPT_NEOX = Family(
     "gpt_neox",
     with_defaults(
         {
             **_SHAPE, **_BIAS,
-            "activation": activation("hidden_act", "gelu", PLAIN),
+            **activation("hidden_act", "gelu", PLAIN),
             "parallel_block": key("use_parallel_residual", True),
         },
         layers=44, hidden=6144, heads=64, ffn=24576, vocab=50432, qkv_bias=True, attention_out_bias=True,
@@ -210,7 +226,7 @@ _OPT = Family(
         {
             **_SHAPE,
             "ffn": key("ffn_dim", 3072),
-            "activation": activation("activation_function", "relu", PLAIN),
+            **activation("activation_function", "relu", PLAIN),
             "qkv_bias": key("enable_bias", True),
             "attention_out_bias": key("enable_bias", True),
             "mlp_bias": key("enable_bias", True),
@@ -236,7 +252,7 @@ _FALCON = Family(
         "vocab": key("vocab_size", 65024),
         "max_seq": key("max_position_embeddings", 2048),
         "tied_embeddings": key("tie_word_embeddings", True),
-        "activation": activation("activation", "gelu", PLAIN),
+        **activation("activation", "gelu", PLAIN),
         "qkv_bias": key("bias", False),
         "attention_out_bias": key("bias", False),
         "mlp_bias": key("bias", False),

@@ -15,7 +15,8 @@ Config = Mapping[str, Any]
 NUMBER = (int, float)  # a bool is an int to Python; `Model` itself tells the two apart
 TEXT = (str,)
 LIST = (list, tuple)
-_NOUNS: dict[tuple[type, ...], str] = {NUMBER: "a number", TEXT: "text", LIST: "a list"}
+MAPPING = (dict,)
+_NOUNS: dict[tuple[type, ...], str] = {NUMBER: "a number", TEXT: "text", LIST: "a list", MAPPING: "a mapping"}
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,31 @@ GATED = {
 PLAIN = {"gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 
-def activation(names: str, default: str, meanings: Mapping[str, str]) -> Key:
-    """The activation function; a gated one multiplies a second projection, which `Model` names apart."""
+def activation(names: str, default: str, meanings: Mapping[str, str]) -> dict[str, Key]:
+    """The activation function, and which of the two GELUs it is.
+
+    A gated one multiplies a second projection, which `Model` names apart.
+    """
 
     def read(value: Any, config: Config) -> str:
         if value in meanings:
             return meanings[value]
         raise SpecError(names.split("|")[0], f"{shown(value)} is not known", "use one of " + ", ".join(meanings))
 
-    def write(value: Any, model: Model) -> str:
-        same = [name for name, meaning in meanings.items() if meaning == value]
+    def write(_: Any, model: Model) -> str:
+        gelu = model.activation in ("gelu", "geglu")
+        same = [name for name, meaning in meanings.items()
+                if meaning == model.activation and (not gelu or _gelu(name) == model.numerics.gelu)]  # fmt: skip
         return default if default in same or not same else same[0]
 
-    return key(names, default, holds=TEXT, read=read, write=write)
+    def read_gelu(value: Any, config: Config) -> str:
+        return _gelu(value)
+
+    return {
+        "activation": key(names, default, holds=TEXT, read=read, write=write),
+        "numerics.gelu": key(names, default, holds=TEXT, read=read_gelu, write=write),
+    }
+
+
+def _gelu(name: str) -> str:
+    return "exact" if name == "gelu" else "tanh"

@@ -236,6 +236,10 @@ class FrozenMapping(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
 
+    def __reduce__(self) -> tuple[type[FrozenMapping], tuple[dict[str, Any]]]:
+        """Whole, and not item by item: nouns travel to other processes."""
+        return FrozenMapping, (dict(self),)
+
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a spec is immutable: use dataclasses.replace")
 

@@ -188,6 +188,10 @@ class NetworkLevel(Spec):
             return self.efficiency
         return self.link.efficiency if self.link is not None and self.bandwidth is None else 1.0
 
+    def with_speed(self, bandwidth: float, latency: float) -> NetworkLevel:
+        """The level with other links, of which large messages reach the same share."""
+        return replace(self, bandwidth=bandwidth, latency=latency, efficiency=self.reached_share)
+
     def wraps(self, axis_size: int) -> bool:
         """Whether an axis of this torus closes to a ring (TPU pods: only whole multiples do)."""
         return self.topology in ("ring", "torus") and axis_size % self.wrap_multiple == 0
@@ -247,6 +251,11 @@ class Cluster(Spec):
     def nodes(self) -> int:
         return max(1, self.devices // self.node_devices)
 
+    @property
+    def host_memory_per_device(self) -> float:
+        """A device's part of its node's ``host_memory``; without a limit where the cluster does not say."""
+        return math.inf if self.host_memory is None else self.host_memory / self.node_devices
+
     def with_nodes(self, nodes: int) -> Cluster:
         """The same cluster with ``nodes`` members of its innermost level."""
         if nodes < 1:
@@ -264,7 +273,7 @@ class Cluster(Spec):
                 f"{nodes} nodes do not divide over {above} {self.levels[2].name} members",
                 f"use {low} or {nodes // above * above + above}",
             )
-        return self._with_level(1, replace(self.levels[1], size=nodes // above))
+        return self.with_level(1, replace(self.levels[1], size=nodes // above))
 
     def with_shape(self, shape: tuple[int, ...]) -> Cluster:
         """The same cluster with its torus or mesh of the given shape."""
@@ -276,7 +285,7 @@ class Cluster(Spec):
                         f"shape {'x'.join(map(str, shape))} has {len(shape)} axes",
                         f"{self.name} has {len(level.shape)}, such as {'x'.join(map(str, level.shape))}",
                     )
-                return self._with_level(index, replace(level, shape=shape))
+                return self.with_level(index, replace(level, shape=shape))
         raise SpecError("cluster", f"{self.name} is no torus or mesh", f"give a number of nodes: {self.name}:4")
 
     def with_devices(self, devices: int) -> Cluster:
@@ -287,7 +296,7 @@ class Cluster(Spec):
         if inner.topology in ("mesh", "torus"):
             raise SpecError("gpus", f"{devices} says no shape", f"give one: {self.name}:4x4x4")
         if devices <= inner.width:
-            return self._with_level(0, replace(inner, size=devices)).with_nodes(1)._one_node()
+            return self.with_level(0, replace(inner, size=devices)).with_nodes(1)._one_node()
         if devices % inner.width:
             low = devices // inner.width * inner.width
             raise SpecError(
@@ -302,10 +311,11 @@ class Cluster(Spec):
         inner = self.levels[0]
         if inner.topology in ("mesh", "torus") or devices > inner.width:
             raise SpecError("gpus_per_node", f"{devices} does not fit {self.name}", f"use at most {inner.width}")
-        return self._with_level(0, replace(inner, size=devices))
+        return self.with_level(0, replace(inner, size=devices))
 
     def _one_node(self) -> Cluster:
         return replace(self, levels=(self.levels[0], *(replace(level, size=1) for level in self.levels[1:])))
 
-    def _with_level(self, index: int, level: NetworkLevel) -> Cluster:
+    def with_level(self, index: int, level: NetworkLevel) -> Cluster:
+        """The same cluster with another level in the place of one."""
         return replace(self, levels=(*self.levels[:index], level, *self.levels[index + 1 :]))

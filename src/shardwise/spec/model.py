@@ -12,6 +12,7 @@ from typing import Literal
 
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError
+from shardwise.spec.numerics import Numerics
 
 Split = Literal["column", "row", "none"]
 
@@ -92,8 +93,9 @@ class Model(Spec):
     """A decoder (or BERT-like encoder) by its shape; every size is a whole number of features.
 
     ``sliding_window`` limits the keys of a query; with ``sliding_window_every: n`` above 1 every n-th layer
-    attends to all keys instead (Gemma), with 1 none does (Mistral). ``published_parameters`` is what the source
-    prints: a whole number is exact, text such as "174.6B" right to its digits.
+    attends to all keys instead (Gemma), with 1 none does (Mistral). ``numerics`` holds what only computing needs.
+    ``published_parameters`` is what the source prints: a whole number is exact, text such as "174.6B" right to its
+    digits.
     """
 
     layers: int = count(maximum=100_000)
@@ -128,6 +130,7 @@ class Model(Spec):
     mtp_layers: int = count(0, minimum=0)
     mla: LatentAttention | None = None
     moe: MixtureOfExperts | None = None
+    numerics: Numerics = Numerics()
     published_parameters: str | int | None = None
     source: str = ""
 

@@ -23,11 +23,16 @@ class Stack(Spec):
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
 
     What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same on an fp32
-    copy of the logits ("copied"), the plain one on such a copy ("plain"), or one that turns the 16-bit logits into
-    their gradient in place ("fused"). ``gated_activation``: a gate that is a kernel of its own keeps its output.
+    copy of the logits ("copied"), the plain one on such a copy ("plain"), one that turns the 16-bit logits into
+    their gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none
+    ("pieces"). ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept"
+    where they are weighted after they have come back to their tokens. ``gradients`` have memory from the start ("kept")
+    or are made in the backward pass, so that those of a single microbatch never meet all its activations ("made").
     ``dummy_gradients``: an empty 16-bit gradient of every weight shape stays allocated. ``late_gradients``: 16-bit
     gradients are added to fp32 ones after a whole backward pass. ``sharded_parameters`` in "fp32" are the master
-    weights too. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives
+    weights too; in "fp32 shards" they are so beside whole 16-bit ones that are gathered from them for every step, as
+    FSDP does for every stage of ZeRO, which gathers embedding and head once for both passes and sums copies of shards
+    after the last microbatch. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives
     wait for the device) say what PyTorch reserves beyond its tensors.
     """
 
@@ -45,12 +50,14 @@ class Stack(Spec):
     elementwise: Literal["fused", "compiled", "eager"] = "fused"
     fused_moe_mlp: bool = False
     fused_permute: bool = False
-    loss: Literal["parallel", "copied", "plain", "fused"] = "parallel"
+    loss: Literal["parallel", "copied", "plain", "fused", "pieces"] = "parallel"
     gated_activation: Literal["fused", "separate"] = "fused"
     casts: Literal["fused", "transposed", "separate"] = "transposed"
     dummy_gradients: bool = False
     late_gradients: bool = False
-    sharded_parameters: Literal["16-bit", "fp32"] = "16-bit"
+    sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
+    gradients: Literal["kept", "made"] = "kept"
+    expert_outputs: Literal["weighted", "kept"] = "weighted"
     allocator: Literal["segments", "expandable"] = "segments"
     layer_launches: int = 0
     per_parameter_shards: bool = False
@@ -60,6 +67,8 @@ class Stack(Spec):
         """The recipe in the bytes that this stack keeps of every parameter."""
         if self.sharded_parameters == "fp32" and recipe.master:
             return replace(recipe, weight=4, copies=0, gradient=4, master=0)
+        if self.sharded_parameters == "fp32 shards":
+            recipe = replace(recipe, fp32_shards=True)
         if recipe.compute not in ("fp8", "fp4"):
             return recipe
         # Megatron's gradient buffer has the format it is reduced in (--grad-reduce-in-fp32 or not).

@@ -101,6 +101,13 @@ def _uneven_kv(s: Strategy, m: Model) -> bool:
     return s.cp > 1 and heads % s.cp > 0 and s.cp % heads > 0
 
 
+def _across_tp(s: Strategy) -> bool:
+    """Whether the ranks that split an expert are others than the tensor-parallel group: those next to each other."""
+    inside = [name for name in s.order if name != "pp"]
+    before = inside[: inside.index("tp")]
+    return s.expert_tensor_parallel != s.tp or any(s.degree(name) > 1 for name in before)
+
+
 def _ragged(s: Strategy, m: Model) -> bool:
     widths = (m.hidden, m.ffn // s.tp, m.moe.ffn // s.expert_tensor_parallel if m.moe else 0)
     return any(width % 16 for width in widths)
@@ -131,6 +138,7 @@ TECHNIQUES: dict[str, Uses] = {
     "cp-all-gather": _context("all-gather"),
     "cp-ulysses": _context("ulysses"),
     "uneven-kv-heads": lambda s, t, m: _uneven_kv(s, m),
+    "odd-chunks": lambda s, t, m: (s.cp > 1) & (s.context_method != "ulysses") & (t.seq % (2 * s.cp) > 0),
     # experts
     "ep": lambda s, t, m: s.ep > 1,
     "ep-overlap": lambda s, t, m: (s.ep > 1) & (s.overlap.ep == 1),
@@ -138,6 +146,7 @@ TECHNIQUES: dict[str, Uses] = {
     "expert-tp-unlike-tp": lambda s, t, m: (
         (m.moe is not None) & (s.expert_tensor_parallel > 1) & (s.expert_tensor_parallel != s.tp)
     ),
+    "experts-across-tp": lambda s, t, m: (m.moe is not None) & (s.expert_tensor_parallel > 1) & _across_tp(s),
     "deduplicated-dispatch": lambda s, t, m: (s.ep > 1) & (s.dispatch == "deduplicated"),
     # pipeline
     "no-pipeline": lambda s, t, m: s.pp == 1,
@@ -222,6 +231,11 @@ MATRIX: tuple[Finding, ...] = (
         "attention: flash", ("training.attention", "flash"),
     ),
     Finding(
+        ("odd-chunks",), "refused",
+        "every rank holds an early and a late chunk of a sequence, so that causal work is even",
+        "a training.seq that is a multiple of 2·cp, or context_method: ulysses",
+    ),
+    Finding(
         ("cp-ulysses", "uneven-kv-heads"), "refused",
         "the key-value heads of a rank neither divide over the context-parallel ranks nor repeat evenly",
         "a cp that divides them or is a multiple of them, or context_method: ring",
@@ -232,6 +246,11 @@ MATRIX: tuple[Finding, ...] = (
         "sequence_parallel: true", ("strategy.sequence_parallel", True),
     ),
     Finding(
+        ("experts-across-tp", "tp-plain"), "needs",
+        "the ranks that split an expert are not those that hold the same tokens, so sums over them would mix others in",
+        "sequence_parallel: true, or expert_tp: 1", ("strategy.sequence_parallel", True),
+    ),
+    Finding(
         ("tp-overlap", "tp-plain"), "needs",
         "only the all-gather and reduce-scatter of sequence parallelism can be cut into pieces under the products",
         "sequence_parallel: true, or overlap.tp: false", ("strategy.sequence_parallel", True),
@@ -240,11 +259,6 @@ MATRIX: tuple[Finding, ...] = (
         ("ep-overlap",), ("no-pipeline", *(name for name in SCHEDULES if not name.startswith("dualpipe"))), "needs",
         "the exchange hides only under another microbatch's computation, which dualpipev runs beside it",
         "schedule: dualpipev, or overlap.ep: false", ("strategy.overlap.ep", False),
-    ),
-    Finding(
-        ("expert-tp-unlike-tp",), "priced only",
-        "the ranks of one expert are neither the tensor-parallel group nor a single one; no engine of ours builds that",
-        "expert_tp: 1, or the value of tp",
     ),
     # Newton-Schulz needs whole matrices: Liu et al. 2025, arXiv 2502.16982, section 2.3. Megatron-LM allows ZeRO-1.
     *_each(
@@ -272,6 +286,10 @@ MATRIX: tuple[Finding, ...] = (
     Finding(
         ("gradients-beyond-optimizer",), "needs", "the optimizer updates where its gradients are",
         "offload.optimizer at least as large as offload.gradients", ("strategy.offload.optimizer", 1.0),
+    ),
+    Finding(
+        ("dropout",), "priced only", "no attention kernel of ours draws the same random numbers in every layout",
+        "dropout: false",
     ),
     Finding(
         ("in-network-collective",), "priced only", "the switches' own reduction has no schedule for us to run",

@@ -9,6 +9,7 @@ from typing import Literal
 from shardwise.spec import units
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.optimization import Optimization
 
 _TOKENS = re.compile(r"\s*(.+?)[\s-]*tokens?\s*", re.IGNORECASE)
 
@@ -27,6 +28,7 @@ class Recipe:
     linear_input: float  # element of a saved input of a linear layer
     communication: float  # element of an activation on the wire
     source: str
+    fp32_shards: bool = False  # ZeRO divides fp32 weights and gradients, and whole weights are gathered from them
 
     @property
     def plain_weight(self) -> float:
@@ -95,6 +97,7 @@ class Training(Spec):
     optimizer: Literal["sgd", "sgd-momentum", "adamw", "adam8bit", "muon"] = "adamw"
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
+    optimization: Optimization = Optimization()
     tokens: int | None = count(None)
     checkpoint_interval: float | None = field(default=None, metadata={"dimension": "seconds", "above": 0})
 

@@ -1,0 +1,14 @@
+"""One readable family of decoders, as plain torch modules on one device.
+
+Nothing here knows how a model is spread over machines: what others replace are attributes (``attend``,
+``exchange``, ``loss_function``), and what they take apart are modules.
+"""
+
+from __future__ import annotations
+
+from shardwise.models.decoder import Decoder
+from shardwise.models.dot_product import AttentionArguments
+from shardwise.models.initialise import initial_value, initialise
+from shardwise.models.loss import cross_entropy_sum
+
+__all__ = ["AttentionArguments", "Decoder", "cross_entropy_sum", "initial_value", "initialise"]

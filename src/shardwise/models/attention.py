@@ -1,0 +1,124 @@
+"""Attention: grouped heads with rotary or no positions, and DeepSeek's latent attention.
+
+Both read the number of heads from the tensors, never from the model's description. ``project`` (the maps of the
+hidden states) and ``attend`` (what mixes the tokens) are attributes that anyone may replace by a callable of the same
+signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.dot_product import AttentionArguments, dot_product_attention
+from shardwise.models.norms import norm_of
+from shardwise.models.project import Project, project_each
+from shardwise.models.rope import Rotation, logit_factor, rotate
+from shardwise.spec.model import Model
+
+LATENT_EPSILON = 1e-6  # of the norms inside latent attention; DeepSeek has no setting for it
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionArguments], Tensor]
+
+
+def attention_of(model: Model) -> Attention | LatentAttention:
+    return LatentAttention(model) if model.mla else Attention(model)
+
+
+def attention_scale(model: Model) -> float:
+    """What the product of a query and a key is multiplied by."""
+    scale: float = model.query_key_dim**-0.5
+    return scale * logit_factor(model.numerics.rope_scaling) if model.mla else scale
+
+
+class Attention(nn.Module):
+    """Multi-head attention with as many or fewer key-value heads (arXiv 2305.13245)."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        size = model.head_size
+        self.head_size = size
+        self.query = nn.Linear(model.hidden, model.heads * size, bias=model.qkv_bias)
+        self.key = nn.Linear(model.hidden, model.key_value_heads * size, bias=model.qkv_bias)
+        self.value = nn.Linear(model.hidden, model.key_value_heads * size, bias=model.qkv_bias)
+        self.output = nn.Linear(model.heads * size, model.hidden, bias=model.attention_out_bias)
+        self.query_norm = norm_of(model, size) if model.qk_norm else None
+        self.key_norm = norm_of(model, size) if model.qk_norm else None
+        self.attend: Attend = dot_product_attention
+        self.project: Project = project_each
+
+    def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
+        projected = self.project(hidden, self.query, self.key, self.value)
+        query, key, value = (torch.unflatten(one, -1, (-1, self.head_size)) for one in projected)
+        query, key = self.positioned(query, key, rotation)
+        attended = self.attend(query, key, value, arguments)
+        mixed: Tensor = self.output(attended.flatten(-2))
+        return mixed
+
+    def positioned(self, query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys normed, in models that do so, and turned by their positions."""
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return (query, key) if rotation is None else (rotate(query, rotation), rotate(key, rotation))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector.
+
+    Each head's query and key are a part without positions and, behind it, a part that is rotated; the rotated
+    part of the key is one for all heads.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        assert model.mla
+        mla = model.mla
+        self.plain_size, self.rotated_size, self.value_size = mla.nope_dim, mla.rope_dim, mla.value_dim
+        self.latent_size = mla.kv_rank
+        queries = model.heads * (mla.nope_dim + mla.rope_dim)
+        if mla.q_rank is None:
+            self.query = nn.Linear(model.hidden, queries, bias=False)
+        else:
+            self.query_down = nn.Linear(model.hidden, mla.q_rank, bias=False)
+            self.query_down_norm = norm_of(model, mla.q_rank, LATENT_EPSILON)
+            self.query_up = nn.Linear(mla.q_rank, queries, bias=False)
+        self.compressed_query = mla.q_rank is not None
+        self.key_value_down = nn.Linear(model.hidden, mla.kv_rank + mla.rope_dim, bias=False)
+        self.key_value_down_norm = norm_of(model, mla.kv_rank, LATENT_EPSILON)
+        self.key_value_up = nn.Linear(mla.kv_rank, model.heads * (mla.nope_dim + mla.value_dim), bias=False)
+        self.output = nn.Linear(model.heads * mla.value_dim, model.hidden, bias=model.attention_out_bias)
+        self.attend: Attend = dot_product_attention
+        self.project: Project = project_each
+
+    def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
+        queries, latent_and_key = self.project(hidden, self.first_query_map, self.key_value_down)
+        latent, key_rotated = latent_and_key.split_with_sizes((self.latent_size, self.rotated_size), dim=-1)
+        if self.compressed_query:
+            queries = self.query_down_norm(queries)
+        heads = self.expand(queries, self.key_value_down_norm(latent), key_rotated, rotation)
+        attended = self.attend(*heads, arguments)
+        mixed: Tensor = self.output(attended.flatten(-2))
+        return mixed
+
+    def expand(
+        self, queries: Tensor, latent: Tensor, key_rotated: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Every head's query, key and value; one function of the narrow vectors, so that it may be run again."""
+        if self.compressed_query:
+            queries = self.query_up(queries)
+        query = torch.unflatten(queries, -1, (-1, self.plain_size + self.rotated_size))
+        query_plain, query_rotated = query.split_with_sizes((self.plain_size, self.rotated_size), dim=-1)
+        key_value = self.key_value_up(latent).unflatten(-1, (-1, self.plain_size + self.value_size))
+        key_plain, value = key_value.split_with_sizes((self.plain_size, self.value_size), dim=-1)
+        key_rotated = key_rotated.unsqueeze(-2)
+        if rotation is not None:
+            query_rotated, key_rotated = rotate(query_rotated, rotation), rotate(key_rotated, rotation)
+        query = torch.cat((query_plain, query_rotated), dim=-1)
+        key = torch.cat((key_plain, key_rotated.expand(-1, -1, key_plain.shape[-2], -1)), dim=-1)
+        return query, key, value.contiguous()  # as a view it would keep the keys' part of the product as well
+
+    @property
+    def first_query_map(self) -> nn.Linear:
+        return self.query_down if self.compressed_query else self.query

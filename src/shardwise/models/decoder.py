@@ -1,0 +1,109 @@
+"""The decoder: embedding, layers, final norm, head; each may be taken away, and the rest still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.attention import attention_scale
+from shardwise.models.dot_product import AttentionArguments
+from shardwise.models.layer import Layer
+from shardwise.models.loss import cross_entropy_sum
+from shardwise.models.norms import norm_of
+from shardwise.models.rope import Rotation, rotation_of
+from shardwise.models.supported import require_supported
+from shardwise.spec.errors import SpecError
+from shardwise.spec.model import Model
+
+LossFunction = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model by its description.
+
+    ``embedding``, ``position_embedding``, ``norm`` and ``head`` may be set to None and any of ``layers``, which
+    are keyed by their index, deleted: what is left is a part of the model that takes and gives hidden states.
+    ``loss_function`` takes hidden states, the head's weight and bias, and labels, so that it need never make
+    all logits; it may be replaced.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        require_supported(model)
+        self.model = model
+        learned = model.positions == "learned"
+        self.embedding: nn.Embedding | None = nn.Embedding(model.vocab, model.hidden)
+        self.position_embedding = nn.Embedding(model.max_seq, model.hidden) if learned else None
+        self.layers = nn.ModuleDict({str(index): Layer(model, index) for index in range(model.layers)})
+        self.norm = norm_of(model) if model.final_norm else None
+        self.head: nn.Linear | None = nn.Linear(model.hidden, model.vocab, bias=model.lm_head_bias)
+        if model.tied_embeddings:
+            self.head.weight = self.embedding.weight
+        self.loss_function: LossFunction = cross_entropy_sum
+
+    def forward(
+        self,
+        inputs: Tensor,
+        labels: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """The summed loss, logits or hidden states, whichever comes last in what is left of the model.
+
+        ``inputs`` are token ids [batch, seq], or hidden states [batch, seq, hidden] where there is no embedding.
+        ``labels`` [batch, seq] stand where they are predicted (the caller has shifted them); those equal to
+        -100 do not count. ``positions`` [batch or 1, seq] count from 0 along the row unless given, and
+        ``documents`` [batch, seq] keep packed documents from seeing each other.
+        """
+        places = positions
+        if places is None:
+            places = torch.arange(inputs.shape[1], device=inputs.device)[None]
+        hidden = self._embed(inputs, places)
+        rotation = self._rotation(places)
+        for index, layer in self.layers.items():
+            hidden = layer(hidden, rotation, self._arguments(int(index), positions, documents))
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        if self.head is None:
+            return hidden
+        if labels is not None:
+            return self.loss_function(hidden, self.head.weight, self.head.bias, labels)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that makes the model what it is: parameters, each once, and the buffers that are kept."""
+        yield from self.named_parameters()
+        kept = self.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.named_buffers() if name in kept)
+
+    def _embed(self, inputs: Tensor, places: Tensor) -> Tensor:
+        hidden: Tensor = inputs if self.embedding is None else self.embedding(inputs)
+        if self.position_embedding is None:
+            return hidden
+        if places.shape[1] > self.model.max_seq:
+            problem = f"{places.shape[1]} tokens are more than the {self.model.max_seq} positions {self.model.name} has"
+            raise SpecError("training.seq", problem, "use shorter sequences")
+        embedded: Tensor = hidden + self.position_embedding(places)
+        return embedded
+
+    def _rotation(self, places: Tensor) -> Rotation | None:
+        return rotation_of(self.model, places) if self.model.positions == "rope" else None
+
+    def _arguments(self, index: int, positions: Tensor | None, documents: Tensor | None) -> AttentionArguments:
+        return AttentionArguments(
+            causal=self.model.causal,
+            window=window_of(self.model, index),
+            scale=attention_scale(self.model),
+            documents=documents,
+            positions=positions,
+        )
+
+
+def window_of(model: Model, index: int) -> int | None:
+    """The sliding window of a layer; every n-th layer has none where the model says so."""
+    everywhere = model.sliding_window_every == 1
+    return model.sliding_window if everywhere or (index + 1) % model.sliding_window_every else None

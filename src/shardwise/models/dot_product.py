@@ -1,0 +1,66 @@
+"""Scaled dot-product attention: the default of what the attention modules call ``attend``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionArguments:
+    """Which keys a query sees, and how their products are scaled.
+
+    ``window`` is the number of keys a query sees, itself among them. ``documents`` [batch, seq] numbers the
+    documents packed into each row: a query sees only keys of its own. ``positions`` are those the caller gave
+    (None: 0, 1, 2 ... along the row); who attends over rows in another order finds the order there.
+    """
+
+    causal: bool
+    window: int | None
+    scale: float
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
+    """Attention of tensors [batch, seq, heads, features]; each key head serves an equal share of query heads.
+
+    The tokens of a row stand in the order of time.
+    """
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    mask = attention_mask(query.shape[2], query.device, arguments)
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and mask is not None:
+        # With a mask, only kernels that know nothing of grouped heads are quick.
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        grouped = False
+    attended = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=arguments.causal and mask is None,
+        scale=arguments.scale,
+        enable_gqa=grouped,
+    )
+    return attended.transpose(1, 2)
+
+
+def attention_mask(seq: int, device: torch.device, arguments: AttentionArguments) -> Tensor | None:
+    """True where a query [rows] sees a key [columns]; None where plain (causal) attention says it all."""
+    window = arguments.window if arguments.window is not None and arguments.window < seq else None
+    if window is None and arguments.documents is None:
+        return None
+    index = torch.arange(seq, device=device)
+    behind = index[:, None] - index[None, :]
+    seen = behind >= 0 if arguments.causal else torch.ones_like(behind, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (behind < window) if arguments.causal else behind.abs() < window
+    if arguments.documents is None:
+        return seen
+    same = arguments.documents[:, :, None] == arguments.documents[:, None, :]
+    return (seen & same)[:, None]

@@ -1,0 +1,125 @@
+"""What the families of Hugging Face call the tensors of a decoder, and how they lay them out.
+
+A module's name maps to a module's name; its ``weight`` and ``bias`` follow. ``{}`` is the number of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One ``model_type``: ``outside`` the layers, ``inside`` each of them, and where it differs from plain linears.
+
+    ``transposed`` modules store [inputs, outputs]. ``fused`` modules (ours) are parts, in this order, of the one
+    module they map to. ``interleaved`` ones end each head in rotated features whose pairs stand side by side,
+    where ours have all first members and then all second ones.
+    """
+
+    architecture: str
+    inside: Mapping[str, str]
+    outside: Mapping[str, str]
+    layer: str = "model.layers.{}."
+    transposed: frozenset[str] = frozenset()
+    fused: tuple[str, ...] = ()
+    interleaved: frozenset[str] = frozenset()
+    prefix: str = "model."  # stands before every name but the head's; some published files leave it out
+    ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
+
+
+_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_ATTENTION = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+}
+_LATENT = {
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_down_norm": "self_attn.q_a_layernorm",
+    "attention.query_up": "self_attn.q_b_proj",
+    "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.key_value_down_norm": "self_attn.kv_a_layernorm",
+    "attention.key_value_up": "self_attn.kv_b_proj",
+}
+_MLP = {"mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
+_EXPERTS = {
+    "mlp.router.gate": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+}
+_MIXTRAL_EXPERTS = {
+    "mlp.router.gate": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+    "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+
+
+def _shared(theirs: str) -> dict[str, str]:
+    return {f"mlp.shared.{part}": f"mlp.{theirs}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_DEEPSEEK = {**_ATTENTION, **_LATENT, **_MLP, **_EXPERTS, **_shared("shared_experts")}
+_INTERLEAVED = frozenset({"attention.query", "attention.query_up", "attention.key_value_down"})
+_FREQUENCIES = ("rotary_emb.inv_freq",)
+
+_GPT_2 = Layout(
+    "GPT2LMHeadModel",
+    {
+        "attention_norm": "ln_1",
+        "attention.query": "attn.c_attn",
+        "attention.key": "attn.c_attn",
+        "attention.value": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    },
+    {
+        "embedding": "transformer.wte",
+        "position_embedding": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    layer="transformer.h.{}.",
+    transposed=frozenset(
+        {"attention.query", "attention.key", "attention.value", "attention.output", "mlp.up", "mlp.down"}
+    ),
+    fused=("attention.query", "attention.key", "attention.value"),
+    prefix="transformer.",
+    ignored=("attn.bias", "attn.masked_bias"),
+)
+
+
+def _layout(architecture: str, *inside: Mapping[str, str], interleaved: frozenset[str] = frozenset()) -> Layout:
+    names = {ours: theirs for part in inside for ours, theirs in part.items()}
+    return Layout(architecture, names, _OUTSIDE, interleaved=interleaved, ignored=_FREQUENCIES)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "llama": _layout("LlamaForCausalLM", _ATTENTION, _MLP),
+    "mistral": _layout("MistralForCausalLM", _ATTENTION, _MLP),
+    "mixtral": _layout("MixtralForCausalLM", _ATTENTION, _MIXTRAL_EXPERTS),
+    "qwen2": _layout("Qwen2ForCausalLM", _ATTENTION, _MLP),
+    "qwen3": _layout("Qwen3ForCausalLM", _ATTENTION, _MLP),
+    "qwen2_moe": _layout(
+        "Qwen2MoeForCausalLM",
+        _ATTENTION, _MLP, _EXPERTS, _shared("shared_expert"), {"mlp.shared_gate": "mlp.shared_expert_gate"},
+    ),
+    "qwen3_moe": _layout("Qwen3MoeForCausalLM", _ATTENTION, _MLP, _EXPERTS),
+    "deepseek_v2": _layout("DeepseekV2ForCausalLM", _DEEPSEEK, interleaved=_INTERLEAVED),
+    "deepseek_v3": _layout(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK, {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}, interleaved=_INTERLEAVED,
+    ),
+    "gpt2": _GPT_2,
+}  # fmt: skip
+LAYOUTS["kimi_k2"] = LAYOUTS["deepseek_v3"]

@@ -1,0 +1,131 @@
+"""Writing a Hugging Face folder, a file of bounded size at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwise.interop import hf_config_from_model
+from shardwise.models.huggingface.folder import INDEX, SINGLE
+from shardwise.models.huggingface.layouts import LAYOUTS
+from shardwise.models.huggingface.places import Place, places_of
+from shardwise.spec.errors import SpecError
+from shardwise.spec.model import Model
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def write_folder(
+    folder: Path | str, model: Model, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes ``tensors``, named as in a `Decoder` of ``model``, in the layout and with the names of a family.
+
+    No more than one file's tensors are held at a time. The index is written last, so a folder left unfinished is
+    never taken for a whole one. Raises SpecError when a tensor is missing, unknown, twice there or of another
+    shape, when no family can say the model, and when the folder already holds weights.
+    """
+    folder = Path(folder)
+    config = hf_config_from_model(model)
+    layout = LAYOUTS.get(config["model_type"])
+    if layout is None:
+        problem = f"weights of the family {config['model_type']} are not written"
+        raise SpecError("model", problem, f"written are {', '.join(LAYOUTS)}")
+    _make_empty(folder)
+    files = _Files(folder, max_shard_bytes)
+    for name, tensor in _stored(places_of(model, layout), tensors, model):
+        files.add(name, tensor)
+    index = files.finish()
+    config |= {"architectures": [layout.architecture], "dtype": files.dtype, "torch_dtype": files.dtype}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / INDEX, index)
+
+
+def _make_empty(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if any((folder / name).exists() for name in (INDEX, SINGLE)):
+        raise SpecError(str(folder), "already holds weights", "name a new folder")
+
+
+def _stored(
+    places: dict[str, Place], tensors: Iterable[tuple[str, Tensor]], model: Model
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they are stored; parts of a fused one wait until all are there."""
+    waiting: dict[str, dict[int, Tensor]] = {}
+    left = dict(places)
+    for name, tensor in tensors:
+        if name == "head.weight" and model.tied_embeddings:
+            continue
+        place = _checked(name, tensor, left, places)
+        for theirs, stored in place.to_stored(tensor.detach()):
+            if place.whole is None:
+                yield theirs, stored
+                continue
+            parts = waiting.setdefault(theirs, {})
+            parts[place.start] = stored
+            if sum(part.shape[-1] for part in parts.values()) == place.whole:
+                yield theirs, torch.cat([parts[start] for start in sorted(parts)], dim=-1)
+                del waiting[theirs]
+    if left:
+        name = next(iter(left))
+        raise SpecError(name, f"of {model.name} was not given", "write every tensor of the model")
+
+
+def _checked(name: str, tensor: Tensor, left: dict[str, Place], places: dict[str, Place]) -> Place:
+    if name not in places:
+        raise SpecError(name, "is no tensor of this model", "name tensors as a Decoder of the model does")
+    if name not in left:
+        raise SpecError(name, "was given twice", "write every tensor once")
+    if tuple(tensor.shape) != places[name].shape:
+        problem = f"is {list(tensor.shape)}, but the model makes it {list(places[name].shape)}"
+        raise SpecError(name, problem, "give whole tensors of this model")
+    return left.pop(name)
+
+
+class _Files:
+    """Gathers tensors up to a size and writes them; how many files there are, and so their names, shows at the end."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self.held: dict[str, Tensor] = {}
+        self.held_bytes = self.total_bytes = 0
+        self.written: list[list[str]] = []
+        self.dtype = "float32"
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.held and self.held_bytes + size > self.max_bytes:
+            self._flush()
+        if not self.held and not self.written:
+            self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.held[name] = tensor.to("cpu").contiguous()
+        self.held_bytes += size
+        self.total_bytes += size
+
+    def finish(self) -> dict[str, Any]:
+        """Writes what is held, gives the files their names, and returns their index."""
+        self._flush()
+        files = {}
+        for number, names in enumerate(self.written, 1):
+            file = f"model-{number:05}-of-{len(self.written):05}.safetensors"
+            self._partial(number).rename(self.folder / file)
+            files.update(dict.fromkeys(names, file))
+        return {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(files.items()))}
+
+    def _flush(self) -> None:
+        if self.held:
+            save_file(self.held, self._partial(len(self.written) + 1), metadata={"format": "pt"})
+            self.written.append(list(self.held))
+            self.held, self.held_bytes = {}, 0
+
+    def _partial(self, number: int) -> Path:
+        return self.folder / f"model-{number:05}.partial"
+
+
+def _write_json(path: Path, data: object) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,79 @@
+"""The MLP of a dense layer or of the shared experts: plain, or gated (GLU variants, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.models.project import Project, project_each
+from shardwise.spec.model import Model
+
+Activation = Callable[..., Tensor]
+aten: Any = torch.ops.aten
+
+
+def activation_of(model: Model) -> Activation:
+    """What stands between the maps of an MLP: a function of the up projection, or of gate and up where both are."""
+    if model.activation == "swiglu":
+        return partial(_gated, "silu")
+    if model.activation == "relu":
+        return F.relu
+    approximate = "tanh" if model.numerics.gelu == "tanh" else "none"
+    return partial(_gated, approximate) if model.gated else partial(F.gelu, approximate=approximate)
+
+
+def _gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    product: Tensor = _Gated.apply(gate, up, kind)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Gated(torch.autograd.Function):
+    """The activated gate times up. Autograd would keep the activated gate besides gate and up; it is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return _activated(gate, kind) * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        of_activated = gradient * up
+        if ctx.kind == "silu":
+            of_gate = aten.silu_backward(of_activated, gate)
+        else:
+            of_gate = aten.gelu_backward(of_activated, gate, approximate=ctx.kind)
+        return of_gate, gradient * _activated(gate, ctx.kind), None
+
+
+def _activated(gate: Tensor, kind: str) -> Tensor:
+    """SiLU, or GELU by its formula ("none") or its approximation ("tanh")."""
+    return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=kind)
+
+
+class MLP(nn.Module):
+    """Up, activation (times the gate), down."""
+
+    def __init__(self, model: Model, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.hidden, width, bias=model.mlp_bias) if model.gated else None
+        self.up = nn.Linear(model.hidden, width, bias=model.mlp_bias)
+        self.down = nn.Linear(width, model.hidden, bias=model.mlp_bias)
+        self.activation = activation_of(model)
+        self.project: Project = project_each
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.gate is None:
+            (up,) = self.project(hidden, self.up)
+            inner = self.activation(up)
+        else:
+            gate, up = self.project(hidden, self.gate, self.up)
+            inner = self.activation(gate, up)
+        down: Tensor = self.down(inner)
+        return down

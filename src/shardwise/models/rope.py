@@ -1,0 +1,96 @@
+"""Rotary positions (RoFormer, arXiv 2104.09864) and the ways to stretch them.
+
+Feature i of the first half of a head turns together with feature i of its second half. Nothing is kept between
+calls: a few dozen frequencies cost less than a buffer that every cast and every move would have to spare.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.model import Model
+from shardwise.spec.numerics import RopeScaling
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def rotation_of(model: Model, positions: Tensor) -> Rotation:
+    """The cosines and sines [batch or 1, seq, 1, features / 2] that turn heads at ``positions`` [batch or 1, seq]."""
+    features = model.mla.rope_dim if model.mla else model.head_size
+    frequencies = rope_frequencies(features, model.numerics.rope_theta, model.numerics.rope_scaling, positions.device)
+    angles = positions[:, :, None, None].float() * frequencies
+    factor = rotation_factor(model.numerics.rope_scaling)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """``heads`` [batch, seq, heads, features] turned by their positions, in fp32."""
+    cosine, sine = rotation
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.type_as(heads)
+
+
+def rope_frequencies(features: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Radians per position of each pair of features."""
+    steps = torch.arange(0, features, 2, device=device, dtype=torch.float32) / features
+    plain = 1.0 / theta**steps
+    if scaling is None:
+        return plain
+    slowed = plain / scaling.factor
+    if scaling.kind == "linear":
+        return slowed
+    if scaling.kind == "llama3":
+        kept = _llama3_share(plain, scaling)
+    else:
+        kept = _yarn_share(features, theta, scaling, device)
+    return kept * plain + (1 - kept) * slowed
+
+
+def _llama3_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """How much of each frequency stays: all of those that turn often within the original sequence."""
+    assert scaling.original_seq
+    turns = scaling.original_seq * frequencies / (2 * math.pi)
+    low, high = scaling.low_frequency, scaling.high_frequency
+    return ((turns - low) / (high - low)).clamp(0, 1)
+
+
+def _yarn_share(features: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
+    """The same as a ramp over the index of the pair (arXiv 2309.00071, section 3.2)."""
+    assert scaling.original_seq
+
+    def pair_that_turns(times: float) -> float:
+        assert scaling.original_seq
+        return features * math.log(scaling.original_seq / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, features - 1)
+    pairs = torch.arange(features // 2, device=device, dtype=torch.float32)
+    return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+
+
+def rotation_factor(scaling: RopeScaling | None) -> float:
+    """What YaRN multiplies the rotated features by, so that logits keep their size over more keys."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all:
+        return _yarn_growth(scaling.factor, scaling.mscale) / _yarn_growth(scaling.factor, scaling.mscale_all)
+    return _yarn_growth(scaling.factor, 1.0)
+
+
+def logit_factor(scaling: RopeScaling | None) -> float:
+    """What YaRN as DeepSeek uses it multiplies the whole logit by."""
+    if scaling is None or scaling.kind != "yarn" or not scaling.mscale_all:
+        return 1.0
+    return _yarn_growth(scaling.factor, scaling.mscale_all) ** 2
+
+
+def _yarn_growth(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,79 @@
+"""A small model of every family, as the transformers library builds it, with weights that are not near zero."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    **SMALL, **EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 8, "first_k_dense_replace": 1,
+}  # fmt: skip
+V3: dict[str, Any] = {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+V2: dict[str, Any] = {**LATENT, "n_shared_experts": 2}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SMALL),
+    "llama-biased": ("Llama", {**SMALL, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama3-rope": ("Llama", {**SMALL, "rope_scaling": LLAMA_3, "rope_theta": 500.0, "rms_norm_eps": 1e-5}),
+    "llama-linear-rope": ("Llama", {**SMALL, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama-yarn": ("Llama", {**SMALL, "rope_scaling": YARN, "rope_theta": 100.0, "head_dim": 16}),
+    "mistral-window": ("Mistral", {**SMALL, "sliding_window": 7}),
+    "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4}),
+    "qwen2": ("Qwen2", SMALL),
+    "qwen2-window": ("Qwen2", {**SMALL, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}),
+    "qwen2-moe": ("Qwen2Moe", {**SMALL, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}),
+    "qwen3": ("Qwen3", {**SMALL, "head_dim": 16, "rope_theta": 1e6}),
+    "qwen3-moe": ("Qwen3Moe", {**SMALL, **EXPERTS, "head_dim": 8, "num_experts": 8, "norm_topk_prob": True}),
+    "deepseek-v2": ("DeepseekV2", {**V2, "q_lora_rank": None}),
+    "deepseek-v2-groups": ("DeepseekV2", {**V2, "q_lora_rank": 12, "n_group": 4, "topk_group": 2,
+                                          "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0}),
+    "deepseek-v3": ("DeepseekV3", V3),
+    "deepseek-v3-yarn": ("DeepseekV3", {**V3, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek-v3-halves": ("DeepseekV3", {**V3, "rope_interleave": False}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 61, "n_positions": 64,
+                      "bos_token_id": None, "eos_token_id": None}),
+}  # fmt: skip
+
+
+def build(case: str) -> Any:
+    """The library's model of a case: in fp32, in evaluation, every parameter drawn wide enough to matter."""
+    family, settings = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**settings)
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, family + head)(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name or "ln_" in name else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+    return model
+
+
+def saved(case: str, folder: Path) -> Any:
+    """The library's model, saved by the library."""
+    model = build(case)
+    model.save_pretrained(folder)
+    return model
