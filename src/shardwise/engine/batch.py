@@ -1,0 +1,54 @@
+"""One step's data on a rank: whole sequences, cut into microbatches and, for context parallelism, along themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``tokens`` and ``labels`` [sequences, seq]; the label of a token is what follows it, -100 where none counts.
+
+    ``positions`` count from 0 in every row unless given; ``documents`` number the documents packed into each row.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, tokens: Tensor, labels: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Batch:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return cls(tokens, labels, positions, documents)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same change of every tensor."""
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.tokens), change(self.labels), change(self.positions), documents)
+
+    def share(self, rank: int, size: int) -> Batch:
+        """The sequences of one of ``size`` data-parallel ranks, of a global batch."""
+        each = self.tokens.shape[0] // size
+        return self.changed(lambda tensor: tensor[rank * each : (rank + 1) * each])
+
+    def microbatches(self, number: int) -> list[Batch]:
+        each = self.tokens.shape[0] // number
+        return [
+            self.changed(lambda tensor, start=i * each: tensor[start : start + each])  # type: ignore[misc]
+            for i in range(number)
+        ]
+
+    @property
+    def counted(self) -> Tensor:
+        """How many labels count."""
+        return (self.labels != IGNORED).sum()

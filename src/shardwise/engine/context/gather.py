@@ -1,0 +1,169 @@
+"""Attention over gathered keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
+
+One all-gather brings the keys and values of all ranks, which then stand in the order of time, so that windows and
+packed documents are masks over contiguous runs. With the zig-zag cut (`sequence`) each half of a rank's queries sees a
+contiguous run of earlier chunks, and its own chunk causally; the own chunks are attended to while the gather is under
+way. The backward pass gathers again instead of keeping what was gathered, and sums the gradients by reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.context.across import AcrossRanks, Call
+from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
+from shardwise.engine.context.kernels import KernelChoice
+from shardwise.engine.names import sent
+from shardwise.engine.reductions import all_gather, reduce_scatter_sum
+from shardwise.models.dot_product import AttentionArguments
+
+
+class GatheredAttention(AcrossRanks):
+    """An ``attend`` for tokens cut in zig-zag."""
+
+    def call(self, seq: int, arguments: AttentionArguments) -> Call:
+        window = arguments.window
+        if window is not None and window >= seq * self.size:
+            window = None
+        documents = self.documents.of(arguments.documents)
+        return _Gathered(self.group, arguments.causal, arguments.scale, window, documents, self.overlap, self.choose)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """One call. Plain causal attention takes the own chunks apart (`_own`); all others see only runs (`_runs`)."""
+
+    group: dist.ProcessGroup
+    causal: bool
+    scale: float
+    window: int | None
+    documents: Tensor | None
+    overlap: bool
+    choose: KernelChoice
+
+    @property
+    def masked(self) -> bool:
+        return self.window is not None or self.documents is not None
+
+    @property
+    def own_apart(self) -> bool:
+        return self.causal and not self.masked
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        gather = _Gather(self.group, key, value, self.overlap)
+        if self.own_apart:
+            chunks = _chunks(query), _chunks(key), _chunks(value)
+            out, log_sum = attention_block(*chunks, True, self.scale, choose=self.choose)
+            merged = Merged(_in_row(out), torch.unflatten(log_sum, 0, (-1, 2)).transpose(1, 2).flatten(2))
+        else:
+            merged = Merged.nothing(query, value)
+        key, value = gather.finish()
+        for queries, keys, seen in self._runs(query.shape[1]):
+            block = attention_block(
+                query[:, queries], key[:, keys], value[:, keys], False, self.scale, seen, self.choose
+            )
+            merged.add(*block, queries)
+        return merged.result(some_rows_empty=self.masked)
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gather = _Gather(self.group, key, value, self.overlap)
+        of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        own: tuple[Tensor, Tensor] | None = None
+        if self.own_apart:
+            log_sums = torch.unflatten(log_sum, 2, (2, -1)).transpose(1, 2).flatten(0, 1)
+            chunks = _chunks(gradient), _chunks(query), _chunks(key), _chunks(value), _chunks(out)
+            add_query, of_key, of_value = attention_block_backward(
+                *chunks, log_sums, True, self.scale, choose=self.choose
+            )
+            of_query += _in_row(add_query)
+            own = _in_row(of_key), _in_row(of_value)
+        key, value = gather.finish()
+        of_key, of_value = gather.gradients()
+        for queries, keys, seen in self._runs(query.shape[1]):
+            add_query, add_key, add_value = attention_block_backward(
+                gradient[:, queries], query[:, queries], key[:, keys], value[:, keys], out[:, queries],
+                log_sum[:, :, queries], False, self.scale, seen, self.choose,
+            )  # fmt: skip
+            of_query[:, queries] += add_query
+            of_key[:, keys] += add_key
+            of_value[:, keys] += add_value
+        del key, value  # what was gathered, before the gradients are copied into the order of the ranks
+        of_key, of_value = gather.reduce_gradients()
+        if own:
+            of_key, of_value = of_key + own[0], of_value + own[1]
+        return of_query.to(query.dtype), of_key, of_value
+
+    def _runs(self, length: int) -> Iterator[tuple[slice, slice, Seen | None]]:
+        """Runs of the rank's queries, the keys of the whole sequence that they meet, and which of these are seen."""
+        rank, size, half = self.group.rank(), self.group.size(), length // 2
+        total = length * size
+        if not self.causal and not self.masked:
+            yield slice(0, length), slice(0, total), None
+            return
+        for queries, first in ((slice(0, half), rank * half), (slice(half, length), total - (rank + 1) * half)):
+            if not self.masked:
+                if first:
+                    yield queries, slice(0, first), None
+                continue
+            documents = self.documents
+            of_queries = None if documents is None else documents[:, first : first + half]
+            yield queries, slice(0, total), Seen(self.causal, self.window, first, 0, of_queries, documents)
+
+
+class _Gather:
+    """The gather of keys and values of all ranks, and the way back of their gradients.
+
+    Both travel as [seq, batch, heads, features of key and value]: with the sequence first, what the ranks send lies
+    one behind the other, and key and value are views.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, key: Tensor, value: Tensor, overlap: bool) -> None:
+        self.group, self.size, self.width = group, group.size(), key.shape[-1]
+        self.packed = torch.cat([key, value], -1).transpose(0, 1).contiguous()
+        self.stacked = self.packed.new_empty((self.size * self.packed.shape[0], *self.packed.shape[1:]))
+        with sent("cp", "all-gather keys and values", self.packed):
+            self.work = all_gather(self.stacked, self.packed, group, async_op=overlap)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, whole seq, heads, features] in the order of time."""
+        if self.work is not None:
+            self.work.wait()
+        halves = self.stacked.chunk(2 * self.size)
+        in_time = torch.cat([*halves[0::2], *reversed(halves[1::2])])
+        del self.stacked
+        return self._views(in_time)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Zeros of the shape that `finish` gave, to be added to."""
+        self.summed = self.packed.new_zeros((self.size * self.packed.shape[0], *self.packed.shape[1:]))
+        return self._views(self.summed)
+
+    def reduce_gradients(self) -> tuple[Tensor, Tensor]:
+        """This rank's part of the sum over all ranks."""
+        chunks = self.summed.chunk(2 * self.size)
+        pairs = zip(chunks[: self.size], reversed(chunks[self.size :]), strict=True)
+        by_rank = torch.cat([chunk for pair in pairs for chunk in pair])
+        mine = torch.empty_like(self.packed)
+        with sent("cp", "reduce-scatter gradients of keys and values", by_rank):
+            reduce_scatter_sum(mine, by_rank, self.group)
+        return self._views(mine)
+
+    def _views(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = packed.transpose(0, 1).tensor_split([self.width], -1)
+        return key, value
+
+
+def _chunks(tensor: Tensor) -> Tensor:
+    """The two chunks of each sequence as two sequences, in one batch."""
+    return torch.unflatten(tensor, 1, (2, -1)).flatten(0, 1)
+
+
+def _in_row(tensor: Tensor) -> Tensor:
+    return torch.unflatten(tensor, 0, (-1, 2)).flatten(1, 2)

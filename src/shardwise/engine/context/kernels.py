@@ -1,0 +1,290 @@
+"""Attention of one block of queries with one block of keys: the kernels behind the ring and the all-gather.
+
+A kernel returns, beside the output, the logarithm of the sum of exponentials of each query's scores; by it the outputs
+of several blocks of keys are merged into that of all of them, and with the merged one the backward pass of a block
+gives its share of the whole gradient (Liu et al. 2023, arXiv 2310.01889). `scaled_dot_product_attention` keeps it to
+itself, hence the operators under it. All tensors are [batch, seq, heads, features], key heads unrepeated, log-sum-exp
+[batch, heads, seq] in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+WIDEST_FLASH = 256  # features of a head
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How queries and keys are multiplied and which pairs are seen.
+
+    ``causal``: query i sees keys up to i, of as many. ``bias`` [batch or 1, 1, queries, keys] is added.
+    """
+
+    scale: float
+    causal: bool = False
+    bias: Tensor | None = None
+
+
+class BlockKernel(Protocol):
+    """``backward`` takes the output and the log-sum-exp of all keys, merged, and gives this block's gradients."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+KernelChoice = Callable[[Tensor, Tensor, bool], BlockKernel]
+
+
+def kernel_for(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
+    """The quickest kernel of ours that takes these tensors."""
+    wide = max(query.shape[-1], value.shape[-1]) > WIDEST_FLASH
+    narrow_numbers = query.dtype in (torch.bfloat16, torch.float16)
+    if query.device.type == "cpu" and query.dtype.is_floating_point:
+        return CPU_FLASH
+    if query.device.type == "cuda" and (narrow_numbers or query.dtype == torch.float32):
+        if wide or not narrow_numbers:
+            return EFFICIENT
+        if _made_for_cudnn(query.device.index):
+            return CUDNN
+        return EFFICIENT if biased else FLASH
+    return MATH
+
+
+@cache
+def _made_for_cudnn(device: int) -> bool:
+    """Hopper and Blackwell (AMD counts its own generations by the same numbers)."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+class Math:
+    """Written out, for everything that no fused kernel takes; the scores of the block are made in memory."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        products = self._products(query, key, scores)
+        log_sum = products.logsumexp(-1)
+        shares = (products - log_sum.unsqueeze(-1)).exp_()
+        out = torch.einsum("bhgqk,bkhd->bqhgd", shares, value.to(shares.dtype)).flatten(2, 3)
+        return out.to(query.dtype), log_sum.flatten(1, 2)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        products = self._products(query, key, scores)
+        number, heads = products.dtype, key.shape[2]
+        shares = (products - torch.unflatten(log_sum, 1, (heads, -1)).unsqueeze(-1)).exp_()
+        by_group = torch.unflatten(gradient.to(number), 2, (heads, -1))
+        queries, keys = torch.unflatten(query.to(number), 2, (heads, -1)), key.to(number)
+        of_value = torch.einsum("bhgqk,bqhgd->bkhd", shares, by_group)
+        of_shares = torch.einsum("bqhgd,bkhd->bhgqk", by_group, value.to(number))
+        mean = torch.unflatten((gradient.to(number) * out.to(number)).sum(-1).transpose(1, 2), 1, (heads, -1))
+        of_products = (of_shares - mean.unsqueeze(-1)).mul_(shares).mul_(scores.scale)
+        of_query = torch.einsum("bhgqk,bkhd->bqhgd", of_products, keys).flatten(2, 3)
+        of_key = torch.einsum("bhgqk,bqhgd->bkhd", of_products, queries)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+
+    def _products(self, query: Tensor, key: Tensor, scores: Scores) -> Tensor:
+        """[batch, key heads, query heads of each, queries, keys]"""
+        number = torch.promote_types(query.dtype, torch.float32)
+        grouped = torch.unflatten(query.to(number), 2, (key.shape[2], -1))
+        products = torch.einsum("bqhgd,bkhd->bhgqk", grouped, key.to(number)) * scores.scale
+        if scores.causal:
+            later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu_(1)
+            products.masked_fill_(later, hidden_score(number))
+        return products if scores.bias is None else products + scores.bias.unsqueeze(1)
+
+
+class CpuFlash:
+    """PyTorch's flash attention for CPUs; it wants keys and values of one width."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        q, k, v = _one_width(query, key, value, multiple=1)
+        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
+        )
+        return _back(out, value), log_sum
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _one_width(query, key, value, multiple=1)
+        do, o = (_widened(tensor, q.shape[-1]).transpose(1, 2) for tensor in (gradient, out))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, log_sum, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
+        )
+        return _back(dq, query), _back(dk, key), _back(dv, value)
+
+
+class Flash:
+    """FlashAttention on GPUs (Dao 2023, arXiv 2307.08691): 16-bit numbers, widths a multiple of 8, no bias."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        q, k, v = _one_width(query, key, value, multiple=8)
+        out, log_sum, *_ = aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, scores.causal, False, scale=scores.scale
+        )
+        return _back(out, value), log_sum
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _one_width(query, key, value, multiple=8)
+        do, o = (_widened(tensor, q.shape[-1]).transpose(1, 2) for tensor in (gradient, out))
+        no_random = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of a dropout that is zero
+        lengths = (None, None, q.shape[2], k.shape[2])
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, log_sum, *lengths, 0.0, scores.causal, no_random, no_random[:0], scale=scores.scale
+        )
+        return _back(dq, query), _back(dk, key), _back(dv, value)
+
+
+class Cudnn:
+    """cuDNN's attention, written for Hopper and Blackwell: there nearly twice as quick as FlashAttention 2."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        q, k, v = _heads_first(query, key, value, multiple=8)
+        out, log_sum, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, _aligned(scores.bias, q), True, 0.0, scores.causal, False, scale=scores.scale
+        )
+        return _back(out, value), log_sum.squeeze(-1)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = _heads_first(query, key, value, multiple=8)
+        do, o = (_widened(tensor, v.shape[-1]).transpose(1, 2) for tensor in (gradient, out))
+        no_random = torch.empty((), dtype=torch.int64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, log_sum.unsqueeze(-1), no_random, no_random, _aligned(scores.bias, q), *lengths, 0.0,
+            scores.causal, scale=scores.scale,
+        )  # fmt: skip
+        return _back(dq, query), _back(dk, key), _back(dv, value)
+
+
+class Efficient:
+    """Memory-efficient attention on GPUs: fp32 and biases; heads are repeated for it, rows padded to 32."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        q, k, v = self._taken(query, key, value)
+        out, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, _aligned(scores.bias, q), True, 0.0, scores.causal, scale=scores.scale
+        )
+        return _back(out, value), log_sum[..., : query.shape[1]]
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._taken(query, key, value)
+        # The kernel takes the output's strides for granted: dense, heads behind tokens (else it reads beyond it).
+        do, o = (_widened(tensor, v.shape[-1]).contiguous().transpose(1, 2) for tensor in (gradient, out))
+        padded = F.pad(log_sum, (0, -log_sum.shape[-1] % 32), value=float("inf"))
+        no_random = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            do, q, k, v, _aligned(scores.bias, q), o, padded, no_random, no_random, 0.0, (True, True, True, False),
+            scores.causal, scale=scores.scale,
+        )  # fmt: skip
+        heads = key.shape[2]
+        dk, dv = (torch.unflatten(tensor, 1, (heads, -1)).sum(2) for tensor in (dk, dv))
+        return _back(dq, query), _back(dk, key), _back(dv, value)
+
+    def _taken(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        repeats = query.shape[2] // key.shape[2]
+        if repeats > 1:
+            key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
+        return _heads_first(query, key, value, multiple=8)
+
+
+MATH, CPU_FLASH, FLASH, CUDNN, EFFICIENT = Math(), CpuFlash(), Flash(), Cudnn(), Efficient()
+
+
+def hidden_score(dtype: torch.dtype) -> float:
+    """The score of a pair that is not seen: finite, so that a row without any key gives no NaN.
+
+    Such a row's log-sum-exp is so small that merging gives its block the weight zero, exactly.
+    """
+    return torch.finfo(dtype).min / 2
+
+
+def _one_width(query: Tensor, key: Tensor, value: Tensor, multiple: int) -> list[Tensor]:
+    """Heads first, and zeros behind the features of the narrower, which change no product (MLA)."""
+    widest = max(query.shape[-1], value.shape[-1])
+    width = -(-widest // multiple) * multiple
+    return [_widened(tensor, width).transpose(1, 2) for tensor in (query, key, value)]
+
+
+def _heads_first(query: Tensor, key: Tensor, value: Tensor, multiple: int) -> list[Tensor]:
+    """Each of its own width, rounded up."""
+    tensors = (query, key, value)
+    return [_widened(tensor, -(-tensor.shape[-1] // multiple) * multiple).transpose(1, 2) for tensor in tensors]
+
+
+def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """[batch, heads, queries, keys], each row starting where GPUs like it, heads without a copy."""
+    if bias is None:
+        return None
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % 8))[..., :keys].expand(query.shape[0], query.shape[1], -1, -1)
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    missing = width - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _back(tensor: Tensor, like: Tensor) -> Tensor:
+    """[batch, seq, heads, features] again, as many features as ``like`` has."""
+    return tensor.transpose(1, 2)[..., : like.shape[-1]]

@@ -1,0 +1,181 @@
+"""Ring attention: keys and values travel from rank to rank while each rank attends to those it holds.
+
+With the zig-zag cut (`sequence`), every rank has the same work in every step under a causal mask: its own tokens
+first, then half a square either way (all queries with the early half of the keys, or the late half of the queries
+with all keys; Brandon et al. 2023, arXiv 2311.09431, balance by stripes, Megatron-LM by these pairs of chunks).
+PyTorch's own ring has no rule for CPUs and repeats key heads; hence this one.
+
+The backward pass sends keys and values around again, and their gradients one step behind them; the part of a rank's
+own queries waits at home, so that both make cp−1 steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.context.across import AcrossRanks, Call
+from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
+from shardwise.engine.context.kernels import KernelChoice
+from shardwise.engine.context.sequence import cut_sequence
+from shardwise.engine.names import sent
+from shardwise.models.dot_product import AttentionArguments
+from shardwise.spec.errors import SpecError
+
+KEYS_TAG, GRADIENTS_TAG = 1, 2  # gloo matches messages in flight by tag, NCCL by their order
+
+
+class RingAttention(AcrossRanks):
+    """An ``attend`` for tokens cut in zig-zag."""
+
+    def call(self, seq: int, arguments: AttentionArguments) -> Call:
+        if arguments.window is not None and arguments.window < seq * self.size:
+            raise SpecError(
+                "strategy.context_method",
+                f"ring does not cut a window of {arguments.window} keys out of its blocks",
+                "use context_method: all-gather or ulysses",
+            )
+        documents = self.documents.of(arguments.documents)
+        return _Ring(self.group, arguments.causal, arguments.scale, documents, self.overlap, self.choose)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """One call: what is seen in each step, and the two passes around the ring."""
+
+    group: dist.ProcessGroup
+    causal: bool
+    scale: float
+    documents: Tensor | None
+    overlap: bool
+    choose: KernelChoice
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        layout, exchange = _Packed(key, value), _Exchange(self.group, KEYS_TAG, "keys and values", self.overlap)
+        travelling = layout.pack(key, value)
+        merged: Merged | None = None
+        for step in range(self.group.size()):
+            if not self._last(step):
+                exchange.start(travelling)
+            queries, keys, causal = self._halves(step, query.shape[1])
+            block = attention_block(
+                query[:, queries], key[:, keys], value[:, keys], causal, self.scale, self._seen(step, queries, keys),
+                self.choose,
+            )  # fmt: skip
+            if merged is None:
+                merged = Merged(*block)
+            else:
+                merged.add(*block, queries)
+            if not self._last(step):
+                travelling = exchange.finish()
+                key, value = layout.unpack(travelling)
+        assert merged is not None
+        return merged.result(some_rows_empty=self.documents is not None)
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        layout, exchange = _Packed(key, value), _Exchange(self.group, KEYS_TAG, "keys and values", self.overlap)
+        gradients = _Exchange(self.group, GRADIENTS_TAG, "gradients of keys and values", self.overlap)
+        travelling = layout.pack(key, value)
+        of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        for step in range(self.group.size()):
+            if not self._last(step):
+                exchange.start(travelling)
+            queries, keys, causal = self._halves(step, query.shape[1])
+            add_query, add_key, add_value = attention_block_backward(
+                gradient[:, queries], query[:, queries], key[:, keys], value[:, keys], out[:, queries],
+                log_sum[:, :, queries], causal, self.scale, self._seen(step, queries, keys), self.choose,
+            )  # fmt: skip
+            of_query[:, queries] += add_query
+            if step == 0:
+                of_key, of_value = add_key, add_value
+            else:
+                passed_on = gradients.finish() if step > 1 else torch.zeros_like(travelling)
+                layout.add(passed_on, keys, add_key, add_value)
+                gradients.start(passed_on)
+            if not self._last(step):
+                travelling = exchange.finish()
+                key, value = layout.unpack(travelling)
+        came_home = layout.unpack(gradients.finish())
+        return of_query.to(query.dtype), came_home[0] + of_key, came_home[1] + of_value
+
+    def _last(self, step: int) -> bool:
+        return step == self.group.size() - 1
+
+    def _halves(self, step: int, length: int) -> tuple[slice, slice, bool]:
+        """Queries and keys that meet in this step, and whether causally."""
+        whole, half = slice(0, length), length // 2
+        if step == 0 or not self.causal:
+            return whole, whole, self.causal
+        if step <= self.group.rank():  # keys of an earlier rank: their late half is later than all queries here
+            return whole, slice(0, half), False
+        return slice(half, length), whole, False
+
+    def _seen(self, step: int, queries: slice, keys: slice) -> Seen | None:
+        """Packed documents cut across blocks: every block masks by them."""
+        if self.documents is None:
+            return None
+        rank, size = self.group.rank(), self.group.size()
+        here = cut_sequence(self.documents, rank, size, "ring")[:, queries]
+        there = cut_sequence(self.documents, (rank - step) % size, size, "ring")[:, keys]
+        return Seen(self.causal and step == 0, query_documents=here, key_documents=there)
+
+
+class _Packed:
+    """Keys and values in one buffer: one message."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.key_shape, self.value_shape, self.split = key.shape, value.shape, key.numel()
+
+    def pack(self, key: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        return packed[: self.split].view(self.key_shape), packed[self.split :].view(self.value_shape)
+
+    def add(self, packed: Tensor, tokens: slice, key: Tensor, value: Tensor) -> None:
+        keys, values = self.unpack(packed)
+        keys[:, tokens] += key
+        values[:, tokens] += value
+
+
+class _Exchange:
+    """Each rank sends a buffer to the next and receives one from the one before it, into two buffers in turn."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int, what: str, overlap: bool) -> None:
+        self.group, self.tag, self.what, self.overlap = group, tag, what, overlap
+        self.received: list[Tensor] = []
+        self.works: list[dist.Work] = []
+        self.sending: Tensor | None = None
+        self.started = 0
+
+    def start(self, sending: Tensor) -> None:
+        if len(self.received) < 2:
+            self.received.append(torch.empty_like(sending))
+        arriving = self.received[self.started % 2]
+        self.started += 1
+        rank, size = self.group.rank(), self.group.size()
+        with sent("cp", f"send {self.what}", sending):
+            self.works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sending, group=self.group, tag=self.tag, group_peer=(rank + 1) % size),
+                    dist.P2POp(dist.irecv, arriving, group=self.group, tag=self.tag, group_peer=(rank - 1) % size),
+                ]
+            )
+        self.sending = sending  # kept until it is sent
+        if not self.overlap:
+            self._wait()
+
+    def finish(self) -> Tensor:
+        """What came; on a GPU only the stream waits for it."""
+        self._wait()
+        return self.received[(self.started - 1) % 2]
+
+    def _wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works, self.sending = [], None

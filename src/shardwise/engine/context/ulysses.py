@@ -1,0 +1,96 @@
+"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): all tokens of some heads instead of some tokens of all heads.
+
+One all-to-all carries queries, keys and values of each token there, another the output back; in between the module's
+own ``attend`` sees whole sequences in the order of time, so that windows, documents and all else are its own affair.
+Key heads fewer than ranks are repeated as they are packed; their gradients are summed as they are unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from shardwise.engine.context.documents import WholeDocuments
+from shardwise.engine.names import sent
+from shardwise.models.dot_product import AttentionArguments
+from shardwise.spec.errors import SpecError
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionArguments], Tensor]
+
+
+class UlyssesAttention:
+    """An ``attend`` for tokens cut into contiguous pieces, around the ``attend`` for whole sequences."""
+
+    def __init__(self, group: dist.ProcessGroup, documents: WholeDocuments, attend: Attend) -> None:
+        self.group, self.documents, self.attend = group, documents, attend
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
+        check_heads(query.shape[2], key.shape[2], self.group.size())
+        # Positions are in the rotation of queries and keys already, and the whole rows stand in the order of time.
+        whole = replace(arguments, documents=self.documents.of(arguments.documents), positions=None)
+        query, key, value = _to_heads((query, key, value), self.group)
+        return _to_sequence(self.attend(query, key, value, whole), self.group)
+
+
+def check_heads(heads: int, key_heads: int, size: int) -> None:
+    if heads % size:
+        raise SpecError(
+            "strategy.cp",
+            f"{size} does not divide {heads} query heads (ulysses)",
+            "use a divisor, or context_method: ring",
+        )
+    if key_heads % size and size % key_heads:
+        raise SpecError(
+            "strategy.cp",
+            f"{size} neither divides {key_heads} key-value heads nor repeats them evenly (ulysses)",
+            "use a divisor or a multiple, or context_method: ring",
+        )
+
+
+def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[Tensor]:
+    """[batch, local seq, heads, features] of each tensor → [batch, seq, own heads, features]."""
+    size, (batch, seq) = group.size(), tensors[0].shape[:2]
+    by_rank = []
+    for tensor in tensors:
+        copies = max(1, size // tensor.shape[2])
+        repeated = tensor.reshape(batch, seq, size // copies, 1, -1).expand(-1, -1, -1, copies, -1)
+        by_rank.append(repeated.permute(2, 3, 0, 1, 4).flatten(0, 1))
+    rows = _exchanged(torch.cat(by_rank, -1), group).transpose(0, 1).flatten(1, 2)  # a view of a single sequence
+    for tensor, columns in zip(tensors, torch.split(rows, [part.shape[-1] for part in by_rank], -1), strict=True):
+        yield torch.unflatten(columns, -1, (-1, tensor.shape[-1]))
+
+
+def _to_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[batch, seq, own heads, features] → [batch, local seq, heads, features]."""
+    by_rank = torch.unflatten(tensor, 1, (group.size(), -1)).transpose(0, 1).contiguous()
+    return _exchanged(by_rank, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _exchanged(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Row r of ``by_rank`` goes to rank r."""
+    with sent("cp", "all-to-all heads", by_rank):
+        if torch.compiler.is_compiling():  # the form that a compiler knows
+            ones = [1] * group.size()
+            compiled: Tensor = all_to_all_single_autograd(by_rank, ones, ones, group)
+            return compiled
+        exchanged: Tensor = _AllToAll.apply(by_rank, group)  # type: ignore[no-untyped-call]
+        return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(by_rank)
+        dist.all_to_all_single(received, by_rank, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradient.contiguous(), ctx.group), None  # type: ignore[no-untyped-call]

@@ -1,0 +1,103 @@
+"""Data parallelism: the same parameters on several ranks, whole (ZeRO-0) or divided (ZeRO-1, 2, 3, hybrid).
+
+Applied last, around everything else. Gradients are sums over the ranks: what each differentiates is its share of the
+loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.patterns import DECODER, Patterns, matching
+from shardwise.engine.precision import FP32, Precision
+from shardwise.engine.replicated import Replicated
+from shardwise.engine.sharded import Sharded
+from shardwise.engine.units import find_layers, units_of
+
+PREFETCH = 1  # units gathered ahead of the one that computes: one hides the gather where it can be hidden at all
+
+
+class DataParallel:
+    """What a step tells data parallelism, for all stages of this rank.
+
+    Without a pipeline: `before_microbatch` before each forward pass, `after_step` after the optimizer. A pipeline
+    tells it before the backward passes of each stage (`before_backward`, `before_input_gradients`) and after weight
+    gradients that were computed apart (`after_weight_gradients`). Gradients are complete when the last pass returns.
+    """
+
+    def __init__(self, parts: dict[nn.Module, Sharded | Replicated]) -> None:
+        self.parts = parts
+
+    def start(self) -> None:
+        """Once the parameters have their first values, before the optimizer is made."""
+        for part in self.parts.values():
+            part.start()
+
+    @property
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """fp32 values of whole parameters that are computed with in 16 bits; divided parameters are fp32 themselves."""
+        return {parameter: master for part in self.parts.values() for parameter, master in part.masters.items()}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After masters were written by others than the optimizer: the weights that are computed with follow."""
+        masters = self.masters
+        if masters:
+            torch._foreach_copy_(list(masters), list(masters.values()))
+
+    def before_microbatch(self, last: bool) -> None:
+        for part in self.parts.values():
+            part.before_microbatch(last)
+
+    def after_step(self) -> None:
+        for part in self.parts.values():
+            part.after_step()
+
+    def before_backward(self, module: nn.Module, last: bool) -> None:
+        self.parts[module].before_microbatch(last)
+
+    def before_input_gradients(self, module: nn.Module) -> None:
+        self.parts[module].before_input_gradients()
+
+    def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
+        self.parts[module].after_weight_gradients(last)
+
+
+def apply_data(
+    root: nn.Module | Sequence[nn.Module],
+    mesh: Mesh,
+    precision: Precision = FP32,
+    *,
+    layers: Sequence[nn.Module] | None = None,
+    patterns: Patterns = DECODER,
+    prefetch: int = PREFETCH,
+) -> DataParallel:
+    """Puts a module, or each of the stages of this rank, under the data parallelism of the mesh's strategy.
+
+    ``layers`` are communicated one by one; they default to what ``patterns`` calls layers, else to the largest list
+    of equal blocks. Experts inside them have ranks of their own where expert parallelism makes them so.
+    """
+    roots = [root] if isinstance(root, nn.Module) else list(root)
+    return DataParallel({one: _apply(one, mesh, precision, layers, patterns, prefetch) for one in roots})
+
+
+def _apply(
+    root: nn.Module,
+    mesh: Mesh,
+    precision: Precision,
+    layers: Sequence[nn.Module] | None,
+    patterns: Patterns,
+    prefetch: int,
+) -> Sharded | Replicated:
+    if layers is None:
+        layers = [module for _, module in matching(root, patterns.layers)] or find_layers(root)
+    experts_apart = not torch.equal(mesh.gradients.mesh, mesh.expert_gradients.mesh)
+    units = units_of(root, layers, patterns, experts_apart)
+    divided = mesh.size("shard") > 1 or (experts_apart and mesh.size("expert_shard") > 1)
+    if mesh.strategy.zero and divided:
+        return Sharded(root, units, mesh, precision, prefetch)
+    return Replicated(root, units, mesh, precision)

@@ -1,0 +1,9 @@
+"""Experts spread over ranks: tokens travel to them and back, each rank holding whole experts or slices of them."""
+
+from __future__ import annotations
+
+from shardwise.engine.experts.apply import apply_experts, assume_load, exchange_of
+from shardwise.engine.experts.balance import LayerLoad, expert_load, update_balance
+from shardwise.engine.experts.counts import Assumed
+
+__all__ = ["Assumed", "LayerLoad", "apply_experts", "assume_load", "exchange_of", "expert_load", "update_balance"]

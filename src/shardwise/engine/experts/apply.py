@@ -1,0 +1,105 @@
+"""Spreading the experts of a network over ranks: parameters cut, tokens exchanged."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.engine.experts.balance import sequence_sum
+from shardwise.engine.experts.channel import Channel, Traffic
+from shardwise.engine.experts.counts import Assumed
+from shardwise.engine.experts.deduplicated import DeduplicatedExchange
+from shardwise.engine.experts.flat import FlatExchange
+from shardwise.engine.experts.groups import NodeOfRank, alone, channel, node_channels, same_ranks
+from shardwise.engine.experts.shared_tokens import DividedExchange, GatheredExchange, SummedExchange
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.parts import Part, note_part
+from shardwise.models.experts import GroupedExperts
+from shardwise.models.moe import Exchange, LocalExchange, MixtureOfExperts
+from shardwise.spec.errors import SpecError
+from shardwise.spec.strategy import Strategy
+
+# Which dimension of a parameter runs over the features inside an expert; None: only the output, once.
+_INNER = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1, "down_bias": None}
+
+
+def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> Exchange | None:
+    """Cuts every mixture of experts in ``module`` in place and gives it the exchange that the strategy asks for.
+
+    The exchange (None where there is nothing to exchange) is common to all layers and counts what is sent.
+    ``node_of_rank`` tells the node of a rank of the world. Groups may be made here: every rank of the world calls this
+    as often as the others, whether or not its part of the model has experts.
+    """
+    mixtures = [one for one in module.modules() if isinstance(one, MixtureOfExperts)]
+    numbers = {one.number for one in mixtures}
+    exchange = exchange_of(numbers.pop() if numbers else strategy.ep, mesh, strategy, node_of_rank)
+    for mixture in mixtures:
+        cut_experts(mixture.experts, mesh)
+        mixture.sum_over_sequence = sequence_sum(mesh, strategy)
+        if exchange is not None:
+            mixture.exchange = exchange
+    return exchange
+
+
+def cut_experts(experts: GroupedExperts, mesh: Mesh) -> None:
+    """Keeps this rank's experts, of each its part of the inner features; works on the meta device too."""
+    place, places = mesh.rank("ep"), mesh.size("ep")
+    part, parts = mesh.rank("expert_tp"), mesh.size("expert_tp")
+    for name, whole in list(experts.named_parameters(recurse=False)):
+        here = _run(whole.shape[0], place, places, "strategy.ep", "experts")
+        held = Part(tuple(whole.shape), expert=True).cut(0, *here)
+        inner = _INNER[name]
+        if inner is not None:
+            held = held.cut(inner, *_run(whole.shape[inner], part, parts, "strategy.expert_tp", "expert features"))
+        elif part > 0:
+            setattr(experts, name, None)  # what is added to a sum over ranks is added by the first
+            continue
+        with torch.no_grad():
+            local = held.of(whole.detach()).clone(memory_format=torch.contiguous_format)
+        setattr(experts, name, nn.Parameter(local, requires_grad=whole.requires_grad))
+        note_part(experts, name, held)
+
+
+def _run(number: int, place: int, places: int, field: str, what: str) -> tuple[int, int]:
+    if number % places:
+        raise SpecError(field, f"{places} does not divide {number} {what}", "use a divisor")
+    each = number // places
+    return place * each, (place + 1) * each
+
+
+def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> Exchange | None:
+    """The exchange that a strategy asks for; None where every rank holds all experts of its own tokens."""
+    traffic = Traffic()
+    same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
+    parts = channel(mesh, "expert_tp", node_of_rank, traffic)
+    if not same_tokens:
+        return _between_tokens(experts, mesh, strategy, node_of_rank, parts)
+    inner = _between_tokens(experts, mesh, strategy, node_of_rank, alone(traffic)) or LocalExchange(experts)
+    if parts.size == 1:
+        return DividedExchange(inner, channel(mesh, "tp", node_of_rank, traffic))
+    if not same_ranks(mesh, "expert_tp", "tp"):
+        raise SpecError(
+            "strategy.order",
+            "the ranks that split an expert are not those that hold the same tokens",
+            "put tp first, or use sequence_parallel: true or expert_tp: 1",
+        )
+    return SummedExchange(inner, parts)
+
+
+def _between_tokens(
+    experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank, parts: Channel
+) -> Exchange | None:
+    """For ranks that hold different tokens; ``parts`` split the same experts."""
+    if strategy.ep == 1:
+        return GatheredExchange(experts, parts) if parts.size > 1 else None
+    if strategy.dispatch == "deduplicated":
+        return DeduplicatedExchange(experts, *node_channels(mesh, node_of_rank, parts.traffic), parts)
+    return FlatExchange(experts, channel(mesh, "ep", node_of_rank, parts.traffic), parts)
+
+
+def assume_load(exchange: Exchange | None, assumed: Assumed | None) -> None:
+    """Makes an exchange suppose a load (in a dry run, where there are no numbers to read), or read it again."""
+    while isinstance(exchange, (SummedExchange, DividedExchange)):
+        exchange = exchange.inner
+    if isinstance(exchange, (FlatExchange, DeduplicatedExchange)):
+        exchange.assumed = assumed

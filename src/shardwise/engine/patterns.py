@@ -1,0 +1,84 @@
+"""Which modules of a network play which role: the small table that tensor, context, expert and pipeline read.
+
+A name may hold ``*`` for one word of a dotted path. Modules that no pattern names stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """Roles of the modules of one family of networks.
+
+    ``regions`` take hidden states as their first argument and contain cut linear maps; ``columns`` are cut by their
+    outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
+    ``rows`` by their inputs.
+
+    What follows ``experts`` is for networks of others than ours. ``attention`` modules mix tokens by their attribute
+    ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers of
+    their experts and weights to rows; ``expert_features`` says which dimension of each runs over the features inside an
+    expert, and of how many equal blocks it is made (gate and up in one are two). ``hidden``, ``positions`` and
+    ``documents`` are names of arguments: of the regions' hidden states, and of the network's positions [batch, seq] and
+    numbers of packed documents. ``constants`` are given with every call.
+    """
+
+    layers: str
+    embedding: str
+    norm: str
+    head: str
+    regions: tuple[str, ...]
+    columns: dict[str, str] = field(default_factory=dict)
+    rows: tuple[str, ...] = ()
+    position_embedding: str = ""
+    mixtures: str = ""  # modules that route tokens to experts
+    experts: str = ""
+    expert_features: dict[str, tuple[int, int]] = field(default_factory=dict)
+    attention: str = ""
+    hidden: str = ""
+    positions: str = ""
+    documents: str = ""
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+DECODER = Patterns(
+    layers="layers.*",
+    embedding="embedding",
+    position_embedding="position_embedding",
+    norm="norm",
+    head="head",
+    regions=("layers.*.attention", "layers.*.mlp", "layers.*.mlp.shared"),
+    columns={
+        "layers.*.attention.query": "",
+        "layers.*.attention.query_up": "",
+        "layers.*.attention.key_value_up": "",
+        "layers.*.attention.key": "key_value_heads",
+        "layers.*.attention.value": "key_value_heads",
+        "layers.*.mlp.gate": "",
+        "layers.*.mlp.up": "",
+        "layers.*.mlp.shared.gate": "",
+        "layers.*.mlp.shared.up": "",
+    },
+    rows=("layers.*.attention.output", "layers.*.mlp.down", "layers.*.mlp.shared.down"),
+    mixtures="layers.*.mlp",
+    experts="layers.*.mlp.experts",
+)
+
+
+def matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose name fits the pattern, with their names."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    for name, module in root.named_modules():
+        if pattern and expression.fullmatch(name):
+            yield name, module
+
+
+def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(root.get_submodule(parent), own, module)

@@ -1,0 +1,119 @@
+"""A step of a pipeline: our list of actions, PyTorch's runtime, this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from shardwise.engine.batch import Batch
+from shardwise.engine.names import sent
+from shardwise.engine.pipeline.actions import RuntimeActions, forward_actions, runtime_actions, splits_backward
+from shardwise.engine.pipeline.messages import Mailbox, Message
+from shardwise.engine.pipeline.reduction import NoReduction, Reduction
+from shardwise.engine.pipeline.stage import Call, Stage
+from shardwise.engine.pipeline.tied import TiedEnds
+from shardwise.engine.weight_gradients import Deferrable
+from shardwise.pipeline import PipelineSchedule
+
+
+def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
+    """A stage of a `Decoder`: hidden states, or the sum of the loss over the labels that count."""
+    labels = batch.labels if last else None
+    output: Tensor = module(inputs, labels, positions=batch.positions, documents=batch.documents)
+    return output
+
+
+class PipelineRunner:
+    """Runs steps of ``schedule`` on this rank's ``modules`` (by the number of their stage) and its pipeline ``group``.
+
+    The rank's place in ``group`` is its number in the schedule. ``message`` is what hidden states are on this rank,
+    ``call`` how a stage is called.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        modules: Mapping[int, nn.Module],
+        group: dist.ProcessGroup,
+        message: Message,
+        *,
+        reduction: Reduction | None = None,
+        tied: TiedEnds | None = None,
+        call: Call = call_decoder,
+    ) -> None:
+        rank = dist.get_rank(group)
+        if tuple(sorted(modules)) != schedule.stages_of(rank):
+            raise ValueError(f"rank {rank} holds stages {schedule.stages_of(rank)}, not {tuple(sorted(modules))}")
+        self.schedule, self.group, self.tied = schedule, group, tied
+        self.mailbox = Mailbox(group, message)
+        reduction = reduction or NoReduction()
+        deferrable = Deferrable(tied.borrowers if tied else ()) if splits_backward(schedule) else None
+        self.stages = [
+            Stage(module, index, schedule.stages, self.mailbox, reduction, call, deferrable)
+            for index, module in sorted(modules.items())
+        ]
+        self._training = _Runtime(self.stages, schedule, runtime_actions(schedule))
+        self._evaluation = _Runtime(self.stages, schedule, forward_actions(schedule))
+
+    def step(self, microbatches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """Forward and backward of all microbatches; the sum of their losses over ``tokens``, on every rank.
+
+        ``tokens`` is what the loss is divided by before the backward pass: how many labels count in the whole batch
+        of the step, whichever ranks hold them.
+        """
+        return self._run(self._training, microbatches, tokens, backward=True)
+
+    def evaluate(self, microbatches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """The same loss, without gradients."""
+        with torch.no_grad():
+            return self._run(self._evaluation, microbatches, tokens, backward=False)
+
+    def _run(self, runtime: _Runtime, microbatches: Sequence[Batch], tokens: Tensor, backward: bool) -> Tensor:
+        for stage in self.stages:
+            stage.has_backward = backward
+        losses = runtime.run(microbatches, tokens)
+        self.mailbox.finish()
+        if self.tied:
+            self.tied.follow()
+        return self._on_every_rank(losses)
+
+    def _on_every_rank(self, losses: list[Tensor]) -> Tensor:
+        total = torch.zeros((), device=self.mailbox.message.device)
+        for loss in losses:
+            total += loss.detach()
+        with sent("pp", "broadcast of the loss", total):
+            dist.broadcast(total, group=self.group, group_src=self.schedule.placement[-1])
+        return total
+
+
+class _Runtime(_PipelineScheduleRuntime):
+    """PyTorch's runtime with lists that are complete: nothing is added to gather, reduce or scale."""
+
+    def __init__(self, stages: list[Stage], schedule: PipelineSchedule, actions: RuntimeActions) -> None:
+        super().__init__(stages, schedule.microbatches, loss_fn=_divided, scale_grads=False)  # type: ignore[no-untyped-call]
+        self.stage_index_to_group_rank = dict(enumerate(schedule.placement))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        self.pipeline_order_with_comms = actions
+
+    def run(self, microbatches: Sequence[Batch], tokens: Tensor) -> list[Tensor]:
+        """The losses, where the last stage is."""
+        losses: list[Tensor] = []
+        arguments = [(batch,) for batch in microbatches]
+        self._step_microbatches(arguments, None, [tokens] * len(arguments), losses, return_outputs=False)
+        return losses
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to find out before the first step."""
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """FSDP's own hooks see to it."""
+
+
+def _divided(total: Tensor, tokens: Tensor) -> Tensor:
+    return total / tokens

@@ -1,0 +1,145 @@
+"""One stage on its rank, as PyTorch's runtime drives it: a forward, a backward, the two halves of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from shardwise.engine.batch import Batch
+from shardwise.engine.pipeline.messages import Arrival, Mailbox
+from shardwise.engine.pipeline.reduction import Reduction
+from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, put_off
+
+Call = Callable[[nn.Module, Tensor, Batch, bool], Tensor]
+
+
+class Stage(_PipelineStageBase):
+    """Holds of a microbatch what its backward pass needs, and no more.
+
+    PyTorch's `PipelineStage` keeps a buffer for every message of a step for ever, each stage's output until its
+    backward pass, and agrees on shapes before the first step; here messages have memory while they are needed, an
+    output goes with its message, and the shapes are known.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        stages: int,
+        mailbox: Mailbox,
+        reduction: Reduction,
+        call: Call,
+        deferrable: Deferrable | None,
+    ) -> None:
+        super().__init__(module, index, stages, mailbox.message.device, mailbox.group)
+        self.mailbox, self.reduction, self.call = mailbox, reduction, call
+        self.mode: AbstractContextManager[object] = nullcontext() if deferrable is None else deferrable
+        self.inputs: dict[int, Arrival] = {}
+        self.output_gradients: dict[int, Arrival] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.input_gradients: dict[int, Tensor] = {}
+        self.kept: dict[int, tuple[Tensor, GradientEdge | None]] = {}
+        self.weights_to_do: dict[int, Waiting] = {}
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: Any = None
+    ) -> Tensor:
+        (batch,) = args
+        inputs = batch.tokens if self.is_first else self.inputs.pop(fwd_chunk_id).wait()
+        if not self.is_first and self.has_backward:
+            inputs.requires_grad_()
+        with self.mode:
+            output = self.call(self.submod, inputs, batch, self.is_last)
+        if self._crosses(self.stage_index + 1):
+            self.outputs[fwd_chunk_id] = output
+        if self.has_backward:
+            # Of the output only its place in the graph is needed; the last stage's is part of the loss.
+            self.kept[fwd_chunk_id] = inputs, None if self.is_last else get_gradient_edge(output)
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        inputs, root = self.kept.pop(bwd_chunk_id)
+        if root is None:
+            assert loss is not None
+            root, gradient = get_gradient_edge(loss), torch.ones_like(loss)
+        else:
+            gradient = self.output_gradients.pop(bwd_chunk_id).wait()
+        if full_backward:
+            self.reduction.before_backward(self.submod, last_backward)
+            self._backward(root, gradient)
+        else:
+            self.reduction.before_input_gradients(self.submod)
+            with put_off() as waiting:
+                self._backward(root, gradient)
+            self.weights_to_do[bwd_chunk_id] = waiting
+        if not self.is_first:
+            assert inputs.grad is not None
+            self.input_gradients[bwd_chunk_id] = inputs.grad
+            inputs.grad = None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        compute(self.weights_to_do.pop(bwd_chunk_id))
+        self.reduction.after_weight_gradients(self.submod, last_backward)
+
+    def _backward(self, root: GradientEdge, gradient: Tensor) -> None:
+        # From an edge: begun at a tensor, PyTorch 2.13 gives the call to the mode, which is off while it has it.
+        with self.mode:
+            torch.autograd.backward((root,), (gradient,))
+
+    def _crosses(self, neighbour: int) -> bool:
+        """Whether a neighbouring stage exists and lives on another rank."""
+        rank = self.stage_index_to_group_rank.get(neighbour)
+        return rank is not None and rank != self.group_rank
+
+    # Messages: the runtime says when, and takes lists of operations to start, of which there are none left.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        source = self.stage_index_to_group_rank[self.stage_index - 1]
+        self.inputs[fwd_chunk_id] = self.mailbox.receive(source)
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        source = self.stage_index_to_group_rank[self.stage_index + 1]
+        self.output_gradients[bwd_chunk_id] = self.mailbox.receive(source)
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        target = self.stage_index_to_group_rank[self.stage_index + 1]
+        self.mailbox.send(self.outputs.pop(fwd_chunk_id), target, f"stage {self.stage_index}'s output")
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        target = self.stage_index_to_group_rank[self.stage_index - 1]
+        self.mailbox.send(self.input_gradients.pop(bwd_chunk_id), target, f"stage {self.stage_index}'s input gradient")
+        return []
+
+    # The same between two stages of one rank.
+
+    def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
+        self.inputs[mb_index] = Arrival(prev_stage_outputs.detach())
+
+    def get_local_bwd_output(self, mb_index: int) -> Tensor:
+        return self.input_gradients.pop(mb_index)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        self.output_gradients[mb_index] = Arrival(next_stage_bwd_outputs)
+
+    # What the base class wants to have and nobody calls: the shapes are known.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,105 @@
+"""One embedding at both ends of a pipeline: looked up in the first stage, multiplied with in the last.
+
+Where the two stages live on different ranks each has a copy; both start equal, and the sum of their gradients keeps
+them so (Shoeybi et al. 2019). Where a folded pipeline brings them to one rank there is one parameter, the first
+stage's, which the last one borrows: data parallelism, the optimizer and a checkpoint find it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.names import sent
+from shardwise.engine.parts import note_part, part_of
+from shardwise.engine.reductions import all_reduce_sum
+
+
+@dataclass(frozen=True)
+class TiedEnds:
+    """``embedding`` and ``head`` are the modules whose ``weight`` is tied, as far as they live on this rank."""
+
+    embedding: nn.Module | None
+    head: nn.Module | None
+    group: dist.ProcessGroup | None  # of the two ranks, where they are two
+
+    @property
+    def borrowers(self) -> tuple[nn.Module, ...]:
+        """The head that has no parameter of its own. Its gradient is never put off: the first stage reduces it."""
+        return (self.head,) if self.embedding and self.head else ()
+
+    def follow(self) -> None:
+        """Lets the head use what the embedding's parameter is now: FSDP exchanges whole and sharded ones."""
+        for head in self.borrowers:
+            assert self.embedding is not None
+            head.__dict__["weight"] = self.embedding.weight  # no parameter of the head in anybody's eyes
+
+    def copy(self) -> None:
+        """The last stage takes the first one's values, where they were not drawn equal."""
+        if self.group is not None:
+            dist.broadcast(_local(self._weight), group=self.group, group_src=0)
+
+    def add_gradients(self) -> None:
+        """After the gradients were reduced over the data-parallel ranks, whose shards are the same at both ends."""
+        if self.group is None:
+            return
+        weight = self._weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        gradient = _local(weight.grad)
+        with sent("pp", "sum of the tied gradients", gradient):
+            all_reduce_sum(gradient, self.group)
+
+    @property
+    def _weight(self) -> Tensor:
+        module = self.embedding or self.head
+        assert module is not None
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight
+
+
+def tie_ends(
+    modules: Mapping[int, nn.Module],
+    placement: tuple[int, ...],
+    group: dist.ProcessGroup,
+    *,
+    embedding: str = "embedding",
+    head: str = "head",
+) -> TiedEnds | None:
+    """Ties the ends of a pipeline whose stages ``modules`` are here; None on ranks between them.
+
+    To be called when the parameters have their local shapes, after tensor and before data parallelism. A head with a
+    copy of its own notes it as not counted: the norm of the gradients is that of the embedding's.
+    """
+    last = len(placement) - 1
+    first_part = modules[0].get_submodule(embedding) if 0 in modules else None
+    last_part = modules[last].get_submodule(head) if last in modules else None
+    if first_part is None and last_part is None:
+        return None
+    if first_part is None or last_part is None:
+        if last_part is not None:
+            note_part(last_part, "weight", replace(part_of(last_part, "weight"), counted=False))
+        return TiedEnds(first_part, last_part, _pair(group, placement[0], placement[last]))
+    tied = TiedEnds(first_part, last_part, None)
+    del last_part.weight
+    tied.follow()
+    modules[last].register_forward_pre_hook(lambda *_: tied.follow())
+    return tied
+
+
+def _pair(group: dist.ProcessGroup, first: int, last: int) -> dist.ProcessGroup:
+    """The two ends alone make this group; the ranks between them are not asked."""
+    ranks = [dist.get_global_rank(group, rank) for rank in (first, last)]
+    pair: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return pair
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The elements on this rank, in place."""
+    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach()

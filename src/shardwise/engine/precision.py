@@ -1,0 +1,116 @@
+"""Number formats of a step: what is computed with, accumulated, reduced and kept; and loss scaling for fp16.
+
+The recipe of the job decides (`spec.training.RECIPES`). Gradients are summed over ranks in the format that they are
+accumulated in; sums of 16-bit numbers are themselves added in fp32 (`reductions`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.errors import SpecError
+from shardwise.spec.training import RECIPES, Training
+
+FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``compute``: weights and activations; ``gradient``: accumulated over microbatches and sent; masters are fp32."""
+
+    compute: torch.dtype = torch.float32
+    gradient: torch.dtype = torch.float32
+    scaled: bool = False  # small gradients vanish in fp16 unless the loss is made larger
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates other tensors than the weights that are computed with."""
+        return self.compute != torch.float32
+
+
+FP32 = Precision()
+
+
+def precision_of(training: Training, device: str | torch.device = "cpu") -> Precision:
+    """The formats of a job's recipe; refuses what this device, or this engine, cannot compute in."""
+    recipe = RECIPES[training.precision]
+    if recipe.compute == "fp8":
+        _require_fp8(torch.device(device))
+    elif recipe.compute not in FORMATS:
+        raise SpecError(
+            "training.precision", f"no product of this engine computes in {recipe.compute}", "precision: bf16"
+        )
+    compute = FORMATS.get(recipe.compute, torch.bfloat16)
+    return Precision(compute, torch.float32 if recipe.gradient == 4 else compute, recipe.compute == "fp16")
+
+
+def _require_fp8(device: torch.device) -> None:
+    """FP8 products are a replacement of the linear maps of each layer; what comes around them is bf16."""
+    # torch._scaled_mm needs compute capability 8.9 (Ada) or 9.0 (Hopper).
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise SpecError("training.precision", f"{device.type} has no FP8 products here", "precision: bf16")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the loss is scaled: ``static`` for ever, or from ``initial`` on, found by trial.
+
+    The scale doubles after ``window`` good steps in a row and halves, never below ``minimum``, when ``hysteresis``
+    bad ones have come since it last changed (Megatron-LM and DeepSpeed count alike).
+    """
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    static: float | None = None
+
+    def check(self) -> None:
+        for name in ("initial", "minimum"):
+            if getattr(self, name) <= 0:
+                raise SpecError(f"scaling.{name}", f"{getattr(self, name)} is not above 0", "use a power of two")
+        for name in ("window", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"scaling.{name}", f"{getattr(self, name)} is less than one step", "use at least 1")
+
+
+class LossScaler:
+    """The scale and its history as tensors on the device, so that no step waits for the host.
+
+    Every rank calls `update` with the same ``bad`` (a step whose summed gradients are not finite), and so all agree.
+    """
+
+    def __init__(self, scaling: Scaling, device: torch.device | str) -> None:
+        scaling.check()
+        self.scaling = scaling
+        start = scaling.initial if scaling.static is None else scaling.static
+        self.scale = torch.tensor(float(start), device=device)
+        self.good = torch.zeros((), dtype=torch.int64, device=device)
+        self.patience = torch.full((), scaling.hysteresis, dtype=torch.int64, device=device)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+    def update(self, bad: Tensor) -> None:
+        """``bad`` is 1 where the gradients of this step were not finite, else 0."""
+        if self.scaling.static is not None:
+            return
+        bad = bad.to(torch.bool)
+        patience = torch.where(bad, self.patience - 1, self.patience)
+        good = torch.where(bad, 0, self.good + 1)
+        lower, higher = patience <= 0, good >= self.scaling.window
+        halved = (self.scale / 2).clamp(min=self.scaling.minimum)
+        self.scale.copy_(torch.where(lower, halved, torch.where(higher, self.scale * 2, self.scale)))
+        changed = lower | higher
+        self.patience.copy_(torch.where(changed, self.scaling.hysteresis, patience))
+        self.good.copy_(torch.where(higher, 0, good))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "good": self.good, "patience": self.patience}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])

@@ -1,0 +1,125 @@
+"""Which layers and which functions of a network are recomputed, by the job's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.recompute.alternate import alternate_products
+from shardwise.engine.recompute.remade import Forgotten, Function
+from shardwise.models.moe import MixtureOfExperts
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+
+def apply_recompute(stages: nn.Module | Sequence[nn.Module], job: Job, patterns: Patterns) -> None:
+    """Recompute in the layers of a rank: its whole model, or all its stages in the order of the model.
+
+    Modules stay where they are and parameters keep their names: only functions are replaced.
+    """
+    strategy = job.strategy
+    parts = [stages] if isinstance(stages, nn.Module) else stages
+    layers = [layer for part in parts for _, layer in matching(part, patterns.layers)]
+    if strategy.recompute == "full":
+        for layer in layers[: strategy.recompute_layers]:
+            _recompute_whole(layer)
+    elif strategy.recompute == "selective":
+        _require_possible(job)
+        for layer in layers:
+            _recompute_operators(layer, job)
+
+
+def _require_possible(job: Job) -> None:
+    operators, strategy = job.selective_operators, job.strategy
+    for operator, dimension, degree in (
+        ("alternate-products", "tensor", strategy.tp),
+        ("attention", "context", strategy.cp),
+    ):
+        if operator in operators and degree > 1:
+            raise SpecError(
+                "strategy.recompute_operators",
+                f"{operator} would repeat the communication of {dimension} parallelism",
+                "use [norm, activation], or recompute: full",
+            )
+
+
+def _recompute_whole(layer: nn.Module) -> None:
+    """The layer keeps only its inputs."""
+    forward = layer.forward
+    mixtures = [one for one in layer.modules() if isinstance(one, MixtureOfExperts)]
+
+    @wraps(forward)
+    def forward_twice(*arguments: Any, **named: Any) -> Any:
+        if mixtures and not torch.compiler.is_compiling():
+            named["context_fn"] = lambda: (nullcontext(), _loads_kept(mixtures))
+        return checkpoint(forward, *arguments, use_reentrant=False, **named)
+
+    layer.forward = forward_twice
+
+
+@contextmanager
+def _loads_kept(mixtures: list[MixtureOfExperts]) -> Iterator[None]:
+    """Tokens that are routed a second time do not count in the loads of the experts."""
+    loads = [one.load for one in mixtures]
+    for one in mixtures:
+        one.load = torch.empty_like(one.load)
+    try:
+        yield
+    finally:
+        for one, load in zip(mixtures, loads):
+            one.load = load
+
+
+def _recompute_operators(layer: nn.Module, job: Job) -> None:
+    """The layer forgets the outputs of the named functions; each is looked for where the models have it."""
+    operators = job.selective_operators
+    dense = not any(isinstance(one, MixtureOfExperts) for one in layer.modules())
+    if "alternate-products" in operators:
+        if dense:
+            layer.forward = alternate_products(layer)
+        return  # a mixture of experts keeps everything
+    forgotten = Forgotten()
+    for operator in operators:
+        found = list(_FUNCTIONS[operator](layer))
+        for module, name in found:
+            replace = _checkpointed if operator == "attention" else forgotten.forgetting
+            setattr(module, name, replace(getattr(module, name)))
+        if not found:
+            raise SpecError(
+                "strategy.recompute_operators",
+                f"a {type(layer).__name__} has no {operator} that could be run again by itself",
+                "leave it out, or use recompute: full",
+            )
+    layer.forward = forgotten.around(layer.forward)
+
+
+Place = tuple[nn.Module, str]  # an attribute of a module that holds a function
+
+
+def _norms(layer: nn.Module) -> Iterator[Place]:
+    """Norms that stand in the layer itself: their outputs are what its products read."""
+    return ((one, "forward") for one in layer.children() if "norm" in type(one).__name__.lower())
+
+
+def _attributes(name: str, layer: nn.Module) -> Iterator[Place]:
+    return ((one, name) for one in layer.modules() if callable(getattr(one, name, None)))
+
+
+_FUNCTIONS: dict[str, Callable[[nn.Module], Iterator[Place]]] = {
+    "norm": _norms,
+    "activation": partial(_attributes, "activation"),
+    "up-projection": partial(_attributes, "expand"),
+    "attention": partial(_attributes, "attend"),
+}
+
+
+def _checkpointed(function: Function) -> Function:
+    """For a function that keeps much inside, such as the scores of unfused attention."""
+    return partial(checkpoint, function, use_reentrant=False)

@@ -1,0 +1,114 @@
+"""Cutting a network over the tensor-parallel ranks by its table of patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.parts import Part, has_note, note_part
+from shardwise.engine.patterns import Patterns, matching, replace_module
+from shardwise.engine.tensor.linear import RowLinear, cut_columns
+from shardwise.engine.tensor.moves import copy, gather
+from shardwise.engine.tensor.project import column_products
+from shardwise.engine.tensor.vocabulary import CutEmbedding, CutHead, cut_loss
+from shardwise.spec.model import Model
+
+Hook = Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
+Entry = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) -> None:
+    """Cuts ``root`` in place; with one rank there is nothing to do.
+
+    Under sequence parallelism hidden states between the regions hold a part of the sequence on every rank; a region
+    gathers them, and its last, row-parallel map scatters them again.
+    """
+    if mesh.size("tp") == 1:
+        return
+    rank, group, sequence_parallel = mesh.rank("tp"), mesh.group("tp"), mesh.strategy.sequence_parallel
+    regions = _regions(root, patterns)
+    for pattern, heads in patterns.columns.items():
+        for _, linear in matching(root, pattern):
+            assert isinstance(linear, nn.Linear)
+            cut_columns(linear, rank, group.size(), getattr(model, heads) if heads else 0)
+    for pattern in patterns.rows:
+        for name, linear in list(matching(root, pattern)):
+            assert isinstance(linear, nn.Linear)
+            replace_module(root, name, RowLinear(linear, rank, group, sequence_parallel))
+    for region in regions.values():
+        if hasattr(region, "project"):
+            region.project = column_products(group, sequence_parallel)  # type: ignore[assignment]
+        else:  # it keeps the gathered states, where one that names its projections keeps only a part
+            region.register_forward_pre_hook(_entry(group, sequence_parallel, patterns.hidden), with_kwargs=True)
+    _cut_vocabulary(root, patterns, rank, group, sequence_parallel)
+    for _, positions in matching(root, patterns.position_embedding):
+        if sequence_parallel:
+            positions.register_forward_pre_hook(_own_positions(rank, group.size()))
+    _note_the_rest(root, regions, patterns, group.size(), sequence_parallel)
+
+
+def _regions(root: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
+    """The modules that hold cut maps themselves: an MLP, but not a mixture of experts in its place."""
+    cut = {name.rpartition(".")[0] for pattern in patterns.columns for name, _ in matching(root, pattern)}
+    return {
+        name: module for pattern in patterns.regions for name, module in matching(root, pattern) if name in cut
+    }  # fmt: skip
+
+
+def _entry(group: dist.ProcessGroup, sequence_parallel: bool, keyword: str) -> Entry:
+    """What a region does with its hidden states before anything else."""
+    move = gather if sequence_parallel else copy
+
+    def enter(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if keyword in named:
+            return arguments, {**named, keyword: move(named[keyword], group)}
+        return (move(arguments[0], group), *arguments[1:]), named
+
+    return enter
+
+
+def _own_positions(rank: int, size: int) -> Hook:
+    def cut(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        positions: Tensor = arguments[0]
+        return (torch.unflatten(positions, -1, (size, -1)).select(-2, rank), *arguments[1:])
+
+    return cut
+
+
+def _cut_vocabulary(
+    root: nn.Module, patterns: Patterns, rank: int, group: dist.ProcessGroup, sequence_parallel: bool
+) -> None:
+    embeddings = list(matching(root, patterns.embedding))
+    heads = list(matching(root, patterns.head))
+    tied = bool(embeddings and heads and embeddings[0][1].weight is heads[0][1].weight)
+    for name, embedding in embeddings:
+        assert isinstance(embedding, nn.Embedding)
+        replace_module(root, name, CutEmbedding(embedding, rank, group, sequence_parallel))
+    for name, head in heads:
+        assert isinstance(head, nn.Linear)
+        cut = CutHead(head, rank, group, sequence_parallel)
+        replace_module(root, name, cut)
+        if hasattr(root, "loss_function"):
+            root.loss_function = cut_loss(head.out_features, rank, group, sequence_parallel)  # type: ignore[assignment]
+        if tied:
+            cut.weight = root.get_submodule(patterns.embedding).weight  # type: ignore[assignment]
+
+
+def _note_the_rest(
+    root: nn.Module, regions: dict[str, nn.Module], patterns: Patterns, size: int, sequence_parallel: bool
+) -> None:
+    """Whole parameters are copies; their gradients are partial where a rank sees not all tokens, or not all heads."""
+    inside = {id(module) for region in regions.values() for module in region.modules()}
+    experts = {id(module) for _, one in matching(root, patterns.experts) for module in one.modules()}
+    for module in root.modules():
+        if id(module) in experts:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if not has_note(module, name):
+                partial = "tp" if sequence_parallel or id(module) in inside else None
+                note_part(module, name, Part(tuple(parameter.shape), copies=size, partial=partial))

@@ -1,0 +1,167 @@
+"""Embedding, head and loss with the vocabulary cut over the ranks.
+
+A vocabulary that does not divide is padded: rows beyond it are zero, are never looked up, and their logits are minus
+infinity, so that they get neither probability nor gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.engine.names import sent
+from shardwise.engine.parts import Part
+from shardwise.engine.tensor.linear import keep
+from shardwise.engine.tensor.moves import copy, gather, join, reduce, scatter
+from shardwise.models.loss import IGNORED, LOGITS_AT_ONCE
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The token ids of one rank: ``start`` to ``start + width``, of which those below ``vocabulary`` exist."""
+
+    vocabulary: int
+    width: int
+    start: int
+
+    @classmethod
+    def of(cls, vocabulary: int, rank: int, size: int) -> Slice:
+        width = -(-vocabulary // size)
+        return cls(vocabulary, width, rank * width)
+
+    @property
+    def present(self) -> int:
+        return max(0, min(self.width, self.vocabulary - self.start))
+
+    def part(self, shape: tuple[int, ...]) -> Part:
+        return Part(shape).cut(0, self.start, self.start + self.width)
+
+    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Row numbers in this slice, and whether the token is in it at all (else row 0)."""
+        inside = (tokens >= self.start) & (tokens < self.start + self.present)
+        return torch.where(inside, tokens - self.start, 0), inside
+
+
+class CutEmbedding(nn.Module):
+    """Looks up the rows that are here; the sum over the ranks completes them."""
+
+    def __init__(self, embedding: nn.Embedding, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.slice = Slice.of(embedding.num_embeddings, rank, group.size())
+        self.weight = embedding.weight
+        keep(self, "weight", self.slice.part(tuple(embedding.weight.shape)))
+        self.group, self.join = group, scatter if sequence_parallel else reduce
+        padding = embedding.padding_idx  # a row that learns nothing
+        here = padding is not None and 0 <= padding - self.slice.start < self.slice.width
+        self.padding = padding - self.slice.start if padding is not None and here else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, inside = self.slice.local(tokens)
+        found = F.embedding(rows, self.weight, self.padding) * inside.unsqueeze(-1).to(self.weight.dtype)
+        return self.join(found, self.group)
+
+
+class CutHead(nn.Module):
+    """The head, for who asks for logits: all of them, on every rank. Training goes through `cut_loss` instead."""
+
+    def __init__(self, head: nn.Linear, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.slice = Slice.of(head.out_features, rank, group.size())
+        self.weight, self.bias = head.weight, head.bias
+        keep(self, "weight", self.slice.part(tuple(head.weight.shape)))
+        if head.bias is not None:
+            keep(self, "bias", self.slice.part(tuple(head.bias.shape)))
+        self.group, self.enter = group, gather if sequence_parallel else copy
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(self.enter(hidden, self.group), self.weight, self.bias)
+        return join(logits, self.group)[..., : self.slice.vocabulary]
+
+
+Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+
+
+def cut_loss(vocabulary: int, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> Loss:
+    """The loss function of a model whose head is cut: the same sum on every rank."""
+    own, enter = Slice.of(vocabulary, rank, group.size()), gather if sequence_parallel else copy
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        whole = enter(hidden, group).flatten(0, -2)
+        total: Tensor = _CutCrossEntropy.apply(whole, weight, bias, labels.flatten(), own, group)  # type: ignore[no-untyped-call]
+        return total
+
+    return loss
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """Sum of the cross entropy, a few tokens at a time; its gradient is computed on the way and scaled later.
+
+    Logits are made once and never kept. Ranks exchange three numbers per token: the largest logit, the sum of
+    exponentials and the logit of the label (Shoeybi et al. 2019, section 3).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, own: Slice,
+        group: dist.ProcessGroup,
+    ) -> Tensor:  # fmt: skip
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+        tokens_at_once = max(1, LOGITS_AT_ONCE // weight.shape[0])
+        for start in range(0, hidden.shape[0], tokens_at_once):
+            rows = slice(start, start + tokens_at_once)
+            logits = F.linear(hidden[rows], weight, bias).float()
+            if own.present < own.width:
+                logits[:, own.present :] = float("-inf")
+            lost, of_logits = _entropy(logits, labels[rows], own, group)
+            total += lost
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            of_logits = of_logits.to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[rows])
+            if of_weight is not None:
+                of_weight += of_logits.T @ hidden[rows]
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        weight_type, bias_type = ctx.dtypes
+        return (
+            None if of_hidden is None else of_hidden * gradient.to(of_hidden.dtype),
+            None if of_weight is None else (of_weight * gradient).to(weight_type),
+            None if of_bias is None else (of_bias * gradient).to(bias_type),
+            None,
+            None,
+            None,
+        )
+
+
+def _entropy(logits: Tensor, labels: Tensor, own: Slice, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The summed cross entropy of some tokens, and its gradient for this rank's logits (which are overwritten)."""
+    counts = labels != IGNORED
+    row, inside = own.local(labels)
+    inside &= counts
+    largest = logits.amax(-1)
+    with sent("tp", "all-reduce of largest logits", largest):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    right = logits.gather(1, row[:, None])[:, 0].sub(largest).where(inside, 0.0)
+    exponentials = logits.sub_(largest[:, None]).exp_()
+    sums = torch.stack([exponentials.sum(-1), right])
+    with sent("tp", "all-reduce of exponentials", sums):
+        dist.all_reduce(sums, group=group)
+    lost = (sums[0].log() - sums[1]).where(counts, 0.0).sum()
+    gradient = exponentials.div_(sums[0][:, None])
+    gradient.scatter_add_(1, row[:, None], -inside.to(gradient.dtype)[:, None])
+    return lost, gradient.mul_(counts[:, None])

@@ -1,0 +1,27 @@
+"""Joining and leaving the processes that train together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def joined(rank: int, world: int, meeting_file: str, *, device: str = "cpu", seconds: float = 120) -> Iterator[None]:
+    """The default process group of ``world`` processes that meet in a file, left again at the end.
+
+    A CPU backend is always there, beside NCCL on GPUs: checkpoints and small agreements use it.
+    """
+    store = dist.FileStore(meeting_file, world)  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    # Not in a finally clause: to leave after a failure breaks the others' connections, and they would fail first.
+    yield
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""How processes come to be; nothing here imports torch."""

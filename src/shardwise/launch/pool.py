@@ -1,0 +1,145 @@
+"""Worker processes on this machine that are started once and given functions to run, each time as a new world."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their messages only repeat its
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands in the world of one call; ``meeting_file`` is new for each call and common to all."""
+
+    rank: int
+    world: int
+    meeting_file: str
+
+
+class WorkerError(Exception):
+    """A worker failed; ``rank`` is the first that did, the others are usually its victims."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank}: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+
+
+class Pool:
+    """``run(function, world, *arguments)`` calls ``function(place, *arguments)`` on ``world`` processes.
+
+    ``preload`` names modules that are imported once, before the workers fork from a common parent. A failure or a
+    timeout ends the workers that took part; the next call starts new ones.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
+        self._calls = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], world: int, *arguments: Any, timeout_seconds: float = 300) -> list[Any]:
+        """What each rank returned; raises `WorkerError` for the first rank that failed."""
+        self._start(world)
+        self._calls += 1
+        meeting = str(Path(self._folder.name) / f"call-{self._calls}")
+        taking_part = self._workers[:world]
+        for rank, worker in enumerate(taking_part):
+            worker.connection.send((function, Place(rank, world, meeting), arguments))
+        try:
+            return self._collect(taking_part, timeout_seconds)
+        except BaseException:
+            self._end(taking_part)
+            raise
+
+    def close(self) -> None:
+        self._end(self._workers)
+        self._folder.cleanup()
+
+    def _start(self, world: int) -> None:
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours))
+
+    def _collect(self, workers: list[_Worker], timeout_seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[tuple[float, WorkerError]] = []
+        pending: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout_seconds
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                failure = self._take(connection, pending, results)  # type: ignore[arg-type]
+                if failure:
+                    failures.append(failure)
+                    deadline = min(deadline, time.monotonic() + VICTIMS_SECONDS)
+        if failures:
+            raise min(failures, key=lambda one: one[0])[1]
+        if pending:
+            raise WorkerError(min(pending.values()), f"no answer within {timeout_seconds:g} s")
+        return [results[rank] for rank in range(len(workers))]
+
+    def _take(
+        self, connection: Connection, pending: dict[Any, int], results: dict[int, Any]
+    ) -> tuple[float, WorkerError] | None:
+        rank = pending.pop(connection)
+        try:
+            failed_at, value = connection.recv()
+        except (EOFError, ConnectionError):
+            return (0.0, WorkerError(rank, "the process ended"))
+        if failed_at is not None:
+            return (failed_at, WorkerError(rank, value))
+        results[rank] = value
+        return None
+
+    def _end(self, workers: Sequence[_Worker]) -> None:
+        for worker in list(workers):
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+            self._workers.remove(worker)
+
+
+def _serve(connection: Connection) -> None:
+    """The life of a worker: take a call, answer it, until nobody asks any more."""
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        try:
+            function, place, arguments = pickle.loads(call)
+            answer: tuple[float | None, Any] = (None, function(place, *arguments))
+        except BaseException:
+            answer = (time.time(), traceback.format_exc())
+        connection.send(answer)

@@ -1,0 +1,223 @@
+"""Networks that others wrote, the plain loop that trains them in one process, and the comparison with `parallelize`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.optimizer import decays
+from shardwise.engine.parallelize import Parallel, gather_state_dict, parallelize
+from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
+from shardwise.spec.optimization import Optimization
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+
+STEPS, SEQ, VOCAB = 3, 16, 61
+OPTIMIZATION = Optimization(epsilon=1e-5)  # as in `verify`: rounding is not to be amplified
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SMALL),
+    "llama-tied": ("Llama", {**SMALL, "tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 3}),
+    "qwen2": ("Qwen2", SMALL),
+    "qwen3": ("Qwen3", {**SMALL, "head_dim": 16}),
+    "mistral-window": ("Mistral", {**SMALL, "sliding_window": 5}),
+    "mixtral": ("Mixtral", {**SMALL, **EXPERTS}),
+    "qwen3-moe": ("Qwen3Moe", {**SMALL, **MOE, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+}
+
+
+class Perceptron(nn.Module):
+    """A network that no table describes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(6, 24)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.LayerNorm(24)) for _ in range(3))
+        self.end = nn.Linear(24, 5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.start(features)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        outputs: Tensor = self.end(hidden)
+        return outputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, a strategy, and how many microbatches each data-parallel rank has."""
+
+    network: str
+    fields: dict[str, Any] = field(default_factory=dict, hash=False)
+    microbatches: int = 2
+    precision: str = "fp32"
+
+    @property
+    def strategy(self) -> Strategy:
+        return Strategy(**{"dp": 1, **self.fields})
+
+    @property
+    def samples(self) -> int:
+        return self.strategy.data_parallel * self.strategy.microbatch * self.microbatches
+
+    @property
+    def training(self) -> Training:
+        return Training(global_batch=self.samples, seq=SEQ, precision=self.precision, optimization=OPTIMIZATION)
+
+
+def build(network: str) -> nn.Module:
+    torch.manual_seed(0)
+    module: nn.Module = Perceptron()
+    if network != "perceptron":
+        import transformers
+
+        name, config = CLASSES[network]
+        module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+    with torch.no_grad():  # all weights count: norms are not one, biases not zero, routers not even
+        for one in module.parameters():
+            one.add_(0.05 * torch.randn(one.shape))
+    return module
+
+
+def make_batch(network: str, samples: int, step: int) -> dict[str, Tensor]:
+    """A global batch; answers are missing unevenly, so that means over parts are not means over all."""
+    random = torch.Generator().manual_seed(100 + step)
+    if network == "perceptron":
+        labels = torch.randint(5, (samples,), generator=random)
+        labels[::3] = -100
+        return {"features": torch.randn((samples, 6), generator=random), "labels": labels}
+    tokens = torch.randint(VOCAB, (samples, SEQ), generator=random)
+    labels = tokens.clone()
+    labels[torch.rand(tokens.shape, generator=random) < 0.4 * torch.rand((samples, 1), generator=random)] = -100
+    labels[0, : SEQ // 2] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def summed_loss(outputs: Any, batch: Any) -> Tensor:
+    """What a user would write, for either kind of network."""
+    if isinstance(outputs, Tensor):
+        return F.cross_entropy(outputs, batch["labels"], ignore_index=-100, reduction="sum")
+    labels = batch["shift_labels"] if "shift_labels" in batch else _shifted(batch["labels"])
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+
+
+def _call(module: nn.Module, batch: dict[str, Tensor]) -> Any:
+    given = {name: one for name, one in batch.items() if name != "labels"}
+    return module(**given) if "features" in batch else module(**given, use_cache=False)
+
+
+@dataclass
+class Plain:
+    """The single process: what happened in each step, and the weights at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+@cache
+def plain_run(network: str, samples: int) -> Plain:
+    """The network in a plain PyTorch loop."""
+    module, found = build(network), Plain()
+    several = dict(module.named_parameters())
+    decayed = [one for name, one in several.items() if decays(name, one)]  # type: ignore[arg-type]
+    others = [one for name, one in several.items() if not decays(name, one)]  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": OPTIMIZATION.decay}, {"params": others, "weight_decay": 0.0}],
+        lr=OPTIMIZATION.learning_rate, betas=(OPTIMIZATION.beta1, OPTIMIZATION.beta2), eps=OPTIMIZATION.epsilon,
+    )  # fmt: skip
+    for step in range(STEPS):
+        batch = make_batch(network, samples, step)
+        answers = batch["labels"] if network == "perceptron" else _shifted(batch["labels"])
+        loss = summed_loss(_call(module, batch), batch) / (answers != -100).sum()
+        loss.backward()
+        found.losses.append(loss.item())
+        found.gradients.append({name: one.grad.clone() for name, one in several.items() if one.grad is not None})
+        found.norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), OPTIMIZATION.clip_norm or 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = {name: one.detach().clone() for name, one in module.state_dict().items()}
+    return found
+
+
+def compare(case: Case, loss: Callable[[Any, Any], Tensor] | None = None) -> dict[str, Deviation]:
+    """On one rank: the worst deviations of the parallel network from the plain one."""
+    loss = summed_loss if case.network == "perceptron" else loss
+    plain = plain_run(case.network, case.samples)
+    parallel = parallelize(build(case.network), case.strategy, training=case.training, loss=loss)
+    rank, size = parallel.mesh.rank("dp"), parallel.mesh.size("dp")
+    found: dict[str, list[Deviation]] = {kind: [] for kind in ("loss", "gradient", "weight", "norm", "gathered")}
+    for step in range(STEPS):
+        batch = make_batch(case.network, case.samples, step)
+        mine = {name: one.chunk(size)[rank] for name, one in batch.items()}
+        at = f"step {step + 1}"
+        if step == 0:
+            found["loss"].append(relative("evaluated", float(parallel.evaluate(mine)), plain.losses[0]))
+        found["loss"].append(relative(at, float(parallel.forward_backward(mine)), plain.losses[step]))
+        found["gradient"] += _gradients(parallel, plain.gradients[step], at)
+        found["norm"].append(relative(at, float(parallel.update()), plain.norms[step]))
+    rounding = frozenset(name for one in plain.gradients for name in negligible(one))
+    norm = global_norm(plain.weights.values())
+    for one in parallel.parameters:
+        scale = norm if one.name in rounding else None
+        local = _undivided(one.parameter.detach())
+        found["weight"].append(deviation(one.name, local, one.part, plain.weights[one.name], scale))
+    found["gathered"] += _gathered(parallel, plain, rounding, norm)
+    return {kind: Deviation.worst(several) for kind, several in found.items()}
+
+
+def _gradients(parallel: Parallel, expected: dict[str, Tensor], at: str) -> list[Deviation]:
+    rounding, norm, found = negligible(expected), global_norm(expected.values()), []
+    for one in parallel.parameters:
+        if one.parameter.grad is None:
+            found.append(Deviation(float("inf"), f"{one.name}, {at}: no gradient"))
+            continue
+        name = parallel.aliases.get(one.name, one.name)
+        scale = norm if name in rounding else None
+        found.append(deviation(f"{one.name}, {at}", _undivided(one.parameter.grad), one.part, expected[name], scale))
+    return found
+
+
+def _gathered(parallel: Parallel, plain: Plain, rounding: frozenset[str], norm: float) -> list[Deviation]:
+    """The state dict that a user saves: complete, and equal."""
+    from shardwise.engine.parts import Part
+
+    state = gather_state_dict(parallel)
+    if dist.get_rank():
+        return [Deviation(0.0 if not state else float("inf"), "a state dict beyond rank 0")]
+    if state.keys() != plain.weights.keys():
+        return [Deviation(float("inf"), str(sorted(state.keys() ^ plain.weights.keys())))]
+    return [
+        deviation(name, one, Part(tuple(one.shape)), plain.weights[name], norm if name in rounding else None)
+        for name, one in state.items()
+    ]
+
+
+def _undivided(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def with_fields(case: Case, **fields: Any) -> Case:
+    return replace(case, fields={**case.fields, **fields})

@@ -1,0 +1,13 @@
+"""One job against the single process, on the session's pool of workers."""
+
+from __future__ import annotations
+
+from engine.workers import pool
+from shardwise.measure.verify import Verification, verify
+from shardwise.spec.job import Job
+
+
+def check(job: Job, tolerance: float = 1e-5) -> Verification:
+    found = verify(job, pool=pool(), tolerance=tolerance)
+    assert found.ok, {kind: (one.value, one.where) for kind, one in found.worst.items()}
+    return found

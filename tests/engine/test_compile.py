@@ -1,0 +1,93 @@
+"""Compiled layers compute what the others do; with a backend that needs no compiler for C++."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, decoder_of, gradients, job_of
+from engine.workers import on_ranks
+from shardwise.engine.compile import apply_compile
+from shardwise.engine.experts import apply_experts
+from shardwise.engine.mesh import build_mesh
+from shardwise.engine.patterns import DECODER
+from shardwise.engine.recompute import apply_recompute
+from shardwise.engine.tensor import apply_tensor
+from shardwise.models.moe import MixtureOfExperts
+from shardwise.spec.model import Model
+
+Found = tuple[list[float], dict[str, Tensor], dict[str, int]]
+FULL, CHEAP = {"recompute": "full"}, {"recompute": "selective"}
+
+
+def trained(model: Model, strategy: dict[str, Any], compiled: bool, sharded: bool = False) -> Found:
+    """Losses of three batches, their summed gradients and the loads of experts, and what the compiler did."""
+    torch._dynamo.reset()
+    counters.clear()
+    job = job_of(model, **strategy)
+    decoder = decoder_of(job)
+    if job.strategy.world > 1:
+        mesh = build_mesh(job.strategy, key_value_heads=model.key_value_heads)
+        apply_tensor(decoder, mesh, DECODER, model)
+        apply_experts(decoder, mesh, job.strategy, lambda rank: 0)
+    apply_recompute(decoder, job, DECODER)
+    if compiled:
+        apply_compile(decoder, job.strategy, DECODER, backend="aot_eager")
+    if sharded:
+        for layer in decoder.layers.values():
+            fully_shard(layer, reshard_after_forward=True)
+        fully_shard(decoder)
+    losses = []
+    for seed in range(3):
+        loss = decoder(*batch(model, seed))
+        loss.backward()
+        losses.append(loss.item())
+    found = gradients(decoder)
+    loads = {f"{name}.load": one.load for name, one in decoder.named_modules() if isinstance(one, MixtureOfExperts)}
+    stats = dict(counters["stats"], breaks=sum(counters["graph_break"].values()))
+    return losses, loads | {name: one.full_tensor() if sharded else one for name, one in found.items()}, stats  # type: ignore[attr-defined]
+
+
+def assert_close(found: Found, expected: Found) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert list(found[1]) == list(expected[1]), "names have changed"
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+    assert found[2]["unique_graphs"] and not found[2]["breaks"]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [(LLAMA, {}), (LLAMA, CHEAP), (GPT, FULL), (MIXTURE, FULL)],
+    ids=["llama", "llama selective", "gpt full", "mixture full"],
+)
+def test_whole_layers(model: Model, strategy: dict[str, Any]) -> None:
+    assert_close(trained(model, strategy, True), trained(model, {}, False))
+
+
+def test_equal_layers_share_a_graph() -> None:
+    """More layers than the compiler would take one by one (`recompile_limit`)."""
+    for strategy in (CHEAP, FULL):
+        assert trained(replace(LLAMA, layers=12), strategy, True)[2]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "sharded"),
+    [
+        (LLAMA, {"tp": 2, **FULL}, False),
+        (MIXTURE, {"tp": 2, **CHEAP}, False),
+        (MIXTURE, {"dp": 2, "ep": 2}, False),  # other numbers of tokens in every batch
+        (LLAMA, {"dp": 2, "zero": 3, **CHEAP}, True),
+    ],
+    ids=["tensor", "mixture tensor", "expert", "sharded"],
+)
+def test_over_ranks(model: Model, strategy: dict[str, Any], sharded: bool) -> None:
+    expected = on_ranks(2, trained, model, strategy, False, sharded)
+    for rank, found in enumerate(on_ranks(2, trained, model, strategy, True, sharded)):
+        assert_close(found, expected[rank])

@@ -1,0 +1,32 @@
+"""One pool of gloo processes for all tests of a session; a parity check costs no start-up."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from shardwise.launch.pool import Place, Pool
+
+
+@cache
+def pool() -> Pool:
+    made = Pool(preload=("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.pipelining"))
+    atexit.register(made.close)
+    return made
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120) -> list[Any]:
+    """What ``function(*arguments)`` returns on each of ``world`` processes that form a new default process group."""
+    return pool().run(_in_world, world, function, arguments, timeout_seconds=timeout_seconds)
+
+
+def _in_world(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import torch
+
+    from shardwise.engine.world import joined
+
+    torch.set_num_threads(1)
+    with joined(place.rank, place.world, place.meeting_file):
+        return function(*arguments)
