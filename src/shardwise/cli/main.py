@@ -13,7 +13,9 @@ VERBS = {
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
     "explain": ("explain", "one formula with the numbers put in and its source"),
     "export": ("export", "a job as another framework's configuration, and what it cannot say"),
+    "verify": ("verify", "a layout against one process: loss, every gradient, every weight after a few steps"),
     "validate": ("validate", "score the cost model on a table of published or measured runs"),
+    "dryrun": ("dryrun", "trace the engine on one rank of any world: memory, collectives, arithmetic, beside the plan"),
     "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
 }
 

@@ -1,0 +1,59 @@
+"""`shardwise verify`: a layout against the single process, in numbers."""
+
+from __future__ import annotations
+
+import json
+
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.inputs import job_from
+from shardwise.spec.errors import SpecError
+
+_EXAMPLE = """
+shardwise verify --model tiny --cluster laptop --tp 2 --pp 2 --zero 1 --global-batch 8 --seq 64
+"""
+STEPS, PROCESSES = 3, 8
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser(
+        "verify",
+        "Runs a layout and the single process side by side in fp32: loss, every gradient, every weight after 3 steps.",
+        _EXAMPLE,
+    )
+    add_job_arguments(parser)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"AdamW steps (default {STEPS})")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative deviation (default 1e-5)")
+    parser.add_argument(
+        "--max-processes", type=int, default=PROCESSES, metavar="N",
+        help=f"a larger layout is reduced to the smallest of its kind (default {PROCESSES})",
+    )  # fmt: skip
+    parser.add_argument("--shrink", action="store_true", help="fewer layers and widths, the same kind of model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default cpu)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
+    parser.add_argument("--json", action="store_true", help="the result for a machine")
+    parsed = parser.parse(arguments)
+    _require_positive("--steps", parsed.steps)
+    _require_positive("--max-processes", parsed.max_processes)
+    job = job_from(parsed)
+
+    from shardwise.measure.smaller import on_fewer_ranks, with_small_model
+    from shardwise.measure.verify import verify
+    from shardwise.report.verify import print_verification, verification_data
+
+    asked = job
+    job = on_fewer_ranks(job, parsed.max_processes)
+    if parsed.shrink:
+        job = with_small_model(job)
+    found = verify(
+        job, steps=parsed.steps, seed=parsed.seed, tolerance=parsed.tolerance, device=parsed.device
+    )  # fmt: skip
+    if parsed.json:
+        print(json.dumps(verification_data(found)))
+    else:
+        print_verification(asked, found)
+    return 0 if found.ok else 1
+
+
+def _require_positive(flag: str, value: int) -> None:
+    if value < 1:
+        raise SpecError(flag, f"{value}", "use 1 or more")

@@ -1,0 +1,1 @@
+"""What really happens: a layout beside one process, a traced step beside the prediction."""

@@ -1,0 +1,70 @@
+"""The single process that every layout has to equal: the plain model in a plain loop, without the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.measure.sample import sample_batch, sample_weight
+from shardwise.models.decoder import Decoder
+from shardwise.models.moe import MixtureOfExperts
+from shardwise.spec.job import Job
+
+
+@dataclass
+class Reference:
+    """What happened in each step, and the weights at the end; tensors by the names of the whole model."""
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run_reference(job: Job, steps: int, seed: int) -> Reference:
+    """``steps`` AdamW steps of the whole model on `sample_batch`, in fp32."""
+    model = Decoder(job.model)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(sample_weight(name, parameter.shape, seed, job.model))
+    found, settings = Reference(), job.training.optimization
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+    )
+    for step in range(steps):
+        found.losses.append(_gradients(model, job, step, seed))
+        found.gradients.append(
+            {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        )
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm or float("inf"))
+        found.gradient_norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        for mixture in _mixtures(model):
+            mixture.update_bias(mixture.load, job.model.numerics.bias_rate)
+    found.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return found
+
+
+def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
+    """Forward and backward of one global batch, a microbatch at a time; the mean loss over its labels."""
+    batch = sample_batch(job, step, seed)
+    counted = batch.counted
+    for mixture in _mixtures(model):
+        mixture.balance_scale = job.model.numerics.balance_loss / job.sequences
+    total = 0.0
+    for one in batch.microbatches(job.sequences // job.strategy.microbatch):
+        loss = model(one.tokens, one.labels, positions=one.positions, documents=one.documents) / counted
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
+    return [one for one in model.modules() if isinstance(one, MixtureOfExperts)]

@@ -1,0 +1,139 @@
+"""A layout beside the single process: loss, every gradient, every weight after a few steps.
+
+The layout runs on local processes (or GPUs), each of which compares its own parts with the reference that the single
+process wrote to a file; so copies that should be equal are all checked, and nothing is gathered but small numbers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.gradients import Held
+from shardwise.engine.refuse import require_runs
+from shardwise.engine.values import fill
+from shardwise.engine.world import joined
+from shardwise.launch.pool import Place, Pool
+from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
+from shardwise.measure.reference import Reference, run_reference
+from shardwise.measure.sample import sample_batch, sample_weight
+from shardwise.spec.job import Job
+
+KINDS = ("loss", "gradient", "weight", "gradient_norm")
+PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
+TOLERANCE = 1e-5
+# With the usual 1e-8 an element whose gradient is rounding moves by a whole step, up or down: AdamW would turn errors
+# of 1e-7 into errors of 1e-4, and hide real ones behind them.
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The worst deviation of each kind, and where it is; ``job`` is what was run in place of what was asked for."""
+
+    job: Job
+    steps: int
+    tolerance: float
+    worst: dict[str, Deviation]
+
+    @property
+    def ok(self) -> bool:
+        return all(one.value <= self.tolerance for one in self.worst.values())
+
+    @property
+    def where(self) -> str:
+        return Deviation.worst(self.worst.values()).where
+
+
+def verify(
+    job: Job,
+    *,
+    steps: int = 3,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+    device: str = "cpu",
+    pool: Pool | None = None,
+) -> Verification:
+    """Runs ``job`` (in fp32) on as many processes as its strategy has ranks, and the single process."""
+    optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
+    job = replace(job, training=replace(job.training, precision="fp32", optimization=optimization))
+    require_runs(job)
+    own_pool = pool or Pool(PRELOAD)
+    try:
+        with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
+            path = str(Path(folder) / "reference.pt")
+            own_pool.run(_write_reference, 1, job, steps, seed, path)
+            found = own_pool.run(_compare, job.strategy.world, job, steps, seed, path, device)
+    finally:
+        if pool is None:
+            own_pool.close()
+    worst = {kind: Deviation.worst(one[kind] for one in found) for kind in KINDS}
+    return Verification(job, steps, tolerance, worst)
+
+
+def _write_reference(place: Place, job: Job, steps: int, seed: int, path: str) -> None:
+    torch.set_num_threads(1)
+    torch.save(asdict(run_reference(job, steps, seed)), path)
+
+
+def _compare(place: Place, job: Job, steps: int, seed: int, path: str, device: str) -> dict[str, Deviation]:
+    """What one rank finds."""
+    torch.set_num_threads(1)
+    reference = Reference(**torch.load(path, mmap=True))
+    found: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
+    with joined(place.rank, place.world, place.meeting_file, device=device):
+        engine = Engine(job, device=device, seed=seed)
+        for one in engine.parameters:
+            fill(one, lambda name, part: part.of(sample_weight(name, part.shape, seed, job.model)))
+        for step in range(steps):
+            at = f"step {step + 1}"
+            batch = sample_batch(job, step, seed, device).share(engine.mesh.rank("dp"), engine.mesh.size("dp"))
+            loss = engine.forward_backward(batch)
+            found["loss"].append(relative(at, float(loss), reference.losses[step]))
+            found["gradient"] += _gradients(engine.parameters, reference.gradients[step], at)
+            norm = float(engine.update())
+            found["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
+        found["weight"] += _weights(engine, reference)
+    return {kind: Deviation.worst(several) for kind, several in found.items()}
+
+
+def _gradients(parameters: Sequence[Held], expected: dict[str, torch.Tensor], at: str) -> list[Deviation]:
+    rounding, norm = negligible(expected), global_norm(expected.values())
+    found = []
+    for one in parameters:
+        if one.parameter.grad is None:
+            found.append(Deviation(float("inf"), f"{one.name}, {at}: no gradient"))
+            continue
+        scale = norm if one.name in rounding else None
+        whole = _undivided(one.parameter.grad)
+        found.append(
+            deviation(f"{one.name}, {at}", whole, one.part, expected[_reference_name(one.name, expected)], scale)
+        )
+    return found
+
+
+def _weights(engine: Engine, reference: Reference) -> list[Deviation]:
+    rounding = frozenset(name for one in reference.gradients for name in negligible(one))
+    norm = global_norm(reference.weights.values())
+    found = []
+    for one in engine.parameters:
+        scale = norm if one.name in rounding else None
+        expected = reference.weights[_reference_name(one.name, reference.weights)]
+        found.append(deviation(one.name, _undivided(one.parameter.detach()), one.part, expected, scale))
+    return found
+
+
+def _reference_name(name: str, expected: dict[str, torch.Tensor]) -> str:
+    """Where embedding and head are one parameter, the whole model lists it once."""
+    return "embedding.weight" if name == "head.weight" and name not in expected else name
+
+
+def _undivided(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the model, whatever data parallelism divided it into."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

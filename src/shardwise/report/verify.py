@@ -1,0 +1,48 @@
+"""What `verify` found, for people and for machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.report.console import console, table
+from shardwise.spec.job import Job
+
+if TYPE_CHECKING:
+    from shardwise.measure.verify import Verification
+
+_WORDS = {"loss": "loss", "gradient": "gradients", "weight": "weights at the end", "gradient_norm": "gradient norm"}
+
+
+def verification_data(found: Verification) -> dict[str, Any]:
+    return {
+        "ok": found.ok,
+        "steps": found.steps,
+        "worst": {kind: one.value for kind, one in found.worst.items()},
+        "where": found.where,
+    }
+
+
+def print_verification(asked: Job, found: Verification) -> None:
+    """A table of the worst deviations; first what was run where it is not what was asked for."""
+    run = found.job
+    out = console()
+    if run.strategy.world != asked.strategy.world:
+        out.print(f"{asked.strategy.world} ranks are reduced to {run.strategy.world}: {_degrees(run)}, the same order.")
+    if run.model != asked.model:
+        out.print(f"{asked.model.name} is shrunk to {run.model.layers} layers of {run.model.hidden} features.")
+    if asked.training.precision != run.training.precision:
+        out.print(f"Numbers are {run.training.precision}: {asked.training.precision} would hide what differs.")
+    title = f"{run.model.name}, {_degrees(run)}, against one process, {found.steps} steps"
+    rows = [
+        (_WORDS[kind], f"{one.value:.1e}", "equal" if one.value <= found.tolerance else "DIFFERS", one.where)
+        for kind, one in found.worst.items()
+    ]
+    out.print(table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9))
+    verdict = "The layout computes what one process computes" if found.ok else "The layout computes something else"
+    out.print(f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor.")
+
+
+def _degrees(job: Job) -> str:
+    degrees = {name: job.strategy.degree(name) for name in job.strategy.order} | {"ep": job.strategy.ep}
+    used = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    return " × ".join(used) or "one rank"
