@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import sys
 from collections.abc import Mapping
@@ -206,3 +207,9 @@ def whole(text: str, field: str) -> int:
     if number != int(number) or number < 1 or number > 10**9:
         raise SpecError(field, f"{shown(text)} is not a positive whole number", "write one like 64")
     return int(number)
+
+
+def require_torch(verb: str) -> None:
+    """Refuses a verb that computes where only the planner was installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise SpecError(verb, "needs PyTorch, which is not installed", "pip install 'shardwise[train]'")

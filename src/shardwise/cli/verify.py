@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 from shardwise.cli.arguments import Parser, add_job_arguments
-from shardwise.cli.inputs import job_from
+from shardwise.cli.inputs import job_from, require_torch
 from shardwise.spec.errors import SpecError
 
 _EXAMPLE = """
-shardwise verify --model tiny --cluster laptop --tp 2 --pp 2 --zero 1 --global-batch 8 --seq 64
+shardwise verify --model tiny --cluster laptop:4 --tp 2 --pp 2 --global-batch 8 --seq 64
 """
 STEPS, PROCESSES = 3, 8
 
@@ -28,13 +28,14 @@ def run(arguments: list[str]) -> int:
         help=f"a larger layout is reduced to the smallest of its kind (default {PROCESSES})",
     )  # fmt: skip
     parser.add_argument("--shrink", action="store_true", help="fewer layers and widths, the same kind of model")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default cpu)")
+    parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="processes on this device (default cpu)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     parser.add_argument("--json", action="store_true", help="the result for a machine")
     parsed = parser.parse(arguments)
     _require_positive("--steps", parsed.steps)
     _require_positive("--max-processes", parsed.max_processes)
     job = job_from(parsed)
+    require_torch("verify")
 
     from shardwise.measure.smaller import on_fewer_ranks, with_small_model
     from shardwise.measure.verify import verify
@@ -45,7 +46,7 @@ def run(arguments: list[str]) -> int:
     if parsed.shrink:
         job = with_small_model(job)
     found = verify(
-        job, steps=parsed.steps, seed=parsed.seed, tolerance=parsed.tolerance, device=parsed.device
+        job, steps=parsed.steps, seed=parsed.seed, tolerance=parsed.tolerance, device=parsed.on
     )  # fmt: skip
     if parsed.json:
         print(json.dumps(verification_data(found)))

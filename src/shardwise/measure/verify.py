@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.gradients import Held
-from shardwise.engine.refuse import require_runs
+from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.values import fill
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Place, Pool
@@ -64,6 +64,7 @@ def verify(
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
     job = replace(job, training=replace(job.training, precision="fp32", optimization=optimization))
     require_runs(job)
+    require_devices(device, job.strategy.world)
     own_pool = pool or Pool(PRELOAD)
     try:
         with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
