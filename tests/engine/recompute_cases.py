@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -69,14 +70,23 @@ def step(decoder: Decoder) -> tuple[float, dict[str, Tensor]]:
 
 
 def kept_by_last_layer(decoder: Decoder, job: Job) -> list[Kept]:
-    model, strategy = job.model, job.strategy
-    layer = list(decoder.layers.values())[-1]
+    layer, apart = layer_call(decoder, job)
+    return kept_by(layer, hidden_of(job), apart)
+
+
+def hidden_of(job: Job) -> Tensor:
+    """Hidden states as they come to a layer on one rank."""
+    tokens = SEQUENCE // job.strategy.tp if job.strategy.sequence_parallel else SEQUENCE
+    return torch.randn(BATCH, tokens, job.model.hidden, dtype=NUMBERS[job.training.precision])
+
+
+def layer_call(decoder: Decoder, job: Job) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    """The last layer as a function of hidden states, and the tensors that it needs but does not keep."""
+    model, layer = job.model, list(decoder.layers.values())[-1]
     rotation = rotation_of(model, torch.arange(SEQUENCE)[None]) if model.positions == "rope" else None
     arguments = AttentionArguments(model.causal, None, attention_scale(model))
-    tokens = SEQUENCE // strategy.tp if strategy.sequence_parallel else SEQUENCE
-    hidden = torch.randn(BATCH, tokens, model.hidden, dtype=NUMBERS[job.training.precision])
     apart = [*(rotation or ()), *layer.parameters(), *layer.buffers()]
-    return kept_by(lambda inputs: layer(inputs, rotation, arguments), hidden, apart)
+    return lambda hidden: layer(hidden, rotation, arguments), apart
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
-from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, decoder_of, gradients, job_of
+from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, decoder_of, gradients, hidden_of, job_of, layer_call
 from engine.workers import on_ranks
+from shardwise.cost.activations import layer_activation_bytes
 from shardwise.engine.compile import apply_compile
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.mesh import build_mesh
@@ -75,6 +76,35 @@ def test_equal_layers_share_a_graph() -> None:
     """More layers than the compiler would take one by one (`recompile_limit`)."""
     for strategy in (CHEAP, FULL):
         assert trained(replace(LLAMA, layers=12), strategy, True)[2]["unique_graphs"] == 1
+
+
+def kept_by_compiled_layer(model: Model, strategy: dict[str, Any]) -> int:
+    torch._dynamo.reset()
+    job = job_of(model, **strategy)
+    decoder = decoder_of(job)
+    apply_recompute(decoder, job, DECODER)
+    apply_compile(decoder, job.strategy, DECODER, backend="aot_eager")
+    layer, apart = layer_call(decoder, job)
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    hidden = hidden_of(job).requires_grad_()
+    layer(hidden * 1)  # compiled here, where the hooks do not see it
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(hidden * 1)
+    for tensor in apart:
+        kept.pop(tensor.untyped_storage()._cdata, None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_a_compiled_layer_keeps_what_the_planner_says(model: Model) -> None:
+    for strategy in (CHEAP, {**CHEAP, "recompute_operators": ["alternate-products"]}):
+        planned = layer_activation_bytes(job_of(model, **strategy), moe=False)
+        assert kept_by_compiled_layer(model, strategy) == planned
 
 
 @pytest.mark.parametrize(

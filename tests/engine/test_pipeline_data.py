@@ -16,12 +16,11 @@ from shardwise.engine.mesh import build_mesh
 from shardwise.engine.pipeline import tie_ends
 from shardwise.engine.precision import precision_of
 from shardwise.engine.reductions import all_reduce_sum
+from shardwise.spec.strategy import SCHEDULES as EVERY_SCHEDULE
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.support import SPLIT_BACKWARD
 from shardwise.spec.training import Training
 
-WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")
-SCHEDULES = (*WHOLE_BACKWARD, *(name for name in SPLIT_BACKWARD if name != "dualpipe"))
+SCHEDULES = tuple(name for name in EVERY_SCHEDULE if name != "dualpipe")
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero 0": {},
     "zero 1": {"zero": 1},
@@ -112,9 +111,10 @@ def check(strategy: Strategy, tied: bool = False, precision: str = "fp32", toler
 
 QUICK = {(schedule, "zero 1") for schedule in SCHEDULES} | {
     ("1f1b", "zero 0"), ("zbv", "zero 0"), ("interleaved", "zero 2"), ("dualpipev", "zero 2"), ("1f1b", "zero 3"),
+    ("zb-h1", "zero 3"), ("zbv", "zero 3, local"),
 }  # fmt: skip
-ALL = {(schedule, setting) for schedule in SCHEDULES for setting in SETTINGS}
-ALL |= {(schedule, setting) for schedule in WHOLE_BACKWARD for setting in RESHARDED}
+ALL = {(schedule, setting) for schedule in SCHEDULES for setting in SETTINGS | RESHARDED}
+FOLDED = ("zbv", "v-half", "v-min", "dualpipev")
 
 
 @pytest.mark.parametrize(("schedule", "setting"), sorted(QUICK))
@@ -159,4 +159,6 @@ def test_a_folded_pipeline_has_one_tied_parameter(schedule: str, setting: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "setting"), sorted(ALL))
 def test_tied_embeddings_with_everything(schedule: str, setting: str) -> None:
+    if schedule in FOLDED and setting in RESHARDED:
+        pytest.skip("the head borrows the embedding's parameter, which has to stay")
     check(strategy_for(schedule, (SETTINGS | RESHARDED)[setting]), tied=True)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.recompute_cases import (
@@ -31,7 +30,7 @@ from engine.workers import on_ranks
 from shardwise.cost.activations import layer_activation_bytes
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
-from shardwise.engine.recompute import Forgotten, apply_recompute
+from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.weight_gradients import Deferrable, compute, put_off
 from shardwise.models.decoder import Decoder
@@ -130,95 +129,16 @@ def test_tokens_that_are_routed_again_do_not_count_twice() -> None:
         assert [load.sum().item() for load in loads] == [2 * 16 * 2] * 2
 
 
-# -- the mechanism by itself --
+def test_unfused_attention_keeps_no_scores() -> None:
+    def scores(job: Job) -> int:
+        with sdpa_kernel(SDPBackend.MATH):
+            return sum(one.shape[-2:] == (16, 16) for one in kept_by_last_layer(recomputing(job), job))
 
-
-class Maps(nn.Module):
-    """Two maps of one activation, as a layer has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.calls = 0
-
-    def activation(self, inputs: Tensor) -> Tensor:
-        self.calls += 1
-        return F.gelu(inputs)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        inner = self.activation(inputs)
-        result: Tensor = self.first(inner) * self.second(inner.transpose(0, 1)).transpose(0, 1)
-        return result
-
-
-def forgetful() -> tuple[Maps, Maps]:
-    plain, maps = Maps(), Maps()
-    maps.load_state_dict(plain.state_dict())
-    forgotten = Forgotten()
-    maps.activation = forgotten.forgetting(maps.activation)  # type: ignore[method-assign]
-    maps.forward = forgotten.around(maps.forward)  # type: ignore[method-assign]
-    return plain, maps
-
-
-def test_a_function_runs_again_once_for_all_users_of_each_pass() -> None:
-    plain, maps = forgetful()
-    inputs = [torch.randn(3, 4, 4, requires_grad=True) for _ in range(3)]
-    outputs = [maps(one) for one in inputs]  # all in flight at once
-    assert maps.calls == 3
-    for index in (1, 0, 2):
-        outputs[index].sum().backward()
-    assert maps.calls == 6
-    for one in inputs:
-        again = one.detach().requires_grad_()
-        plain(again).sum().backward()
-        assert torch.equal(again.grad, one.grad)  # type: ignore[arg-type]
-    outputs = [maps(one) for one in inputs]
-    with torch.no_grad():
-        maps(inputs[0])
-    assert maps.calls == 10
-
-
-def test_halves_of_a_backward_pass_each_find_the_output() -> None:
-    """PyTorch's own split: first the gradients of the inputs, later those of the weights."""
-    plain, maps = forgetful()
-    hidden = torch.randn(3, 4, 4)
-    found = []
-    for module in (plain, maps):
-        inputs = hidden.clone().requires_grad_()
-        output = module(inputs)
-        (of_inputs,), groups = stage_backward_input(
-            [output], [torch.ones_like(output)], [inputs], iter(module.parameters())
-        )
-        stage_backward_weight(iter(module.parameters()), groups)
-        found.append((0.0, {"inputs": of_inputs, **gradients(module)}))
-    assert_same(found[1], found[0])
-
-
-def test_a_changed_output_is_kept_and_a_changed_input_noticed() -> None:
-    forgotten, weight = Forgotten(), torch.randn(4, requires_grad=True)
-    double = forgotten.forgetting(lambda one: one * 2)
-
-    def changed(inputs: Tensor) -> Tensor:
-        inner = double(inputs)
-        return inner.add_(1) * weight
-
-    inputs = torch.ones(4)
-    forgotten.around(changed)(inputs).sum().backward()
-    assert weight.grad is not None and weight.grad.tolist() == [3.0] * 4
-    result = forgotten.around(lambda one: double(one) * weight)(inputs)
-    inputs.zero_()
-    with pytest.raises(RuntimeError, match="changed in place"):
-        result.sum().backward()
-
-
-def test_automatic_casts_are_those_of_the_first_run() -> None:
-    forgotten, linear, weight = Forgotten(), nn.Linear(4, 4), torch.randn(4, requires_grad=True)
-    product = forgotten.forgetting(lambda one: linear(one))
-    with torch.autocast("cpu", torch.bfloat16):
-        result = forgotten.around(lambda one: product(one) * weight)(torch.ones(2, 4))
-    result.sum().backward()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert weight.grad is not None and torch.equal(weight.grad, linear(torch.ones(2, 4)).float().sum(0))
+    unfused = Training(seq=16, precision="fp32", attention="unfused")
+    plain, again = (replace(job_of(GPT, **way), training=unfused) for way in ({}, only("attention")))
+    assert scores(plain) and not scores(again)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_same(step(recomputing(again)), step(decoder_of(plain)))
 
 
 # -- together with others --

@@ -25,8 +25,7 @@ def apply_compile(
 ) -> None:
     """Compiles the layers of a rank in place, at their first call. Recompute is applied before, data parallelism after.
 
-    In a layer that is compiled whole, the compiler decides what selective recompute keeps: norms and activations it
-    computes again by itself.
+    A layer that is compiled whole recomputes all that is cheap wherever selective recompute names any of it.
     """
     settings: dict[str, Any] = {"backend": backend, "fullgraph": True}
     for part in [stages] if isinstance(stages, nn.Module) else stages:

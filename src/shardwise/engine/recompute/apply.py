@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.recompute.alternate import alternate_products
+from shardwise.engine.recompute.products import all_but_cheap, every_second_product
 from shardwise.engine.recompute.remade import Forgotten, Function
 from shardwise.models.moe import MixtureOfExperts
 from shardwise.spec.errors import SpecError
@@ -83,8 +83,9 @@ def _recompute_operators(layer: nn.Module, job: Job) -> None:
     dense = not any(isinstance(one, MixtureOfExperts) for one in layer.modules())
     if "alternate-products" in operators:
         if dense:
-            layer.forward = alternate_products(layer)
+            layer.forward = every_second_product(layer)
         return  # a mixture of experts keeps everything
+    compiled = all_but_cheap(layer, "up-projection" in operators)
     forgotten = Forgotten()
     for operator in operators:
         found = list(_FUNCTIONS[operator](layer))
@@ -97,7 +98,7 @@ def _recompute_operators(layer: nn.Module, job: Job) -> None:
                 f"a {type(layer).__name__} has no {operator} that could be run again by itself",
                 "leave it out, or use recompute: full",
             )
-    layer.forward = forgotten.around(layer.forward)
+    layer.forward = forgotten.around(layer.forward, compiled)
 
 
 Place = tuple[nn.Module, str]  # an attribute of a module that holds a function

@@ -31,11 +31,14 @@ class Forgotten:
     def __init__(self) -> None:
         self._outputs: dict[int, _Output] | None = None  # by the address of their storage; None outside the layer
 
-    def around(self, forward: Function) -> Function:
+    def around(self, forward: Function, compiled: Function | None = None) -> Function:
+        """``compiled`` stands for ``forward`` where the compiler takes the whole layer: it sees none of this."""
+
         @wraps(forward)
         def forward_forgetting(*arguments: Any, **named: Any) -> Any:
-            # A compiled layer chooses by itself what it keeps.
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                return (compiled or forward)(*arguments, **named)
+            if not torch.is_grad_enabled():
                 return forward(*arguments, **named)
             self._outputs = {}
             try:
