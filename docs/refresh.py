@@ -6,7 +6,7 @@ block says which part of the output is shown, as pieces of text that begin the f
     <!-- show: "Memory of".."One step"; "Bound by".. -->
 
 Without a comment all of the output is shown. `python docs/refresh.py` rewrites the documents, `--check` only says
-whether they are what the commands print today.
+whether they are what the commands print today; `python docs/refresh.py docs/plan.md` is for those named only.
 """
 
 from __future__ import annotations
@@ -105,8 +105,11 @@ def refreshed(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     stale = []
-    for pattern in DOCUMENTS:
-        for path in sorted(ROOT.glob(pattern)):
+    for pattern in [one for one in arguments if one != "--check"] or DOCUMENTS:
+        paths = sorted(ROOT.glob(pattern))
+        if not paths:
+            raise SystemExit(f"no document is named {pattern}")
+        for path in paths:
             text = path.read_text(encoding="utf-8")
             fresh = refreshed(text)
             if fresh == text:

@@ -15,6 +15,7 @@ _PUBLIC = {
     "Device": "shardwise.spec.hardware",
     "Link": "shardwise.spec.hardware",
     "Job": "shardwise.spec.job",
+    "Optimization": "shardwise.spec.optimization",
     "Model": "shardwise.spec.model",
     "Strategy": "shardwise.spec.strategy",
     "Training": "shardwise.spec.training",
@@ -26,6 +27,9 @@ _PUBLIC = {
     "p2p_latency": "shardwise.collectives",
     "analyze": "shardwise.cost.analysis",
     "per_gpu_memory_bytes": "shardwise.cost.memory",
+    "Patterns": "shardwise.engine.patterns",
+    "gather_state_dict": "shardwise.engine.parallelize",
+    "parallelize": "shardwise.engine.parallelize",
 }
 
 __all__ = [
@@ -35,6 +39,8 @@ __all__ = [
     "Job",
     "Link",
     "Model",
+    "Optimization",
+    "Patterns",
     "SpecError",
     "Strategy",
     "Topology",
@@ -42,7 +48,9 @@ __all__ = [
     "__version__",
     "analyze",
     "collective_latency_and_volume",
+    "gather_state_dict",
     "p2p_latency",
+    "parallelize",
     "per_gpu_memory_bytes",
     "read_job",
 ]
@@ -51,11 +59,14 @@ if TYPE_CHECKING:
     from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency
     from shardwise.cost.analysis import analyze
     from shardwise.cost.memory import per_gpu_memory_bytes
+    from shardwise.engine.parallelize import gather_state_dict, parallelize
+    from shardwise.engine.patterns import Patterns
     from shardwise.interop.jobs import read_job
     from shardwise.spec.errors import SpecError
     from shardwise.spec.hardware import Cluster, Device, Link
     from shardwise.spec.job import Job
     from shardwise.spec.model import Model
+    from shardwise.spec.optimization import Optimization
     from shardwise.spec.strategy import Strategy
     from shardwise.spec.training import Training
 

@@ -11,6 +11,7 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -72,7 +73,10 @@ def job(
     training: dict[str, Any] | None = None,
     **strategy: Any,
 ) -> Job:
-    """A job on one switch just large enough (all degrees must be given), or on the given cluster."""
+    """A job on one switch just large enough (all degrees must be given), or on the given cluster.
+
+    Its stack is that of the text books, with no engine's peculiarities.
+    """
     wanted = Strategy.from_dict(strategy)
     if cluster is None:
         cluster = switched(wanted.world)
@@ -82,6 +86,7 @@ def job(
         cluster=cluster_from(cluster),
         strategy=wanted,
         training=Training.from_dict({"seq": 128, "global_batch": batch, **(training or {})}),
+        stack=Stack(),
     )
 
 

@@ -154,6 +154,7 @@ def test_a_large_job_is_simulated_in_milliseconds() -> None:
 
 
 def _clocked(prediction: Prediction) -> float:
-    begin = time.perf_counter()
+    """Seconds of the processor: other work on the machine does not count."""
+    begin = time.process_time()
     simulated_step(prediction)
-    return time.perf_counter() - begin
+    return time.process_time() - begin

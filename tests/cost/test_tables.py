@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,42 @@ from hypothesis import given, settings
 from cost.jobs import valid_jobs
 from shardwise.cost.memory import device_memories, peak_memory
 from shardwise.cost.prediction import predict
-from shardwise.cost.tables.group import group_of
+from shardwise.cost.stages import rank_kinds
+from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.tables.price import TablePricer
 from shardwise.spec.job import Job
+from shardwise.spec.strategy import Offload
+
+
+def group_of(job: Job) -> Group:
+    """The table of one strategy."""
+    strategy = job.strategy
+    kinds = rank_kinds(job, range(strategy.pp))
+    base = replace(
+        strategy,
+        zero=0,
+        shard_group=None,
+        keep_parameters=False,
+        accumulate="sharded",
+        offload=Offload(),
+        schedule="dualpipe" if strategy.schedule == "dualpipe" else "1f1b",
+        interleave=1,
+        stage_layers="balanced",
+        recompute="none",
+        recompute_layers=None,
+    )
+    column = ShardChoice(strategy.zero, strategy.shard_group, strategy.keep_parameters, strategy.accumulate)
+    return Group(
+        base,
+        (LayerChoice(strategy.sequence_parallel, strategy.context_method, strategy.microbatch),),
+        (ScheduleChoice(strategy.schedule, strategy.interleave, strategy.stage_layers),),
+        (RecomputeChoice(strategy.recompute, strategy.recompute_layers),),
+        (column,),
+        (strategy.offload,),
+        tuple(kinds),
+        tuple(kinds.values()),
+        ((job.sequences,),),
+    )
 
 
 def table_of(job: Job) -> tuple[float, float, float]:

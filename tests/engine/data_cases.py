@@ -33,6 +33,7 @@ MIXTURE = replace(
 )
 SEQUENCES, LENGTH = 12, 8
 MAXIMUM_NORM = 0.05  # small enough that every step is clipped
+EPSILON = 1e-6  # with 1e-8, elements whose gradients are next to zero would move by rounding errors alone
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,10 @@ def network(case: Case) -> Decoder:
     for mixture in module.modules():
         if isinstance(mixture, moe.MixtureOfExperts):
             mixture.balance_scale = 0.01 / SEQUENCES
+    generator = torch.Generator().manual_seed(5)
     for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:  # a bias of zero would be all Adam's sum of signs, however small its gradient
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
         parameter.requires_grad_(not name.startswith(case.frozen or ("none of them",)))
     return module
 
@@ -83,7 +87,7 @@ def alone(case: Case) -> Trained:
     vectors = [one for one in trained.values() if one.dim() == 1]
     matrices = [one for one in trained.values() if one.dim() > 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=EPSILON)
     tokens, labels = batch()
     result = Trained([], [], {}, {}, {})
     for _ in range(case.steps):
@@ -114,7 +118,9 @@ def together(case: Case) -> Trained:
         fill(module, values)
     data.start()
     training = Training(precision="fp32", optimizer=case.optimizer)
-    optimizer = build_optimizer(module.named_parameters(), training, Settings(learning_rate=1e-3), masters=data.masters)
+    optimizer = build_optimizer(
+        module.named_parameters(), training, Settings(learning_rate=1e-3, epsilon=EPSILON), masters=data.masters
+    )
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     parts = parts_of(module)
     copies = [copies_of(one, parts[name].expert, mesh.strategy) for name, one in parameters.items()]

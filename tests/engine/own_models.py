@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.optimizer import decays
 from shardwise.engine.parallelize import Parallel, gather_state_dict, parallelize
+from shardwise.engine.patterns import Patterns
 from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
+from shardwise.models.dot_product import AttentionArguments, dot_product_attention
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
 from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
@@ -60,6 +65,76 @@ class Perceptron(nn.Module):
         return outputs
 
 
+class Mixer(nn.Module):
+    """Attention of a network with a table of its own: any module with ``attend`` will do."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.size, self.attend = width // heads, dot_product_attention
+        self.read, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.write = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
+        heads = [one(hidden).unflatten(-1, (-1, self.size)) for one in (self.read, self.key, self.value)]
+        arguments = AttentionArguments(causal=True, window=None, scale=self.size**-0.5, documents=documents)
+        mixed: Tensor = self.write(self.attend(*heads, arguments).flatten(-2))
+        return mixed
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixer = Mixer(width, heads)
+        self.feed = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
+        hidden = hidden + self.mixer(self.before(hidden), documents)
+        return hidden + self.feed(self.after(hidden))
+
+
+class Writer(nn.Module):
+    """A small GPT as anybody would write it: learned positions, one matrix for both ends."""
+
+    def __init__(self, width: int = 32, heads: int = 4, layers: int = 4) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, input_ids: Tensor, places: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        if places is None:
+            places = torch.arange(input_ids.shape[1])[None]
+        hidden = self.words(input_ids) + self.places(places)
+        for block in self.blocks:
+            hidden = block(hidden, documents)
+        logits: Tensor = self.out(self.norm(hidden))
+        return logits
+
+
+WRITER = Patterns(
+    layers="blocks.*",
+    embedding="words",
+    position_embedding="places",
+    norm="norm",
+    head="out",
+    regions=("blocks.*.mixer", "blocks.*.feed"),
+    columns={
+        "blocks.*.mixer.read": "",
+        "blocks.*.mixer.key": "key_value_heads",
+        "blocks.*.mixer.value": "key_value_heads",
+        "blocks.*.feed.0": "",
+    },
+    rows=("blocks.*.mixer.write", "blocks.*.feed.2"),
+    attention="blocks.*.mixer",
+    positions="places",
+    documents="documents",
+)
+WRITER_MODEL = Model(layers=4, hidden=32, heads=4, ffn=64, vocab=VOCAB, max_seq=64, positions="learned",
+                     tied_embeddings=True, name="writer")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """A network, a strategy, and how many microbatches each data-parallel rank has."""
@@ -81,11 +156,21 @@ class Case:
     def training(self) -> Training:
         return Training(global_batch=self.samples, seq=SEQ, precision=self.precision, optimization=OPTIMIZATION)
 
+    def parallelize(self, module: nn.Module, **arguments: Any) -> Parallel:
+        if self.network != "writer":
+            return parallelize(module, self.strategy, training=self.training, **arguments)
+        return parallelize(module, self.job, patterns=WRITER, **arguments)
+
+    @property
+    def job(self) -> Job:
+        cluster = cluster_from(f"laptop:{self.strategy.world}")
+        return Job(model=WRITER_MODEL, cluster=cluster, strategy=self.strategy, training=self.training)
+
 
 def build(network: str) -> nn.Module:
     torch.manual_seed(0)
-    module: nn.Module = Perceptron()
-    if network != "perceptron":
+    module: nn.Module = Writer() if network == "writer" else Perceptron()
+    if network in CLASSES:
         import transformers
 
         name, config = CLASSES[network]
@@ -112,10 +197,11 @@ def make_batch(network: str, samples: int, step: int) -> dict[str, Tensor]:
 
 def summed_loss(outputs: Any, batch: Any) -> Tensor:
     """What a user would write, for either kind of network."""
-    if isinstance(outputs, Tensor):
+    if "features" in batch:
         return F.cross_entropy(outputs, batch["labels"], ignore_index=-100, reduction="sum")
     labels = batch["shift_labels"] if "shift_labels" in batch else _shifted(batch["labels"])
-    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 def _shifted(labels: Tensor) -> Tensor:
@@ -124,7 +210,7 @@ def _shifted(labels: Tensor) -> Tensor:
 
 def _call(module: nn.Module, batch: dict[str, Tensor]) -> Any:
     given = {name: one for name, one in batch.items() if name != "labels"}
-    return module(**given) if "features" in batch else module(**given, use_cache=False)
+    return module(**given, use_cache=False) if hasattr(module, "config") else module(**given)
 
 
 @dataclass
@@ -166,7 +252,7 @@ def compare(case: Case, loss: Callable[[Any, Any], Tensor] | None = None) -> dic
     """On one rank: the worst deviations of the parallel network from the plain one."""
     loss = summed_loss if case.network == "perceptron" else loss
     plain = plain_run(case.network, case.samples)
-    parallel = parallelize(build(case.network), case.strategy, training=case.training, loss=loss)
+    parallel = case.parallelize(build(case.network), loss=loss)
     rank, size = parallel.mesh.rank("dp"), parallel.mesh.size("dp")
     found: dict[str, list[Deviation]] = {kind: [] for kind in ("loss", "gradient", "weight", "norm", "gathered")}
     for step in range(STEPS):
@@ -217,7 +303,3 @@ def _gathered(parallel: Parallel, plain: Plain, rounding: frozenset[str], norm: 
 
 def _undivided(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def with_fields(case: Case, **fields: Any) -> Case:
-    return replace(case, fields={**case.fields, **fields})

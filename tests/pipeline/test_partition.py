@@ -135,7 +135,7 @@ def test_mistakes():
 def test_hundreds_of_layers_are_quick():
     random = np.random.default_rng(0)
     seconds, sizes = random.uniform(0.5, 2, 320), random.uniform(1, 2, 320)
-    start = time.perf_counter()
+    start = time.process_time()
     found = partition(seconds, sizes, 64, 12.0)
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0
     assert found.slowest_seconds >= sum(seconds) / 64

@@ -107,6 +107,15 @@ def test_a_request_that_no_layout_satisfies_is_answered_in_one_line(constraints:
     assert "\n" not in str(caught.value)
 
 
+def test_more_devices_are_counted_for_what_is_only_priced_too() -> None:
+    """DualPipe fits on more devices, whether or not an engine runs it there."""
+    constraints = within(schedule="dualpipe", pp="2", cp="1", microbatch="1", zero="1")
+    job = job_of("llama3-8b", "dgx-h100:1", 256, seq=2048)
+    request = Request(job, constraints, memory_bytes=9e9, offload=False, any_priced=True)
+    with pytest.raises(SpecError, match="use 64 devices, or devices with"):
+        required(plan(request), request)
+
+
 @pytest.mark.parametrize("options", [{"memory_bytes": 0.0}, {"memory_bytes": -1.0}])
 def test_a_cap_on_memory_that_holds_nothing_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(SpecError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.cost.passing import loss_moment_bytes
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -146,6 +147,8 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         ),
         *_mlp_tensors(model, sizes, routed * moe.ffn, "expert "),
     ]
+    if job.stack.expert_outputs == "kept":
+        tensors.append(SavedTensor("expert outputs", routed * model.hidden * sizes.element))
     if moe.shared_ffn:
         tensors += _dense_mlp_tensors(model, sizes, moe.shared_ffn)
     return tensors
@@ -191,17 +194,19 @@ def head_activation_bytes(job: Job) -> float:
     """What the last stage keeps per microbatch: final norm and projection inputs, fp32 softmax of the logits.
 
     4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. A fused loss
-    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py). Every multi-token-prediction module
-    has a loss of its own.
+    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py), one in pieces none. Every
+    multi-token-prediction module has a loss of its own.
     """
     sizes = _sizes(job)
     inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
-    per_logit = sizes.element if job.stack.loss == "fused" else 4
+    per_logit = {"fused": sizes.element, "pieces": 0.0}.get(job.stack.loss, 4.0)
     return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers)
 
 
 def logits_temporary_bytes(job: Job) -> float:
     """Logits besides those kept, alive while the loss is computed."""
+    if job.stack.loss == "pieces":
+        return loss_moment_bytes(job)
     element = _sizes(job).element
     per_logit = {
         "parallel": element,  # the 16-bit logits beside their fp32 softmax

@@ -15,6 +15,14 @@ from shardwise.cost.activations import (
 )
 from shardwise.cost.in_flight import chunks_in_flight
 from shardwise.cost.operators import layer_operators
+from shardwise.cost.passing import (
+    Moment,
+    gathered_at,
+    gradients_absent,
+    layer_moment_bytes,
+    loss_moment_bytes,
+    moments_of,
+)
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents, fully_recomputed_share, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import Sharding, StateBytes, rank_state_bytes, sharding_of, state_bytes
@@ -70,23 +78,62 @@ class DeviceMemory:
 def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
     """The peak memory of one device of a pipeline rank."""
     contents = rank_contents(job, pipeline_rank)
+    moments = [one for one in moments_of(job.stack) if one != "loss" or contents.has_head]
+    return max((_memory_at(job, contents, moment) for moment in moments), key=lambda memory: memory.total)
+
+
+def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory:
     sharding = sharding_of(job.strategy)
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
-    activations = activation_bytes(job, contents)
-    offloaded = activations * job.strategy.offload.activations
+    kept, share = activation_bytes(job, contents), job.strategy.offload.activations
+    activations = kept - (_head_bytes(job, contents) if moment == "layer" else 0.0)
+    communication, temporary = passing_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
+    recomputed = 0.0 if moment == "loss" else _recomputed_layer_bytes(job, contents)
+    gradients = states.gradients
+    if moment != "together":
+        gradients = gradients - _gradients_absent(job, contents, states.gradients, activations)
     return DeviceMemory(
-        pipeline_rank=pipeline_rank,
+        pipeline_rank=contents.rank,
         weights=states.weights,
-        gradients=states.gradients,
+        gradients=gradients,
         optimizer=states.optimizer,
-        activations=activations - offloaded,
-        recomputed=_recomputed_layer_bytes(job, contents),
-        gathered=gathered_bytes(contents, sharding, job.recipe),
-        communication=communication_buffer_bytes(job),
-        temporary=temporary_bytes(job, has_head=contents.has_head),
+        activations=activations * (1 - share),
+        recomputed=recomputed,
+        gathered=gathered_bytes(contents, sharding, job.recipe, moment, tied=job.model.tied_embeddings),
+        communication=communication,
+        temporary=temporary,
         allowance=job.cluster.device.framework_memory,
-        host=states.offloaded + offloaded,
+        host=states.offloaded + kept * share,
     )
+
+
+def passing_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
+    """Buffers of communication, and temporary tensors, at a moment; ``kinds`` of layer that the rank has."""
+    if moment == "together":
+        return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head)
+    if moment == "loss":
+        return 0.0, loss_moment_bytes(job) if has_head else 0.0
+    return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
+
+
+def _gradients_absent(job: Job, contents: RankContents, gradients: float, activations: float) -> float:
+    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    alone, of_a_microbatch = float(job.microbatches <= in_flight), activations / in_flight
+    absent: float = gradients_absent(gradients, job.strategy.zero, job.strategy, alone, of_a_microbatch)
+    return absent
+
+
+def _head_bytes(job: Job, contents: RankContents) -> float:
+    """Activations of the head that a rank holds at its peak: the loss of a microbatch is followed by its backward."""
+    if not contents.has_head:
+        return 0.0
+    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    return head_activation_bytes(job) * (1 if job.strategy.schedule != "gpipe" else in_flight)
+
+
+def kinds_of(contents: RankContents) -> tuple[bool, ...]:
+    """Whether layers have experts: the kinds of layer that a rank has."""
+    return tuple(moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count)
 
 
 def temporary_bytes(job: Job, *, has_head: bool) -> float:
@@ -95,6 +142,8 @@ def temporary_bytes(job: Job, *, has_head: bool) -> float:
     if job.stack.dummy_gradients:
         at_the_head = logits + _head_gradient_bytes(job) if has_head else 0.0
         return _dummy_gradient_bytes(job) + max(at_the_head, _activation_gradient_bytes(job))
+    if job.stack.gradients == "made":
+        return max(logits, layer_moment_bytes(job, _kinds(job)))
     if job.stack.gated_activation == "separate":
         return max(logits, _activation_gradient_bytes(job))
     return logits
@@ -154,10 +203,7 @@ def activation_bytes(job: Job, contents: RankContents) -> float:
     layers = _kept_by_layers(job, contents) * in_flight
     if contents.has_embedding:
         layers += embedding_activation_bytes(job) * in_flight
-    if contents.has_head:
-        # The loss of a microbatch is followed at once by its backward pass.
-        layers += head_activation_bytes(job) * (1 if job.strategy.schedule != "gpipe" else in_flight)
-    return layers
+    return layers + _head_bytes(job, contents)
 
 
 def _kept_by_layers(job: Job, contents: RankContents) -> float:
@@ -179,14 +225,16 @@ def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
     """Tensors that recompute brings back while one layer runs its backward pass."""
     if job.strategy.recompute == "none" or job.strategy.recompute_layers == 0:
         return 0.0
-    kinds = [moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count]
+    kinds = kinds_of(contents)
     brought_back = (
         layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe) for moe in kinds
     )
     return max(brought_back, default=0.0)
 
 
-def gathered_bytes(contents: RankContents, sharding: Sharding, recipe: Recipe) -> Any:
+def gathered_bytes(
+    contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "together", *, tied: bool = False
+) -> Any:
     """Whole layers that sharded data parallelism holds for a moment.
 
     ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
@@ -195,8 +243,11 @@ def gathered_bytes(contents: RankContents, sharding: Sharding, recipe: Recipe) -
     """
     # Experts that no other device holds are whole already.
     layers = contents.layer_matrices * (sharding.shards > 1) + contents.experts * (sharding.expert_shards > 1)
-    one = layers / maximum(1, contents.layers)
     ends = contents.others * (sharding.shards > 1)
+    if recipe.fp32_shards:
+        both_ends = contents.has_embedding * contents.has_head * (not tied)
+        return gathered_at(layers, contents.layers, ends, both_ends, sharding, recipe, moment)
+    one = layers / maximum(1, contents.layers)
     gradient = one * recipe.gradient if sharding.gradients_sharded else 0.0
     parameters = (select(sharding.keep_parameters, layers, 2 * one) + ends) * recipe.gathered
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters

@@ -11,7 +11,6 @@ from shardwise.collectives.arrays import maximum, minimum
 Pass = Literal["forward", "backward"]
 Window = Literal["none", "forward", "backward", "attention forward", "attention backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
-NOTHING = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,19 +77,22 @@ def hidden_across_layers(
     keep the same link ``busy``. Those of all microbatches claim their time before those of the last one.
     """
     hidden: list[Any] = [0.0 for _ in transfers]
-    taken: dict[tuple[str, str], tuple[Any, Any]] = {}
+    taken: _Taken = {}
     claims = [index for index, transfer in enumerate(transfers) if transfer.window != "none"]
     claims.sort(key=lambda index: transfers[index].last_only)
     for place, index in enumerate(claims):
         transfer = transfers[index]
-        hidden[index] = _hidden_across(transfer, lasting[transfer.in_pass], busy[transfer.in_pass], taken)
+        beside = {name: transfer.seconds - needed for name, needed in transfer.link_seconds.items()}
+        hidden[index] = _hidden_across(transfer, beside, lasting[transfer.in_pass], busy[transfer.in_pass], taken)
         later = {
             name
             for other in claims[place + 1 :]
             if transfers[other].in_pass == transfer.in_pass
             for name in transfers[other].link_seconds
         }
-        _take(transfer, hidden[index], later, taken)
+        for name in later & beside.keys():
+            used = maximum(0.0, hidden[index] - beside[name])
+            _take(taken, (transfer.in_pass, name), used, last_only=transfer.last_only)
     return hidden
 
 
@@ -98,56 +100,67 @@ def hidden_across_layers(
 class Waiting:
     """What is left of the transfers of one pass and waited for together, each on its links at the same time.
 
-    ``alone`` is how long they would take one after the other, ``longest`` how long the longest takes, or the busiest
-    link; which is how long the step waits.
+    ``left`` are the seconds of each, ``longest`` how long the longest takes, or the busiest link; which is how long the
+    step waits.
     """
 
-    alone: Any = 0.0
-    longest: Any = 0.0
+    left: tuple[Any, ...]
+    longest: Any
+
+    @property
+    def alone(self) -> Any:
+        """How long they would take one after the other."""
+        return sum(self.left, 0.0)
 
     def beside(self, other: Waiting) -> Waiting:
         """Both together, where no link is in both."""
-        return Waiting(self.alone + other.alone, maximum(self.longest, other.longest))
+        return Waiting((*self.left, *other.left), maximum(self.longest, other.longest))
 
 
 def waiting(transfers: Sequence[Transfer], hidden: Sequence[Any], which: Pass) -> Waiting:
     """What the pass's transfers that may be overlapped leave."""
-    links: dict[str, Any] = {}
-    alone: Any = 0.0
-    longest: Any = 0.0
-    left = [(one, one.seconds - under) for one, under in zip(transfers, hidden) if one.in_pass == which]
-    left = [(one, exposed) for one, exposed in left if one.window != "none"]
-    if len(left) == 1:
-        return Waiting(left[0][1], left[0][1])
-    for one, exposed in left:
-        alone, longest = alone + exposed, maximum(longest, exposed)
-        for name, seconds in one.link_seconds.items():
-            links[name] = links.get(name, 0.0) + minimum(exposed, seconds)
-    for seconds in links.values():
-        longest = maximum(longest, seconds)
-    return Waiting(alone, longest)
+    together = [
+        (one, one.seconds - under)
+        for one, under in zip(transfers, hidden)
+        if one.in_pass == which and one.window != "none"
+    ]
+    left = tuple(exposed for _, exposed in together)
+    longest: Any = left[0] if left else 0.0
+    for exposed in left[1:]:
+        longest = maximum(longest, exposed)
+    for name in dict.fromkeys(name for one, _ in together for name in one.link_seconds):
+        sharing = [(exposed, one.link_seconds[name]) for one, exposed in together if name in one.link_seconds]
+        if len(sharing) > 1:  # one that has a link for itself is no longer there than it takes
+            first, *others = (minimum(exposed, seconds) for exposed, seconds in sharing)
+            longest = maximum(longest, sum(others, first))
+    return Waiting(left, longest)
+
+
+# What others took of a link in a pass: of all microbatches, and of the last. Where it is None, arrays are left alone.
+_Taken = dict[tuple[Pass, str], tuple[Any, Any]]
 
 
 def _hidden_across(
-    transfer: Transfer, lasting: Any, busy: Mapping[str, Any], taken: dict[tuple[str, str], tuple[Any, Any]]
+    transfer: Transfer, beside: Mapping[str, Any], lasting: Any, busy: Mapping[str, Any], taken: _Taken
 ) -> Any:
-    """``taken`` is what others used of each link: of all microbatches, and of the last."""
+    """``beside``: seconds of the transfer in which it does not need each of its links."""
     share = transfer.window_share
     hidden = minimum(transfer.seconds * (1 - transfer.unhideable), share * lasting)
-    for name, needed in transfer.link_seconds.items():
-        # Where nothing was taken, arrays need not be touched.
-        spread, last = taken.get((transfer.in_pass, name), (NOTHING, NOTHING))
-        free = share * maximum(0.0, lasting - busy.get(name, 0.0) - spread)
-        if last is not NOTHING:
+    for name, elsewhere in beside.items():
+        spread, last = taken.get((transfer.in_pass, name), (None, None))
+        unused = lasting - busy.get(name, 0.0)
+        free = share * maximum(0.0, unused if spread is None else unused - spread)
+        if last is not None:
             free = maximum(0.0, free - last)
         # A busy link holds up only what goes over it; the rest of the transfer can still hide.
-        hidden = minimum(hidden, free + (transfer.seconds - needed))
+        hidden = minimum(hidden, free + elsewhere)
     return hidden
 
 
-def _take(transfer: Transfer, hidden: Any, later: set[str], taken: dict[tuple[str, str], tuple[Any, Any]]) -> None:
-    """Notes what a hidden transfer uses of the links that ``later`` ones want too."""
-    for name in later & transfer.link_seconds.keys():
-        spread, last = taken.get((transfer.in_pass, name), (NOTHING, NOTHING))
-        used = maximum(0.0, hidden - (transfer.seconds - transfer.link_seconds[name]))
-        taken[transfer.in_pass, name] = (spread, last + used) if transfer.last_only else (spread + used, last)
+def _take(taken: _Taken, link: tuple[Pass, str], used: Any, *, last_only: bool) -> None:
+    spread, last = taken.get(link, (None, None))
+    if last_only:
+        last = used if last is None else last + used
+    else:
+        spread = used if spread is None else spread + used
+    taken[link] = (spread, last)

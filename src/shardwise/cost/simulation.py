@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.prediction import Prediction, RankPrediction
 from shardwise.cost.stage_time import part_seconds
-from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents
+from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents, stage_contents
 from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times
 from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.spec.job import Job
-from shardwise.spec.rules import stage_layer_counts
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,8 @@ def _in_proportion(total: float, weights: tuple[float, ...]) -> list[float]:
 
 def _stage_contents(job: Job, stage: int) -> RankContents:
     """What one stage computes; its parameters take no time in a pass and are left out."""
-    counts = stage_layer_counts(job.model, job.strategy)
-    first, last = sum(counts[:stage]), len(counts) - 1
-    moe = sum(job.model.is_moe_layer(index) for index in range(first, first + counts[stage]))
-    dense, more = counts[stage] - moe, job.model.mtp_layers if stage == last else 0
+    stages = stage_contents(job)
+    (dense, moe), last = stages[stage], len(stages) - 1
+    more = job.model.mtp_layers if stage == last else 0
     dense, moe = (dense, moe + more) if job.model.moe else (dense + more, moe)
     return RankContents(stage, dense, moe, stage == 0, stage == last, 0.0, 0.0, 0.0)

@@ -94,10 +94,16 @@ def state_bytes(
     states, offload = OPTIMIZERS[optimizer], offload or Offload()
     parameters = matrices + others
     weights = matrices * (recipe.weight + recipe.copies) + others * recipe.plain_weight
+    master, gradient_shard = recipe.master, recipe.gradient
+    if recipe.fp32_shards:
+        # The shards are the masters; what is gathered from them for a step counts as weights until ZeRO-3 drops it.
+        weights = select(zero >= 3, 4 * parameters, weights)
+        master = select(zero >= 3, 0, select(zero >= 1, 4, recipe.master))
+        gradient_shard = 4
     weights = weights / select(zero >= 3, shards, 1)
     sharded = zero >= 2 if gradients_sharded is None else gradients_sharded
-    gradients = parameters * recipe.gradient / select(sharded, shards, 1)
-    kept = parameters * recipe.master + matrices * states.matrices + others * states.others
+    gradients = parameters * select(sharded, gradient_shard / shards, recipe.gradient)
+    kept = parameters * master + matrices * states.matrices + others * states.others
     optimizer_bytes = kept / select(zero >= 1, shards, 1)
     offloaded = weights * offload.weights + gradients * offload.gradients + optimizer_bytes * offload.optimizer
     return StateBytes(

@@ -114,8 +114,16 @@ class LocalOptimizer(torch.optim.Optimizer):
                     _UPDATES[group["kind"]](self, group, some, gradients, bad, divisor)
             self._publish()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the tensors that are there: PyTorch's own would turn the states of 16-bit parameters into 16 bits."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group["lr"] = saved["lr"]
+            group["step"].copy_(saved["step"])
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    local(self.state[parameter][name]).copy_(local(value))
+        self._publish()
 
     def values(self, parameter: nn.Parameter) -> Tensor:
         """The local fp32 values of a parameter: what is trained, checkpointed and compared."""

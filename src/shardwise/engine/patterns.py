@@ -22,9 +22,9 @@ class Patterns:
     ``rows`` by their inputs.
 
     What follows ``experts`` is for networks of others than ours. ``attention`` modules mix tokens by their attribute
-    ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers of
-    their experts and weights to rows; ``expert_features`` says which dimension of each runs over the features inside an
-    expert, and of how many equal blocks it is made (gate and up in one are two). ``hidden``, ``positions`` and
+    ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers
+    of their experts and weights to rows; ``expert_features`` says which dimension of each runs over the features inside
+    an expert, and of how many equal blocks it is made (gate and up in one are two). ``hidden``, ``positions`` and
     ``documents`` are names of arguments: of the regions' hidden states, and of the network's positions [batch, seq] and
     numbers of packed documents. ``constants`` are given with every call.
     """

@@ -78,7 +78,8 @@ class Sharded:
     # For a pipeline: a module is given its settings between its passes.
 
     def before_input_gradients(self) -> None:
-        self._set(False, False, False)
+        """Weight gradients that come later need inputs and output gradients, but no weights: these may go."""
+        self._set(False, not self.keeps_parameters, False)
 
     def after_weight_gradients(self, last: bool) -> None:
         """What FSDP's hooks would do, had they waited for the weight gradients (pytorch#144530)."""

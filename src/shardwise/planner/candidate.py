@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory import DeviceMemory, peak_memory
 from shardwise.cost.prediction import Prediction, predict
 from shardwise.cost.simulation import SimulatedStep, simulated_step
@@ -13,6 +12,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
 PARTS = ("compute", "recompute", "tp", "cp", "ep", "bubble", "dp", "offload", "optimizer")
+Degrees = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.job.tokens_per_step / self.step_seconds
+        return self.simulated.tokens_per_second
 
     @property
     def seconds_per_token(self) -> float:
@@ -40,9 +40,7 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        device = self.job.cluster.device
-        peak = self.job.cluster.devices * device.peak_flops(self.job.training.recipe.compute)
-        return flops_per_token(self.job.model, self.job.training.seq) * self.tokens_per_second / peak
+        return self.simulated.mfu
 
     @cached_property
     def memory(self) -> DeviceMemory:
@@ -54,9 +52,8 @@ class Candidate:
         return self.job.cluster.device.memory - self.memory.total
 
     @property
-    def degrees(self) -> tuple[int, ...]:
-        strategy = self.job.strategy
-        return strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep
+    def degrees(self) -> Degrees:
+        return degrees_of(self.job.strategy)
 
     @cached_property
     def parts(self) -> dict[str, float]:
@@ -73,8 +70,7 @@ class Candidate:
         tail = max(self.prediction.ranks, key=lambda one: one.exposed("dp") + one.exposed("offload"))
         parts["dp"] = tail.exposed("dp")
         parts["offload"] = tail.exposed("offload")
-        rest = self.step_seconds - sum(parts.values())
-        parts["optimizer"] = rest
+        parts["optimizer"] = self.step_seconds - sum(parts.values())
         return parts
 
 
@@ -88,6 +84,11 @@ def job_with(job: Job, strategy: Strategy, sequences: int) -> Job:
     if training.global_batch is None or training.sequences(strategy.batch_multiple) != sequences:
         training = replace(training, global_batch=sequences)
     return replace(job, strategy=strategy, training=training)
+
+
+def degrees_of(strategy: Strategy) -> Degrees:
+    """tp, cp, pp, dp, ep: what tells layouts apart."""
+    return strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep
 
 
 def complexity(strategy: Strategy) -> int:

@@ -171,7 +171,7 @@ def shown_value(value: Any) -> str:
         return offload_name(value)
     if isinstance(value, tuple):
         return "-".join(value)
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def offload_name(offload: Offload) -> str:

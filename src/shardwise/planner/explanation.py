@@ -11,7 +11,6 @@ from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import TIE, Plan
 from shardwise.planner.why_not import largest_differences
 from shardwise.spec.errors import SpecError
-from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 
 _MOST = 16.0  # a factor beyond which nobody builds
@@ -112,10 +111,8 @@ def _seconds_per_token(job: Job) -> float:
 def _with_link(index: int) -> Change:
     def change(job: Job, factor: float) -> Job:
         level = job.cluster.levels[index]
-        faster = replace(level, bandwidth=level.bandwidth_per_direction * factor, latency=level.latency_per_step,
-                         efficiency=level.reached_share)  # fmt: skip
-        levels = (*job.cluster.levels[:index], faster, *job.cluster.levels[index + 1 :])
-        return job.unchecked(cluster=replace(job.cluster, levels=levels))
+        faster = level.with_speed(level.bandwidth_per_direction * factor, level.latency_per_step)
+        return job.unchecked(cluster=job.cluster.with_level(index, faster))
 
     return change
 
@@ -123,8 +120,7 @@ def _with_link(index: int) -> Change:
 def _with_arithmetic(job: Job, factor: float) -> Job:
     device = job.cluster.device
     peak = {name: flops * factor for name, flops in device.peak.items()}
-    cluster: Cluster = replace(job.cluster, device=replace(device, peak=peak))
-    return job.unchecked(cluster=cluster)
+    return job.unchecked(cluster=replace(job.cluster, device=replace(device, peak=peak)))
 
 
 def _with_batch(job: Job, factor: float) -> Job:

@@ -10,9 +10,10 @@ from typing import Any
 from shardwise.interop.frameworks import TARGETS, can_run
 from shardwise.interop.frameworks.parts import Lost
 from shardwise.planner.candidate import Candidate, candidate, job_with
-from shardwise.planner.constraints import INTEGERS, OFFLOADS, WORDS, Allowed, Constraints, field_value
+from shardwise.planner.constraints import FIELDS, OFFLOADS, Allowed, Constraints, field_value
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
+from shardwise.planner.search import Search
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES, Strategy
@@ -82,8 +83,8 @@ def expressible(request: Request, name: str) -> Request:
     return replace(request, constraints=constraints)
 
 
-def plan_for(request: Request, name: str) -> Plan | Any:
-    """The best plan that a framework can run; combinations that it cannot say are left out as they come up."""
+def plan_for(request: Request, name: str) -> Plan | Search:
+    """`plan` within what a framework can run; combinations that it cannot say are left out as they come up."""
     request = expressible(request, name)
     found = plan(request)
     for _ in range(_MOST_COMBINATIONS):
@@ -165,4 +166,4 @@ def _lacks(job: Job, name: str, field: str, value: Any) -> bool:
     return any(one.field in paths or one.field.startswith(paths[0] + ".") for one in lost)
 
 
-assert set(_NEEDED) <= {*INTEGERS, *WORDS, "order"}
+assert set(_NEEDED) <= set(FIELDS)

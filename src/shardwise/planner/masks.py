@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.tables.price import Block, Piece
@@ -20,28 +20,19 @@ _SHARDS = ("zero", "shard_group", "keep_parameters", "accumulate")
 _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, "offload"))
 
 
-class Mask:
-    """The cells that have an allowed value in every field of ``entry``.
+class CellBook:
+    """What ``of_block`` says of the rows and of the columns of each block, for the pieces of many."""
 
-    ``idle``: what a field counts as that makes no difference, such as a context method without context parallelism.
-    """
-
-    def __init__(self, entry: Mapping[str, Allowed], *, idle: bool) -> None:
-        self._entry, self._idle = entry, idle
+    def __init__(self, of_block: Callable[[Block], tuple[Array, Array]]) -> None:
+        self._of_block = of_block
         self._last: tuple[Sequence[Block], tuple[Array, Array, Array]] | None = None
 
-    def cells(self, piece: Piece) -> Array | None:
-        """Column × row; None where no cell is among them."""
-        if "offload" in self._entry and piece.offload not in self._entry["offload"]:
-            return None
+    def of(self, piece: Piece) -> tuple[Array, Array]:
+        """By row of the piece, and by column × block (`Piece.block_of_row`)."""
         if self._last is None or self._last[0] is not piece.blocks:  # blocks come many pieces in a row
             self._last = (piece.blocks, self._of_blocks(piece.blocks))
         rows, columns, starts = self._last[1]
-        rows = rows[starts[piece.block_of_row] + piece.row_numbers]
-        if not rows.any():
-            return None
-        mask: Array = columns.take(piece.block_of_row, -1) & rows
-        return mask
+        return rows[starts[piece.block_of_row] + piece.row_numbers], columns
 
     def _of_blocks(self, blocks: Sequence[Block]) -> tuple[Array, Array, Array]:
         """All rows, column × block, and where each block's rows start."""
@@ -50,6 +41,27 @@ class Mask:
         held = [self._of_block(block) for block in blocks]
         starts = np.cumsum([0, *(len(block.rows) for block in blocks[:-1])])
         return np.concatenate([one[0] for one in held]), np.stack([one[1] for one in held], axis=-1), starts
+
+
+class Mask:
+    """The cells that have an allowed value in every field of ``entry``.
+
+    ``idle``: what a field counts as that makes no difference, such as a context method without context parallelism.
+    """
+
+    def __init__(self, entry: Mapping[str, Allowed], *, idle: bool) -> None:
+        self._entry, self._idle = entry, idle
+        self._book = CellBook(self._of_block)
+
+    def cells(self, piece: Piece) -> Array | None:
+        """Column × row; None where no cell is among them."""
+        if "offload" in self._entry and piece.offload not in self._entry["offload"]:
+            return None
+        rows, columns = self._book.of(piece)
+        if not rows.any():
+            return None
+        mask: Array = columns.take(piece.block_of_row, -1) & rows
+        return mask
 
     def _of_block(self, block: Block) -> tuple[Array, Array]:
         """Which rows and which columns of a block match their fields."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.planner.constraints import Allowed, shown_value
+from shardwise.planner.constraints import Allowed
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.request import Request
 from shardwise.planner.search import Search, search
@@ -35,7 +35,7 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
         )
     problem = (
         f"nothing fits: the smallest strategy ({strategy_words(strategy)}) needs {need} per device, "
-        f"{request.job.cluster.device.name} has {there}"
+        f"{cluster.device.name} has {there}"
     )
     if request.memory_bytes is not None:
         problem += " as capped"
@@ -56,17 +56,13 @@ def _no_layout(request: Request) -> tuple[str, str]:
     except SpecError as error:
         return f"{error.field}: {error.problem}" if error.field else error.problem, error.remedy
     if constraints.allowed:
-        words = ", ".join(f"{name} {_words(one)}" for name, one in constraints.allowed.items())
+        words = ", ".join(f"{name} {one}" for name, one in constraints.allowed.items())
         return f"no layout of {job.cluster.devices:,} devices has {words} and a batch that divides", "relax one of them"
     return (
         f"the global batch {job.training.global_batch} does not divide over any layout of "
         f"{job.cluster.devices:,} devices",
         "use a batch with more divisors, or one in tokens such as 4M-tokens, which is rounded",
     )
-
-
-def _words(one: Allowed) -> str:
-    return " or ".join(shown_value(value) for value in one.values) if one.values is not None else str(one)
 
 
 def _devices_that_fit(request: Request) -> int | None:
@@ -82,8 +78,9 @@ def _devices_that_fit(request: Request) -> int | None:
         except SpecError:
             return None
         constraints = request.constraints.with_allowed(allowed)
-        wider = replace(request, job=request.job.unchecked(cluster=larger), constraints=constraints)
-        if search(wider.space(offload=request.offload is not False), memory_bytes=request.capacity_bytes, kept=1).best:
+        wider = replace(request.on(larger), constraints=constraints)
+        space = wider.space(offload=request.offload is not False)
+        if search(space, memory_bytes=request.capacity_bytes, any_priced=request.any_priced, kept=1).best:
             return larger.devices
         times *= 2
     return None

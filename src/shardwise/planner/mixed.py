@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.planner.candidate import Candidate, complexity
+from shardwise.planner.candidate import Candidate
 from shardwise.planner.constraints import Constraints
 from shardwise.planner.mixed_division import divided, polished
 from shardwise.planner.mixed_estimate import estimated
 from shardwise.planner.mixed_space import MixedRequest, MixedSpace
 from shardwise.planner.mixed_step import MixedStep, mixed_step
-from shardwise.planner.plan import TIE, Plan, plan
+from shardwise.planner.plan import Plan, plan, ranked
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -79,17 +79,13 @@ def plan_mixed(
     space = MixedSpace(request)
     space.check()
     tried, found = _search(space)
-    ranked = _ranked(found)
-    ranked = _ranked([polished(request, step) for step in ranked[:POLISHED]] + ranked[POLISHED:])
-    return MixedPlan(request, tried, tuple(ranked), _alone(request) if alone else ())
+    steps = _ranked(found)
+    steps = _ranked([polished(request, step) for step in steps[:POLISHED]] + steps[POLISHED:])
+    return MixedPlan(request, tried, tuple(steps), _alone(request) if alone else ())
 
 
 def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
-    """By time; first the simplest of those that the fastest does not clearly beat (as in `plan`)."""
-    ranked = sorted(steps, key=lambda step: step.seconds_per_token)
-    tied = [step for step in ranked if step.seconds_per_token <= ranked[0].seconds_per_token * (1 + TIE)]
-    first = min(tied, key=lambda step: (complexity(step.arrangement.strategy), step.seconds_per_token))
-    return [first, *(step for step in ranked if step is not first)]
+    return ranked(steps, lambda step: step.arrangement.strategy)
 
 
 def _alone(request: MixedRequest) -> tuple[Candidate | None, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, permutations, product
 from typing import Any
 
 from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
 from shardwise.planner.mixed_step import Arrangement
-from shardwise.planner.space import MOST_MICROBATCH_TOKENS
+from shardwise.planner.space import MOST_MICROBATCH_TOKENS, plain_strategy
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.mixed import MixedCluster
@@ -165,15 +165,7 @@ class MixedSpace:
 
     @cached_property
     def _plain(self) -> Strategy:
-        """What all strategies share (as `Space`)."""
-        job = self.request.job
-        return Strategy(
-            stage_layers="balanced",
-            overlap=replace(job.stack.overlap, ep=False),
-            dispatch=job.stack.dispatch,
-            recompute_operators=job.strategy.recompute_operators,
-            collective=job.strategy.collective,
-        )
+        return plain_strategy(self.request.job)
 
     def _job(self, strategy: Strategy) -> Job | None:
         """The job of a strategy; None where the model or the batch does not divide."""

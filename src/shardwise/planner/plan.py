@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, TypeVar
 
-from shardwise.planner.candidate import Candidate, candidate, complexity, job_with
+from shardwise.planner.candidate import Candidate, Degrees, candidate, complexity, job_with
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
+from shardwise.planner.space import Space
 from shardwise.planner.stages import with_best_stages
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
 
 RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all
 OWN_STAGES = 10  # of the fastest pipelines, whose layers are divided by time and memory too
@@ -36,7 +39,7 @@ class Plan:
     @cached_property
     def layouts(self) -> tuple[Candidate, ...]:
         """The best strategy of every layout (tp, cp, pp, dp, ep), best first."""
-        first: dict[tuple[int, ...], Candidate] = {}
+        first: dict[Degrees, Candidate] = {}
         for one in self.candidates:
             first.setdefault(one.degrees, one)
         return tuple(first.values())
@@ -77,8 +80,8 @@ class Family:
     least_memory_bytes: float
 
 
-def dimensions_used(degrees: tuple[int, ...]) -> tuple[str, ...]:
-    """Names of the dimensions beside data parallelism that ``degrees`` (tp, cp, pp, dp, ep) use."""
+def dimensions_used(degrees: Degrees) -> tuple[str, ...]:
+    """Names of the dimensions beside data parallelism that ``degrees`` use."""
     tp, cp, pp, _, ep = degrees
     return tuple(name for name, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep)) if degree > 1)
 
@@ -87,22 +90,21 @@ def plan(
     request: Request, progress: Callable[[int], None] | None = None, filters: Filters | None = None
 ) -> Plan | Search:
     """The plan; or, where nothing that runs fits, the search that shows it. For ``filters`` see `search`."""
-    offload = bool(request.offload)
-    space = request.space(offload=offload)
-    result = _search(request, offload, filters, progress)
+    space = request.space(offload=bool(request.offload))
+    result = _search(request, space, filters, progress)
     if not result.best and request.offload is None and request.job.cluster.host_link is not None:
         space = request.space(offload=True)
-        result = _search(request, True, filters, progress)
+        result = _search(request, space, filters, progress)
     if not result.best:
         return result
     candidates = _simulated(request.job, result)
     candidates += _with_own_stages(request, candidates)
-    return Plan(request, result, space.narrowing, tuple(_ranked(candidates)))
+    return Plan(request, result, space.narrowing, tuple(ranked(candidates, lambda one: one.job.strategy)))
 
 
-def _search(request: Request, offload: bool, filters: Filters | None, progress: Callable[[int], None] | None) -> Search:
+def _search(request: Request, space: Space, filters: Filters | None, progress: Callable[[int], None] | None) -> Search:
     return search(
-        request.space(offload=offload),
+        space,
         memory_bytes=request.capacity_bytes,
         any_priced=request.any_priced,
         filters=filters,
@@ -130,13 +132,23 @@ def _job(job: Job, found: Found) -> Job:
     return job_with(job, found.strategy(), found.sequences)
 
 
-def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+class Timed(Protocol):
+    """A simulated step."""
+
+    @property
+    def seconds_per_token(self) -> float: ...
+
+
+Step = TypeVar("Step", bound=Timed)
+
+
+def ranked(steps: Iterable[Step], strategy_of: Callable[[Step], Strategy]) -> list[Step]:
     """By time; first the simplest of those that the fastest does not clearly beat."""
-    ranked = sorted(candidates, key=lambda one: one.seconds_per_token)
-    limit = ranked[0].seconds_per_token * (1 + TIE)
-    tied = [one for one in ranked if one.seconds_per_token <= limit]
-    first = min(tied, key=lambda one: (complexity(one.job.strategy), one.seconds_per_token))
-    return [first, *(one for one in ranked if one is not first)]
+    by_time = sorted(steps, key=lambda one: one.seconds_per_token)
+    limit = by_time[0].seconds_per_token * (1 + TIE)
+    tied = [one for one in by_time if one.seconds_per_token <= limit]
+    first = min(tied, key=lambda one: (complexity(strategy_of(one)), one.seconds_per_token))
+    return [first, *(one for one in by_time if one is not first)]
 
 
 def required(found: Plan | Search, request: Request) -> Plan:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from shardwise.planner.constraints import Constraints
 from shardwise.planner.space import Space
 from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 
 MOST_GROUPS = 1200  # of a space that answers in seconds
@@ -43,5 +44,6 @@ class Request:
         space = Space(self.job, self.constraints, self.minimum_batch, offload, self.any_priced)
         return space if self.thorough else space.within(MOST_GROUPS)
 
-    def on(self, job: Job) -> Request:
-        return replace(self, job=job)
+    def on(self, cluster: Cluster) -> Request:
+        """The same asked of another cluster."""
+        return replace(self, job=self.job.unchecked(cluster=cluster))

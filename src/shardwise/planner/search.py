@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.price import Block, Piece, TablePricer
+from shardwise.planner.candidate import Degrees, degrees_of
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.masks import Mask
 from shardwise.planner.space import Space
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
+    Layouts = tuple[Array, list[Degrees]]
 
 KEPT = 100
 MEMORY_STEPS = 64  # of the front of time against memory
@@ -42,11 +44,6 @@ class Found:
     def sequences(self) -> int:
         return int(self.block.rows.sequences[self.row])
 
-    @property
-    def degrees(self) -> tuple[Any, ...]:
-        """What tells layouts apart at first sight."""
-        return degrees_of(self.block.group.base)
-
     def strategy(self) -> Strategy:
         group = self.block.group
         choice = group.shards[int(self.block.columns.numbers[self.column])]
@@ -67,10 +64,10 @@ class Search:
     too_large: int = 0
     seconds: float = 0.0
     best: list[Found] = field(default_factory=list)
-    of_degrees: dict[tuple[Any, ...], Found] = field(default_factory=dict)
+    of_degrees: dict[Degrees, Found] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)  # best time at every step of memory
     least_memory: Found | None = None
-    least_of_degrees: dict[tuple[Any, ...], float] = field(default_factory=dict)  # bytes, of what runs
+    least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
     of_filters: dict[str, Found] = field(default_factory=dict)  # the best with the values that each filter allows
 
     @property
@@ -98,8 +95,7 @@ def search(
     started = time.process_time()
     cluster = space.job.cluster
     capacity = cluster.device.memory if memory_bytes is None else memory_bytes
-    host = float("inf") if cluster.host_memory is None else cluster.host_memory / cluster.node_devices
-    keeper = _Keeper(Search(), capacity, host, kept, filters or {})
+    keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept, filters or {})
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
     for groups in _batches(space.groups()):
@@ -131,9 +127,12 @@ def _excluded(piece: Piece, masks: list[Mask]) -> Array | None:
     return excluded
 
 
-def degrees_of(strategy: Strategy) -> tuple[int, int, int, int, int]:
-    """tp, cp, pp, dp, ep: what tells layouts apart."""
-    return strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep
+def _layouts(piece: Piece) -> Layouts:
+    """Where each block's rows start, which stand together, and what degrees it has."""
+    import numpy as np
+
+    starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
+    return starts, [degrees_of(piece.blocks[block].group.base) for block in piece.block_of_row[starts].tolist()]
 
 
 class _Keeper:
@@ -172,12 +171,13 @@ class _Keeper:
             memory = np.where(allowed, memory, np.inf)
         else:
             result.too_large += int(fits.size - np.count_nonzero(fits))
-        self._least_memory(piece, memory)
+        layouts = _layouts(piece)
+        self._least_memory(piece, memory, layouts)
         if not fits.any():
             return
         score = np.where(fits, piece.step_seconds / piece.sequences, np.inf)
         self._best(piece, score)
-        self._of_degrees(piece, score)
+        self._of_degrees(piece, score, layouts)
         self._front(piece, score)
         self._of_filters(piece, score)
 
@@ -194,14 +194,13 @@ class _Keeper:
             piece.offload,
         )
 
-    def _least_memory(self, piece: Piece, memory: Array) -> None:
+    def _least_memory(self, piece: Piece, memory: Array, layouts: Layouts) -> None:
         import numpy as np
 
+        starts, degrees = layouts
         of_row = memory.min(axis=0)
-        starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
         least = self.result.least_of_degrees
-        for start, held in zip(starts.tolist(), np.minimum.reduceat(of_row, starts).tolist()):
-            key = degrees_of(piece.blocks[int(piece.block_of_row[start])].group.base)
+        for key, held in zip(degrees, np.minimum.reduceat(of_row, starts).tolist()):
             if held < least.get(key, np.inf):
                 least[key] = held
         flat = int(memory.argmin())
@@ -224,19 +223,17 @@ class _Keeper:
         if len(self.result.best) == self.kept:
             self.threshold = self.result.best[-1].seconds_per_sequence
 
-    def _of_degrees(self, piece: Piece, score: Array) -> None:
-        """The best of every layout: rows of one block stand together."""
+    def _of_degrees(self, piece: Piece, score: Array, layouts: Layouts) -> None:
+        """The best of every layout."""
         import numpy as np
 
+        starts, degrees = layouts
         of_row = score.min(axis=0)
-        starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
-        least = np.minimum.reduceat(of_row, starts)
-        for place, seconds in zip(range(len(starts)), least.tolist()):
-            key = degrees_of(piece.blocks[int(piece.block_of_row[starts[place]])].group.base)
+        stops = [*starts[1:].tolist(), len(of_row)]
+        for key, start, stop, seconds in zip(degrees, starts, stops, np.minimum.reduceat(of_row, starts).tolist()):
             known = self.result.of_degrees.get(key)
             if seconds < (np.inf if known is None else known.seconds_per_sequence):
-                stop = starts[place + 1] if place + 1 < len(starts) else len(of_row)
-                row = int(starts[place] + of_row[starts[place] : stop].argmin())
+                row = int(start + of_row[start:stop].argmin())
                 flat = int(score[:, row].argmin()) * score.shape[1] + row
                 self.result.of_degrees[key] = self._found(piece, score, flat)
 

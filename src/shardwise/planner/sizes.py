@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.plan import Plan, plan
@@ -33,8 +33,8 @@ def sizes(found: Plan) -> tuple[Size, ...]:
             cluster = cluster.with_devices(cluster.devices // 2)
         except SpecError:
             break
-        other = plan(replace(found.request, job=found.request.job.unchecked(cluster=cluster)))
-        if not isinstance(other, Plan) or cluster.devices < 1:
+        other = plan(found.request.on(cluster))
+        if not isinstance(other, Plan):
             break
         result.append(Size(cluster.devices, other.best))
     front: list[Size] = []

@@ -23,8 +23,9 @@ MOST_MICROBATCH_TOKENS = 65_536
 FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much of a sequence
 MOST_TENSOR = 64
 ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
-# gpipe to dualpipev by hand; zb-1p and zb-2p are built for a memory limit and priced like zb-h1 and zb-h2.
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "gpipe", "dualpipe")
+# zb-1p and zb-2p are built for a memory limit and priced like zb-h1 and zb-h2.
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "gpipe")
+NOT_RUN = ("dualpipe",)
 INTERLEAVES = (2, 3, 4, 6, 8)
 BATCH_TOLERANCE = 0.05  # a batch in tokens is rounded to what a layout divides, by no more than this
 MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: a larger one always looks better, and trains differently
@@ -36,6 +37,17 @@ NARROWINGS = (
     "tp within the innermost network level",
     "at least 4,096 tokens of a sequence per context-parallel rank",
 )
+
+
+def plain_strategy(job: Job) -> Strategy:
+    """What all strategies of a search share: the stack's overlap and dispatch, and what the job says of the rest."""
+    return Strategy(
+        stage_layers="balanced",
+        overlap=replace(job.stack.overlap, ep=False),
+        dispatch=job.stack.dispatch,
+        recompute_operators=job.strategy.recompute_operators,
+        collective=job.strategy.collective,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,14 +114,7 @@ class Space:
 
     @cached_property
     def _plain(self) -> Strategy:
-        """What all strategies share: the overlap and dispatch of the stack, and what the job says of the rest."""
-        return Strategy(
-            stage_layers="balanced",
-            overlap=replace(self.job.stack.overlap, ep=False),
-            dispatch=self.job.stack.dispatch,
-            recompute_operators=self.job.strategy.recompute_operators,
-            collective=self.job.strategy.collective,
-        )
+        return plain_strategy(self.job)
 
     def _dividing(self, name: str, devices: int, most: int) -> list[int]:
         usual = [degree for degree in divisors(devices) if degree <= most]
@@ -224,7 +229,7 @@ class Space:
             plain = ("1f1b" in known or not known) and 1 in constraints.candidates("interleave", (1,))
             return [ScheduleChoice("1f1b", 1, "even")] if plain else []
         choices = []
-        usual = SCHEDULES if self.any_priced else SCHEDULES[:-1]
+        usual = (*SCHEDULES, *NOT_RUN) if self.any_priced else SCHEDULES
         for name in constraints.candidates("schedule", usual):
             chunks = constraints.candidates("interleave", INTERLEAVES if name == "interleaved" else (1,))
             for interleave in chunks:

@@ -28,10 +28,9 @@ def with_best_stages(found: Candidate, capacity_bytes: float) -> Candidate:
 
 def fits(job: Job, capacity_bytes: float) -> bool:
     """Whether every rank's device, and its part of the host, holds what the job puts there."""
-    cluster = job.cluster
-    host = float("inf") if cluster.host_memory is None else cluster.host_memory / cluster.node_devices
     memories = [memory_of_rank(job, rank) for rank in range(job.strategy.pp)]
-    return all(one.total <= capacity_bytes and one.host <= host for one in memories)
+    host_bytes = job.cluster.host_memory_per_device
+    return all(one.total <= capacity_bytes and one.host <= host_bytes for one in memories)
 
 
 def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:

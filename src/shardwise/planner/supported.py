@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.price import Block, Piece
+from shardwise.planner.masks import CellBook
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES, Offload, Strategy
-from shardwise.spec.support import MATRIX, TECHNIQUES, Finding
+from shardwise.spec.support import MATRIX, TECHNIQUES, Finding, Status, verdict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 # Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
-_LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads")
+_LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks")
 _SCHEDULE = (*SCHEDULES, "own-stages")
 _RECOMPUTE = ("recompute-selective", "recompute-full")
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
@@ -33,21 +32,19 @@ class Supported:
     def __init__(self, job: Job, *, any_priced: bool = False) -> None:
         """``any_priced`` also lets through what is priced only."""
         self.job = job
-        unwanted = ("needs", "refused") if any_priced else ("needs", "refused", "priced only")
-        self.findings = [one for one in MATRIX if one.status in unwanted]
-        named = dict.fromkeys(name for one in self.findings for name in one.techniques)
+        findings = [one for one in MATRIX if one.status in _unwanted(any_priced)]
+        named = dict.fromkeys(name for one in findings for name in one.techniques)
         self._bit = {name: 1 << number for number, name in enumerate(named)}
         assert len(self._bit) < 63, "more techniques than bits"
-        self._masks = [self._bits_of(one.techniques) for one in self.findings]
-        self._last: tuple[Sequence[Block], tuple[Array, Array, Array]] | None = None
+        self._masks = [self._bits_of(one.techniques) for one in findings]
+        self._book = CellBook(self._block_bits)
         self._of_group: dict[int, tuple[Group, tuple[Any, ...]]] = {}
 
     def allowed(self, piece: Piece) -> Array | None:
         """Column × row: whether a cell runs; None where all do."""
         import numpy as np
 
-        rows, columns, starts = self._blocks_bits(piece.blocks)
-        rows = rows[starts[piece.block_of_row] + piece.row_numbers]
+        rows, columns = self._book.of(piece)
         offload = self._offload_bits(piece.offload)
         everything = int(np.bitwise_or.reduce(rows)) | int(np.bitwise_or.reduce(columns, axis=None)) | offload
         masks = [mask for mask in self._masks if mask & everything == mask]
@@ -59,17 +56,6 @@ class Supported:
             forbidden |= (bits & mask) == mask
         allowed: Array = ~forbidden
         return allowed
-
-    def _blocks_bits(self, blocks: Sequence[Block]) -> tuple[Array, Array, Array]:
-        """Bits of all rows, of column × block, and where each block's rows start; blocks come many pieces in a row."""
-        import numpy as np
-
-        if self._last is None or self._last[0] is not blocks:
-            held = [self._block_bits(block) for block in blocks]
-            starts = np.cumsum([0, *(len(block.rows) for block in blocks[:-1])])
-            bits = np.concatenate([one[0] for one in held]), np.stack([one[1] for one in held], axis=-1), starts
-            self._last = (blocks, bits)
-        return self._last[1]
 
     def _block_bits(self, block: Block) -> tuple[Array, Array]:
         """Bits of the rows, and of the columns, of a block."""
@@ -131,16 +117,13 @@ class Supported:
         return total
 
     def _offload_bits(self, offload: Offload) -> int:
-        return self._used(self._plain.unchecked(offload=offload), _OFFLOAD)
-
-    @cached_property
-    def _plain(self) -> Strategy:
-        return Strategy()
+        return self._used(Strategy().unchecked(offload=offload), _OFFLOAD)
 
 
 def findings_of(job: Job, *, any_priced: bool = False) -> list[Finding]:
     """What keeps one job from running."""
-    from shardwise.spec.support import verdict
+    return [one for one in verdict(job).findings if one.status in _unwanted(any_priced)]
 
-    unwanted = ("needs", "refused") if any_priced else ("needs", "refused", "priced only")
-    return [one for one in verdict(job).findings if one.status in unwanted]
+
+def _unwanted(any_priced: bool) -> tuple[Status, ...]:
+    return ("needs", "refused") if any_priced else ("needs", "refused", "priced only")

@@ -9,8 +9,7 @@ from shardwise.planner.request import Request
 from shardwise.planner.search import Search
 from shardwise.spec import presets, units
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.hardware import Cluster, Device, NetworkLevel, UnitsTaken
-from shardwise.spec.job import Job
+from shardwise.spec.hardware import Cluster, Device, UnitsTaken
 
 _ALIASES = {"ib": "infiniband", "network": "infiniband"}
 
@@ -26,8 +25,7 @@ class WhatIf:
 
 def what_if(request: Request, change: str) -> WhatIf:
     """``change``: "ib=800Gb/s", "memory=192GB", "nvlink-size=72", "device=b200", "sm-free"; several with commas."""
-    job: Job = request.job.unchecked(cluster=changed(request.job.cluster, change))
-    other = replace(request, job=job)
+    other = request.on(changed(request.job.cluster, change))
     return WhatIf(change, other, plan(other))
 
 
@@ -58,17 +56,12 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
         return _with_domain(cluster, index, value)
     if what not in ("", "latency"):
         raise SpecError("--what-if", f"{shown(name)} cannot be changed", f"{level}, {level}-latency or {level}-size")
-    return _with_level(cluster, index, _changed_level(cluster.levels[index], what, value, name))
-
-
-def _changed_level(level: NetworkLevel, what: str, value: str, name: str) -> NetworkLevel:
-    """The level with another bandwidth or latency; what large messages reach of it stays."""
-    bandwidth, latency = level.bandwidth_per_direction, level.latency_per_step
+    old = cluster.levels[index]
     if what == "latency":
-        latency = units.parse(value, "seconds", f"--what-if {name}")
+        new = old.with_speed(old.bandwidth_per_direction, units.parse(value, "seconds", f"--what-if {name}"))
     else:
-        bandwidth = units.parse(value, "bytes/s", f"--what-if {name}")
-    return replace(level, bandwidth=bandwidth, latency=latency, efficiency=level.reached_share)
+        new = old.with_speed(units.parse(value, "bytes/s", f"--what-if {name}"), old.latency_per_step)
+    return cluster.with_level(index, new)
 
 
 def _level(cluster: Cluster, name: str) -> int:
@@ -82,10 +75,6 @@ def _level(cluster: Cluster, name: str) -> int:
     return names.index(wanted)
 
 
-def _with_level(cluster: Cluster, index: int, level: NetworkLevel) -> Cluster:
-    return replace(cluster, levels=(*cluster.levels[:index], level, *cluster.levels[index + 1 :]))
-
-
 def _with_domain(cluster: Cluster, index: int, value: str) -> Cluster:
     """A level with another number of members, the next one with as many as keep the devices the same."""
     if index + 1 >= len(cluster.levels):
@@ -97,5 +86,5 @@ def _with_domain(cluster: Cluster, index: int, value: str) -> Cluster:
     members = level.width * above.width
     if size < 1 or members % size:
         raise SpecError("--what-if", f"{size} does not divide {members:,} devices", "choose a divisor")
-    wider = _with_level(cluster, index, replace(level, size=size))
-    return _with_level(wider, index + 1, replace(above, size=members // size))
+    wider = cluster.with_level(index, replace(level, size=size))
+    return wider.with_level(index + 1, replace(above, size=members // size))

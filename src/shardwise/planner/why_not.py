@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.planner.candidate import PARTS, Candidate, candidate
-from shardwise.planner.constraints import Allowed, shown_value
+from shardwise.planner.candidate import PARTS, Candidate
+from shardwise.planner.constraints import Allowed
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.missing import what_is_missing
 from shardwise.planner.plan import Plan, plan
@@ -33,7 +33,7 @@ class WhyNot:
 
 def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
     """What keeps strategies with the ``wanted`` values from being the plan."""
-    words = ", ".join(f"{name} {_words(one)}" for name, one in wanted.items())
+    words = ", ".join(f"{name} {one}" for name, one in wanted.items())
     request = found.request
     try:
         constraints = request.constraints.with_allowed(wanted)
@@ -79,10 +79,3 @@ def largest_differences(first: Candidate, other: Candidate) -> str:
     ordered = sorted(deltas.items(), key=lambda item: -abs(item[1]))
     shown = [f"{part} {delta:+.1%}" for part, delta in ordered if abs(delta) >= 0.0005][:4]
     return ", ".join(shown) or "no part differs by 0.1%"
-
-
-def _words(one: Allowed) -> str:
-    return " or ".join(shown_value(value) for value in one.values) if one.values is not None else str(one)
-
-
-__all__ = ["WhyNot", "candidate", "largest_differences", "why_not"]

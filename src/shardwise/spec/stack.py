@@ -32,8 +32,8 @@ class Stack(Spec):
     gradients are added to fp32 ones after a whole backward pass. ``sharded_parameters`` in "fp32" are the master
     weights too; in "fp32 shards" they are so beside whole 16-bit ones that are gathered from them for every step, as
     FSDP does for every stage of ZeRO, which gathers embedding and head once for both passes and sums copies of shards
-    after the last microbatch. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of collectives
-    wait for the device) say what PyTorch reserves beyond its tensors.
+    after the last microbatch. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of
+    collectives wait for the device) say what PyTorch reserves beyond its tensors.
     """
 
     name: str = "custom"

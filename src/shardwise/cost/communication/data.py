@@ -51,9 +51,10 @@ def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives over the ranks that hold the same parameters: cp·dp, and expert data parallelism."""
     strategy, shards = job.strategy, divided_over(job.strategy)
     dense_units, expert_units = communication_units(contents)
-    traffics = _group_traffic(job, "", contents.dense, dense_units, dense_ranks(strategy, shards))
-    if contents.experts:
-        traffics += _group_traffic(job, "expert ", contents.experts, expert_units, expert_ranks(strategy, shards))
+    dense, layers, experts = contents.dense, contents.layer_matrices, contents.experts
+    traffics = _group_traffic(job, "", dense, layers, dense_units, dense_ranks(strategy, shards))
+    if experts:
+        traffics += _group_traffic(job, "expert ", experts, experts, expert_units, expert_ranks(strategy, shards))
     return traffics
 
 
@@ -63,19 +64,26 @@ def communication_units(contents: RankContents) -> tuple[int, int]:
 
 
 class Wire(NamedTuple):
-    """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather."""
+    """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather.
+
+    ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
+    summed once a step, however often they are made.
+    """
 
     gradient: float
     weight: float
     gather_hides: bool
+    ends_once: bool = False
+    sums_once: bool = False
 
 
-def wire_bytes(job: Job) -> Wire:
+def wire_bytes(job: Job, pp: int) -> Wire:
     """What the stack sends; parameters that it gathers in the optimizer's step are waited for."""
     recipe, stack = job.training.recipe, job.stack
     gradient = min(recipe.gradient, 2.0) if stack.gradient_reduce == "bf16" else recipe.gradient
     narrow = stack.parameter_gather == "fp8" and recipe.compute in ("fp8", "fp4")
-    return Wire(gradient, 1.0 if narrow else recipe.weight, not stack.per_parameter_shards)
+    fsdp = stack.sharded_parameters == "fp32 shards"
+    return Wire(gradient, 1.0 if narrow else recipe.weight, not stack.per_parameter_shards, fsdp, fsdp and pp == 1)
 
 
 @dataclass(frozen=True)
@@ -96,11 +104,18 @@ class DataLine:
 
 
 def data_lines(
-    sharding: Sharding, unit_parameters: Any, shards: Any, wire: Wire, microbatches: Any, last: Any
+    sharding: Sharding,
+    unit_parameters: Any,
+    unit_layer: Any,
+    shards: Any,
+    wire: Wire,
+    microbatches: Any,
+    last: Any,
 ) -> list[DataLine]:
     """What one group of parameters sends; ``last`` is the share of a pass in which gradients are complete.
 
-    Numbers of one strategy, or columns of a table of them.
+    ``unit_layer`` are those of a unit's parameters that are in layers. Numbers of one strategy, or columns of a table
+    of them.
     """
     gradient, weight = wire.gradient, wire.weight
     reductions, share = (microbatches, 1.0) if sharding.gradients_sharded else (1, last)
@@ -109,15 +124,17 @@ def data_lines(
     gathered = unit_parameters * weight
     gather, scatter, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE
     late = not sharding.gradients_sharded
+    sums, sum_share, sums_late = (1, last, True) if wire.sums_once else (reductions, share, late)
     lines = [
         DataLine("gradients, backward", scatter, "shards", whole, reductions, "backward", share, late),
         DataLine(
             "parameters, forward", gather, "shards", gathered, gathers, "forward", gather_share, sharding.gathers_once
         ),
-        DataLine("gradient shards, backward", reduce, "replicas", part, reductions, "backward", share, late),
+        DataLine("gradient shards, backward", reduce, "replicas", part, sums, "backward", sum_share, sums_late),
     ]
     if not sharding.gathers_once:
-        again = DataLine("parameters, backward", gather, "shards", gathered, microbatches, "backward", 1.0, False)
+        once_more = unit_layer * weight if wire.ends_once else gathered
+        again = DataLine("parameters, backward", gather, "shards", once_more, microbatches, "backward", 1.0, False)
         lines.insert(0, again)
     return lines
 
@@ -127,7 +144,9 @@ def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
     return minimum(1.0, (pp if schedule == "interleaved" else 1) / microbatches)
 
 
-def _group_traffic(job: Job, name: str, parameters: float, units: int, ranks: SharedRanks) -> list[Traffic]:
+def _group_traffic(
+    job: Job, name: str, parameters: float, in_layers: float, units: int, ranks: SharedRanks
+) -> list[Traffic]:
     strategy, m = job.strategy, job.microbatches
     last = last_share(strategy.pp, strategy.schedule, m)
     over = {
@@ -135,7 +154,8 @@ def _group_traffic(job: Job, name: str, parameters: float, units: int, ranks: Sh
         "replicas": spanned(job.cluster, ranks.replicas, "strategy.dp"),
     }
     traffics = []
-    for line in data_lines(sharding_of(strategy), parameters / units, ranks.shards, wire_bytes(job), m, last):
+    each, layer, wire = parameters / units, in_layers / units, wire_bytes(job, strategy.pp)
+    for line in data_lines(sharding_of(strategy), each, layer, ranks.shards, wire, m, last):
         topology = over[line.over]
         if topology is None:
             continue

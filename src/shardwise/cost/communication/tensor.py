@@ -169,7 +169,10 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
             traffics.append(line("embedding gradient, backward", gather, m))
     if contents.has_head:
         losses = m * (1 + job.model.mtp_layers)
-        if strategy.sequence_parallel:
+        if strategy.sequence_parallel and job.stack.loss == "pieces":
+            # Its gradients are computed on the way, a few tokens at a time.
+            traffics.append(line("head input, forward", gather, losses))
+        elif strategy.sequence_parallel:
             traffics.append(line("head input, forward and again backward", gather, 2 * losses))
         traffics.append(line("head input gradient, backward", reduce, losses))
         # Maximum, target logit and sum of exponentials of every token, fp32.

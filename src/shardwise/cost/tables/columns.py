@@ -77,7 +77,9 @@ def _tickets(
     held = list(zip(*(held_by[one] for one in distinct)))  # part × shards
     units = np.array([communication_units(contents)[: len(held)] for contents in group.ranks], dtype=float).T
     parameters = np.array([(contents.dense, contents.experts)[: len(held)] for contents in group.ranks]).T
-    tickets = [_part_tickets(job, *part, sharding, book) for part in zip(parameters / units, held)]
+    in_layers = np.array([(contents.layer_matrices, contents.experts)[: len(held)] for contents in group.ranks]).T
+    each = zip(parameters / units, in_layers / units, held)
+    tickets = [_part_tickets(job, group.base.pp, *part, sharding, book) for part in each]
     # part × line × shards × kind; part × kind
     return (
         np.array(tickets).transpose(0, 1, 3, 2)[..., of_column],
@@ -86,14 +88,20 @@ def _tickets(
 
 
 def _part_tickets(
-    job: Job, unit_parameters: Array, held: Sequence[SharedRanks], sharding: Sharding, book: CollectiveBook
+    job: Job,
+    pp: int,
+    unit_parameters: Array,
+    unit_layer: Array,
+    held: Sequence[SharedRanks],
+    sharding: Sharding,
+    book: CollectiveBook,
 ) -> list[list[list[int]]]:
     """Line × shards × kind: a ticket for the collective over one unit."""
     import numpy as np
 
     shards = np.array([ranks.shards for ranks in held])[:, None]
     tickets = []
-    for line in data_lines(sharding, unit_parameters, shards, wire_bytes(job), 1, 1.0):
+    for line in data_lines(sharding, unit_parameters, unit_layer, shards, wire_bytes(job, pp), 1, 1.0):
         sizes = np.broadcast_to(line.unit_bytes, (len(held), len(unit_parameters))).tolist()
         runs = [ranks.sharded if line.over == "shards" else ranks.replicas for ranks in held]
         tickets.append([book.tickets(line.kind, *one) for one in zip(runs, sizes)])

@@ -12,9 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.cost.network import Run, expert_runs, expert_tensor_runs, group_runs
-from shardwise.cost.stages import RankContents, rank_kinds
+from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, expert_shards
-from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
 
 
@@ -151,35 +150,4 @@ def sharding_columns(base: Strategy, choices: Sequence[ShardChoice]) -> Sharding
         gathers_once=often[1],
         keep_parameters=np.array([choice.keep_parameters for choice in choices]),
         offload=Offload(),
-    )
-
-
-def group_of(job: Job) -> Group:
-    """The table of one strategy."""
-    strategy = job.strategy
-    kinds = rank_kinds(job, range(strategy.pp))
-    base = replace(
-        strategy,
-        zero=0,
-        shard_group=None,
-        keep_parameters=False,
-        accumulate="sharded",
-        offload=Offload(),
-        schedule="dualpipe" if strategy.schedule == "dualpipe" else "1f1b",
-        interleave=1,
-        stage_layers="balanced",
-        recompute="none",
-        recompute_layers=None,
-    )
-    column = ShardChoice(strategy.zero, strategy.shard_group, strategy.keep_parameters, strategy.accumulate)
-    return Group(
-        base,
-        (LayerChoice(strategy.sequence_parallel, strategy.context_method, strategy.microbatch),),
-        (ScheduleChoice(strategy.schedule, strategy.interleave, strategy.stage_layers),),
-        (RecomputeChoice(strategy.recompute, strategy.recompute_layers),),
-        (column,),
-        (strategy.offload,),
-        tuple(kinds),
-        tuple(kinds.values()),
-        ((job.sequences,),),
     )

@@ -16,13 +16,15 @@ from shardwise.cost.communication.context import context_traffic
 from shardwise.cost.communication.expert import expert_traffic
 from shardwise.cost.communication.pipeline import embedding_traffic, message_traffic
 from shardwise.cost.communication.tensor import replicated_gradient_traffic, tensor_traffic
-from shardwise.cost.memory import communication_buffer_bytes, temporary_bytes
+from shardwise.cost.memory import passing_bytes
 from shardwise.cost.overlap import Pass, Window
+from shardwise.cost.passing import Moment, moments_of
 from shardwise.cost.stage_time import part_seconds
 from shardwise.cost.stages import RankContents
 from shardwise.cost.tables.group import Group, LayerChoice
 from shardwise.cost.traffic import Traffic
 from shardwise.spec.job import Job
+from shardwise.spec.stack import Stack as SoftwareStack
 from shardwise.spec.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 MODES = ("none", "selective", "full")
+KINDS = ((), (False,), (True,), (False, True))  # of layer that a rank may have: dense, mixture of experts
 # A rank with one part: dense layer, mixture-of-experts layer, embedding, head.
 PROBES = (
     RankContents(0, 1, 0, False, False, 0.0, 0.0, 0.0),
@@ -68,9 +71,7 @@ class Parts:
 
     figures: Array
     lines: Mapping[LineKey, Line]
-    buffer_bytes: float
-    temporary_bytes: float
-    temporary_bytes_with_head: float
+    passing_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]  # by kinds of layer, and whether with the head
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,10 @@ class PartBook:
         return Stack(together, tuple(keys), tuple(units))
 
     @property
+    def stack_flags(self) -> SoftwareStack:
+        return self._job.stack
+
+    @property
     def stage_call_seconds(self) -> float:
         return self._job.cluster.device.efficiency.stage_call_seconds
 
@@ -185,13 +190,14 @@ class PartBook:
         buffers = self._piece(
             "buffers",
             (*common, base.cp, base.ep, base.pp > 1, method),
-            lambda: (
-                communication_buffer_bytes(jobs["none"]),
-                temporary_bytes(jobs["none"], has_head=False),
-                temporary_bytes(jobs["none"], has_head=True),
-            ),
+            lambda: {
+                (moment, kinds, has_head): sum(passing_bytes(jobs["none"], kinds, moment, has_head=has_head))
+                for moment in moments_of(self._job.stack)
+                for kinds in KINDS
+                for has_head in (False, True)
+            },
         )
-        return Parts(np.concatenate([seconds, saved], axis=-1), lines, *buffers)
+        return Parts(np.concatenate([seconds, saved], axis=-1), lines, buffers)
 
     def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Any]) -> Any:
         if (name, *key) not in self._pieces:

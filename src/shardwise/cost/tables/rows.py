@@ -7,7 +7,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.communication.data import last_share
+from shardwise.cost.memory import kinds_of
 from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
+from shardwise.cost.passing import Moment, moments_of
 from shardwise.cost.stages import RankContents
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.tables.group import Group, Row, ScheduleChoice
@@ -37,14 +39,19 @@ class RankRows:
     busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
     once_seconds: Array  # sent after the last microbatch
     saved_bytes: Array  # activations of one microbatch
-    activation_bytes: Array  # of all in flight
+    activation_bytes: Array  # of all in flight; these two have an axis of moments (`cost.passing`) before
     other_bytes: Array  # recomputed layer, buffers, temporaries
+    in_flight: Array  # microbatches
+    alone: Array  # 1 where no microbatch has gone back before that
 
     def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
         """``lasting`` and ``busy`` of some rows, to be held against columns: kind × 1 × row."""
         lasting = {which: seconds[:, None, part] for which, seconds in self.lasting.items()}
         busy = {which: {n: x[:, None, part] for n, x in links.items()} for which, links in self.busy.items()}
         return lasting, busy
+
+
+_PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone")
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class _RowBuilder:
             RankRows(
                 {which: flat(ranks.lasting[which]) for which in PASSES},
                 {which: {name: flat(x) for name, x in ranks.busy[which].items()} for which in PASSES},
-                *(flat(x) for x in (ranks.once_seconds, ranks.saved_bytes, ranks.activation_bytes, ranks.other_bytes)),
+                *(flat(getattr(ranks, name)) for name in _PER_ROW),
             ),
         )
 
@@ -201,19 +208,33 @@ class _RowBuilder:
         layers = saved_figures - head
         in_flight = self._in_flight()
         all_heads = np.array([one.schedule == "gpipe" for one in self.group.schedules])[:, None]
-        saved = layers * in_flight + head * np.where(all_heads, in_flight, 1.0)
+        heads = head * np.where(all_heads, in_flight, 1.0)
+        saved = layers * in_flight + heads
         plain = {layer.sequence_parallel for layer in choices}
         once_of = [{sp: self.book.once_seconds(self.group, one, sp) for sp in plain} for one in ranks]
         once = [[seconds[layer.sequence_parallel] for layer in choices] for seconds in once_of]
+        moments = moments_of(self.book.stack_flags)
+        # Of a loss there is none on ranks without a head, and its inputs are gone in a layer.
+        kept = np.stack([saved - heads if moment == "layer" else saved for moment in moments])
+        other = np.stack([self._passing(moment) for moment in moments])
+        alone = (self.m <= in_flight).astype(float)
+        return RankRows(
+            lasting, busy, np.array(once)[:, :, None, None], saved / in_flight, kept, other, in_flight, alone
+        )
+
+    def _passing(self, moment: Moment) -> Array:
+        """What such ranks hold for a moment, a recomputed layer included: kind × layer × 1 × recompute."""
+        import numpy as np
+
         fixed = [
-            [
-                parts.buffer_bytes + (parts.temporary_bytes_with_head if one.has_head else parts.temporary_bytes)
-                for parts in self.parts
-            ]
-            for one in ranks
+            [parts.passing_bytes[moment, kinds_of(one), bool(one.has_head)] for parts in self.parts]
+            for one in self.group.ranks
         ]
-        other = np.array(fixed)[:, :, None, None] + self._brought_back()
-        return RankRows(lasting, busy, np.array(once)[:, :, None, None], saved / in_flight, saved, other)
+        back = self._brought_back()
+        passing: Array = np.array(fixed)[:, :, None, None] + (np.zeros_like(back) if moment == "loss" else back)
+        if moment == "loss":
+            passing[[not one.has_head for one in self.group.ranks]] = -np.inf
+        return passing
 
     def _in_flight(self) -> Array:
         """Microbatches whose activations the fullest rank of each kind holds at its peak."""

@@ -77,5 +77,7 @@ def joined_rows(tables: list[RowTable]) -> RowTable:
             joined([rank.saved_bytes for rank in ranks]),
             joined([rank.activation_bytes for rank in ranks]),
             joined([rank.other_bytes for rank in ranks]),
+            joined([rank.in_flight for rank in ranks]),
+            joined([rank.alone for rank in ranks]),
         ),
     )

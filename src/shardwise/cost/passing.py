@@ -1,0 +1,98 @@
+"""What a pass holds for a moment, where the stack makes gradients as they come: at the loss, and inside a layer.
+
+The two never meet, so that the fuller of them counts. The terms are what this project's engine holds, operator by
+operator; `shardwise dryrun` traces it and compares.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from shardwise.collectives.arrays import maximum, minimum, select
+from shardwise.cost.states import Sharding
+from shardwise.spec.job import Job
+from shardwise.spec.stack import Stack
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Recipe
+
+# Either all parts of a rank's memory are added up, or they are at each of two moments.
+Moment = Literal["together", "loss", "layer"]
+TOGETHER: tuple[Moment, ...] = ("together",)
+APART: tuple[Moment, ...] = ("loss", "layer")
+
+LOGITS_AT_ONCE = 2**27  # models/loss.py
+
+
+def moments_of(stack: Stack) -> tuple[Moment, ...]:
+    return APART if stack.gradients == "made" else TOGETHER
+
+
+def loss_moment_bytes(job: Job) -> float:
+    """Logits of some tokens, the gradients of the head and of its input.
+
+    The gradient of the weights is summed over the pieces in fp32. Without tensor parallelism it is rounded at the end,
+    when no logits are left; with it the product of every piece is made before it is added.
+    """
+    weights, tokens, element = _head_weights(job), job.microbatch_tokens, job.training.recipe.activation
+    rows = job.model.vocab / job.strategy.tp
+    logits = min(tokens, max(1, LOGITS_AT_ONCE // rows)) * rows
+    states = tokens * job.model.hidden * element
+    narrow = element < 4
+    if job.strategy.tp > 1:
+        return 4 * weights + element * weights + (4 + element * narrow) * logits + 2 * states
+    return 4 * weights + max(element * weights * narrow, (4 + element) * logits) + states
+
+
+def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
+    """The most that the backward pass of a layer makes beyond what it frees, of the kinds of layer that there are."""
+    return max((_layer_bytes(job, moe) for moe in kinds), default=0.0)
+
+
+def _layer_bytes(job: Job, moe: bool) -> float:
+    model, strategy, element = job.model, job.strategy, job.training.recipe.activation
+    tokens, tp = job.microbatch_tokens, job.strategy.tp
+    region = tokens / tp if strategy.sequence_parallel else tokens
+    # Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last product and
+    # its gradient have been exchanged for each other.
+    more = 4 if model.gated else 1
+    wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
+    if moe and model.moe:
+        routed = tokens / tp * model.moe.top_k
+        shared = more * tokens * model.moe.shared_ffn / tp
+        wide = max(routed * model.moe.ffn, 2 * routed * model.hidden / more, shared / more)
+        held = model.moe.experts / strategy.ep / strategy.expert_tensor_parallel
+        last_product = model.moe.ffn * model.hidden * held
+    gathered = 2 * tokens * model.hidden - tokens * model.ffn / tp if tp > 1 and not moe else 0.0
+    made = max(more * wide, gathered) + region * model.hidden
+    return element * made + job.training.recipe.gradient * last_product
+
+
+def gradients_absent(gradients: Any, zero: Any, strategy: Strategy, alone: Any, of_a_microbatch: Any) -> Any:
+    """How much of the gradients is not there when most else is; ``strategy`` for its degrees alone.
+
+    ``alone``: no microbatch has gone back before the first peak. Then gradients grow as the activations
+    ``of_a_microbatch`` shrink, and the fuller end counts. ZeRO without a pipeline reduces them layer by layer, so that
+    they are never all there; replicas without ZeRO keep the memory that they are summed in.
+    """
+    growing = minimum(gradients, of_a_microbatch)
+    sharded = gradients if strategy.pp == 1 else growing
+    return alone * select(zero >= 1, sharded, growing * (strategy.gradient_group == 1))
+
+
+def gathered_at(
+    layers: Any, number: Any, ends: Any, both_ends: Any, sharding: Sharding, recipe: Recipe, moment: Moment
+) -> Any:
+    """Whole parameters and gradients that FSDP holds: of ``number`` layers one at a time, and of the ends.
+
+    At the loss the head, and the last layer on its way. In a layer itself and the next, and what was reduced before it
+    and is waited for.
+    """
+    one, head = layers / maximum(1, number), ends / select(both_ends, 2, 1)
+    parameters = head + one if moment == "loss" else 2 * one
+    parameters = select(sharding.keep_parameters, layers + ends, parameters) * recipe.gathered
+    reduced = maximum(one, head) * recipe.gradient if moment == "layer" and sharding.gradients_sharded else 0.0
+    return (sharding.zero == 3) * parameters + (sharding.zero >= 2) * reduced
+
+
+def _head_weights(job: Job) -> float:
+    return job.model.vocab * job.model.hidden / job.strategy.tp

@@ -1,0 +1,1 @@
+"""What `parallelize` needs to know of networks that others wrote: their tables, inputs, attention, experts, ends."""

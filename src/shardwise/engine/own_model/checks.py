@@ -1,0 +1,161 @@
+"""What of a network that somebody else wrote cannot be done right: one line, before anything is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.engine.own_model.attention import dropout_of
+from shardwise.engine.own_model.jobs import described
+from shardwise.engine.own_model.tables import SUPPLIED, is_hugging_face
+from shardwise.engine.patterns import Patterns, matching
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+
+_DESCRIBED = ("layers", "hidden", "heads", "key_value_heads", "vocab", "moe")
+
+
+def require_table(module: nn.Module, strategy: Strategy, patterns: Patterns | None) -> None:
+    """Without a table only what treats all modules alike is possible."""
+    if patterns is not None:
+        return
+    for name in ("tp", "cp", "pp", "ep"):
+        degree = getattr(strategy, name)
+        if degree > 1:
+            raise SpecError(
+                f"strategy.{name}",
+                f"{degree}, but no table says what the modules of {type(module).__name__} are",
+                f"pass patterns=, or use dp and zero; known without are {', '.join(SUPPLIED)}",
+            )
+
+
+def require_described(module: nn.Module, strategy: Strategy, patterns: Patterns | None) -> None:
+    """A strategy without a job is enough where the network describes itself, or nothing depends on its shape."""
+    shaped = any(getattr(strategy, name) > 1 for name in ("tp", "cp", "pp", "ep"))
+    if shaped and patterns is not None and described(module) is None:
+        problem = f"is only a strategy, which does not tell the heads and layers of {type(module).__name__}"
+        raise SpecError("job", problem, "give a Job, whose model does")
+
+
+def require_world(strategy: Strategy) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 0
+    if world != strategy.world:
+        problem = f"has {strategy.world} ranks, but {world} processes have joined"
+        raise SpecError("strategy", problem, "start that many with torch.distributed.init_process_group")
+
+
+def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bool) -> None:
+    """What depends on the modules alone."""
+    on_meta = next((name for name, one in _tensors(module) if one.is_meta), None)
+    if on_meta and not initialised:
+        raise SpecError("module", f"{on_meta} has no values (meta device)", "give it values, or pass initialise=")
+    normed = next((name for name, one in module.named_modules() if _sees_the_batch(one)), None)
+    if normed is not None:
+        problem = f"{normed} takes its statistics from the samples of one rank and microbatch"
+        raise SpecError("module", problem, "use LayerNorm or GroupNorm, or put it into eval mode")
+    dropped = dropout_of(module)
+    if tabled and dropped and module.training:
+        problem = f"drops {dropped:g} of something, and cut parts would draw other numbers than the whole"
+        raise SpecError("module", problem, "set its dropout to 0")
+    if tabled and getattr(getattr(module, "config", None), "output_router_logits", False):
+        problem = "its balance loss is a mean over the tokens of one rank, which would depend on the layout"
+        raise SpecError("module.config.output_router_logits", problem, "set it to False")
+
+
+def require_matching(module: nn.Module, patterns: Patterns, job: Job) -> None:
+    """Every pattern fits something of the right kind, and it divides as the strategy asks."""
+    for field, pattern, kind in _expected(patterns):
+        found = list(matching(module, pattern))
+        if not found:
+            raise SpecError(f"patterns.{field}", f"{shown(pattern)} matches no module", "correct it, or leave it out")
+        wrong = next((name for name, one in found if not isinstance(one, kind)), None)
+        if wrong is not None:
+            raise SpecError(f"patterns.{field}", f"{wrong} is no {kind.__name__}", "name modules of that class")
+    _require_roles(module, patterns, job)
+    _require_same_model(module, patterns, job)
+    _require_division(module, patterns, job.strategy)
+
+
+def _expected(patterns: Patterns) -> Iterator[tuple[str, str, type[nn.Module]]]:
+    yield from (("columns", one, nn.Linear) for one in patterns.columns)
+    yield from (("rows", one, nn.Linear) for one in patterns.rows)
+    yield from (("regions", one, nn.Module) for one in patterns.regions)
+    for field, kind in (
+        ("layers", nn.Module), ("embedding", nn.Embedding), ("position_embedding", nn.Module), ("norm", nn.Module),
+        ("head", nn.Linear), ("experts", nn.Module), ("attention", nn.Module),
+    ):  # fmt: skip
+        pattern = getattr(patterns, field)
+        if pattern:
+            yield field, pattern, kind
+
+
+def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
+    """The table says what each dimension has to know."""
+    strategy = job.strategy
+    needed = {
+        "tp": ("regions", "columns", "rows", "embedding", "head"),
+        "cp": ("attention", "positions"),
+        "pp": ("layers", "embedding", "head"),
+        "ep": ("experts", "expert_features"),
+    }
+    for dimension, fields in needed.items():
+        missing = next((field for field in fields if not getattr(patterns, field)), None)
+        if getattr(strategy, dimension) > 1 and missing:
+            problem = f"{getattr(strategy, dimension)}, but the table does not name {missing}"
+            raise SpecError(f"strategy.{dimension}", problem, f"give Patterns({missing}=...)")
+    for name, one in matching(module, patterns.attention):
+        if strategy.cp > 1 and not is_hugging_face(module) and not hasattr(one, "attend"):
+            problem = f"{name} has no attribute attend for context parallelism to replace"
+            raise SpecError("patterns.attention", problem, "set it to shardwise.models' dot_product_attention")
+    if strategy.pp > 1 and not patterns.layers.endswith(".*"):
+        raise SpecError("patterns.layers", f"{shown(patterns.layers)} names no list of layers", "end it with .*")
+    if patterns.experts and not patterns.experts.endswith("experts"):
+        problem = f"{shown(patterns.experts)} is known to data parallelism only by its last word"
+        raise SpecError("patterns.experts", problem, "call the module experts")
+
+
+def _require_same_model(module: nn.Module, patterns: Patterns, job: Job) -> None:
+    """The job was planned for this network."""
+    model, found = job.model, described(module)
+    for field in _DESCRIBED if found else ():
+        asked, there = getattr(model, field), getattr(found, field)
+        if asked != there:
+            problem = f"{shown(str(asked))}, but the module has {shown(str(there))}"
+            raise SpecError(f"model.{field}", problem, "describe the module that is given")
+    layers = len(list(matching(module, patterns.layers)))
+    if patterns.layers and job.strategy.pp > 1 and layers != model.layers:
+        problem = f"{model.layers}, but {shown(patterns.layers)} matches {layers}"
+        raise SpecError("model.layers", problem, "describe the module that is given")
+    for name, experts in matching(module, patterns.experts):
+        for own, one in experts.named_parameters(recurse=False):
+            if own not in patterns.expert_features:
+                problem = f"does not name {name}.{own}"
+                raise SpecError("patterns.expert_features", problem, "give its dimension and number of blocks")
+            if model.moe is None or one.shape[0] != model.moe.experts:
+                problem = f"does not tell the {one.shape[0]} experts of {name}"
+                raise SpecError("model.moe", problem, "describe the module that is given")
+
+
+def _require_division(module: nn.Module, patterns: Patterns, strategy: Strategy) -> None:
+    tp = strategy.tp
+    for pattern, heads in patterns.columns.items():
+        for name, one in matching(module, pattern):
+            if not heads and one.out_features % tp:  # type: ignore[operator]
+                raise SpecError("strategy.tp", f"{tp} does not divide the outputs of {name}", "use a divisor")
+    for pattern in patterns.rows:
+        for name, one in matching(module, pattern):
+            if one.in_features % tp:  # type: ignore[operator]
+                raise SpecError("strategy.tp", f"{tp} does not divide the inputs of {name}", "use a divisor")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _sees_the_batch(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training

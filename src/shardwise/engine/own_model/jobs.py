@@ -1,0 +1,39 @@
+"""The job of a network that somebody else wrote, where the user gives only a strategy and a training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.own_model.tables import is_hugging_face
+from shardwise.engine.units import find_layers
+from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+
+
+def job_for(module: nn.Module, strategy: Strategy, training: Training | None, world: int) -> Job:
+    """On ``world`` processes of this machine's kind."""
+    return Job(
+        model=described(module) or _placeholder(module),
+        cluster=cluster_from(f"laptop:{world}"),
+        strategy=strategy,
+        training=training or Training(precision="fp32"),
+    )
+
+
+def described(module: nn.Module) -> Model | None:
+    """What a network says of itself."""
+    config: Any = getattr(module, "config", None)
+    if not is_hugging_face(module) or config is None:
+        return None
+    return model_from_hf_config(config.to_dict())
+
+
+def _placeholder(module: nn.Module) -> Model:
+    """Data parallelism, precision and recompute ask nothing of a model but its layers."""
+    return Model(layers=max(1, len(find_layers(module))), hidden=1, heads=1, ffn=1, vocab=1, name=type(module).__name__)

@@ -1,0 +1,77 @@
+"""Tables of patterns for classes of Hugging Face `transformers` (5.x), by the name of the class.
+
+Of a table that is supplied here, what a network does not have is left out (a dense model has no experts); a user's own
+table has to match with all it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.units import find_layers
+
+_LAYER = "model.layers.*"
+_HUGGING_FACE = Patterns(
+    layers=_LAYER,
+    embedding="model.embed_tokens",
+    norm="model.norm",
+    head="lm_head",
+    regions=(f"{_LAYER}.self_attn", f"{_LAYER}.mlp"),
+    columns={
+        f"{_LAYER}.self_attn.q_proj": "",
+        f"{_LAYER}.self_attn.k_proj": "key_value_heads",
+        f"{_LAYER}.self_attn.v_proj": "key_value_heads",
+        f"{_LAYER}.mlp.gate_proj": "",
+        f"{_LAYER}.mlp.up_proj": "",
+    },
+    rows=(f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.mlp.down_proj"),
+    experts=f"{_LAYER}.mlp.experts",
+    expert_features={"gate_up_proj": (1, 2), "down_proj": (2, 1)},
+    attention=f"{_LAYER}.self_attn",
+    hidden="hidden_states",
+    positions="position_ids",
+    documents="documents",
+    constants={"use_cache": False},
+)
+
+SUPPLIED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+
+def supplied_table(module: nn.Module) -> Patterns | None:
+    """The table of a class known here, without what this very network does not have."""
+    if type(module).__name__ not in SUPPLIED or not is_hugging_face(module):
+        return None
+    table = _HUGGING_FACE
+    return replace(
+        table,
+        columns={pattern: heads for pattern, heads in table.columns.items() if matches(module, pattern)},
+        rows=tuple(pattern for pattern in table.rows if matches(module, pattern)),
+        regions=tuple(pattern for pattern in table.regions if matches(module, pattern)),
+        experts=table.experts if matches(module, table.experts) else "",
+    )
+
+
+def found_layers(module: nn.Module) -> Patterns:
+    """For a network that nobody described: its blocks, which data parallelism and recompute take one by one."""
+    blocks = {id(block) for block in find_layers(module)}
+    names = [name for name, one in module.named_modules() if id(one) in blocks]
+    layers = f"{names[0].rpartition('.')[0]}.*".lstrip(".") if names else ""
+    return Patterns(layers=layers, embedding="", norm="", head="", regions=())
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers.")
+
+
+def matches(module: nn.Module, pattern: str) -> bool:
+    return next(matching(module, pattern), None) is not None

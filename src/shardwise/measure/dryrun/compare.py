@@ -1,0 +1,69 @@
+"""A traced rank beside what the planner says of it: bytes of every dimension and kind of collective, peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwise.collectives import CollectiveKind
+from shardwise.cost.communication import step_traffic
+from shardwise.cost.flops import head_forward_flops, layer_forward_flops
+from shardwise.cost.memory import memory_of_rank
+from shardwise.cost.stages import fully_recomputed_share, rank_contents
+from shardwise.measure.dryrun.result import PARTS, RECEIVE, Bytes, Compared, Line
+from shardwise.spec.job import Job
+
+# What is less than this share of all that a rank sends is not worth a price: norms, counts, losses.
+NEGLIGIBLE = 5e-3
+
+
+def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[Line, float]) -> list[Compared]:
+    """One line for every dimension and kind of collective that either knows of."""
+    planned: dict[tuple[str, str], float] = {}
+    for one in step_traffic(job, rank_contents(job, pipeline_rank)):
+        if one.dimension != "offload":
+            key = (one.dimension, str(one.kind))
+            planned[key] = planned.get(key, 0.0) + one.count * one.size_bytes
+    found = traced_bytes(traced)
+    total = max(sum(planned.values()), sum(found.values()))
+    lines = []
+    for key in {**planned, **found}:
+        as_planned, as_traced = planned.get(key, 0.0), found.get(key, 0.0)
+        negligible = max(as_planned, as_traced) < NEGLIGIBLE * total
+        lines.append(Compared(f"{key[0]} {key[1]}", as_planned, as_traced, negligible))
+    return lines
+
+
+def traced_bytes(traced: Mapping[Line, float]) -> dict[tuple[str, str], float]:
+    """By dimension and kind. Of a pipeline, what crosses the busier of a rank's two boundaries, both ways."""
+    found: dict[tuple[str, str], float] = {}
+    boundaries: dict[int, float] = {}
+    for line, size in traced.items():
+        if line.dimension == "pp" and line.peer is not None:
+            boundaries[line.peer] = boundaries.get(line.peer, 0.0) + size
+        elif line.kind != RECEIVE:
+            key = (line.dimension, line.kind)
+            found[key] = found.get(key, 0.0) + size
+    if boundaries:
+        found["pp", str(CollectiveKind.SEND_RECV)] = max(boundaries.values())
+    return found
+
+
+def planned_memory(job: Job, pipeline_rank: int) -> Bytes:
+    """By part, without the allowance for the framework."""
+    memory = memory_of_rank(job, pipeline_rank)
+    return {part: float(getattr(memory, part)) for part in PARTS}
+
+
+def planned_flops(job: Job, pipeline_rank: int) -> dict[str, float]:
+    """Products and attention of all microbatches: a backward pass is two forward passes."""
+    contents = rank_contents(job, pipeline_rank)
+    tokens = job.microbatch_tokens / job.strategy.tp * job.microbatches
+    passes = 3 + fully_recomputed_share(job, contents)
+    products = attention = 0.0
+    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        flops = layer_forward_flops(job.model, job.training.seq, moe=moe)
+        products += count * flops.matrices * tokens * passes
+        attention += count * flops.attention * tokens * passes
+    if contents.has_head:
+        products += 3 * head_forward_flops(job.model) * tokens
+    return {"products": products, "attention": attention}

@@ -1,0 +1,110 @@
+"""From a few layers and microbatches to all of them: what is counted grows by the same amount with each.
+
+Memory is extended place by place, since what is most at one place may not be most at another: layers near the front
+of a stage are compared with those near the front, those near the back with those near the back. Between them memory
+changes evenly from layer to layer, so that the most of a pass is never in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardwise.measure.dryrun.places import Place
+from shardwise.measure.dryrun.result import Bytes
+
+Kind = tuple[int, str]  # stage, kind of layer
+Numbers = Mapping[object, float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much is traced: layers of every kind in every stage of the rank, and microbatches."""
+
+    layers: tuple[tuple[Kind, int], ...]
+    microbatches: int
+
+    def of(self, kind: Kind) -> int:
+        return dict(self.layers)[kind]
+
+    def with_one_more(self, kinds: frozenset[Kind]) -> Shape:
+        return replace(self, layers=tuple((kind, number + (kind in kinds)) for kind, number in self.layers))
+
+    def with_microbatches(self, number: int) -> Shape:
+        return replace(self, microbatches=number)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """``small`` is traced in place of ``whole``, and beside it one layer more of each of ``groups`` (kinds of which
+    there are equally many), with both numbers of microbatches."""
+
+    whole: Shape
+    small: Shape
+    more_microbatches: int
+    groups: tuple[frozenset[Kind], ...]
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """All that have to be traced."""
+        with_layers = [self.small, *(self.small.with_one_more(group) for group in self.groups)]
+        if self.small.microbatches == self.whole.microbatches:
+            return with_layers
+        return [*with_layers, *(one.with_microbatches(self.more_microbatches) for one in with_layers)]
+
+    def extended(self, numbers_of: Callable[[Shape], Numbers]) -> dict[object, float]:
+        """The numbers of ``whole``, linear in every kind of layer and in the microbatches."""
+        result = self._over_layers(numbers_of, self.small.microbatches)
+        if self.small.microbatches == self.whole.microbatches:
+            return result
+        more = self._over_layers(numbers_of, self.more_microbatches)
+        steps = (self.whole.microbatches - self.small.microbatches) / (self.more_microbatches - self.small.microbatches)
+        return _sum(result, _difference(more, result), steps)
+
+    def _over_layers(self, numbers_of: Callable[[Shape], Numbers], microbatches: int) -> dict[object, float]:
+        small = self.small.with_microbatches(microbatches)
+        base = numbers_of(small)
+        result = dict(base)
+        for group in self.groups:
+            one_more = _difference(numbers_of(small.with_one_more(group)), base)
+            kind = next(iter(group))
+            result = _sum(result, one_more, self.whole.of(kind) - small.of(kind))
+        return result
+
+
+def extension(whole: Shape, layers: int, microbatches: Sequence[int]) -> Extension:
+    """Traces at most ``layers`` of every kind, and the two given numbers of microbatches where there are more."""
+    small = Shape(tuple((kind, min(number, layers)) for kind, number in whole.layers), whole.microbatches)
+    numbers = sorted({number for _, number in whole.layers if number > layers})
+    groups = tuple(frozenset(kind for kind, number in whole.layers if number == one) for one in numbers)
+    few, more = microbatches
+    if whole.microbatches > more:
+        small = small.with_microbatches(few)
+    return Extension(whole, small, more, groups)
+
+
+def alike(place: Place, shape: Shape) -> Place | None:
+    """The name of a place that it has in a trace of any number of layers; None for a layer in the middle."""
+    if place.part != "layer":
+        return place
+    least = min(shape.of((place.stage, place.kind)), place.of)
+    from_back = place.of - place.number
+    if place.number < (least + 1) // 2:
+        return replace(place, of=0)
+    if from_back <= least // 2:
+        return replace(place, number=-from_back, of=0)
+    return None
+
+
+def _difference(one: Numbers, other: Numbers) -> dict[object, float]:
+    return {key: one.get(key, 0.0) - other.get(key, 0.0) for key in {**one, **other}}
+
+
+def _sum(one: Numbers, other: Numbers, times: float) -> dict[object, float]:
+    return {key: one.get(key, 0.0) + times * other.get(key, 0.0) for key in {**one, **other}}
+
+
+def most(peaks: Mapping[Place, Bytes]) -> tuple[Place, Bytes]:
+    """The place where there is most."""
+    place = max(peaks, key=lambda one: sum(peaks[one].values()))
+    return place, peaks[place]

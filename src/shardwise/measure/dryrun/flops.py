@@ -1,0 +1,85 @@
+"""Floating-point operations of a step, by kind: products of matrices, and attention.
+
+Counted as the cost model does: two for a multiplication and an addition, half of a causal square, and twice the forward
+pass for the backward pass of attention (that its kernel computes the scores again is its own affair).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+
+class FlopLog:
+    """A witness of operators that adds up: ``flops["products"]``, ``flops["attention"]``."""
+
+    def __init__(self) -> None:
+        self.flops = {"products": 0.0, "attention": 0.0}
+
+    def __call__(self, operator: Any, args: Any, result: Any) -> None:
+        name = operator._schema.name
+        if name in _PRODUCTS:
+            self.flops["products"] += _PRODUCTS[name](*args)
+        elif name in _ATTENTION:
+            self.flops["attention"] += _ATTENTION[name](*args)
+
+
+def _product(left: Any, right: Any, *_: Any) -> float:
+    """Of matrices, or of a batch of them."""
+    return 2.0 * float(prod(left.shape)) * int(right.shape[-1])
+
+
+def _added_product(_: Any, left: Any, right: Any, *__: Any) -> float:
+    return _product(left, right)
+
+
+def _grouped(rows: Any, matrices: Any, *_: Any) -> float:
+    """Every row times the matrix of its group; or (of weights' gradients) the rows of each group with each other."""
+    return 2.0 * float(prod(rows.shape)) * int(matrices.shape[-1])
+
+
+def _of_columns(rows: Any, gradient: Any, *_: Any) -> float:
+    return 2.0 * float(prod(rows.shape)) * int(gradient.shape[-1])
+
+
+def _scores(query: Any, key: Any, value: Any, causal: bool) -> float:
+    """Both products of attention, [batch, heads, seq, features] each."""
+    pairs = prod(query.shape[:3]) * int(key.shape[2])
+    features = int(query.shape[-1]) + int(value.shape[-1])
+    return 2.0 * float(pairs) * features * (0.5 if causal else 1.0)
+
+
+def _flash(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, *_: Any) -> float:
+    return _scores(query, key, value, causal)
+
+
+def _flash_backward(_: Any, query: Any, key: Any, value: Any, *rest: Any) -> float:
+    causal = rest[7]  # out, log-sum-exp, two sequence bounds, two maxima, dropout come before
+    return 2 * _scores(query, key, value, causal)
+
+
+def _efficient(query: Any, key: Any, value: Any, *rest: Any) -> float:
+    return _scores(query, key, value, bool(rest[3]) if len(rest) > 3 else False)
+
+
+def _efficient_backward(_: Any, query: Any, key: Any, value: Any, *rest: Any) -> float:
+    return 2 * _scores(query, key, value, bool(rest[7]) if len(rest) > 7 else False)
+
+
+_PRODUCTS: dict[str, Callable[..., float]] = {
+    "aten::mm": _product,
+    "aten::bmm": _product,
+    "aten::addmm": _added_product,
+    "aten::addmm_": _added_product,
+    "aten::baddbmm": _added_product,
+    "aten::_grouped_mm": _grouped,
+    "shardwise::grouped_product": _grouped,
+    "shardwise::grouped_product_of_columns": _of_columns,
+}
+_ATTENTION: dict[str, Callable[..., float]] = {
+    "aten::_scaled_dot_product_flash_attention": _flash,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention": _efficient,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+}

@@ -1,0 +1,113 @@
+"""The kernels of a GPU in place of a CPU's: what they take of memory is not the same.
+
+PyTorch can pretend that tensors are on a GPU only where it is built for one, so that fake tensors are on the CPU. There
+it takes norms and attention apart, converts before a softmax, and rounds a product before it is added. Nothing is
+computed here, only the right tensors are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
+from shardwise.engine.reductions import SCRATCH
+from shardwise.measure.dryrun.replacing import replaced
+from shardwise.models import loss
+from shardwise.models.norms import RMSNorm
+
+aten: Any = torch.ops.aten
+
+
+def kernels_of_a_gpu() -> AbstractContextManager[None]:
+    """Operators inside make and keep what the fused kernels of a GPU make and keep."""
+    return replaced(
+        (RMSNorm, "forward", _norm_of_module),
+        (F, "rms_norm", _rms_norm),
+        (F, "scaled_dot_product_attention", _attention),
+        (Tensor, "softmax", _in_its_own_format(Tensor.softmax)),
+        (Tensor, "log_softmax", _in_its_own_format(Tensor.log_softmax)),
+        (loss, "_add_product", _add_product),
+        (SCRATCH, "lend", lambda elements, dtype: torch.empty(elements, dtype=dtype)),
+    )
+
+
+def block_kernel(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
+    """The kernel that the blocks of context parallelism take on a GPU."""
+    return EFFICIENT if biased or query.dtype == torch.float32 else FLASH
+
+
+def _norm_of_module(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    return _rms_norm(x, module.normalized_shape, module.weight)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    result: Tensor = _FusedNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _FusedNorm(torch.autograd.Function):
+    """aten::_fused_rms_norm, which keeps its input and one fp32 number of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
+        rows = inputs.shape[: inputs.dim() - dimensions]
+        ctx.save_for_backward(inputs, weight, inputs.new_empty((*rows, *(1,) * dimensions), dtype=torch.float32))
+        return torch.empty_like(inputs, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        inputs, weight, _ = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        return torch.empty_like(inputs), None if weight is None else torch.empty_like(weight), None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """FlashAttention; with a mask, or values of another width than keys, the memory-efficient kernel.
+
+    Heads that share keys are not repeated.
+    """
+    if attn_mask is None and query.shape[-1] == value.shape[-1]:
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    else:
+        mask = attn_mask
+        if mask is not None:
+            mask = mask.to(query.dtype).expand(query.shape[0], query.shape[1], -1, -1)
+        attend = aten._scaled_dot_product_efficient_attention
+        out = attend(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+    result: Tensor = out
+    return result
+
+
+def _in_its_own_format(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A softmax whose result is in another format than its input reads the input as it is."""
+
+    def softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        if dtype is None or dtype == scores.dtype or (torch.is_grad_enabled() and scores.requires_grad):
+            return original(scores, dim, dtype=dtype)
+        return torch.empty_like(scores, dtype=dtype)
+
+    return softmax
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -1,0 +1,42 @@
+"""What is asked of a dry run: the job in the size that is wanted, and the rank to pose as."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.cost.memory import device_memories
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+
+def resized(job: Job, world: int) -> Job:
+    """The same job on ``world`` ranks: data parallelism takes what the other dimensions leave."""
+    strategy = job.strategy
+    others = strategy.world // strategy.data_parallel
+    if world % others:
+        low = world // others * others
+        raise SpecError(
+            "--world",
+            f"{world} is no multiple of tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others}",
+            f"use {low} or {low + others}" if low else f"use {others}",
+        )
+    cluster = job.cluster.with_devices(world)
+    return replace(job, cluster=cluster, strategy=replace(strategy, dp=world // others))
+
+
+def fullest_rank(job: Job) -> int:
+    """The first rank of the pipeline stage that the planner gives most memory."""
+    fullest = max(device_memories(job), key=lambda memory: memory.total)
+    return fullest.pipeline_rank * job.strategy.stride("pp")
+
+
+def check_rank(job: Job, rank: int) -> int:
+    if not 0 <= rank < job.strategy.world:
+        raise SpecError("--rank", f"{rank} is none of the job's {job.strategy.world} ranks", "count from 0")
+    return rank
+
+
+def coordinates_of(job: Job, rank: int) -> dict[str, int]:
+    """The place of a rank in every dimension."""
+    strategy = job.strategy
+    return {name: rank // strategy.stride(name) % strategy.degree(name) for name in strategy.order}

@@ -1,0 +1,114 @@
+"""What a dry run finds; plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.spec.job import Job
+
+RECEIVE = "receive"  # the other half of a message; beside the kinds of `CollectiveKind`
+TOLERANCE = 0.02
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "recomputed",
+    "gathered",
+    "communication",
+    "temporary",
+)
+Bytes = dict[str, float]  # by part
+
+
+@dataclass(frozen=True)
+class Line:
+    """Collectives of one kind and name over the same number of ranks; ``peer`` is the other rank of messages.
+
+    ``kind`` is one of `CollectiveKind`, or `RECEIVE`.
+    """
+
+    dimension: str
+    kind: str
+    name: str
+    ranks: int
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How often a line is called in a step, and the bytes of all calls, as the cost model counts them."""
+
+    line: Line
+    count: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Holder:
+    """``number`` tensors of ``bytes`` each that an operator made at a place of the step."""
+
+    part: str
+    operator: str
+    made_in: str
+    bytes: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The same quantity as planned and as traced; ``negligible`` where it is too little to matter."""
+
+    what: str
+    planned: float
+    traced: float
+    negligible: bool = False
+
+    @property
+    def difference(self) -> float:
+        """Traced over planned, less one."""
+        if self.planned == self.traced:
+            return 0.0
+        return self.traced / self.planned - 1 if self.planned else float("inf")
+
+    @property
+    def defect(self) -> bool:
+        """Of the engine, or of the planner."""
+        return not self.negligible and abs(self.difference) > TOLERANCE
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One step of one rank.
+
+    ``peak`` is its memory by part where it is most, ``peak_place`` where that is in the step. ``holders`` are what was
+    in memory then in the largest of the traces that all this is extended from, which ``traced`` describes.
+    """
+
+    job: Job
+    rank: int
+    coordinates: Mapping[str, int]
+    peak: Bytes
+    peak_place: str
+    planned_peak: Bytes
+    calls: tuple[Calls, ...]
+    flops: Mapping[str, float]
+    planned_flops: Mapping[str, float]
+    compared: tuple[Compared, ...]
+    holders: tuple[Holder, ...]
+    traced: str
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.peak.values())
+
+    @property
+    def planned_peak_bytes(self) -> float:
+        """Without the allowance for the framework."""
+        return sum(self.planned_peak.values())
+
+    @property
+    def defects(self) -> tuple[Compared, ...]:
+        return tuple(one for one in self.compared if one.defect)

@@ -1,0 +1,129 @@
+"""A dry run: a few traces, extended to the whole rank, beside the planner's figures."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.engine.experts.counts import Assumed
+from shardwise.engine.refuse import require_runs
+from shardwise.measure.dryrun.compare import compared_bytes, planned_flops, planned_memory
+from shardwise.measure.dryrun.extend import Extension, Shape, alike, extension, most
+from shardwise.measure.dryrun.places import Place
+from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank
+from shardwise.measure.dryrun.result import Bytes, Calls, Compared, DryRun
+from shardwise.measure.dryrun.trace import Trace, trace, whole_shape
+from shardwise.pipeline import peak_chunks_in_flight
+from shardwise.spec.job import Job
+
+LAYERS = 4  # of a kind: two near the front of a stage and two near its back are unlike those between
+
+
+def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool = False) -> DryRun:
+    """One step of ``rank`` (the fullest one unless given), of the second step on.
+
+    Experts get equally many tokens, those of this rank ``skew`` times as many as the others. ``full`` traces every
+    layer and microbatch; else a few of them are, which gives the same figures.
+    """
+    started = time.perf_counter()
+    require_runs(job)
+    rank = fullest_rank(job) if rank is None else check_rank(job, rank)
+    pipeline_rank = coordinates_of(job, rank)["pp"]
+    whole = whole_shape(job, pipeline_rank)
+    plan = Extension(whole, whole, whole.microbatches, ()) if full else _to_trace(job, pipeline_rank, whole)
+    assumed = Assumed(skew, _most_nodes(job))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about forms that its own parts call
+        traces = {shape: trace(job, rank, shape, assumed) for shape in plan.shapes}
+    numbers = plan.extended(lambda shape: _numbers(traces[shape], plan.small))
+    place, peak = most(_by_place(numbers))
+    calls = _calls(numbers)
+    planned = planned_memory(job, pipeline_rank)
+    compared = compared_bytes(job, pipeline_rank, {one.line: one.bytes for one in calls})
+    return DryRun(
+        job=job,
+        rank=rank,
+        coordinates=coordinates_of(job, rank),
+        peak=peak,
+        peak_place=place.words,
+        planned_peak=planned,
+        calls=calls,
+        flops={key[1]: number for key, number in _of("flops", numbers)},
+        planned_flops=planned_flops(job, pipeline_rank),
+        compared=(*compared, Compared("peak memory", sum(planned.values()), sum(peak.values()))),
+        holders=traces[plan.shapes[-1]].holders,
+        traced=_described(plan),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _to_trace(job: Job, pipeline_rank: int, whole: Shape) -> Extension:
+    """Enough microbatches that a pipeline is as full as it gets."""
+    strategy, m = job.strategy, job.microbatches
+    if strategy.pp == 1:
+        return extension(whole, LAYERS, (2, 3))
+
+    def in_flight(microbatches: int) -> int:
+        return peak_chunks_in_flight(
+            strategy.schedule, strategy.pp, microbatches, strategy.chunks_per_rank, pipeline_rank
+        )
+
+    few = 2 * strategy.pp  # divides into what interleaving takes at a time
+    while few < m and strategy.schedule != "gpipe" and in_flight(few) < in_flight(m):
+        few += strategy.pp
+    return extension(whole, LAYERS, (few, few + strategy.pp))
+
+
+def _most_nodes(job: Job) -> int | None:
+    """Nodes that a token's experts may be on, where routing limits them by groups of experts, one on each."""
+    moe, node = job.model.moe, job.cluster.node_devices
+    if moe is None or moe.groups == 1:
+        return None
+    nodes = max(1, job.strategy.ep * job.strategy.expert_tensor_parallel // node)
+    return moe.groups_used if nodes == moe.groups else None
+
+
+def _numbers(traced: Trace, small: Shape) -> dict[object, float]:
+    """A trace as numbers by name, the same names in traces of other shapes."""
+    numbers: dict[object, float] = {}
+    for line, count in traced.calls.items():
+        numbers["calls", line] = count
+        numbers["bytes", line] = traced.sent_bytes[line]
+    for kind, flops in traced.flops.items():
+        numbers["flops", kind] = flops
+    for place, parts in traced.peaks.items():
+        name = alike(place, small)
+        if name is not None:
+            numbers.update({("peak", name, part): size for part, size in parts.items()})
+    return numbers
+
+
+def _of(what: str, numbers: dict[object, float]) -> list[tuple[Any, float]]:
+    return [(key, number) for key, number in numbers.items() if isinstance(key, tuple) and key[0] == what]
+
+
+def _by_place(numbers: dict[object, float]) -> dict[Place, Bytes]:
+    found: dict[Place, Bytes] = {}
+    for (_, place, part), size in _of("peak", numbers):
+        found.setdefault(place, {})[part] = size
+    return found
+
+
+def _calls(numbers: dict[object, float]) -> tuple[Calls, ...]:
+    sizes = {key[1]: size for key, size in _of("bytes", numbers)}
+    found = [Calls(key[1], count, sizes[key[1]]) for key, count in _of("calls", numbers)]
+    order: Callable[[Calls], Any] = lambda one: (one.line.dimension, -one.bytes, one.line.name)  # noqa: E731
+    return tuple(sorted(found, key=order))
+
+
+def _described(plan: Extension) -> str:
+    if plan.small == plan.whole:
+        return "all layers and microbatches"
+    layers = sum(number for _, number in plan.small.layers)
+    of = sum(number for _, number in plan.whole.layers)
+    return (
+        f"{layers} of {of} layers and {plan.small.microbatches} of {plan.whole.microbatches} microbatches, "
+        f"and one more of each kind"
+    )

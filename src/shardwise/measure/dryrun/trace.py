@@ -1,0 +1,220 @@
+"""One step of the real engine on one rank, traced: memory at every place, every collective, arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shardwise.engine import engine as engine_module
+from shardwise.engine.batch import Batch
+from shardwise.engine.context.across import AcrossRanks
+from shardwise.engine.engine import Engine
+from shardwise.engine.experts.counts import Assumed
+from shardwise.engine.gradients import local
+from shardwise.engine.pipeline import stage_layers, stages_of_rank
+from shardwise.measure.dryrun.collectives import CollectiveLog
+from shardwise.measure.dryrun.extend import Kind, Shape
+from shardwise.measure.dryrun.flops import FlopLog
+from shardwise.measure.dryrun.kernels import block_kernel
+from shardwise.measure.dryrun.memory import MemoryLog
+from shardwise.measure.dryrun.places import Place, Places
+from shardwise.measure.dryrun.replacing import replaced
+from shardwise.measure.dryrun.request import coordinates_of
+from shardwise.measure.dryrun.result import Bytes, Holder, Line
+from shardwise.measure.dryrun.world import fake_tensors, posing_as
+from shardwise.models.decoder import window_of
+from shardwise.models.moe import MixtureOfExperts
+from shardwise.spec.job import Job
+
+RECOMPUTED = "recomputed"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Calls and bytes of every line, floating-point operations, and memory by part where it is most at each place."""
+
+    calls: Mapping[Line, int]
+    sent_bytes: Mapping[Line, int]
+    flops: Mapping[str, float]
+    peaks: Mapping[Place, Bytes]
+    holders: tuple[Holder, ...]
+
+
+def whole_shape(job: Job, pipeline_rank: int) -> Shape:
+    """All layers of a rank's stages, by kind, and all microbatches."""
+    kinds, layers = layer_kinds(job, pipeline_rank), stage_layers(job)
+    numbers: dict[Kind, int] = {}
+    for stage in stages_of_rank(job, pipeline_rank):
+        for index in layers[stage]:
+            kind = (stage, kinds[index])
+            numbers[kind] = numbers.get(kind, 0) + 1
+    return Shape(tuple(numbers.items()), job.microbatches)
+
+
+def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, str]:
+    """The layers of a rank; those of one kind do the same."""
+    layers = [index for stage in stages_of_rank(job, pipeline_rank) for index in stage_layers(job)[stage]]
+    recomputed = job.strategy.recompute_layers if job.strategy.recompute == "full" else None
+    kinds = {}
+    for number, index in enumerate(layers):
+        words = ["experts" if job.model.is_moe_layer(index) else "dense"]
+        if window_of(job.model, index) is not None:
+            words.append("window")
+        if recomputed is not None and number < recomputed:
+            words.append(RECOMPUTED)
+        kinds[index] = " ".join(words)
+    return kinds
+
+
+def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
+    """The second step (in the first the optimizer makes its states) of the first layers that ``shape`` asks for."""
+    kinds = layer_kinds(job, coordinates_of(job, rank)["pp"])
+    job = _shaped(job, shape)
+    places = Places()
+    with ExitStack() as entered:
+        entered.enter_context(posing_as(rank, job.strategy.world))
+        entered.enter_context(_only_layers(shape, kinds))
+        entered.enter_context(_structure_is_real())
+        entered.enter_context(fake_tensors())
+        memory = MemoryLog(places)
+        entered.enter_context(memory)
+        engine = Engine(job, device="cpu", seed=0)
+        _pose(engine, assumed)
+        places.follow(engine.stages, kinds)
+        _claim(engine, memory)
+        batch = _batch(job)
+        _step(engine, batch, places, memory)
+        memory.forget()
+        collectives, flops = CollectiveLog(), FlopLog()
+        memory.witnesses += [collectives, flops]
+        with collectives.naming():
+            _step(engine, batch, places, memory)
+        return _summed(engine, collectives, flops, memory)
+
+
+def _shaped(job: Job, shape: Shape) -> Job:
+    """The job with fewer microbatches; and as many recomputed layers as are left of them."""
+    strategy = job.strategy
+    sequences = shape.microbatches * strategy.data_parallel * strategy.microbatch
+    if strategy.recompute_layers is not None:
+        recomputed = sum(number for (_, kind), number in shape.layers if kind.endswith(RECOMPUTED))
+        strategy = replace(strategy, recompute_layers=recomputed)
+    return replace(job, strategy=strategy, training=replace(job.training, global_batch=sequences))
+
+
+def _claim(engine: Engine, memory: MemoryLog) -> None:
+    """What only the engine knows: which tensors are weights, gradients and states of the optimizer."""
+    memory.claim("optimizer", (local(one) for state in engine.optimizer.state.values() for one in state.values()))
+    memory.claim("weights", (local(one.parameter) for one in engine.parameters))
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # else its gradient was put off
+            memory.claim("gradients", [local(parameter.grad)])
+
+    for one in engine.parameters:
+        one.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+
+def _batch(job: Job) -> Batch:
+    each = job.sequences // job.strategy.data_parallel
+    tokens = torch.zeros((each, job.training.seq), dtype=torch.int64)
+    return Batch.of(tokens, tokens.clone())
+
+
+def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> None:
+    places.now = Place("between")
+    engine.forward_backward(batch)
+    memory.claim("gradients", (one.gradient for one in engine.parameters if one.gradient is not None))
+    places.now = Place("update")
+    engine.update()
+    places.now = Place("between")
+
+
+def _pose(engine: Engine, assumed: Assumed) -> None:
+    """What a rank reads from its data is supposed, and attention runs by the kernels of a GPU."""
+    for stage in engine.stages.values():
+        for module in stage.modules():
+            attend = getattr(module, "attend", None)
+            if isinstance(attend, AcrossRanks):
+                attend.choose = block_kernel
+            if isinstance(module, MixtureOfExperts):
+                _assume(module.exchange, assumed)
+
+
+def _assume(exchange: Any, assumed: Assumed) -> None:
+    """Exchanges may stand around others."""
+    while exchange is not None:
+        if hasattr(exchange, "assumed"):
+            exchange.assumed = assumed
+        exchange = getattr(exchange, "inner", None)
+
+
+def _only_layers(shape: Shape, kinds: Mapping[int, str]) -> AbstractContextManager[None]:
+    """The engine builds only the first layers of every kind."""
+    return replaced(
+        (
+            engine_module,
+            "stage_layers",
+            lambda job: tuple(_first(stage, layers, shape, kinds) for stage, layers in enumerate(stage_layers(job))),
+        )
+    )
+
+
+def _structure_is_real() -> AbstractContextManager[None]:
+    """Ranks and modules are laid out with real numbers (and no values: on the meta device), before tensors are fake."""
+
+    def real(name: str) -> tuple[Any, str, Any]:
+        original = getattr(engine_module, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            with unset_fake_temporarily():
+                return original(*arguments, **named)
+
+        return engine_module, name, call
+
+    no_values = (engine_module, "initialise_parts", lambda *arguments: None)
+    return replaced(*(real(name) for name in ("build_mesh", "_cut_stages", "_tied", "apply_data")), no_values)
+
+
+def _first(stage: int, layers: Sequence[int], shape: Shape, kinds: Mapping[int, str]) -> list[int]:
+    left = {kind: number for (of_stage, kind), number in shape.layers if of_stage == stage}
+    kept = []
+    for index in layers if left else ():
+        if left[kinds[index]] > 0:
+            left[kinds[index]] -= 1
+            kept.append(index)
+    return kept
+
+
+def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: MemoryLog) -> Trace:
+    dimension_of = _dimensions(engine)
+    calls: dict[Line, int] = {}
+    sent_bytes: dict[Line, int] = {}
+    for one in collectives.sent:
+        if len(one.ranks) > 1:
+            line = Line(dimension_of(one.name, one.ranks), one.kind, one.name, len(one.ranks), one.peer)
+            calls[line] = calls.get(line, 0) + 1
+            sent_bytes[line] = sent_bytes.get(line, 0) + one.size_bytes
+    return Trace(calls, sent_bytes, dict(flops.flops), memory.peaks(), tuple(memory.holders()))
+
+
+NAMES = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp", "pp": "pp", "expert_tp": "tp"}
+
+
+def _dimensions(engine: Engine) -> Callable[[str, tuple[int, ...]], str]:
+    """Of a collective: the dimension that the engine names it by, else that of its ranks."""
+    by_ranks: dict[tuple[int, ...], str] = {}
+    for name, dimension in (*NAMES.items(), ("shard", "dp"), ("replicate", "dp")):
+        ranks = tuple(sorted(torch.distributed.get_process_group_ranks(engine.mesh.group(name))))
+        by_ranks.setdefault(ranks, dimension)
+
+    def dimension_of(name: str, ranks: tuple[int, ...]) -> str:
+        said = NAMES.get(name.partition(":")[0])
+        return said or by_ranks.get(tuple(sorted(ranks)), "all")
+
+    return dimension_of

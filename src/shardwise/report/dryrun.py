@@ -1,0 +1,144 @@
+"""A dry run as text and as plain data: memory, collectives and arithmetic of one rank, traced beside planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+from rich.console import RenderableType
+
+from shardwise.measure.dryrun.result import PARTS, TOLERANCE, Calls, Compared, DryRun
+from shardwise.report.console import console, table
+from shardwise.spec.units import readable_bytes, readable_count, readable_flops
+
+_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "recomputed": "recomputed layer",
+    "gathered": "gathered parameters",
+    "communication": "communication buffers",
+    "temporary": "temporary",
+}
+_MOST_HOLDERS = 8
+
+
+def print_dry_run(found: DryRun) -> None:
+    out = console()
+    out.print(_headline(found), markup=False)
+    for piece in (_memory_table(found), _holder_table(found), _collective_table(found), _comparison_table(found)):
+        out.print(piece)
+    for line in _verdict(found):
+        out.print(line, style="bold", markup=False)
+
+
+def _headline(found: DryRun) -> str:
+    strategy = found.job.strategy
+    place = " ".join(f"{name} {found.coordinates[name]}" for name in strategy.order if strategy.degree(name) > 1)
+    where = f"rank {found.rank} of {strategy.world:,}" + (f" ({place})" if place else "")
+    return f"{found.job.model.name}: {where}; traced {found.traced}"
+
+
+def _memory_table(found: DryRun) -> RenderableType:
+    rows = [
+        (_WORDS[part], readable_bytes(found.peak[part]), readable_bytes(found.planned_peak[part]))
+        for part in PARTS
+        if found.peak[part] or found.planned_peak[part]
+    ]
+    rows.append(("all tensors", readable_bytes(found.peak_bytes), readable_bytes(found.planned_peak_bytes)))
+    return table(f"Memory where it is most: {found.peak_place}", ("part", "traced", "planned"), rows)
+
+
+def _holder_table(found: DryRun) -> RenderableType:
+    rows = [
+        (_WORDS[one.part], one.operator, one.made_in, str(one.number), readable_bytes(one.bytes))
+        for one in found.holders[:_MOST_HOLDERS]
+    ]
+    title = "The largest tensors at the peak of what was traced"
+    return table(title, ("part", "made by", "in", "number", "bytes each"), rows, numbers_from=3)
+
+
+def _collective_table(found: DryRun) -> RenderableType:
+    rows = [_calls_row(one) for one in found.calls]
+    return table("Collectives of a step", ("", "collective", "what", "ranks", "calls", "bytes"), rows, numbers_from=3)
+
+
+def _calls_row(one: Calls) -> tuple[str, ...]:
+    _, _, what = one.line.name.rpartition(": ")
+    to = "" if one.line.peer is None else f" (rank {one.line.peer})"
+    kind = one.line.kind.replace("_", "-")
+    return (
+        one.line.dimension,
+        kind,
+        what + to,
+        str(one.line.ranks),
+        readable_count(one.count),
+        readable_bytes(one.bytes),
+    )
+
+
+def _comparison_table(found: DryRun) -> RenderableType:
+    rows = [
+        (
+            one.what.replace("_", "-"),
+            readable_bytes(one.planned),
+            readable_bytes(one.traced),
+            _difference(one),
+            "defect" if one.defect else "",
+        )
+        for one in found.compared
+        if not one.negligible
+    ]
+    for kind, planned in found.planned_flops.items():
+        one = Compared(f"FLOPs of {kind}", planned, found.flops[kind])
+        rows.append((one.what, readable_flops(planned), readable_flops(one.traced), _difference(one), ""))
+    return table("Beside the plan", ("", "planned", "traced", "difference", ""), rows)
+
+
+def _difference(one: Compared) -> str:
+    return f"{one.difference:+.1%}" if isfinite(one.difference) else "not planned"
+
+
+def _verdict(found: DryRun) -> Iterator[str]:
+    if not found.defects:
+        yield f"Bytes and memory agree with the plan to {TOLERANCE:.0%}."
+    for one in found.defects:
+        what = one.what.replace("_", "-")
+        traced, planned = readable_bytes(one.traced), readable_bytes(one.planned)
+        yield f"Defect of the engine or of the plan: {what} is {traced}, planned {planned} ({_difference(one)})."
+
+
+def dry_run_data(found: DryRun) -> dict[str, Any]:
+    """Everything `dryrun` has to say; bytes of one step, on one rank."""
+    return {
+        "job": found.job.to_dict(),
+        "rank": found.rank,
+        "world": found.job.strategy.world,
+        "coordinates": dict(found.coordinates),
+        "traced": found.traced,
+        "seconds": found.seconds,
+        "ok": not found.defects,
+        "memory": {
+            "peak_bytes": found.peak_bytes,
+            "place": found.peak_place,
+            "parts": found.peak,
+            "planned_bytes": found.planned_peak_bytes,
+            "planned_parts": found.planned_peak,
+            "largest": [vars(one) for one in found.holders[: 4 * _MOST_HOLDERS]],
+        },
+        "collectives": [{**vars(one.line), "count": one.count, "bytes": one.bytes} for one in found.calls],
+        "flops": {"traced": dict(found.flops), "planned": dict(found.planned_flops)},
+        "compared": [
+            {
+                "what": one.what,
+                "planned": one.planned,
+                "traced": one.traced,
+                "difference": one.difference if isfinite(one.difference) else None,
+                "negligible": one.negligible,
+                "defect": one.defect,
+            }
+            for one in found.compared
+        ],
+    }
