@@ -63,7 +63,7 @@ def test_masks_and_positions_mean_what_they_mean_in_transformers(extra: str, fie
     assert on_ranks(2, losses_of, case, extra)[0][0] == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("network", ["perceptron", "llama"])
+@pytest.mark.parametrize("network", ["perceptron", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-fp32-grads", "fp16"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_it_trains_in_sixteen_bits(network: str, precision: str, zero: int) -> None:

@@ -213,7 +213,15 @@ def test_a_pipeline_counts_what_crosses_its_busier_boundary() -> None:
         Line("cp", "send_recv", "cp: send", 4, 2): 5.0,
         Line("cp", RECEIVE, "cp: send", 4, 0): 5.0,
     }
-    assert traced_bytes(lines) == {("pp", "send_recv"): 20.0, ("cp", "send_recv"): 5.0}
+    assert traced_bytes(job({"dp": 16}), lines) == {("pp", "send_recv"): 20.0, ("cp", "send_recv"): 5.0}
+
+
+def test_an_exchange_in_levels_counts_what_leaves_the_rank() -> None:
+    lines = {Line("ep", "all_to_all", "ep: dispatch", 2): 10.0, Line("ep", "all_to_all", "ep: dispatch", 8): 8.0}
+    levels = job({"dp": 16, "ep": 8, "dispatch": "deduplicated"}, model="tiny-moe")
+    assert traced_bytes(levels, lines) == {("ep", "all_to_all"): 12.0}
+    flat = job({"dp": 16, "ep": 8}, model="tiny-moe")
+    assert traced_bytes(flat, lines) == {("ep", "all_to_all"): 18.0}
 
 
 @pytest.mark.parametrize(

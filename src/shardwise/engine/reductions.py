@@ -124,10 +124,12 @@ class _Exchange:
         if world == 2:  # the row that a rank keeps needs no copy
             self.received = _received(elements, pieces)
             splits = [elements if other != rank else 0 for other in range(world)]
-            self.work = dist.all_to_all_single(self.received, pieces[1 - rank], splits, splits, group, async_op=True)
+            self.sent = pieces[1 - rank]
+            self.work = dist.all_to_all_single(self.received, self.sent, splits, splits, group, async_op=True)
         else:
             self.received = _received(world * elements, pieces)
-            self.work = dist.all_to_all_single(self.received, pieces.view(-1), group=group, async_op=True)
+            self.sent = pieces.view(-1)
+            self.work = dist.all_to_all_single(self.received, self.sent, group=group, async_op=True)
 
     def wait(self) -> None:
         self.work.wait()

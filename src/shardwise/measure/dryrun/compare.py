@@ -22,8 +22,9 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[Line, float]) -
     for one in step_traffic(job, rank_contents(job, pipeline_rank)):
         if one.dimension != "offload":
             key = (one.dimension, str(one.kind))
-            planned[key] = planned.get(key, 0.0) + one.count * one.size_bytes
-    found = traced_bytes(traced)
+            size = one.bytes_sent if _in_levels(job, *key) else one.count * one.size_bytes
+            planned[key] = planned.get(key, 0.0) + size
+    found = traced_bytes(job, traced)
     total = max(sum(planned.values()), sum(found.values()))
     lines = []
     for key in {**planned, **found}:
@@ -33,7 +34,7 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[Line, float]) -
     return lines
 
 
-def traced_bytes(traced: Mapping[Line, float]) -> dict[tuple[str, str], float]:
+def traced_bytes(job: Job, traced: Mapping[Line, float]) -> dict[tuple[str, str], float]:
     """By dimension and kind. Of a pipeline, what crosses the busier of a rank's two boundaries, both ways."""
     found: dict[tuple[str, str], float] = {}
     boundaries: dict[int, float] = {}
@@ -42,10 +43,17 @@ def traced_bytes(traced: Mapping[Line, float]) -> dict[tuple[str, str], float]:
             boundaries[line.peer] = boundaries.get(line.peer, 0.0) + size
         elif line.kind != RECEIVE:
             key = (line.dimension, line.kind)
-            found[key] = found.get(key, 0.0) + size
+            leaving = (line.ranks - 1) / line.ranks if _in_levels(job, *key) else 1.0
+            found[key] = found.get(key, 0.0) + size * leaving
     if boundaries:
         found["pp", str(CollectiveKind.SEND_RECV)] = max(boundaries.values())
     return found
+
+
+def _in_levels(job: Job, dimension: str, kind: str) -> bool:
+    """An exchange in several levels has no one size: what leaves the rank is compared."""
+    deduplicated = job.strategy.dispatch == "deduplicated"
+    return deduplicated and (dimension, kind) == ("ep", str(CollectiveKind.ALL_TO_ALL))
 
 
 def planned_memory(job: Job, pipeline_rank: int) -> Bytes:

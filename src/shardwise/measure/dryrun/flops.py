@@ -7,7 +7,6 @@ pass for the backward pass of attention (that its kernel computes the scores aga
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 
@@ -25,9 +24,13 @@ class FlopLog:
             self.flops["attention"] += _ATTENTION[name](*args)
 
 
+def _elements(tensor: Any) -> int:
+    return int(tensor.numel())
+
+
 def _product(left: Any, right: Any, *_: Any) -> float:
     """Of matrices, or of a batch of them."""
-    return 2.0 * float(prod(left.shape)) * int(right.shape[-1])
+    return 2.0 * float(_elements(left)) * int(right.shape[-1])
 
 
 def _added_product(_: Any, left: Any, right: Any, *__: Any) -> float:
@@ -36,16 +39,16 @@ def _added_product(_: Any, left: Any, right: Any, *__: Any) -> float:
 
 def _grouped(rows: Any, matrices: Any, *_: Any) -> float:
     """Every row times the matrix of its group; or (of weights' gradients) the rows of each group with each other."""
-    return 2.0 * float(prod(rows.shape)) * int(matrices.shape[-1])
+    return 2.0 * float(_elements(rows)) * int(matrices.shape[-1])
 
 
 def _of_columns(rows: Any, gradient: Any, *_: Any) -> float:
-    return 2.0 * float(prod(rows.shape)) * int(gradient.shape[-1])
+    return 2.0 * float(_elements(rows)) * int(gradient.shape[-1])
 
 
 def _scores(query: Any, key: Any, value: Any, causal: bool) -> float:
     """Both products of attention, [batch, heads, seq, features] each."""
-    pairs = prod(query.shape[:3]) * int(key.shape[2])
+    pairs = _elements(query) // int(query.shape[-1]) * int(key.shape[2])
     features = int(query.shape[-1]) + int(value.shape[-1])
     return 2.0 * float(pairs) * features * (0.5 if causal else 1.0)
 
