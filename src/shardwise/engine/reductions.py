@@ -90,7 +90,9 @@ def all_gather(
     if parts[rank].data_ptr() != input.data_ptr() or not input.is_contiguous():
         parts[rank].copy_(input.detach().reshape(-1))
     splits = [0 if other == rank else input.numel() for other in range(2)]
-    work = dist.all_to_all_single(parts[1 - rank], parts[rank], splits, splits, group, async_op=async_op)
+    theirs, own = parts[1 - rank], parts[rank]
+    output.parts = (theirs, own)  # type: ignore[attr-defined]  # live as long: not to be let go on gloo's thread
+    work = dist.all_to_all_single(theirs, own, splits, splits, group, async_op=async_op)
     return work
 
 
@@ -161,12 +163,20 @@ class _Scratch:
 
     def __init__(self) -> None:
         self.free: list[torch.Tensor] = []
+        self.lent: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
 
     def lend(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Comes back by itself when the tensor that is returned is let go."""
+        """Comes back when the tensor that is returned has been let go; looked for here, not by a callback, which would
+        run on whatever thread lets go last."""
+        if elements * dtype.itemsize > TEMPORARY_BYTES // 2:
+            return torch.empty(elements, dtype=dtype)
+        back = [buffer for lent, buffer in self.lent if lent() is None]
+        self.lent = [one for one in self.lent if one[0]() is not None]
+        for buffer in back:
+            self.give_back(buffer)
         buffer = self.take(elements, dtype)
         lent = buffer.view(-1)
-        weakref.finalize(lent, self.give_back, buffer)
+        self.lent.append((weakref.ref(lent), buffer))
         return lent
 
     def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
