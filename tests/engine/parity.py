@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
+
 from engine.workers import pool
 from shardwise.measure.verify import Verification, verify
 from shardwise.spec.job import Job
 
 
 def check(job: Job, tolerance: float = 1e-5) -> Verification:
-    found = verify(job, pool=pool(), tolerance=tolerance)
+    found = verify(job, pool=pool(), tolerance=tolerance, references=_references().name)
     assert found.ok, {kind: (one.value, one.where) for kind, one in found.worst.items()}
     return found
+
+
+@cache
+def _references() -> tempfile.TemporaryDirectory[str]:
+    """Many layouts of few jobs: the single process runs each job once a session."""
+    return tempfile.TemporaryDirectory(prefix="shardwise-references-")

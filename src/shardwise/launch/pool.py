@@ -142,4 +142,7 @@ def _serve(connection: Connection) -> None:
             answer: tuple[float | None, Any] = (None, function(place, *arguments))
         except BaseException:
             answer = (time.time(), traceback.format_exc())
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except ConnectionError:  # who asked is gone
+            os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,8 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MixtureOfExperts
 from shardwise.spec.job import Job
 
+MOST_TOKENS = 1024  # of one pass, in whole sequences: logits of a large vocabulary are large
+
 
 @dataclass
 class Reference:
@@ -21,6 +24,12 @@ class Reference:
     gradient_norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def reference_key(job: Job, steps: int, seed: int) -> str:
+    """The same for jobs that a single process runs alike, whatever their layouts."""
+    said = (job.model, job.sequences, job.training.seq, job.training.optimization, steps, seed)
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 
 
 def run_reference(job: Job, steps: int, seed: int) -> Reference:
@@ -53,13 +62,15 @@ def run_reference(job: Job, steps: int, seed: int) -> Reference:
 
 
 def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
-    """Forward and backward of one global batch, a microbatch at a time; the mean loss over its labels."""
+    """Forward and backward of one global batch, some sequences at a time; the mean loss over its labels."""
     batch = sample_batch(job, step, seed)
     counted = batch.counted
     for mixture in _mixtures(model):
         mixture.balance_scale = job.model.numerics.balance_loss / job.sequences
     total = 0.0
-    for one in batch.microbatches(job.sequences // job.strategy.microbatch):
+    each = max(1, MOST_TOKENS // job.training.seq)
+    for start in range(0, job.sequences, each):
+        one = batch.changed(lambda tensor, start=start: tensor[start : start + each])  # type: ignore[misc]
         loss = model(one.tokens, one.labels, positions=one.positions, documents=one.documents) / counted
         loss.backward()
         total += loss.item()

@@ -6,6 +6,7 @@ process wrote to a file; so copies that should be equal are all checked, and not
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ from shardwise.engine.values import fill
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Place, Pool
 from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
-from shardwise.measure.reference import Reference, run_reference
+from shardwise.measure.reference import Reference, reference_key, run_reference
 from shardwise.measure.sample import sample_batch, sample_weight
 from shardwise.spec.job import Job
 
@@ -59,8 +60,13 @@ def verify(
     tolerance: float = TOLERANCE,
     device: str = "cpu",
     pool: Pool | None = None,
+    references: str | None = None,
 ) -> Verification:
-    """Runs ``job`` (in fp32) on as many processes as its strategy has ranks, and the single process."""
+    """Runs ``job`` (in fp32) on as many processes as its strategy has ranks, and the single process.
+
+    ``references`` is a folder that keeps what the single process found: other layouts of the same job take it from
+    there.
+    """
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
     job = replace(job, training=replace(job.training, precision="fp32", optimization=optimization))
     require_runs(job)
@@ -68,8 +74,9 @@ def verify(
     own_pool = pool or Pool(PRELOAD)
     try:
         with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-            path = str(Path(folder) / "reference.pt")
-            own_pool.run(_write_reference, 1, job, steps, seed, path)
+            path = str(Path(references or folder) / f"{reference_key(job, steps, seed)}.pt")
+            if not Path(path).exists():
+                own_pool.run(_write_reference, 1, job, steps, seed, path)
             found = own_pool.run(_compare, job.strategy.world, job, steps, seed, path, device)
     finally:
         if pool is None:
@@ -80,7 +87,9 @@ def verify(
 
 def _write_reference(place: Place, job: Job, steps: int, seed: int, path: str) -> None:
     torch.set_num_threads(1)
-    torch.save(asdict(run_reference(job, steps, seed)), path)
+    unfinished = f"{path}.{os.getpid()}"
+    torch.save(asdict(run_reference(job, steps, seed)), unfinished)
+    Path(unfinished).replace(path)  # who finds the file finds all of it
 
 
 def _compare(place: Place, job: Job, steps: int, seed: int, path: str, device: str) -> dict[str, Deviation]:
