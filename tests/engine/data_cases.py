@@ -14,11 +14,12 @@ from shardwise.engine.data import apply_data
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.optimizer import Settings, build_optimizer, local
+from shardwise.engine.optimizer import build_optimizer, local
 from shardwise.engine.parts import parts_of
 from shardwise.engine.precision import FP32, Precision
 from shardwise.models import Decoder, initialise, moe
 from shardwise.spec.model import MixtureOfExperts, Model
+from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -117,10 +118,9 @@ def together(case: Case) -> Trained:
         module.to_empty(device="cpu")
         fill(module, values)
     data.start()
-    training = Training(precision="fp32", optimizer=case.optimizer)
-    optimizer = build_optimizer(
-        module.named_parameters(), training, Settings(learning_rate=1e-3, epsilon=EPSILON), masters=data.masters
-    )
+    optimization = Optimization(learning_rate=1e-3, epsilon=EPSILON)
+    training = Training(precision="fp32", optimizer=case.optimizer, optimization=optimization)
+    optimizer = build_optimizer(module.named_parameters(), training, masters=data.masters)
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     parts = parts_of(module)
     copies = [copies_of(one, parts[name].expert, mesh.strategy) for name, one in parameters.items()]

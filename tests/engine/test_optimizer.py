@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from engine.workers import on_ranks
 from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.muon import orthogonal
-from shardwise.engine.optimizer import LocalOptimizer, Settings, build_optimizer, decays, local
+from shardwise.engine.optimizer import LocalOptimizer, build_optimizer, decays, local
 from shardwise.spec.errors import SpecError
+from shardwise.spec.optimization import Optimization
 from shardwise.spec.training import Training
 
 SHAPES = {
@@ -27,6 +28,7 @@ SHAPES = {
     "head.bias": (11,),
 }
 RATE, STEPS = 0.05, 4
+OPTIMIZATION = Optimization(learning_rate=RATE)
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -40,7 +42,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def ours(kind: str, given: dict[str, nn.Parameter]) -> LocalOptimizer:
-    return build_optimizer(given.items(), Training(optimizer=kind), Settings(learning_rate=RATE))
+    return build_optimizer(given.items(), Training(optimizer=kind, optimization=OPTIMIZATION))
 
 
 def theirs(kind: str, given: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -49,7 +51,7 @@ def theirs(kind: str, given: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     if kind == "adamw":
         return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
-    return torch.optim.SGD(groups, lr=RATE, momentum=0.9 if kind == "sgd-momentum" else 0.0)
+    return torch.optim.SGD(groups, lr=RATE, momentum=0.95 if kind == "sgd-momentum" else 0.0)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "sgd-momentum"])
@@ -116,7 +118,7 @@ def test_masters_are_updated_and_16_bit_weights_follow() -> None:
     for one in narrow.values():
         one.data = one.to(torch.bfloat16)
     first = ours("adamw", exact)
-    second = build_optimizer(narrow.items(), Training(), Settings(learning_rate=RATE), masters=masters)
+    second = build_optimizer(narrow.items(), Training(optimization=OPTIMIZATION), masters=masters)
     for step in range(STEPS):
         for name, gradient in gradients(step).items():
             exact[name].grad, narrow[name].grad = gradient.bfloat16().float(), gradient.bfloat16()
@@ -134,7 +136,7 @@ def test_a_state_that_was_saved_goes_on(with_masters: bool) -> None:
         masters = {one: one.detach().clone() for one in given.values()} if with_masters else {}
         for one in given.values():
             one.data = one.to(torch.bfloat16 if with_masters else torch.float32)
-        return given, build_optimizer(given.items(), Training(), Settings(learning_rate=RATE), masters=masters)
+        return given, build_optimizer(given.items(), Training(optimization=OPTIMIZATION), masters=masters)
 
     (mine, first), (other, second) = made(), made()
     for step in range(STEPS):

@@ -7,8 +7,9 @@ import torch
 
 from engine.data_cases import UNEVEN, Case, Trained, alone, together
 from engine.workers import on_ranks
-from shardwise.engine.precision import FP32, LossScaler, Precision, Scaling, precision_of
+from shardwise.engine.precision import FP32, LossScaler, Precision, precision_of
 from shardwise.spec.errors import SpecError
+from shardwise.spec.optimization import LossScaling
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -45,7 +46,7 @@ def run(scaler: LossScaler, steps: str) -> list[float]:
 
 
 def test_the_scale_grows_after_a_window_and_falls_after_patience() -> None:
-    scaler = LossScaler(Scaling(initial=8, window=3, hysteresis=2, minimum=2), "cpu")
+    scaler = LossScaler(LossScaling(initial=8, window=3, hysteresis=2, minimum=2), "cpu")
     assert run(scaler, "ggg") == [8, 8, 16]
     assert run(scaler, "b") == [16]  # one bad step is forgiven
     assert run(scaler, "b") == [8]
@@ -55,17 +56,21 @@ def test_the_scale_grows_after_a_window_and_falls_after_patience() -> None:
 
 
 def test_a_static_scale_stays_and_a_saved_one_returns() -> None:
-    assert run(LossScaler(Scaling(static=128), "cpu"), "bgggbb") == [128] * 6
-    scaler, other = LossScaler(Scaling(initial=8, window=2), "cpu"), LossScaler(Scaling(initial=64, window=2), "cpu")
+    assert run(LossScaler(LossScaling(static=128), "cpu"), "bgggbb") == [128] * 6
+    scaler, other = (
+        LossScaler(LossScaling(initial=8, window=2), "cpu"),
+        LossScaler(LossScaling(initial=64, window=2), "cpu"),
+    )
     run(scaler, "gb")
     other.load_state_dict(scaler.state_dict())
     assert run(other, "bgg") == run(scaler, "bgg")
 
 
-@pytest.mark.parametrize("scaling", [Scaling(initial=0), Scaling(window=0), Scaling(hysteresis=0), Scaling(minimum=-1)])
-def test_senseless_scales_are_refused(scaling: Scaling) -> None:
-    with pytest.raises(SpecError, match="scaling"):
-        LossScaler(scaling, "cpu")
+@pytest.mark.parametrize("wrong", [{"initial": 0}, {"window": 0}, {"hysteresis": 0}, {"minimum": -1}, {"static": 0}])
+def test_senseless_scales_are_refused(wrong: dict[str, int]) -> None:
+    (name,) = wrong
+    with pytest.raises(SpecError, match=f"loss_scaling.{name}"):
+        Training.from_dict({"optimization": {"loss_scaling": wrong}})
 
 
 @pytest.mark.parametrize("precision", [HALF, MIXED], ids=["bf16 gradients", "fp32 gradients"])

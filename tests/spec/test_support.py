@@ -81,11 +81,13 @@ USING: dict[str, Fields] = {
     **{name: {"training": {"optimizer": name}} for name in OPTIMIZERS},
     "dropout": {"training": {"dropout": True}},
     "unfused-attention": {"training": {"attention": "unfused"}},
+    "compile": {"training": {"compile": True}},
     "tied-embeddings": {"model": {"tied_embeddings": True}},
     "mtp": {"model": {"mtp_layers": 1}},
     "encoder": {"model": {"causal": False}},
     "sliding-window": {"model": {"sliding_window": 512}},
     "ragged-widths": {"model": {"ffn": 3080}},
+    "ragged-experts": {"model": {"moe": {"experts": 8, "top_k": 2, "ffn": 1028}}},
     "rank-order": {"order": ["tp", "cp", "pp", "dp"]},
     "named-collective": {"collective": "ring"},
     "in-network-collective": {"collective": "nvls"},
@@ -247,8 +249,8 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
              "expert_tensor_parallel")  # fmt: skip
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
-    scalars_only = {"uneven-kv-heads", "ragged-widths", "own-stages", "rank-order", "named-collective",
-                    "in-network-collective", "experts-across-tp"}  # fmt: skip
+    scalars_only = {"uneven-kv-heads", "ragged-widths", "ragged-experts", "own-stages", "rank-order",
+                    "named-collective", "in-network-collective", "experts-across-tp"}  # fmt: skip
     for name, uses in TECHNIQUES.items():
         if name not in scalars_only:
             expected = [bool(uses(one.strategy, training, model)) for one in cases]

@@ -16,7 +16,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.engine.names import sent
 
-MOMENTUM = 0.95
 # The quintic whose slope at zero is as steep as convergence allows: kellerjordan.github.io/posts/muon
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -25,11 +24,11 @@ EPSILON = 1e-7
 
 @torch.no_grad()
 def muon_directions(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], momenta: Sequence[Tensor]
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float
 ) -> list[Tensor]:
     """Where each local tensor goes, with Nesterov's look ahead; ``momenta`` are updated in place."""
-    torch._foreach_lerp_(list(momenta), list(gradients), 1 - MOMENTUM)
-    ahead = torch._foreach_lerp(list(gradients), list(momenta), MOMENTUM)
+    torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
+    ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)
     wholes = [_whole(parameter, one) for parameter, one in zip(parameters, ahead)]
     results: dict[int, Tensor] = {}
     by_shape: dict[torch.Size, list[int]] = {}

@@ -7,7 +7,6 @@ PyTorch's optimizers take the divided parameters of FSDP as DTensors, at a price
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +16,15 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.muon import muon_directions
 from shardwise.engine.names import named
 from shardwise.spec.errors import SpecError
+from shardwise.spec.optimization import Optimization
 from shardwise.spec.training import Training
 
 CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the job's description leaves open; the defaults are those of the large open models (Llama, OLMo)."""
-
-    learning_rate: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.9  # of SGD; Muon's is 0.95
-
-
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     training: Training,
-    settings: Settings | None = None,
     *,
     masters: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> LocalOptimizer:
@@ -44,7 +32,7 @@ def build_optimizer(
 
     ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`).
     """
-    settings = settings or Settings()
+    settings = training.optimization
     if training.optimizer == "adam8bit":
         raise SpecError("training.optimizer", "adam8bit has no 8-bit kernels in this engine", "optimizer: adamw")
     groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -56,7 +44,7 @@ def build_optimizer(
             groups.setdefault((kind, decays(name, parameter)), []).append((name, parameter))
     return LocalOptimizer(
         [
-            {"params": members, "kind": kind, "weight_decay": settings.weight_decay if decayed else 0.0}
+            {"params": members, "kind": kind, "weight_decay": settings.decay if decayed else 0.0}
             for (kind, decayed), members in groups.items()
         ],
         settings,
@@ -80,7 +68,9 @@ class LocalOptimizer(torch.optim.Optimizer):
     All states are there from the beginning: memory does not grow with the first step.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], settings: Settings, masters: dict[nn.Parameter, Tensor]) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], settings: Optimization, masters: dict[nn.Parameter, Tensor]
+    ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.masters = settings, masters
         for group in self.param_groups:
@@ -183,8 +173,8 @@ def _adamw(
         [],
         [group["step"]] * len(parameters),
         lr=group["lr"],
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
+        beta1=settings.beta1,
+        beta2=settings.beta2,
         weight_decay=group["weight_decay"],
         eps=settings.epsilon,
         amsgrad=False,
@@ -232,7 +222,9 @@ def _muon(
     if divisor is not None:
         gradients = list(torch._foreach_div(gradients, divisor))
     values = [optimizer.values(one) for one in parameters]
-    directions = muon_directions(parameters, gradients, optimizer.states(parameters, "momentum_buffer"))
+    directions = muon_directions(
+        parameters, gradients, optimizer.states(parameters, "momentum_buffer"), optimizer.settings.momentum
+    )
     torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
     torch._foreach_add_(values, directions, alpha=-group["lr"])
 

@@ -1,7 +1,7 @@
 """A user's own network under any strategy, in the user's own loop.
 
-The order is the engine's: stages, tensor, context, experts, recompute, data. What is replaced or cut is replaced in the
-module that was given: it *is* the parallel module afterwards.
+The order is the engine's: stages, tensor, context, experts, recompute, compile, data. What is replaced or cut is
+replaced in the module that was given: it *is* the parallel module afterwards.
 """
 
 from __future__ import annotations
@@ -13,15 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.batch import Batch
-from shardwise.engine.context import cut_sequence
+from shardwise.engine.compile import apply_compile
 from shardwise.engine.data import apply_data
-from shardwise.engine.engine import StepResult, settings_of
-from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
-from shardwise.engine.gradients import held, ranks_with_copy, sum_partial
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.names import named
-from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.own_model.checks import (
     require_described,
     require_matching,
@@ -32,15 +26,14 @@ from shardwise.engine.own_model.checks import (
 from shardwise.engine.own_model.cut import Initialise, cut_stages, fill_stages, tie_stages
 from shardwise.engine.own_model.inputs import in_microbatches, on_device, rows_of, token_batch, usual_call, usual_count
 from shardwise.engine.own_model.jobs import job_for
-from shardwise.engine.own_model.passes import Call, Loss, Pass, TokenPass, answer_passes, any_pass, call_stage
+from shardwise.engine.own_model.passes import Call, Loss, TokenPass, answer_passes, any_pass, call_stage
 from shardwise.engine.own_model.tables import found_layers, supplied_table
 from shardwise.engine.own_model.whole import Piece, kept_buffers, second_names, whole_tensors
 from shardwise.engine.patterns import Patterns
-from shardwise.engine.pipeline import Message, PipelineRunner, schedule_of
-from shardwise.engine.precision import LossScaler, Scaling, precision_of
+from shardwise.engine.precision import precision_of
 from shardwise.engine.recompute import apply_recompute
-from shardwise.engine.reductions import all_reduce_sum
 from shardwise.engine.refuse import require_runs
+from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -108,7 +101,7 @@ def parallelize(
     return Parallel(module, job, table, place, loss, count, call or usual_call(module), initialise)
 
 
-class Parallel:
+class Parallel(Trainer[Any]):
     """This rank's part of a user's network; also unpacks as ``module, optimizer, step``.
 
     ``module`` is a list of modules where a pipeline gives this rank several stages.
@@ -125,37 +118,29 @@ class Parallel:
         call: Call,
         initialise: Initialise | None,
     ) -> None:
-        self.job, self.table, self.device, self.count = job, table, device, count or usual_count
+        self.table, self.count = table, count or usual_count
         self.patterns = table or found_layers(module)
         self.aliases = second_names(module)
-        self.mesh = build_mesh(job.strategy, device.type, job.model.key_value_heads)
+        mesh = build_mesh(job.strategy, device.type, job.model.key_value_heads)
         precision = precision_of(job.training, device)
-        self.scaler = LossScaler(Scaling(), device) if precision.scaled else None
-        self.stages = cut_stages(module, job, self.mesh, table)
-        self.tied = tie_stages(self.stages, job, self.mesh, self.patterns, self.aliases)
+        stages = cut_stages(module, job, mesh, table)
+        tied = tie_stages(stages, job, mesh, self.patterns, self.aliases)
         whole = job.strategy.cp == job.strategy.pp == 1
-        for stage in self.stages.values():
+        for stage in stages.values():
             run = any_pass(call, loss, precision.compute) if table is None and loss else None
-            answer_passes(stage, run or TokenPass(stage, self.patterns, self.mesh, loss), whole)
-        apply_recompute(list(self.stages.values()), job, self.patterns)
+            answer_passes(stage, run or TokenPass(stage, self.patterns, mesh, loss), whole)
+        apply_recompute(list(stages.values()), job, self.patterns)
+        if job.training.compile:
+            apply_compile(list(stages.values()), job.strategy, self.patterns)
         if initialise is None:
-            for stage in self.stages.values():
+            for stage in stages.values():
                 stage.to(device)
-        self.data = apply_data(list(self.stages.values()), self.mesh, precision, patterns=self.patterns)
+        data = apply_data(list(stages.values()), mesh, precision, patterns=self.patterns)
         if initialise is not None:
-            fill_stages(self.stages, initialise, device)
-        if self.tied:
-            self.tied.follow()
-        self.data.start()
-        self.parameters = held(self.stages.values())
-        self.optimizer = build_optimizer(
-            [(one.name, one.parameter) for one in self.parameters],
-            job.training,
-            settings_of(job.training.optimization),
-            masters=self.data.masters,
-        )
-        self.gradient_norm = GradientNorm([ranks_with_copy(one.part, self.mesh) for one in self.parameters], device)
-        self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
+            fill_stages(stages, initialise, device)
+        if tied:
+            tied.follow()
+        super().__init__(job, device, mesh, stages, tied, data, call_stage)
 
     @property
     def module(self) -> nn.Module:
@@ -165,54 +150,11 @@ class Parallel:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.module, self.optimizer, self.step))
 
-    def step(self, batch: Any) -> StepResult:
-        """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it."""
-        loss = self.forward_backward(batch)
-        return StepResult(loss, self.update())
-
-    def forward_backward(self, batch: Any) -> Tensor:
-        """The loss of the global batch; gradients are complete on every rank (times the scale of the loss in fp16)."""
-        microbatches, counted = self._microbatches(batch)
-        divisor = counted if self.scaler is None else counted / self.scaler.scale
-        loss = self._train(microbatches, divisor)
-        with named("gradients: last sums"):
-            sum_partial(self.parameters, self.mesh)
-            if self.tied:
-                self.tied.add_gradients()
-        return self._over_data(loss * divisor) / counted
-
-    def update(self) -> Tensor:
-        """Clips the gradients and moves the weights; the gradients' norm before that."""
-        gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
-        norm, bad, scale = self.gradient_norm(gradients), None, None
-        if self.scaler is not None:
-            scale = self.scaler.scale.clone()
-            norm, bad = norm / scale, (~torch.isfinite(norm)).float()
-        if largest is not None:
-            scale_gradients(gradients, clip_factor(norm, largest))
-        self.optimizer.step(bad=bad, divisor=scale)
-        if self.scaler is not None and bad is not None:
-            self.scaler.update(bad)
-        self.data.after_step()
-        self.optimizer.zero_grad()
-        return norm
-
     def share(self, batch: Any) -> Any:
         """This rank's samples of a global batch that every rank has; a loader of one's own may give just these."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
         each = rows_of(batch) // self.mesh.size("dp")
         return in_microbatches(batch, each)[self.mesh.rank("dp")]
-
-    @torch.no_grad()
-    def evaluate(self, batch: Any) -> Tensor:
-        """The loss of a global batch, of which this is the rank's share; nothing is learnt."""
-        microbatches, counted = self._microbatches(batch)
-        if self.pipeline:
-            loss = self.pipeline.evaluate(microbatches, counted)
-        else:
-            (stage,) = self.stages.values()
-            loss = torch.stack([stage(Pass(one)).float() / counted for one in microbatches]).sum()
-        return self._over_data(loss)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the undivided network on rank 0, one at a time; all ranks have to iterate to the end."""
@@ -224,66 +166,18 @@ class Parallel:
                 pieces[one.name] = one.part, self.data.masters.get(one.parameter, one.parameter)
         yield from whole_tensors(pieces, self.aliases)
 
-    def _microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:
-        """What this rank computes, and how much counts in the global batch."""
+    def microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:
         rows = self.job.strategy.microbatch
         if self.table is None:
             batch = on_device(batch, self.device)
-            counted, number = self.count(batch), rows_of(batch)
-            microbatches = in_microbatches(batch, rows)
+            self.require_rows(rows_of(batch), exactly=False)
+            counted, microbatches = self.count(batch), in_microbatches(batch, rows)
         else:
-            tokens = self._own_tokens(token_batch(batch, self.device))
-            counted, number = tokens.counted, tokens.tokens.shape[0]
-            microbatches = tokens.microbatches(max(1, number // rows))
-        wanted = self.job.microbatches * rows if self.pipeline else number
-        if number % rows or number != wanted:
-            problem = (
-                f"has {number} rows on this rank, which are no {wanted if self.pipeline else f'multiple of {rows}'}"
-            )
-            raise SpecError("batch", problem, "give every rank its share of training.global_batch")
-        total = torch.as_tensor(counted, dtype=torch.float32, device=self.device).clone()
-        return microbatches, self._over_data(total)
-
-    def _train(self, microbatches: list[Any], divisor: Tensor) -> Tensor:
-        if self.pipeline:
-            return self.pipeline.step(microbatches, divisor)
-        (stage,) = self.stages.values()
-        total = torch.zeros((), device=self.device)
-        for number, batch in enumerate(microbatches):
-            self.data.before_microbatch(last=number == len(microbatches) - 1)
-            with named(f"forward {number}"):
-                lost = stage(Pass(batch))
-            with named(f"backward {number}"):
-                loss = lost.float() / divisor
-                loss.backward()
-            total += loss.detach()
-        return total
-
-    def _own_tokens(self, batch: Batch) -> Batch:
-        """What context parallelism leaves of every sequence on this rank."""
-        rank, size, method = self.mesh.rank("cp"), self.mesh.size("cp"), self.job.strategy.context_method
-        return batch.changed(lambda tensor: cut_sequence(tensor, rank, size, method))
-
-    def _over_data(self, number: Tensor) -> Tensor:
-        """The sum over all ranks that hold other tokens of the step."""
-        for name in ("cp", "dp"):
-            if self.mesh.size(name) > 1:
-                all_reduce_sum(number, self.mesh.group(name))
-        return number
-
-    def _pipeline(self, dtype: torch.dtype) -> PipelineRunner:
-        strategy = self.job.strategy
-        parts = strategy.cp * (strategy.tp if strategy.sequence_parallel else 1)
-        shape = (strategy.microbatch, self.job.training.seq // parts, self.job.model.hidden)
-        return PipelineRunner(
-            schedule_of(self.job),
-            self.stages,
-            self.mesh.group("pp"),
-            Message(shape, dtype, self.device),
-            reduction=self.data,
-            tied=self.tied,
-            call=call_stage,
-        )
+            tokens = self.own_tokens(token_batch(batch, self.device))
+            number = tokens.tokens.shape[0]
+            self.require_rows(number, exactly=self.pipeline is not None)
+            counted, microbatches = tokens.counted, tokens.microbatches(number // rows)
+        return microbatches, torch.as_tensor(counted, dtype=torch.float32, device=self.device).clone()
 
 
 def gather_state_dict(parallel: Parallel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.optimization import LossScaling
 from shardwise.spec.training import RECIPES, Training
 
 FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -54,37 +55,13 @@ def _require_fp8(device: torch.device) -> None:
         raise SpecError("training.precision", f"{device.type} has no FP8 products here", "precision: bf16")
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """How the loss is scaled: ``static`` for ever, or from ``initial`` on, found by trial.
-
-    The scale doubles after ``window`` good steps in a row and halves, never below ``minimum``, when ``hysteresis``
-    bad ones have come since it last changed (Megatron-LM and DeepSpeed count alike).
-    """
-
-    initial: float = 2.0**16
-    window: int = 1000
-    hysteresis: int = 2
-    minimum: float = 1.0
-    static: float | None = None
-
-    def check(self) -> None:
-        for name in ("initial", "minimum"):
-            if getattr(self, name) <= 0:
-                raise SpecError(f"scaling.{name}", f"{getattr(self, name)} is not above 0", "use a power of two")
-        for name in ("window", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise SpecError(f"scaling.{name}", f"{getattr(self, name)} is less than one step", "use at least 1")
-
-
 class LossScaler:
     """The scale and its history as tensors on the device, so that no step waits for the host.
 
     Every rank calls `update` with the same ``bad`` (a step whose summed gradients are not finite), and so all agree.
     """
 
-    def __init__(self, scaling: Scaling, device: torch.device | str) -> None:
-        scaling.check()
+    def __init__(self, scaling: LossScaling, device: torch.device | str) -> None:
         self.scaling = scaling
         start = scaling.initial if scaling.static is None else scaling.static
         self.scale = torch.tensor(float(start), device=device)

@@ -50,6 +50,22 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
     return attended.transpose(1, 2)
 
 
+def unfused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
+    """The same by plain products: the scores of all pairs of tokens exist, and their softmax is kept."""
+    batch, seq, heads, features = query.shape
+    groups = key.shape[2]
+    # The query heads of a key head lie one after the other, so that no key is repeated.
+    rows = (query * arguments.scale).transpose(1, 2).reshape(batch, groups, -1, features)
+    scores = (rows @ key.permute(0, 2, 3, 1)).view(batch, heads, seq, seq)
+    mask = attention_mask(seq, query.device, arguments)
+    if mask is None and arguments.causal:
+        mask = torch.ones((seq, seq), dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    shares = scores.softmax(-1).view(batch, groups, -1, seq)
+    return (shares @ value.transpose(1, 2)).view(batch, heads, seq, -1).transpose(1, 2)
+
+
 def attention_mask(seq: int, device: torch.device, arguments: AttentionArguments) -> Tensor | None:
     """True where a query [rows] sees a key [columns]; None where plain (causal) attention says it all."""
     window = arguments.window if arguments.window is not None and arguments.window < seq else None

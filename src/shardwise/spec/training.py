@@ -88,7 +88,8 @@ OPTIMIZERS: dict[str, OptimizerStates] = {
 class Training(Spec):
     """``global_batch`` counts sequences, or tokens when written like "16M-tokens" (decimal).
 
-    Left out, it is one microbatch for every data-parallel rank.
+    Left out, it is one microbatch for every data-parallel rank. ``compile`` is how the engine runs the layers, by
+    `torch.compile`; no price depends on it.
     """
 
     global_batch: int | str | None = None
@@ -97,6 +98,7 @@ class Training(Spec):
     optimizer: Literal["sgd", "sgd-momentum", "adamw", "adam8bit", "muon"] = "adamw"
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
+    compile: bool = False
     optimization: Optimization = Optimization()
     tokens: int | None = count(None)
     checkpoint_interval: float | None = field(default=None, metadata={"dimension": "seconds", "above": 0})

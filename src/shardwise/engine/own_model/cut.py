@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.attention import apply_attention
 from shardwise.engine.context import apply_context
 from shardwise.engine.gradients import held
 from shardwise.engine.mesh import Mesh
@@ -37,6 +38,7 @@ def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) 
         if job.strategy.pp > 1:
             here = keep_part(part, table, layers[stage], first=stage == 0, last=stage == last)
         apply_tensor(part, mesh, here, job.model)
+        apply_attention(part, job.training)
         apply_context(part, mesh, job.strategy)
         if job.model.moe is not None:
             spread_experts(part, mesh, here, lambda rank: rank // nodes, job.model.moe.experts)

@@ -1,0 +1,175 @@
+"""One training step of a rank's stages, whatever network they are of: passes, sums, clipping, update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.batch import Batch
+from shardwise.engine.context import cut_sequence
+from shardwise.engine.data import DataParallel
+from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.gradients import held, ranks_with_copy, sum_partial
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.names import named
+from shardwise.engine.optimizer import build_optimizer
+from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
+from shardwise.engine.pipeline.stage import Call
+from shardwise.engine.precision import LossScaler, precision_of
+from shardwise.engine.reductions import all_reduce_sum
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+Given = TypeVar("Given")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tensors on the device, equal on every rank: reading them waits for the step, so do it seldom.
+
+    Where an fp16 step overflowed anywhere, the norm is not finite on any rank and no weight has moved.
+    """
+
+    loss: Tensor  # mean over the labels that count, of the whole batch
+    gradient_norm: Tensor
+
+
+class Trainer(ABC, Generic[Given]):
+    """This rank's stages under data parallelism, with their values; ``call`` runs a stage on a microbatch.
+
+    ``Given`` is what a step takes: this rank's share of a global batch.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        mesh: Mesh,
+        stages: dict[int, nn.Module],
+        tied: TiedEnds | None,
+        data: DataParallel,
+        call: Call,
+    ) -> None:
+        self.job, self.device, self.mesh = job, device, mesh
+        self.stages, self.tied, self.data, self.call = stages, tied, data, call
+        precision, optimization = precision_of(job.training, device), job.training.optimization
+        self.scaler = LossScaler(optimization.loss_scaling, device) if precision.scaled else None
+        data.start()
+        self.parameters = held(stages.values())
+        self.optimizer = build_optimizer(
+            [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters
+        )
+        self.gradient_norm = GradientNorm([ranks_with_copy(one.part, mesh) for one in self.parameters], device)
+        self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
+
+    def step(self, batch: Given) -> StepResult:
+        """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it."""
+        loss = self.forward_backward(batch)
+        return StepResult(loss, self.update())
+
+    def forward_backward(self, batch: Given) -> Tensor:
+        """The loss of the global batch; gradients are complete on every rank (times the scale of the loss in fp16)."""
+        microbatches, counted = self.microbatches(batch)
+        total = self.over_data(counted)
+        divisor = total if self.scaler is None else total / self.scaler.scale
+        loss = self._passes(microbatches, divisor)
+        with named("gradients: last sums"):
+            sum_partial(self.parameters, self.mesh)
+            if self.tied:
+                self.tied.add_gradients()
+        if self.scaler is not None:
+            loss = loss / self.scaler.scale
+        return self.over_data(loss)
+
+    def update(self) -> Tensor:
+        """Clips the gradients and moves the weights; the gradients' norm before that.
+
+        The norm is of the gradients of all ranks, so that all of them leave a step out where it is not finite.
+        """
+        gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
+        norm, bad, scale = self.gradient_norm(gradients), None, None
+        if self.scaler is not None:
+            scale = self.scaler.scale.clone()
+            norm, bad = norm / scale, (~torch.isfinite(norm)).float()
+        if largest is not None:
+            scale_gradients(gradients, clip_factor(norm, largest))
+        self.optimizer.step(bad=bad, divisor=scale)
+        if self.scaler is not None and bad is not None:
+            self.scaler.update(bad)
+        self.after_update()
+        self.data.after_step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: Given) -> Tensor:
+        """The loss of a global batch, of which this is the rank's share; nothing is learnt."""
+        microbatches, counted = self.microbatches(batch)
+        total = self.over_data(counted)
+        if self.pipeline:
+            loss = self.pipeline.evaluate(microbatches, total)
+        else:
+            loss = torch.stack([self._loss(one) / total for one in microbatches]).sum()
+        return self.over_data(loss)
+
+    @abstractmethod
+    def microbatches(self, batch: Given) -> tuple[Sequence[Any], Tensor]:
+        """What this rank computes of a step, and how much of it counts (a fresh fp32 scalar)."""
+
+    def after_update(self) -> None:
+        """What else moves with the weights."""
+
+    def own_tokens(self, batch: Batch) -> Batch:
+        """What context parallelism leaves of every sequence on this rank."""
+        rank, size, method = self.mesh.rank("cp"), self.mesh.size("cp"), self.job.strategy.context_method
+        return batch.changed(lambda tensor: cut_sequence(tensor, rank, size, method))
+
+    def over_data(self, number: Tensor) -> Tensor:
+        """The sum over all ranks that hold other tokens of the step."""
+        for name in ("cp", "dp"):
+            if self.mesh.size(name) > 1:
+                all_reduce_sum(number, self.mesh.group(name))
+        return number
+
+    def require_rows(self, rows: int, exactly: bool) -> None:
+        """A rank's share of a batch is whole microbatches; as many as the job says, where ``exactly``."""
+        each = self.job.strategy.microbatch
+        wanted = each * self.job.microbatches
+        if rows % each or (exactly and rows != wanted):
+            problem = f"has {rows} rows on this rank, which are no {wanted if exactly else f'multiple of {each}'}"
+            raise SpecError("batch", problem, "give every rank its share of training.global_batch")
+
+    def _passes(self, microbatches: Sequence[Any], divisor: Tensor) -> Tensor:
+        if self.pipeline:
+            return self.pipeline.step(microbatches, divisor)
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(microbatches):
+            self.data.before_microbatch(last=number == len(microbatches) - 1)
+            with named(f"forward {number}"):
+                lost = self._loss(batch)
+            with named(f"backward {number}"):
+                loss = lost / divisor
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _loss(self, microbatch: Any) -> Tensor:
+        """Summed over what counts, of a network that is not cut into stages."""
+        (stage,) = self.stages.values()
+        inputs: Any = getattr(microbatch, "tokens", None)
+        return self.call(stage, inputs, microbatch, True).float()
+
+    def _pipeline(self, dtype: torch.dtype) -> PipelineRunner:
+        job, strategy = self.job, self.job.strategy
+        parts = strategy.cp * (strategy.tp if strategy.sequence_parallel else 1)
+        shape = (strategy.microbatch, job.training.seq // parts, job.model.hidden)
+        message = Message(shape, dtype, self.device)
+        return PipelineRunner(
+            schedule_of(job), self.stages, self.mesh.group("pp"), message,
+            reduction=self.data, tied=self.tied, call=self.call,
+        )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Which techniques there are, and when a job uses one: the words that the support matrix is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.spec.model import Model
+from shardwise.spec.strategy import DIMENSIONS, SCHEDULES, Strategy
+from shardwise.spec.training import OPTIMIZERS, RECIPES, Training
+
+Uses = Callable[[Strategy, Training, Model], Any]
+
+
+def _schedule(name: str) -> Uses:
+    return lambda s, t, m: (s.pp > 1) & (s.schedule == name)
+
+
+def _context(method: str) -> Uses:
+    return lambda s, t, m: (s.cp > 1) & (s.context_method == method)
+
+
+def _precision(name: str) -> Uses:
+    return lambda s, t, m: t.precision == name
+
+
+def _optimizer(name: str) -> Uses:
+    return lambda s, t, m: t.optimizer == name
+
+
+def _kv_heads_per_rank(s: Strategy, m: Model) -> int:
+    heads = m.heads if m.mla else m.key_value_heads
+    return max(1, heads // s.tp)
+
+
+def _uneven_kv(s: Strategy, m: Model) -> bool:
+    heads = _kv_heads_per_rank(s, m)
+    return s.cp > 1 and heads % s.cp > 0 and s.cp % heads > 0
+
+
+def _across_tp(s: Strategy) -> bool:
+    """Whether the ranks that split an expert are others than the tensor-parallel group: those next to each other."""
+    inside = [name for name in s.order if name != "pp"]
+    before = inside[: inside.index("tp")]
+    return s.expert_tensor_parallel != s.tp or any(s.degree(name) > 1 for name in before)
+
+
+def _ragged(s: Strategy, m: Model) -> bool:
+    widths = (m.hidden, m.ffn // s.tp, m.moe.ffn // s.expert_tensor_parallel if m.moe else 0)
+    return any(width % 16 for width in widths)
+
+
+def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
+    """torch's grouped product: "strides should be multiple of 16 bytes"."""
+    if m.moe is None:
+        return False
+    elements = 4 if t.precision == "fp32" else 8
+    return any(width % elements for width in (m.hidden, m.moe.ffn // s.expert_tensor_parallel))
+
+
+# Schedules that compute the gradients of the weights apart from those of the inputs.
+SPLIT_BACKWARD = tuple(name for name in SCHEDULES if name not in ("gpipe", "1f1b", "interleaved"))
+
+# Name → when a job uses it. Comparisons of the strategy's degrees and choices are joined by & and not by `and`, so
+# that columns of a table may stand in for them.
+TECHNIQUES: dict[str, Uses] = {
+    # data
+    "zero-0": lambda s, t, m: s.zero == 0,
+    "zero-1": lambda s, t, m: s.zero == 1,
+    "zero-2": lambda s, t, m: s.zero == 2,
+    "zero-3": lambda s, t, m: (s.zero == 3) & (s.keep_parameters == 0),  # gathers again for the backward pass
+    "zero-3-kept": lambda s, t, m: (s.zero == 3) & (s.keep_parameters == 1),
+    "hybrid-shard": lambda s, t, m: (s.zero > 0) & (s.sharding_group < s.gradient_group),
+    "accumulate-local": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "local"),
+    # tensor
+    "tp": lambda s, t, m: s.tp > 1,
+    "sp": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 1),
+    "tp-plain": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 0),
+    "tp-overlap": lambda s, t, m: (s.tp > 1) & (s.overlap.tp == 1),
+    "repeated-kv-heads": lambda s, t, m: (s.tp > m.key_value_heads) & (m.mla is None),
+    # context
+    "cp-ring": _context("ring"),
+    "cp-all-gather": _context("all-gather"),
+    "cp-ulysses": _context("ulysses"),
+    "uneven-kv-heads": lambda s, t, m: _uneven_kv(s, m),
+    "odd-chunks": lambda s, t, m: (s.cp > 1) & (s.context_method != "ulysses") & (t.seq % (2 * s.cp) > 0),
+    # experts
+    "ep": lambda s, t, m: s.ep > 1,
+    "ep-overlap": lambda s, t, m: (s.ep > 1) & (s.overlap.ep == 1),
+    "expert-tp": lambda s, t, m: (m.moe is not None) & (s.expert_tensor_parallel > 1),
+    "expert-tp-unlike-tp": lambda s, t, m: (
+        (m.moe is not None) & (s.expert_tensor_parallel > 1) & (s.expert_tensor_parallel != s.tp)
+    ),
+    "experts-across-tp": lambda s, t, m: (m.moe is not None) & (s.expert_tensor_parallel > 1) & _across_tp(s),
+    "deduplicated-dispatch": lambda s, t, m: (s.ep > 1) & (s.dispatch == "deduplicated"),
+    # pipeline
+    "no-pipeline": lambda s, t, m: s.pp == 1,
+    "pp": lambda s, t, m: s.pp > 1,
+    **{name: _schedule(name) for name in SCHEDULES},
+    "odd-pipeline": lambda s, t, m: (s.pp > 1) & (s.pp % 2 == 1),
+    "own-stages": lambda s, t, m: (s.pp > 1) & (s.stage_layers != "even"),
+    # memory
+    "recompute-selective": lambda s, t, m: s.recompute == "selective",
+    "recompute-full": lambda s, t, m: s.recompute == "full",
+    "offload-optimizer": lambda s, t, m: s.offload.optimizer > 0,
+    "offload-gradients": lambda s, t, m: s.offload.gradients > 0,
+    "offload-weights": lambda s, t, m: s.offload.weights > 0,
+    "offload-activations": lambda s, t, m: s.offload.activations > 0,
+    "offload-cpu": lambda s, t, m: s.offload.any & (s.offload.target == "cpu"),
+    "offload-nvme": lambda s, t, m: s.offload.any & (s.offload.target == "nvme"),
+    "gradients-beyond-optimizer": lambda s, t, m: s.offload.gradients > s.offload.optimizer,
+    # numbers
+    **{name: _precision(name) for name in RECIPES},
+    **{name: _optimizer(name) for name in OPTIMIZERS},
+    "dropout": lambda s, t, m: t.dropout,
+    "unfused-attention": lambda s, t, m: t.attention == "unfused",
+    "compile": lambda s, t, m: t.compile,
+    # model
+    "tied-embeddings": lambda s, t, m: m.tied_embeddings,
+    "mtp": lambda s, t, m: m.mtp_layers > 0,
+    "encoder": lambda s, t, m: not m.causal,
+    "sliding-window": lambda s, t, m: m.sliding_window is not None and t.seq > m.sliding_window,
+    "ragged-widths": lambda s, t, m: _ragged(s, m),
+    "ragged-experts": _ragged_experts,
+    # layout
+    "rank-order": lambda s, t, m: s.order != DIMENSIONS,
+    "named-collective": lambda s, t, m: s.collective not in ("auto", "textbook"),
+    "in-network-collective": lambda s, t, m: s.collective in ("nvls", "sharp"),
+}
