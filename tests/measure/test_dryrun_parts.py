@@ -15,7 +15,7 @@ from shardwise.engine.names import named, sent
 from shardwise.engine.reductions import all_gather, reduce_scatter_sum
 from shardwise.measure.dryrun.collectives import CollectiveLog
 from shardwise.measure.dryrun.compare import traced_bytes
-from shardwise.measure.dryrun.extend import Shape, alike, extension
+from shardwise.measure.dryrun.extend import Shape, alike, at_one_moment, extension
 from shardwise.measure.dryrun.flops import FlopLog
 from shardwise.measure.dryrun.memory import MemoryLog
 from shardwise.measure.dryrun.places import Place, Places
@@ -146,7 +146,7 @@ def test_parts_of_memory_by_where_tensors_are_made_and_freed() -> None:
         places.passes += 1
         places.now = Place("update")
         del gradient
-    peaks = memory.peaks()
+    (peaks,) = at_one_moment([memory.moments()])
     forward = {part: size for part, size in peaks[Place("forward", part="layer")].items() if size}
     assert forward == {"weights": 400, "activations": 40, "temporary": 4000}
     backward = {part: size for part, size in peaks[Place("backward", part="layer")].items() if size}
@@ -193,13 +193,24 @@ def test_kinds_of_which_there_are_equally_many_grow_together() -> None:
     assert plan.extended(numbers) == numbers(whole)
 
 
-def test_layers_are_compared_from_the_nearer_end() -> None:
-    small = Shape(((DENSE, 4),), 1)
-    names = {of: [alike(Place("backward", 0, "layer", "dense", i, of), small) for i in range(of)] for of in (4, 5)}
+def test_layers_and_microbatches_are_compared_from_the_nearer_end() -> None:
+    small = Shape(((DENSE, 4),), 3)
+    names = {of: [alike(Place("backward", 0, "layer", "dense", i, of), small, 3) for i in range(of)] for of in (4, 5)}
     assert [one and one.number for one in names[4]] == [0, 1, -2, -1]
     assert [one and one.number for one in names[5]] == [0, 1, None, -2, -1]
     assert set(names[4]) == {one for one in names[5] if one is not None}
-    assert alike(Place("update"), small) == Place("update")
+    visits = [alike(Place("forward", 0, "head", visit=visit), small, 5) for visit in range(5)]
+    assert [one and one.visit for one in visits] == [0, 1, None, None, -1]
+    assert alike(Place("update"), small, 3) == Place("update")
+
+
+def test_parts_are_those_of_one_moment_in_all_traces() -> None:
+    place = Place("forward", part="head")
+    small = {place: [{"weights": 5.0, "temporary": 6.0}, {"weights": 10.0, "temporary": 0.0}]}
+    large = {place: [{"weights": 5.0, "temporary": 6.0}, {"weights": 20.0, "temporary": 0.0}]}
+    assert [one[place]["weights"] for one in at_one_moment([small, large])] == [10.0, 20.0]
+    shorter = {place: [{"weights": 5.0, "temporary": 6.0}]}
+    assert [one[place]["weights"] for one in at_one_moment([shorter, large])] == [5.0, 20.0]
 
 
 # -- comparison --------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """From a few layers and microbatches to all of them: what is counted grows by the same amount with each.
 
 Memory is extended place by place, since what is most at one place may not be most at another: layers near the front
-of a stage are compared with those near the front, those near the back with those near the back. Between them memory
-changes evenly from layer to layer, so that the most of a pass is never in the middle.
+of a stage are compared with those near the front, those near the back with those near the back, and so are the first
+and the last microbatches. Between them memory changes evenly from layer to layer and not at all from microbatch to
+microbatch, so that the most of a pass is never in the middle.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shardwise.measure.dryrun.result import Bytes
 
 Kind = tuple[int, str]  # stage, kind of layer
 Numbers = Mapping[object, float]
+Moments = Mapping[Place, Sequence[Bytes]]
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,26 @@ def extension(whole: Shape, layers: int, microbatches: Sequence[int]) -> Extensi
     return Extension(whole, small, more, groups)
 
 
-def alike(place: Place, shape: Shape) -> Place | None:
-    """The name of a place that it has in a trace of any number of layers; None for a layer in the middle."""
-    if place.part != "layer":
+def alike(place: Place, shape: Shape, microbatches: int) -> Place | None:
+    """The name of a place that it has in a trace of any size; None for what is in the middle.
+
+    ``shape`` is the smallest that is traced, ``microbatches`` are those of the trace that the place is from.
+    """
+    if not place.part:
         return place
-    least = min(shape.of((place.stage, place.kind)), place.of)
-    from_back = place.of - place.number
-    if place.number < (least + 1) // 2:
-        return replace(place, of=0)
-    if from_back <= least // 2:
-        return replace(place, number=-from_back, of=0)
-    return None
+    visit = _from_nearer_end(place.visit, microbatches, shape.microbatches)
+    if visit is None or place.part != "layer":
+        return None if visit is None else replace(place, visit=visit)
+    number = _from_nearer_end(place.number, place.of, shape.of((place.stage, place.kind)))
+    return None if number is None else replace(place, number=number, of=0, visit=visit)
+
+
+def _from_nearer_end(number: int, of: int, least: int) -> int | None:
+    """From the front or, below zero, from the back, as far as there is a front and a back half of ``least``."""
+    least = min(least, of)
+    if number < (least + 1) // 2:
+        return number
+    return number - of if of - number <= least // 2 else None
 
 
 def _difference(one: Numbers, other: Numbers) -> dict[object, float]:
@@ -102,6 +113,25 @@ def _difference(one: Numbers, other: Numbers) -> dict[object, float]:
 
 def _sum(one: Numbers, other: Numbers, times: float) -> dict[object, float]:
     return {key: one.get(key, 0.0) + times * other.get(key, 0.0) for key in {**one, **other}}
+
+
+def at_one_moment(traces: Sequence[Moments]) -> list[dict[Place, Bytes]]:
+    """What there is at each place where it is most; in all traces at the same moment of it, where they have the same.
+
+    Places by the names that they have in all traces, the largest trace last. Of two moments with nearly as much one
+    trace may have more in this one, another in that, in other parts.
+    """
+    longest = {place: len(moments) for place, moments in traces[-1].items()}
+    chosen = {place: _most_at(moments) for place, moments in traces[-1].items()}
+
+    def of(place: Place, moments: Sequence[Bytes]) -> Bytes:
+        return moments[chosen[place] if longest.get(place) == len(moments) else _most_at(moments)]
+
+    return [{place: of(place, moments) for place, moments in trace.items()} for trace in traces]
+
+
+def _most_at(moments: Sequence[Bytes]) -> int:
+    return max(range(len(moments)), key=lambda number: sum(moments[number].values()))
 
 
 def most(peaks: Mapping[Place, Bytes]) -> tuple[Place, Bytes]:

@@ -109,16 +109,11 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
         found = [Holder(*key, number) for key, number in alike.items() if number]
         return sorted(found, key=lambda one: -one.bytes * one.number)
 
-    def peaks(self) -> dict[Place, Bytes]:
-        """What there was, by part, when it was most at each place since `forget`."""
+    def moments(self) -> dict[Place, list[Bytes]]:
+        """What there was, by part, after every change since `forget`, by the place where it happened."""
         live: Bytes = dict.fromkeys(PARTS, 0.0)
-        most: dict[Place, float] = {}
-        found: dict[Place, Bytes] = {}
-        total = 0
+        found: dict[Place, list[Bytes]] = {}
         for block, difference, place in self.changes:
             live[block.part] += difference
-            total += difference
-            if total > most.get(place, -1):
-                most[place] = total
-                found[place] = dict(live)
+            found.setdefault(place, []).append(dict(live))
         return found

@@ -20,7 +20,8 @@ from shardwise.models.layer import Layer
 class Place:
     """``phase``: build, forward, backward, recompute, update or between. ``part`` of the stage: embedding, layer, head.
 
-    A layer is the ``number``-th of its ``kind`` in its stage, counted from the front, of ``of``.
+    A layer is the ``number``-th of its ``kind`` in its stage, counted from the front, of ``of``. ``visit`` counts the
+    passes of its stage in this direction: microbatches.
     """
 
     phase: str
@@ -29,6 +30,7 @@ class Place:
     kind: str = ""
     number: int = 0
     of: int = 0
+    visit: int = 0
 
     @property
     def words(self) -> str:
@@ -44,6 +46,11 @@ class Places:
     def __init__(self) -> None:
         self.now = Place("build")
         self.passes = 0
+        self._visits: dict[tuple[int, bool], int] = {}  # by stage, and whether forward
+
+    def start_step(self) -> None:
+        self.now = Place("between")
+        self._visits.clear()
 
     def follow(self, stages: Mapping[int, nn.Module], kind_of_layer: Mapping[int, str]) -> None:
         """Hooks into the decoders of a rank's stages, when all techniques have been applied to them."""
@@ -59,7 +66,8 @@ class Places:
 
     def _watch_decoder(self, decoder: nn.Module, stage: int) -> None:
         def enter(*_: Any) -> None:
-            self.now, self.passes = Place("forward", stage, "embedding"), self.passes + 1
+            self._begin_pass(stage, forward=True)
+            self._enter(Place("forward", stage, "embedding"))
 
         def leave(module: nn.Module, inputs: Any, output: Tensor) -> None:
             self.now = Place("between")
@@ -71,17 +79,17 @@ class Places:
     def _watch_layer(self, layer: nn.Module, place: Place, after: Place) -> None:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if _in_backward():
-                self.now = replace(place, phase="recompute")
+                self._enter(replace(place, phase="recompute"))
                 return
-            self.now = place
+            self._enter(place)
             if place.number == 0:
                 self._on_gradient(inputs[0], Place("backward", place.stage, "embedding"))
 
         def leave(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if _in_backward():
-                self.now = replace(place, phase="backward")
+                self._enter(replace(place, phase="backward"))
                 return
-            self.now = after
+            self._enter(after)
             self._on_gradient(output, replace(place, phase="backward"))
 
         layer.register_forward_pre_hook(enter, prepend=True)
@@ -91,10 +99,19 @@ class Places:
         """``place`` is where one is when the gradient of ``tensor`` is there."""
 
         def arrived(_: Tensor) -> None:
-            self.now, self.passes = place, self.passes + (place.part == "head")
+            if place.part == "head":
+                self._begin_pass(place.stage, forward=False)
+            self._enter(place)
 
         if tensor.requires_grad:
             tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _begin_pass(self, stage: int, *, forward: bool) -> None:
+        self.passes += 1
+        self._visits[stage, forward] = self._visits.get((stage, forward), -1) + 1
+
+    def _enter(self, place: Place) -> None:
+        self.now = replace(place, visit=self._visits.get((place.stage, place.phase == "forward"), 0))
 
 
 def _in_backward() -> bool:

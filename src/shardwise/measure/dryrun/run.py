@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.measure.dryrun.compare import compared_bytes, planned_flops, planned_memory
-from shardwise.measure.dryrun.extend import Extension, Shape, alike, extension, most
+from shardwise.measure.dryrun.extend import Extension, Shape, alike, at_one_moment, extension, most
 from shardwise.measure.dryrun.places import Place
 from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank
 from shardwise.measure.dryrun.result import Bytes, Calls, Compared, DryRun
@@ -19,6 +19,7 @@ from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.job import Job
 
 LAYERS = 4  # of a kind: two near the front of a stage and two near its back are unlike those between
+MICROBATCHES = (3, 4)  # the first, which finds no gradients, the last, which reduces them, and what is between
 
 
 def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool = False) -> DryRun:
@@ -37,7 +38,9 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch, about forms that its own parts call
         traces = {shape: trace(job, rank, shape, assumed) for shape in plan.shapes}
-    numbers = plan.extended(lambda shape: _numbers(traces[shape], plan.small))
+    moments = [_moments(one, plan.small, shape.microbatches) for shape, one in traces.items()]
+    peaks = dict(zip(traces, at_one_moment(moments)))
+    numbers = plan.extended(lambda shape: _numbers(traces[shape], peaks[shape]))
     place, peak = most(_by_place(numbers))
     calls = _calls(numbers)
     planned = planned_memory(job, pipeline_rank)
@@ -63,7 +66,7 @@ def _to_trace(job: Job, pipeline_rank: int, whole: Shape) -> Extension:
     """Enough microbatches that a pipeline is as full as it gets."""
     strategy, m = job.strategy, job.microbatches
     if strategy.pp == 1:
-        return extension(whole, LAYERS, (2, 3))
+        return extension(whole, LAYERS, MICROBATCHES)
 
     def in_flight(microbatches: int) -> int:
         return peak_chunks_in_flight(
@@ -85,7 +88,13 @@ def _most_nodes(job: Job) -> int | None:
     return moe.groups_used if nodes == moe.groups else None
 
 
-def _numbers(traced: Trace, small: Shape) -> dict[object, float]:
+def _moments(traced: Trace, small: Shape, microbatches: int) -> dict[Place, Sequence[Bytes]]:
+    """Memory at the places that have the same name in traces of other shapes."""
+    named = ((alike(place, small, microbatches), moments) for place, moments in traced.moments.items())
+    return {name: moments for name, moments in named if name is not None}
+
+
+def _numbers(traced: Trace, peaks: Mapping[Place, Bytes]) -> dict[object, float]:
     """A trace as numbers by name, the same names in traces of other shapes."""
     numbers: dict[object, float] = {}
     for line, count in traced.calls.items():
@@ -93,10 +102,8 @@ def _numbers(traced: Trace, small: Shape) -> dict[object, float]:
         numbers["bytes", line] = traced.sent_bytes[line]
     for kind, flops in traced.flops.items():
         numbers["flops", kind] = flops
-    for place, parts in traced.peaks.items():
-        name = alike(place, small)
-        if name is not None:
-            numbers.update({("peak", name, part): size for part, size in parts.items()})
+    for place, parts in peaks.items():
+        numbers.update({("peak", place, part): size for part, size in parts.items()})
     return numbers
 
 

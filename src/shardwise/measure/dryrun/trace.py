@@ -18,14 +18,14 @@ from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.gradients import local
 from shardwise.engine.pipeline import stage_layers, stages_of_rank
 from shardwise.measure.dryrun.collectives import CollectiveLog
-from shardwise.measure.dryrun.extend import Kind, Shape
+from shardwise.measure.dryrun.extend import Kind, Moments, Shape
 from shardwise.measure.dryrun.flops import FlopLog
 from shardwise.measure.dryrun.kernels import block_kernel
 from shardwise.measure.dryrun.memory import MemoryLog
 from shardwise.measure.dryrun.places import Place, Places
 from shardwise.measure.dryrun.replacing import replaced
 from shardwise.measure.dryrun.request import coordinates_of
-from shardwise.measure.dryrun.result import Bytes, Holder, Line
+from shardwise.measure.dryrun.result import Holder, Line
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.decoder import window_of
 from shardwise.models.moe import MixtureOfExperts
@@ -36,12 +36,12 @@ RECOMPUTED = "recomputed"
 
 @dataclass(frozen=True)
 class Trace:
-    """Calls and bytes of every line, floating-point operations, and memory by part where it is most at each place."""
+    """Calls and bytes of every line, floating-point operations, and memory by part at every moment of each place."""
 
     calls: Mapping[Line, int]
     sent_bytes: Mapping[Line, int]
     flops: Mapping[str, float]
-    peaks: Mapping[Place, Bytes]
+    moments: Moments
     holders: tuple[Holder, ...]
 
 
@@ -127,7 +127,7 @@ def _batch(job: Job) -> Batch:
 
 
 def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> None:
-    places.now = Place("between")
+    places.start_step()
     engine.forward_backward(batch)
     memory.claim("gradients", (one.gradient for one in engine.parameters if one.gradient is not None))
     places.now = Place("update")
@@ -200,7 +200,7 @@ def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: 
             line = Line(dimension_of(one.name, one.ranks), one.kind, one.name, len(one.ranks), one.peer)
             calls[line] = calls.get(line, 0) + 1
             sent_bytes[line] = sent_bytes.get(line, 0) + one.size_bytes
-    return Trace(calls, sent_bytes, dict(flops.flops), memory.peaks(), tuple(memory.holders()))
+    return Trace(calls, sent_bytes, dict(flops.flops), memory.moments(), tuple(memory.holders()))
 
 
 NAMES = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp", "pp": "pp", "expert_tp": "tp"}
