@@ -17,6 +17,12 @@ from shardwise.spec.training import OPTIMIZERS, RECIPES
 DENSE = ("llama3-8b", "llama3-70b", "gpt3-13b", "qwen2.5-7b", "gemma2-9b", "mistral-7b")
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite")
 ORDERS = (["tp", "cp", "dp", "pp"], ["tp", "cp", "pp", "dp"], ["dp", "tp", "cp", "pp"], ["cp", "tp", "dp", "pp"])
+# Its softmax scores weight the experts as they are, and nothing balances them (nanotron/nn/moe.py).
+UNNORMALISED_MIXTRAL = {
+    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "max_seq": 32768,
+    "name": "unnormalised-mixtral", "activation": "swiglu", "norm": "rmsnorm", "moe": {"experts": 8, "top_k": 2, "ffn": 14336},
+    "numerics": {"rope_theta": 1e6, "renormalise_top_k": False, "balance_loss": 0},
+}  # fmt: skip
 Fields = dict[str, Any]
 
 
@@ -195,7 +201,9 @@ def _nanotron(random: Random) -> Fields:
     training = {
         "seq": seq, "precision": pick(("fp32", "fp16", "bf16", "bf16-fp32-grads")), "optimizer": pick(("adamw", "sgd")),
     }  # fmt: skip
-    model = "mixtral-8x7b" if expert else pick(("llama3-8b", "llama3-70b", "llama2-13b", "mistral-7b", "yi-34b"))
+    model: Any = (
+        UNNORMALISED_MIXTRAL if expert else pick(("llama3-8b", "llama3-70b", "llama2-13b", "mistral-7b", "yi-34b"))
+    )
     return {"model": model, "strategy": strategy, "training": training}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from shardwise.interop.frameworks import megatron_numerics
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.target import Reading
 from shardwise.spec.errors import SpecError, shown
@@ -25,6 +26,7 @@ REASONS = {
     "model.mlp_bias": "linear layers have all biases, none, or those of query, key and value",
     "model.max_seq": "--max-position-embeddings covers at least the sequence",
     "model.moe.shared_gate": "shared experts are added without a gate",
+    **megatron_numerics.REASONS,
 }
 
 
@@ -51,7 +53,7 @@ def compose(job: Job) -> Settings:
     if model.sliding_window is not None:
         settings["--window-size"] = f"{model.sliding_window},0"
         settings["--window-attn-skip-freq"] = model.sliding_window_every if model.sliding_window_every > 1 else None
-    return {**settings, **_attention(model), **_experts(model)}
+    return {**settings, **_attention(model), **_experts(model), **megatron_numerics.compose(model)}
 
 
 def _attention(model: Model) -> Settings:
@@ -119,6 +121,10 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     shape.update({"qkv_bias": biased or queries, "attention_out_bias": biased, "mlp_bias": biased})
     _read_attention(reading, shape)
     _read_window(reading, shape)
+    shape.update(megatron_numerics.interpret(
+        reading, latent="mla.kv_rank" in shape, gelu=shape["activation"] == "gelu", biased=biased,
+        experts=bool(reading.whole("--num-experts")),
+    ))  # fmt: skip
     fields.update({f"model.{name}": value for name, value in shape.items()})
     _read_experts(reading, fields, layers, shape["ffn"])
 

@@ -69,6 +69,8 @@ def _model(model: Model) -> Settings:
     settings[_MODEL + "hidden_act"] = "silu"
     settings[_MODEL + "tie_word_embeddings"] = model.tied_embeddings
     settings[_MODEL + "attention_bias"] = model.qkv_bias
+    settings[_MODEL + "rms_norm_eps"] = model.numerics.norm_epsilon
+    settings[_MODEL + "rope_theta"] = model.numerics.rope_theta
     # Experts and windows exist in the Qwen2 code only, the rest in both.
     qwen = model.moe is not None or model.sliding_window is not None or model.qkv_bias
     settings[_MODEL + ("is_qwen2_config" if qwen else "is_llama_config")] = True
@@ -119,6 +121,8 @@ def _read_model(reading: Reading, fields: dict[str, Any]) -> None:
     shape.update({"activation": "swiglu", "norm": "rmsnorm", "positions": "rope"})
     shape["tied_embeddings"] = reading.flag(_MODEL + "tie_word_embeddings")
     shape["qkv_bias"] = reading.flag(_MODEL + "attention_bias")
+    shape["numerics.norm_epsilon"] = reading.number(_MODEL + "rms_norm_eps", 1e-6)
+    shape["numerics.rope_theta"] = reading.number(_MODEL + "rope_theta", 10_000.0)
     if qwen:
         shape["sliding_window"] = reading.count(_MODEL + "sliding_window_size")
     if reading.section(_MODEL + "moe_config"):
@@ -141,6 +145,9 @@ def _read_experts(reading: Reading, shape: dict[str, Any]) -> dict[str, Any]:
         "moe.shared_ffn": shape["ffn"] if reading.flag(section + "enable_shared_expert") else 0,
         "moe.dense_layers": dense,
         "moe.every": every,
+        # nanotron/nn/moe.py: the chosen softmax scores as they are, and no balance loss.
+        "numerics.renormalise_top_k": False,
+        "numerics.balance_loss": 0.0,
     }
 
 
@@ -203,5 +210,7 @@ NANOTRON = Target(
         "model": "only the shapes of its Llama and Qwen2",
         "model.mla": "no latent attention",
         "model.moe": "only softmax routing; every expert as wide as the MLP",
+        "model.numerics": "its experts are weighted by their softmax scores as they are, without a balance loss",
+        "model.numerics.rope_scaling": "its rotary positions take rope_theta only",
     },
 )
