@@ -38,3 +38,18 @@ def test_beyond_the_tolerance_the_status_is_one() -> None:
 def test_what_cannot_be_run_is_said_in_one_line(arguments: str, message: str) -> None:
     result = run(*f"{TINY} {arguments}".split())
     assert result.status == 2 and message in result.err and len(result.err.strip().splitlines()) == 1
+
+
+def test_progress_is_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from shardwise.report.verify import verification_progress
+
+    done = iter((0, 2, 2, 2, 2, 2, 2, 2))
+    for shown, terminal in ((True, False), (False, True), (True, True)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        with verification_progress(3, shown) as watch:
+            watch("two processes", lambda: next(done, 2))
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert ("two processes" in err) == (shown and terminal)

@@ -44,6 +44,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 16}),
     "mistral-window": ("Mistral", {**SMALL, "sliding_window": 5}),
     "mixtral": ("Mixtral", {**SMALL, **EXPERTS}),
+    "qwen2-moe": ("Qwen2Moe", {**SMALL, **MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
     "qwen3-moe": ("Qwen3Moe", {**SMALL, **MOE, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]}),
 }
 

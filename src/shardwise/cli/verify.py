@@ -39,15 +39,15 @@ def run(arguments: list[str]) -> int:
 
     from shardwise.measure.smaller import on_fewer_ranks, with_small_model
     from shardwise.measure.verify import verify
-    from shardwise.report.verify import print_verification, verification_data
+    from shardwise.report.verify import print_verification, verification_data, verification_progress
 
     asked = job
     job = on_fewer_ranks(job, parsed.max_processes)
     if parsed.shrink:
         job = with_small_model(job)
-    found = verify(
-        job, steps=parsed.steps, seed=parsed.seed, tolerance=parsed.tolerance, device=parsed.on
-    )  # fmt: skip
+    settings = {"steps": parsed.steps, "seed": parsed.seed, "tolerance": parsed.tolerance, "device": parsed.on}
+    with verification_progress(parsed.steps, shown=not parsed.json) as watch:
+        found = verify(job, **settings, watch=watch)
     if parsed.json:
         print(json.dumps(verification_data(found)))
     else:

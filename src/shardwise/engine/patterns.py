@@ -19,7 +19,7 @@ class Patterns:
 
     ``regions`` take hidden states as their first argument and contain cut linear maps; ``columns`` are cut by their
     outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
-    ``rows`` by their inputs.
+    ``rows`` by their inputs. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
 
     What follows ``experts`` is for networks of others than ours. ``attention`` modules mix tokens by their attribute
     ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers
@@ -36,6 +36,7 @@ class Patterns:
     regions: tuple[str, ...]
     columns: dict[str, str] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
+    flat: tuple[str, ...] = ()
     position_embedding: str = ""
     mixtures: str = ""  # modules that route tokens to experts
     experts: str = ""

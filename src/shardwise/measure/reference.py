@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +33,7 @@ def reference_key(job: Job, steps: int, seed: int) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 
 
-def run_reference(job: Job, steps: int, seed: int) -> Reference:
+def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None] = lambda: None) -> Reference:
     """``steps`` AdamW steps of the whole model on `sample_batch`, in fp32."""
     model = Decoder(job.model)
     for name, parameter in model.named_parameters():
@@ -57,6 +58,7 @@ def run_reference(job: Job, steps: int, seed: int) -> Reference:
         optimizer.zero_grad()
         for mixture in _mixtures(model):
             mixture.update_bias(mixture.load, job.model.numerics.bias_rate)
+        after_step()
     found.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
     return found
 

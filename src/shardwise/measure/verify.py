@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ TOLERANCE = 1e-5
 # With the usual 1e-8 an element whose gradient is rounding moves by a whole step, up or down: AdamW would turn errors
 # of 1e-7 into errors of 1e-4, and hide real ones behind them.
 EPSILON = 1e-5
+Watch = Callable[[str, Callable[[], int]], None]
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,27 @@ def verify(
     device: str = "cpu",
     pool: Pool | None = None,
     references: str | None = None,
+    watch: Watch = lambda phase, done: None,
 ) -> Verification:
-    """Runs ``job`` (in fp32) on as many processes as its strategy has ranks, and the single process.
+    """Runs ``job`` (in fp32, by AdamW) on as many processes as its strategy has ranks, and the single process.
 
     ``references`` is a folder that keeps what the single process found: other layouts of the same job take it from
-    there.
+    there. ``watch`` is told of each phase, and of a function that counts its steps that are done.
     """
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
-    job = replace(job, training=replace(job.training, precision="fp32", optimization=optimization))
+    job = replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
     require_runs(job)
     require_devices(device, job.strategy.world)
     own_pool = pool or Pool(PRELOAD)
     try:
         with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
             path = str(Path(references or folder) / f"{reference_key(job, steps, seed)}.pt")
+            alone, together = Ticks(f"{folder}/alone"), Ticks(f"{folder}/together")
             if not Path(path).exists():
-                own_pool.run(_write_reference, 1, job, steps, seed, path)
-            found = own_pool.run(_compare, job.strategy.world, job, steps, seed, path, device)
+                watch("one process", alone.count)
+                own_pool.run(_write_reference, 1, job, steps, seed, path, alone)
+            watch(f"{job.strategy.world} processes", together.count)
+            found = own_pool.run(_compare, job.strategy.world, job, steps, seed, path, device, together)
     finally:
         if pool is None:
             own_pool.close()
@@ -85,14 +90,30 @@ def verify(
     return Verification(job, steps, tolerance, worst)
 
 
-def _write_reference(place: Place, job: Job, steps: int, seed: int, path: str) -> None:
+@dataclass(frozen=True)
+class Ticks:
+    """Steps that a worker has done, for the process that waits for it: the length of a file."""
+
+    path: str
+
+    def tick(self) -> None:
+        with Path(self.path).open("ab") as file:
+            file.write(b".")
+
+    def count(self) -> int:
+        return Path(self.path).stat().st_size if Path(self.path).exists() else 0
+
+
+def _write_reference(place: Place, job: Job, steps: int, seed: int, path: str, ticks: Ticks) -> None:
     torch.set_num_threads(1)
     unfinished = f"{path}.{os.getpid()}"
-    torch.save(asdict(run_reference(job, steps, seed)), unfinished)
+    torch.save(asdict(run_reference(job, steps, seed, ticks.tick)), unfinished)
     Path(unfinished).replace(path)  # who finds the file finds all of it
 
 
-def _compare(place: Place, job: Job, steps: int, seed: int, path: str, device: str) -> dict[str, Deviation]:
+def _compare(
+    place: Place, job: Job, steps: int, seed: int, path: str, device: str, ticks: Ticks
+) -> dict[str, Deviation]:
     """What one rank finds."""
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True))
@@ -109,6 +130,8 @@ def _compare(place: Place, job: Job, steps: int, seed: int, path: str, device: s
             found["gradient"] += _gradients(engine.parameters, reference.gradients[step], at)
             norm = float(engine.update())
             found["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
+            if place.rank == 0:
+                ticks.tick()
         found["weight"] += _weights(engine, reference)
     return {kind: Deviation.worst(several) for kind, several in found.items()}
 

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from shardwise.report.console import console, table
 from shardwise.spec.job import Job
@@ -40,6 +54,36 @@ def print_verification(asked: Job, found: Verification) -> None:
     out.print(table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9))
     verdict = "The layout computes what one process computes" if found.ok else "The layout computes something else"
     out.print(f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor.")
+
+
+@contextmanager
+def verification_progress(steps: int, shown: bool) -> Iterator[Callable[[str, Callable[[], int]], None]]:
+    """Bars on standard error while the processes run, where somebody looks at it; gone when they are done."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda phase, done: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+    with _Counting(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
+
+        def watch(phase: str, done: Callable[[], int]) -> None:
+            bars.counts[bars.add_task(phase, total=steps, said="starts")] = done
+
+        yield watch
+
+
+class _Counting(Progress):
+    """Asks how far each phase is whenever it is drawn."""
+
+    def __init__(self, *columns: ProgressColumn, **settings: Any) -> None:
+        self.counts: dict[TaskID, Callable[[], int]] = {}
+        super().__init__(*columns, **settings)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task, count in list(self.counts.items()):
+            done = count()
+            if done:
+                self.update(task, completed=done, said=f"{done} of {self.tasks[task].total:g} steps")
+        yield from super().get_renderables()
 
 
 def _degrees(job: Job) -> str:

@@ -86,7 +86,7 @@ def require_matching(module: nn.Module, patterns: Patterns, job: Job) -> None:
 def _expected(patterns: Patterns) -> Iterator[tuple[str, str, type[nn.Module]]]:
     yield from (("columns", one, nn.Linear) for one in patterns.columns)
     yield from (("rows", one, nn.Linear) for one in patterns.rows)
-    yield from (("regions", one, nn.Module) for one in patterns.regions)
+    yield from (("regions", one, nn.Module) for one in (*patterns.regions, *patterns.flat))
     for field, kind in (
         ("layers", nn.Module), ("embedding", nn.Embedding), ("position_embedding", nn.Module), ("norm", nn.Module),
         ("head", nn.Linear), ("experts", nn.Module), ("attention", nn.Module),

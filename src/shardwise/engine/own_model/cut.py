@@ -15,7 +15,7 @@ from shardwise.engine.own_model.attention import route_attention
 from shardwise.engine.own_model.experts import spread_experts
 from shardwise.engine.own_model.stages import keep_part, twin
 from shardwise.engine.own_model.tables import is_hugging_face
-from shardwise.engine.patterns import Patterns
+from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.pipeline import TiedEnds, schedule_of, stage_layers, stages_of_rank, tie_ends
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.values import fill, materialise
@@ -37,12 +37,22 @@ def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) 
         here = table
         if job.strategy.pp > 1:
             here = keep_part(part, table, layers[stage], first=stage == 0, last=stage == last)
+        if job.strategy.tp > 1:
+            _as_sequences(part, here)
         apply_tensor(part, mesh, here, job.model)
         apply_attention(part, job.training)
         apply_context(part, mesh, job.strategy)
         if job.model.moe is not None:
             spread_experts(part, mesh, here, lambda rank: rank // nodes, job.model.moe.experts)
     return stages
+
+
+def _as_sequences(root: nn.Module, patterns: Patterns) -> None:
+    """Rows of tokens pass through a region as one sequence: tensor parallelism moves parts of sequences."""
+    for pattern in patterns.flat:
+        for _, region in matching(root, pattern):
+            region.register_forward_pre_hook(lambda module, arguments: (arguments[0][None], *arguments[1:]))
+            region.register_forward_hook(lambda module, arguments, output: output[0])
 
 
 def tie_stages(

@@ -14,20 +14,24 @@ from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.units import find_layers
 
 _LAYER = "model.layers.*"
+_SHARED = f"{_LAYER}.mlp.shared_expert"
 _HUGGING_FACE = Patterns(
     layers=_LAYER,
     embedding="model.embed_tokens",
     norm="model.norm",
     head="lm_head",
-    regions=(f"{_LAYER}.self_attn", f"{_LAYER}.mlp"),
+    regions=(f"{_LAYER}.self_attn", f"{_LAYER}.mlp", _SHARED),
     columns={
         f"{_LAYER}.self_attn.q_proj": "",
         f"{_LAYER}.self_attn.k_proj": "key_value_heads",
         f"{_LAYER}.self_attn.v_proj": "key_value_heads",
         f"{_LAYER}.mlp.gate_proj": "",
         f"{_LAYER}.mlp.up_proj": "",
+        f"{_SHARED}.gate_proj": "",
+        f"{_SHARED}.up_proj": "",
     },
-    rows=(f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.mlp.down_proj"),
+    rows=(f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.mlp.down_proj", f"{_SHARED}.down_proj"),
+    flat=(_SHARED,),
     experts=f"{_LAYER}.mlp.experts",
     expert_features={"gate_up_proj": (1, 2), "down_proj": (2, 1)},
     attention=f"{_LAYER}.self_attn",
@@ -42,6 +46,7 @@ SUPPLIED = (
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
@@ -57,6 +62,7 @@ def supplied_table(module: nn.Module) -> Patterns | None:
         columns={pattern: heads for pattern, heads in table.columns.items() if matches(module, pattern)},
         rows=tuple(pattern for pattern in table.rows if matches(module, pattern)),
         regions=tuple(pattern for pattern in table.regions if matches(module, pattern)),
+        flat=tuple(pattern for pattern in table.flat if matches(module, pattern)),
         experts=table.experts if matches(module, table.experts) else "",
     )
 
