@@ -132,11 +132,11 @@ class Layout:
         return job_of(model, self.fields)
 
 
-def job_of(model: Model, fields: Mapping[str, Any]) -> Job | None:
+def job_of(model: Model, fields: Mapping[str, Any], microbatches: int | None = None) -> Job | None:
     """Four layers and microbatches let every schedule have its chunks; without stages, a first, a middle, a last."""
-    microbatches = 4 if "pp" in fields else 3
     if "pp" not in fields:
         model = replace(model, layers=3, published_parameters=None)
+    microbatches = microbatches or (4 if "pp" in fields else 3)
     try:
         strategy = Strategy(**fields)
         batch = strategy.data_parallel * strategy.microbatch * microbatches

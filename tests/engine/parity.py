@@ -11,12 +11,16 @@ from shardwise.spec.job import Job
 
 
 def check(job: Job, tolerance: float = 1e-5) -> Verification:
-    found = verify(job, pool=pool(), tolerance=tolerance, references=_references().name)
+    found = verify(job, pool=pool(), tolerance=tolerance, references=references())
     assert found.ok, {kind: (one.value, one.where) for kind, one in found.worst.items()}
     return found
 
 
+def references() -> str:
+    """A folder for this session: the single process runs each of the few jobs that many layouts have only once."""
+    return _folder().name
+
+
 @cache
-def _references() -> tempfile.TemporaryDirectory[str]:
-    """Many layouts of few jobs: the single process runs each job once a session."""
+def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="shardwise-references-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from engine.workers import on_ranks
 from shardwise.launch.pool import WorkerError
+
+TASKS = Path("/proc/self/task")
 
 
 def summed(value: float) -> tuple[int, float]:
@@ -39,3 +42,25 @@ def test_the_first_rank_that_failed_is_named(dies: bool) -> None:
     assert raised.value.rank == 1
     assert ("the process ended" if dies else "this one") in raised.value.reason
     assert [total for _, total in on_ranks(3, summed, 1.0)] == [6.0] * 3
+
+
+class Ring:
+    """Holds a process group in a cycle, as models with hooks do."""
+
+    def __init__(self) -> None:
+        self.group, self.itself = dist.new_group(), self
+
+
+def threads_after_a_ring() -> int:
+    Ring()
+    return len(list(TASKS.iterdir()))
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="counts threads as Linux shows them")
+def test_process_groups_of_earlier_calls_are_gone() -> None:
+    """Each has threads that wake up a hundred times a second: a hundred layouts later nothing else would run."""
+    on_ranks(2, threads_after_a_ring)
+    first = on_ranks(2, threads_after_a_ring)
+    for _ in range(3):
+        last = on_ranks(2, threads_after_a_ring)
+    assert last == first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -132,6 +133,8 @@ class Pool:
 
 def _serve(connection: Connection) -> None:
     """The life of a worker: take a call, answer it, until nobody asks any more."""
+    gc.collect()
+    gc.freeze()  # what was preloaded stays, and need not be looked at again
     while True:
         try:
             call = connection.recv_bytes()
@@ -146,3 +149,5 @@ def _serve(connection: Connection) -> None:
             connection.send(answer)
         except ConnectionError:  # who asked is gone
             os._exit(0)
+        del answer
+        gc.collect()  # models in cycles keep their process groups: each has threads of gloo that wake up all the time
