@@ -20,7 +20,8 @@ ORDERS = (["tp", "cp", "dp", "pp"], ["tp", "cp", "pp", "dp"], ["dp", "tp", "cp",
 # Its softmax scores weight the experts as they are, and nothing balances them (nanotron/nn/moe.py).
 UNNORMALISED_MIXTRAL = {
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "max_seq": 32768,
-    "name": "unnormalised-mixtral", "activation": "swiglu", "norm": "rmsnorm", "moe": {"experts": 8, "top_k": 2, "ffn": 14336},
+    "name": "unnormalised-mixtral", "activation": "swiglu", "norm": "rmsnorm",
+    "moe": {"experts": 8, "top_k": 2, "ffn": 14336},
     "numerics": {"rope_theta": 1e6, "renormalise_top_k": False, "balance_loss": 0},
 }  # fmt: skip
 Fields = dict[str, Any]

@@ -1,0 +1,1 @@
+"""The loop around the engine: data, schedule, checkpoints, recovery, metrics."""

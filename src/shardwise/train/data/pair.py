@@ -1,0 +1,206 @@
+"""Token shards as Megatron-LM's pair of files: ``NAME.bin`` holds tokens, ``NAME.idx`` says where documents lie.
+
+The format is that of `megatron/core/datasets/indexed_dataset.py`; Megatron-LM reads what is written here. Two files
+that it does not know may stand beside a pair: ``NAME.sums.json`` with checksums, and ``NAME.mask`` with one byte for
+every token, 1 where the loss counts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from shardwise.spec.errors import SpecError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CHUNK_BYTES = 16 * 2**20  # of which each has its own checksum: damage is found to within one
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+
+def narrowest(vocab: int) -> type:
+    """The type that Megatron-LM chooses for a vocabulary."""
+    return np.uint16 if vocab < 65_500 else np.int32
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An open pair, mapped into memory: ``tokens`` of all documents on end, document i from ``starts[i]``."""
+
+    prefix: Path
+    tokens: Tokens
+    starts: Tokens  # one more than documents: the last is the number of tokens
+    mask: Tokens | None
+
+    @property
+    def documents(self) -> int:
+        return len(self.starts) - 1
+
+
+def open_pair(prefix: Path | str) -> Pair:
+    """Maps a pair and checks that it is whole; raises SpecError that names the file and what is wrong with it."""
+    prefix = Path(prefix)
+    index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
+    for path in (index, tokens):
+        if not path.is_file():
+            raise SpecError(str(path), "is not there", "name the pair without .bin or .idx, or build it: data build")
+    dtype, lengths, pointers, ends = _read_index(index)
+    held = tokens.stat().st_size
+    size = np.dtype(dtype).itemsize
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    if not np.array_equal(pointers, starts[:-1] * size):
+        raise SpecError(str(index), "its sequences do not follow each other in the .bin", "build it again: data build")
+    if held != starts[-1] * size:
+        raise SpecError(str(tokens), f"has {held:,} bytes, its index says {starts[-1] * size:,}", "copy it again")
+    mapped: Tokens = np.memmap(tokens, dtype, "r") if held else np.zeros(0, dtype)
+    return Pair(prefix, mapped, starts[ends], _mask(prefix, len(mapped)))
+
+
+def _path(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _read_index(path: Path) -> tuple[Any, Tokens, Tokens, Tokens]:
+    """Data type, length and place of every sequence, and the sequences with which documents begin."""
+    raw = path.read_bytes()
+    if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
+        raise SpecError(str(path), "is no index of token shards (its first bytes differ)", "build it again: data build")
+    _, version, code, sequences, documents = _HEADER.unpack_from(raw)
+    if version != VERSION:
+        raise SpecError(str(path), f"has version {version}", f"this reads version {VERSION}")
+    if code not in _DTYPES:
+        raise SpecError(
+            str(path), f"has tokens of the unknown type {code}", "use one of " + ", ".join(map(str, _DTYPES))
+        )
+    wanted = _HEADER.size + 12 * sequences + 8 * documents
+    if len(raw) not in (wanted, wanted + sequences):  # the second has a mode for every sequence
+        raise SpecError(str(path), f"has {len(raw):,} bytes, its header says {wanted:,}", "copy it again")
+    at = _HEADER.size
+    lengths = np.frombuffer(raw, np.int32, sequences, at)
+    pointers = np.frombuffer(raw, np.int64, sequences, at + 4 * sequences)
+    ends = np.frombuffer(raw, np.int64, documents, at + 12 * sequences)
+    if sequences and int(lengths.min()) < 0:
+        raise SpecError(str(path), "has a sequence of negative length", "copy it again")
+    rising = len(ends) > 0 and ends[0] == 0 and ends[-1] == sequences and bool((np.diff(ends) >= 0).all())
+    if not rising:
+        raise SpecError(str(path), "its documents are not in order", "copy it again")
+    return _DTYPES[code], lengths, pointers, ends
+
+
+def _mask(prefix: Path, tokens: int) -> Tokens | None:
+    path = _path(prefix, ".mask")
+    if not path.is_file():
+        return None
+    if path.stat().st_size != tokens:
+        raise SpecError(str(path), f"has {path.stat().st_size:,} bytes for {tokens:,} tokens", "build the pair again")
+    return np.memmap(path, np.uint8, "r") if tokens else np.zeros(0, np.uint8)
+
+
+class PairWriter:
+    """Writes a pair document by document; nothing stands under its name before `close` has all of it on disk."""
+
+    def __init__(self, prefix: Path | str, dtype: type, *, masked: bool = False) -> None:
+        self.prefix = Path(prefix)
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self._code = next(code for code, one in _DTYPES.items() if np.dtype(one) == self.dtype)
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._lengths: list[int] = []
+        self._tokens = self._open(".bin")
+        self._mask = self._open(".mask") if masked else None
+
+    def __enter__(self) -> PairWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def add(self, tokens: Tokens, mask: Tokens | None = None) -> None:
+        """One document; without ``mask`` the loss counts every token of it."""
+        limits = np.iinfo(self.dtype)
+        if len(tokens) and (int(tokens.min()) < limits.min or int(tokens.max()) > limits.max):
+            raise SpecError("tokens", f"do not fit in {self.dtype}", f"vocabularies up to {limits.max + 1:,} do")
+        self._tokens.write(np.ascontiguousarray(tokens, self.dtype).tobytes())
+        if self._mask:
+            counted = np.ones(len(tokens), np.uint8) if mask is None else np.ascontiguousarray(mask, np.uint8)
+            self._mask.write(counted.tobytes())
+        self._lengths.append(len(tokens))
+
+    def close(self) -> None:
+        index = self._open(".idx")
+        lengths = np.array(self._lengths, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
+        index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
+        index.write(lengths.tobytes() + pointers.tobytes() + np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
+        files = [self._tokens, index, *([self._mask] if self._mask else [])]
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        for suffix in (".bin", *([".mask"] if self._mask else []), ".idx"):  # the index last: it makes the pair
+            _path(self.prefix, suffix + ".part").replace(_path(self.prefix, suffix))
+        write_checksums(self.prefix)
+
+    def abandon(self) -> None:
+        for file in (self._tokens, self._mask):
+            if file:
+                file.close()
+                Path(file.name).unlink(missing_ok=True)
+
+    def _open(self, suffix: str) -> BinaryIO:
+        return _path(self.prefix, suffix + ".part").open("wb")
+
+
+def write_checksums(prefix: Path) -> None:
+    found = {
+        suffix: _sums(_path(prefix, suffix)) for suffix in (".bin", ".idx", ".mask") if _path(prefix, suffix).exists()
+    }
+    sidecar = _path(prefix, ".sums.json")
+    sidecar.write_text(
+        json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, "files": found}, indent=1), encoding="utf-8"
+    )
+
+
+def check_sums(prefix: Path | str) -> bool:
+    """Whether checksums are there; raises SpecError that names the first damaged file and place."""
+    prefix = Path(prefix)
+    sidecar = _path(prefix, ".sums.json")
+    if not sidecar.is_file():
+        return False
+    try:
+        recorded = {suffix: list(sums) for suffix, sums in json.loads(sidecar.read_text("utf-8"))["files"].items()}
+        found = {suffix: _sums(_path(prefix, suffix)) for suffix in recorded}
+    except (KeyError, ValueError, TypeError, AttributeError, OSError):
+        raise SpecError(str(sidecar), "does not fit its files", "copy all files of the pair again") from None
+    for suffix, sums in recorded.items():
+        differing = [number for number, (one, two) in enumerate(zip_longest(sums, found[suffix])) if one != two]
+        if differing:
+            place = f"is damaged near byte {differing[0] * CHUNK_BYTES:,}"
+            raise SpecError(str(_path(prefix, suffix)), place, "copy or build it again")
+    return True
+
+
+def _sums(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        return [hashlib.blake2b(chunk, digest_size=16).hexdigest() for chunk in _chunks(file)]
+
+
+def _chunks(file: BinaryIO) -> Iterable[bytes]:
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
