@@ -1,0 +1,79 @@
+"""Batches of a rank, made ahead by threads: step s is samples s·B to (s+1)·B of the mixture, in every layout."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.train.data.mixture import Mixture
+from shardwise.train.data.pair import Tokens
+from shardwise.train.data.samples import positions_in
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's sequences of one step, [sequences, seq] each."""
+
+    step: int
+    tokens: Tokens
+    labels: Tokens
+    positions: Tokens
+    documents: Tokens
+
+
+def rows_of(mixture: Mixture, step: int, batch: int, rank: int, ranks: int) -> Rows:
+    """The share of data-parallel ``rank`` of ``ranks`` in the global batch of a step."""
+    each = batch // ranks
+    first = step * batch + rank * each
+    samples = mixture.samples(np.arange(first, first + each, dtype=np.int64))
+    documents = np.stack([one.documents for one in samples])
+    tokens, labels = np.stack([one.tokens for one in samples]), np.stack([one.labels for one in samples])
+    return Rows(step, tokens, labels, positions_in(documents), documents)
+
+
+class Loader:
+    """``loader.take(step)``: the rows of that step; the next ``prefetch`` are made meanwhile by ``workers`` threads.
+
+    Reading a mapped file and copying numbers leaves Python's lock to others, so threads do. ``waited_seconds`` counts
+    how long the loop stood still for data.
+    """
+
+    def __init__(
+        self, mixture: Mixture, batch: int, rank: int = 0, ranks: int = 1, *, workers: int = 1, prefetch: int = 2
+    ) -> None:
+        self.mixture, self.batch, self.rank, self.ranks = mixture, batch, rank, ranks
+        self.prefetch, self.waited_seconds = prefetch, 0.0
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="data")
+        self._made: dict[int, Future[Rows]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, step: int) -> Rows:
+        with self._lock:
+            wanted = range(step, step + self.prefetch + 1)
+            for number in wanted:
+                if number not in self._made:
+                    self._made[number] = self._threads.submit(self._make, number)
+            for number in [one for one in self._made if one not in wanted]:
+                self._made.pop(number).cancel()
+            future = self._made.pop(step)
+        began = time.perf_counter()
+        rows = future.result()
+        self.waited_seconds += time.perf_counter() - began
+        return rows
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[Rows]:
+        step = 0
+        while True:
+            yield self.take(step)
+            step += 1
+
+    def _make(self, step: int) -> Rows:
+        return rows_of(self.mixture, step, self.batch, self.rank, self.ranks)
