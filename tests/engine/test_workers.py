@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from engine.workers import on_ranks
 from shardwise.launch.pool import WorkerError
@@ -64,3 +66,19 @@ def test_process_groups_of_earlier_calls_are_gone() -> None:
     for _ in range(3):
         last = on_ranks(2, threads_after_a_ring)
     assert last == first
+
+
+def doubled_and_gathered(groups_before: int) -> list[float]:
+    """With other groups made first, the mesh's own have other names."""
+    for _ in range(groups_before):
+        dist.new_group()
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("copies", "parts"))["parts"]
+    divided = DTensor.from_local(torch.tensor([1.0 + dist.get_rank() % 2]), mesh, [Shard(0)])
+    gathered: list[float] = (divided + divided).full_tensor().tolist()
+    return gathered
+
+
+def test_a_world_remembers_nothing_of_the_one_before() -> None:
+    """PyTorch keeps what it has found out about a DTensor, mesh included; an equal mesh has its groups elsewhere."""
+    assert on_ranks(4, doubled_and_gathered, 3) == [[2.0, 4.0]] * 4
+    assert on_ranks(4, doubled_and_gathered, 0) == [[2.0, 4.0]] * 4

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @contextmanager
@@ -25,3 +26,5 @@ def joined(rank: int, world: int, meeting_file: str, *, device: str = "cpu", sec
     yield
     dist.barrier()
     dist.destroy_process_group()
+    # What PyTorch remembers of operators on DTensors names this world's groups, and equal meshes of the next find it.
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
