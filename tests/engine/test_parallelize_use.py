@@ -145,7 +145,7 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
         module.config.attention_dropout = 0.1  # type: ignore[union-attr]
     before = [name for name, _ in module.named_parameters()]
     job = arguments.pop("job", None) or Strategy(**{"dp": 1, **fields})
-    training = TRAINING if isinstance(job, Strategy) else None
+    training = arguments.pop("training", TRAINING) if isinstance(job, Strategy) else None
     try:
         parallelize(module, job, training=training, **arguments)
     except SpecError as error:
@@ -165,6 +165,9 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
         ("normed", {"dp": 2}, {"loss": summed_loss}, r"module: norm takes its statistics from .* use LayerNorm"),
         ("perceptron", {"dp": 2}, {"loss": summed_loss, "meta": True}, r"module: start.weight has no values .*init"),
         ("perceptron", {"dp": 4}, {"loss": summed_loss}, r"4 ranks, but"),
+        ("llama", {"dp": 2}, {"training": replace(TRAINING, compile=True)}, r"training.compile: true, but layers"),
+        ("perceptron", {"dp": 2}, {"loss": summed_loss, "training": replace(TRAINING, attention="unfused")},
+         r"training.attention: unfused, but no table"),
         ("llama", {"tp": 2}, {"dropout": True}, r"module: drops 0.1 of something"),
         ("llama", {"pp": 2, "schedule": "dualpipe"}, {}, r"strategy: dualpipe"),
         ("llama", {"dp": 2, "ep": 2}, {}, r"strategy.ep: 2, but llama has no experts"),

@@ -123,6 +123,8 @@ def _megatron(random: Random) -> Fields:
                     "offload": pick((True, False))},
         "offload": {"optimizer": pick((0, 0, 0.25, 1))},
     }  # fmt: skip
+    if strategy["ep"] > 1 and strategy["tp"] > 1:
+        strategy["sequence_parallel"] = True
     if strategy["offload"]["optimizer"] == 0 and pp == 1 and recompute == "none":
         strategy["overlap"]["offload"] = True
         strategy["offload"]["activations"] = pick((0, 0.5))
@@ -156,6 +158,8 @@ def _torchtitan(random: Random) -> Fields:
         "overlap": {"tp": pick((True, False)), "ep": schedule == "dualpipev" and pp > 1 and pick((True, False))},
         "offload": {"optimizer": moved, "gradients": moved, "weights": moved},
     }  # fmt: skip
+    if pp > 1 and schedule in ("zbv", "dualpipev"):
+        strategy["keep_parameters"] = True
     training = {"seq": pick((2048, 8192)), "precision": pick(("fp32", "bf16-fp32-grads", "fp8", "mxfp8"))}
     dense = ("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b")
     return {"model": pick(EXPERTS[1:] if expert else dense), "strategy": strategy, "training": training}

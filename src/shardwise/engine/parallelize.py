@@ -1,7 +1,7 @@
 """A user's own network under any strategy, in the user's own loop.
 
-The order is the engine's: stages, tensor, context, experts, recompute, compile, data. What is replaced or cut is
-replaced in the module that was given: it *is* the parallel module afterwards.
+The order is the engine's: stages, tensor, context, experts, recompute, data. What is replaced or cut is replaced in the
+module that was given: it *is* the parallel module afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.compile import apply_compile
 from shardwise.engine.data import apply_data
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.own_model.checks import (
@@ -130,8 +129,6 @@ class Parallel(Trainer[Any]):
             run = any_pass(call, loss, precision.compute) if table is None and loss else None
             answer_passes(stage, run or TokenPass(stage, self.patterns, mesh, loss), whole)
         apply_recompute(list(stages.values()), job, self.patterns)
-        if job.training.compile:
-            apply_compile(list(stages.values()), job.strategy, self.patterns)
         if initialise is None:
             for stage in stages.values():
                 stage.to(device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
 _LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks")
-_SCHEDULE = (*SCHEDULES, "own-stages")
+_SCHEDULE = (*SCHEDULES, "own-stages", "tied-ends-on-one-rank")
 _RECOMPUTE = ("recompute-selective", "recompute-full")
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
 _OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +63,15 @@ def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
 # Schedules that compute the gradients of the weights apart from those of the inputs.
 SPLIT_BACKWARD = tuple(name for name in SCHEDULES if name not in ("gpipe", "1f1b", "interleaved"))
 
+# Schedules whose first and last stage are on one rank.
+FOLDED = ("zbv", "v-half", "v-min", "dualpipev")
+
+
+def _folded(s: Strategy) -> Any:
+    """By comparisons alone: `in` takes no columns."""
+    return functools.reduce(operator.or_, (s.schedule == name for name in FOLDED))
+
+
 # Name → when a job uses it. Comparisons of the strategy's degrees and choices are joined by & and not by `and`, so
 # that columns of a table may stand in for them.
 TECHNIQUES: dict[str, Uses] = {
@@ -98,6 +109,7 @@ TECHNIQUES: dict[str, Uses] = {
     "pp": lambda s, t, m: s.pp > 1,
     **{name: _schedule(name) for name in SCHEDULES},
     "odd-pipeline": lambda s, t, m: (s.pp > 1) & (s.pp % 2 == 1),
+    "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & m.tied_embeddings & _folded(s),
     "own-stages": lambda s, t, m: (s.pp > 1) & (s.stage_layers != "even"),
     # memory
     "recompute-selective": lambda s, t, m: s.recompute == "selective",

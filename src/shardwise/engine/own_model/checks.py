@@ -61,6 +61,9 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
     if tabled and dropped and module.training:
         problem = f"drops {dropped:g} of something, and cut parts would draw other numbers than the whole"
         raise SpecError("module", problem, "set its dropout to 0")
+    if job.training.compile:
+        problem = "true, but layers that others wrote may not compile whole, nor between their collectives"
+        raise SpecError("training.compile", problem, "leave it out")
     if not tabled and job.training.attention == "unfused":
         problem = f"unfused, but no table says what attention is in {type(module).__name__}"
         raise SpecError("training.attention", problem, "leave it out, and choose where the network is made")

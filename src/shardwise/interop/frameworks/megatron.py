@@ -173,6 +173,8 @@ MEGATRON = Target(
     refusals=(
         ("strategy.overlap.tp", lambda job: job.strategy.overlap.tp and job.strategy.tp > 1
          and not job.strategy.sequence_parallel, "--tp-comm-overlap needs sequence parallelism"),
+        ("strategy.sequence_parallel", lambda job: job.strategy.ep > 1 and job.strategy.tp > 1
+         and not job.strategy.sequence_parallel, "expert with tensor parallelism needs sequence parallelism"),
         ("strategy.ep", lambda job: job.strategy.ep > 1 and job.training.precision == "fp16",
          "expert parallelism is refused with fp16"),
         ("strategy.cp", lambda job: job.strategy.cp > 1 and job.training.seq % (2 * job.strategy.cp) > 0,

@@ -13,6 +13,7 @@ from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
+from shardwise.spec.techniques import SPLIT_BACKWARD
 
 _PARALLEL = "parallelism."
 # Our presets by the model name and flavor of TorchTitan 0.2.2.
@@ -288,5 +289,8 @@ TORCHTITAN = Target(
         ("strategy.zero", lambda job: job.strategy.zero == 0 and job.strategy.data_parallel > 1
          and max(job.strategy.tp, job.strategy.pp, job.strategy.cp) > 1, "replication without sharding stands alone"),
         ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),
+        ("strategy.keep_parameters", lambda job: job.strategy.zero == 3 and not job.strategy.keep_parameters
+         and job.strategy.pp > 1 and job.strategy.schedule in SPLIT_BACKWARD,
+         "FSDP2 lets weights go before a split backward pass reads them: wrong gradients (pytorch#144530)"),
     ),
 )
