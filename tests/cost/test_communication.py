@@ -212,15 +212,23 @@ def test_latent_projections_are_unsplit() -> None:
     assert once.size_bytes == pytest.approx(2 * (layers * layer + 8 * h * experts))
 
 
-def test_experts_split_by_tensor_parallelism_gather_their_tokens() -> None:
-    """expert_tp 2, top 4: 64 own tokens become 2·64·4 rows; gathered and reduced each way in 6 layers."""
-    case = ring(MOE, tp=2, expert_tp=2)
+@pytest.mark.parametrize(("ep", "copies"), [(1, 1), (2, 4)])
+def test_experts_split_by_tensor_parallelism_gather_their_tokens(ep: int, copies: int) -> None:
+    """expert_tp 2, top 4: 64 own tokens become 2·64 rows, 4 of each where they come from other ranks; gathered and
+    reduced each way in 6 layers."""
+    case = ring(MOE, tp=2, expert_tp=2, ep=ep, dp=ep)
     expert = [t for t in traffics(case, "tp") if t.what.startswith("expert")]
-    rows = 2 * 64 * 4
-    assert {t.size_bytes for t in expert} == {rows * 64 * 2}
+    assert {t.size_bytes for t in expert} == {2 * 64 * copies * 64 * 2}
     assert sum(t.count for t in expert) == 4 * 6
     whole_experts = traffics(ring(MOE, tp=2, expert_tp=1, ep=2), "tp")
     assert not [t for t in whole_experts if t.what.startswith("expert")]
+
+
+@pytest.mark.parametrize(("expert_tp", "kind"), [(2, CollectiveKind.ALL_REDUCE), (1, CollectiveKind.ALL_GATHER)])
+def test_ranks_with_the_same_tokens_sum_split_experts_or_share_the_tokens(expert_tp: int, kind: CollectiveKind) -> None:
+    case = ring(MOE, tp=2, expert_tp=expert_tp, sequence_parallel=False)
+    expert = [t for t in traffics(case, "tp") if t.what.startswith("expert")]
+    assert [(t.kind, t.size_bytes, t.count) for t in expert] == 2 * [(kind, 128 * 64 * 2, 6)]
 
 
 def test_experts_without_sequence_parallelism_move_no_more_than_with_it() -> None:

@@ -67,8 +67,8 @@ def test_spans_follow_each_other_to_the_end_of_the_step(case: Job) -> None:
         last = rank.spans[-1]
         assert last.during == AFTER
         assert last.held.activations == last.held.recomputed == last.held.gathered == last.held.temporary == 0.0
-        states = {(span.held.weights, span.held.gradients, span.held.optimizer) for span in rank.spans}
-        assert len(states) == 1
+        # Gradients that are made as they come are not all there at the loss.
+        assert len({(span.held.weights, span.held.optimizer) for span in rank.spans}) == 1
 
 
 def of_kind(rank: RankMemory, word: str) -> list[Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
-from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
@@ -13,11 +11,11 @@ from shardwise.cost.activations import (
     layer_saved_tensors,
     logits_temporary_bytes,
 )
+from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
 from shardwise.cost.in_flight import chunks_in_flight
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.passing import (
     Moment,
-    gathered_at,
     gradients_absent,
     layer_moment_bytes,
     loss_moment_bytes,
@@ -25,10 +23,10 @@ from shardwise.cost.passing import (
 )
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents, fully_recomputed_share, pipeline_ranks_to_price, rank_contents
-from shardwise.cost.states import Sharding, StateBytes, rank_state_bytes, sharding_of, state_bytes
+from shardwise.cost.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
-from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
+from shardwise.spec.training import OPTIMIZERS, RECIPES
 
 
 @dataclass(frozen=True)
@@ -78,20 +76,28 @@ class DeviceMemory:
 def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
     """The peak memory of one device of a pipeline rank."""
     contents = rank_contents(job, pipeline_rank)
+    return max(memory_at_moments(job, contents).values(), key=lambda memory: memory.total)
+
+
+def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMemory]:
+    """One by itself, or at each of the moments that a rank has."""
     moments = [one for one in moments_of(job.stack) if one != "loss" or contents.has_head]
-    return max((_memory_at(job, contents, moment) for moment in moments), key=lambda memory: memory.total)
+    return {moment: _memory_at(job, contents, moment) for moment in moments}
 
 
 def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory:
     sharding = sharding_of(job.strategy)
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     kept, share = activation_bytes(job, contents), job.strategy.offload.activations
-    activations = kept - (_head_bytes(job, contents) if moment == "layer" else 0.0)
+    activations = kept - (head_activation_bytes(job) if moment == "layer" and contents.has_head else 0.0)
     communication, temporary = passing_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
     recomputed = 0.0 if moment == "loss" else _recomputed_layer_bytes(job, contents)
     gradients = states.gradients
+    gathered = gathered_bytes(contents, sharding, job.recipe, moment, tied=job.model.tied_embeddings)
     if moment != "together":
         gradients = gradients - _gradients_absent(job, contents, states.gradients, activations)
+    if moment == "loss" and _is_alone(job, contents):
+        gathered -= left_over(divided_units(contents, sharding, tied=job.model.tied_embeddings), sharding, job.recipe)
     return DeviceMemory(
         pipeline_rank=contents.rank,
         weights=states.weights,
@@ -99,7 +105,7 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
         optimizer=states.optimizer,
         activations=activations * (1 - share),
         recomputed=recomputed,
-        gathered=gathered_bytes(contents, sharding, job.recipe, moment, tied=job.model.tied_embeddings),
+        gathered=gathered,
         communication=communication,
         temporary=temporary,
         allowance=job.cluster.device.framework_memory,
@@ -117,10 +123,15 @@ def passing_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head
 
 
 def _gradients_absent(job: Job, contents: RankContents, gradients: float, activations: float) -> float:
-    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
-    alone, of_a_microbatch = float(job.microbatches <= in_flight), activations / in_flight
+    of_a_microbatch = activations / (chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank)
+    alone = float(_is_alone(job, contents))
     absent: float = gradients_absent(gradients, job.strategy.zero, job.strategy, alone, of_a_microbatch)
     return absent
+
+
+def _is_alone(job: Job, contents: RankContents) -> bool:
+    """No microbatch has gone back before the peak."""
+    return job.microbatches <= chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
 
 
 def _head_bytes(job: Job, contents: RankContents) -> float:
@@ -230,27 +241,6 @@ def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
         layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe) for moe in kinds
     )
     return max(brought_back, default=0.0)
-
-
-def gathered_bytes(
-    contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "together", *, tied: bool = False
-) -> Any:
-    """Whole layers that sharded data parallelism holds for a moment.
-
-    ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
-    it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
-    does not reshard its root, which backward would gather again at once.
-    """
-    # Experts that no other device holds are whole already.
-    layers = contents.layer_matrices * (sharding.shards > 1) + contents.experts * (sharding.expert_shards > 1)
-    ends = contents.others * (sharding.shards > 1)
-    if recipe.fp32_shards:
-        both_ends = contents.has_embedding * contents.has_head * (not tied)
-        return gathered_at(layers, contents.layers, ends, both_ends, sharding, recipe, moment)
-    one = layers / maximum(1, contents.layers)
-    gradient = one * recipe.gradient if sharding.gradients_sharded else 0.0
-    parameters = (select(sharding.keep_parameters, layers, 2 * one) + ends) * recipe.gathered
-    return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 
 def communication_buffer_bytes(job: Job) -> float:

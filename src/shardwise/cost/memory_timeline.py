@@ -2,7 +2,8 @@
 
 The parts are those of `cost.memory`, each while it exists: model states, buffers and the framework always;
 activations from the start of a forward to the end of its backward; what a pass holds for a moment, during that pass.
-So the peak is at most that of `cost.memory`, which adds up all parts, and less where they never meet.
+So the peak is at most that of `cost.memory`, which adds up all parts, and less where they never meet. Where a stack
+makes gradients as they come (`cost.passing`), a pass is what it is at its fuller moment: at the loss, or in a layer.
 """
 
 from __future__ import annotations
@@ -11,8 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.cost.activations import head_activation_bytes, logits_temporary_bytes
+from shardwise.cost.gathered import gathered_bytes
 from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import DeviceMemory, gathered_bytes, memory_of_rank, temporary_bytes
+from shardwise.cost.memory import (
+    DeviceMemory,
+    activation_bytes,
+    memory_at_moments,
+    memory_of_rank,
+    temporary_bytes,
+)
+from shardwise.cost.passing import TOGETHER, Moment, moments_of
 from shardwise.cost.prediction import predict
 from shardwise.cost.simulation import step_timeline
 from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
@@ -80,7 +89,8 @@ def memory_over_time(job: Job) -> MemoryOverTime:
 
 
 def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[float], tail_seconds: float) -> RankMemory:
-    parts = _Parts(job, rank, timeline.schedule.stages)
+    kind = _Parts if moments_of(job.stack) == TOGETHER else _PartsAtMoments
+    parts = kind(job, rank, timeline.schedule.stages)
     spans: list[MemorySpan] = []
     now, chunks, heads = 0.0, 0.0, 0
     actions = zip(timeline.schedule.actions[rank], timeline.starts[rank], timeline.ends[rank], held_chunks)
@@ -103,7 +113,7 @@ class _Parts:
     def __init__(self, job: Job, rank: int, stages: int) -> None:
         self.contents, self.last_stage = rank_contents(job, rank), stages - 1
         self.whole = memory_of_rank(job, rank)
-        microbatch, self.head = _kept_per_microbatch(job, self.contents, self.whole)
+        microbatch, self.head = _kept_per_microbatch(job, self.contents)
         # As in `cost.memory`, the chunks of a rank count alike; they differ where layers or experts are uneven.
         self.chunk = microbatch * job.strategy.pp / stages
         self.whole_gradient, self.whole_parameters = _gathered(job, self.contents)
@@ -136,21 +146,62 @@ class _Parts:
     def _holding(
         self, chunks: float, heads: int, recomputed: float = 0.0, gathered: float = 0.0, temporary: float = 0.0
     ) -> DeviceMemory:
-        kept = chunks * self.chunk + heads * self.head
+        kept = self._kept(chunks, heads)
         return replace(self.whole, activations=kept, recomputed=recomputed, gathered=gathered, temporary=temporary)
 
+    def _kept(self, chunks: float, heads: int) -> float:
+        return chunks * self.chunk + heads * self.head
 
-def _kept_per_microbatch(job: Job, contents: RankContents, whole: DeviceMemory) -> tuple[float, float]:
+
+class _PartsAtMoments(_Parts):
+    """Of a stack that makes gradients as they come."""
+
+    def __init__(self, job: Job, rank: int, stages: int) -> None:
+        super().__init__(job, rank, stages)
+        self.moments = memory_at_moments(job, self.contents)
+        self.in_layer = self.moments["layer"]
+        self.all_heads = job.strategy.schedule == "gpipe"
+        self.whole_gradient, self.whole_parameters = _gathered(job, self.contents, "layer")
+        least = min(one.gradients for one in self.moments.values())
+        self.whole = replace(self.in_layer, gradients=least, communication=0.0)
+
+    def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
+        """At the loss, where there is one in the pass, or in one of its layers."""
+        at_its_loss = self.has_head(action) and action.kind is not ActionKind.W
+        passing = self._in_layer(action, chunks, heads - at_its_loss if self.all_heads else 0)
+        if not at_its_loss:
+            return passing
+        at_the_loss = replace(self.moments["loss"], activations=self._kept(chunks, heads))
+        return max(passing, at_the_loss, key=lambda memory: memory.total)
+
+    def _in_layer(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
+        goes_back = action.kind in (ActionKind.B, ActionKind.I)
+        makes_gradients = action.kind in (ActionKind.B, ActionKind.W)
+        return replace(
+            self.in_layer,
+            activations=self._kept(chunks, heads),
+            recomputed=self.in_layer.recomputed if goes_back else 0.0,
+            gathered=self.whole_parameters + (self.whole_gradient if makes_gradients else 0.0),
+            temporary=self.in_layer.temporary if action.kind is not ActionKind.F else 0.0,
+        )
+
+
+def _kept_per_microbatch(job: Job, contents: RankContents) -> tuple[float, float]:
     """Activations of one microbatch on all chunks of a rank, and those of one loss, that stay on the device."""
-    head = head_activation_bytes(job) * (1 - job.strategy.offload.activations) if contents.has_head else 0.0
+    stays = 1 - job.strategy.offload.activations
+    kept, head = activation_bytes(job, contents) * stays, 0.0
+    if contents.has_head:
+        head = head_activation_bytes(job) * stays
     in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
     losses = in_flight if job.strategy.schedule == "gpipe" else 1
-    return (whole.activations - losses * head) / in_flight, head
+    return (kept - losses * head) / in_flight, head
 
 
-def _gathered(job: Job, contents: RankContents) -> tuple[float, float]:
+def _gathered(job: Job, contents: RankContents, moment: Moment = "together") -> tuple[float, float]:
     """Whole layers that sharded data parallelism holds: gradients before they are reduced, parameters in use."""
     sharding, recipe = sharding_of(job.strategy), job.recipe
-    both = float(gathered_bytes(contents, sharding, recipe))
-    gradient = float(gathered_bytes(contents, replace(sharding, zero=min(2, sharding.zero)), recipe))
+    tied = job.model.tied_embeddings
+    both = float(gathered_bytes(contents, sharding, recipe, moment, tied=tied))
+    sharding = replace(sharding, zero=min(2, sharding.zero))
+    gradient = float(gathered_bytes(contents, sharding, recipe, moment, tied=tied))
     return gradient, both - gradient

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from shardwise.collectives.arrays import maximum, minimum, select
-from shardwise.cost.states import Sharding
+from shardwise.collectives.arrays import minimum, select
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Recipe
 
 # Either all parts of a rank's memory are added up, or they are at each of two moments.
 Moment = Literal["together", "loss", "layer"]
@@ -30,8 +28,8 @@ def moments_of(stack: Stack) -> tuple[Moment, ...]:
 def loss_moment_bytes(job: Job) -> float:
     """Logits of some tokens, the gradients of the head and of its input.
 
-    The gradient of the weights is summed over the pieces in fp32. Without tensor parallelism it is rounded at the end,
-    when no logits are left; with it the product of every piece is made before it is added.
+    The gradient of the weights is summed over the pieces in fp32 and rounded at the end, when no logits are left. With
+    tensor parallelism the whole head input is beside its gradient.
     """
     weights, tokens, element = _head_weights(job), job.microbatch_tokens, job.training.recipe.activation
     rows = job.model.vocab / job.strategy.tp
@@ -39,8 +37,8 @@ def loss_moment_bytes(job: Job) -> float:
     states = tokens * job.model.hidden * element
     narrow = element < 4
     if job.strategy.tp > 1:
-        return 4 * weights + element * weights + (4 + element * narrow) * logits + 2 * states
-    return 4 * weights + max(element * weights * narrow, (4 + element) * logits) + states
+        return 4 * weights + max(element * weights, (4 + element * narrow) * logits) + 2 * states
+    return 4 * weights + max(element * weights, (4 + element) * logits) + states
 
 
 def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
@@ -77,21 +75,6 @@ def gradients_absent(gradients: Any, zero: Any, strategy: Strategy, alone: Any, 
     growing = minimum(gradients, of_a_microbatch)
     sharded = gradients if strategy.pp == 1 else growing
     return alone * select(zero >= 1, sharded, growing * (strategy.gradient_group == 1))
-
-
-def gathered_at(
-    layers: Any, number: Any, ends: Any, both_ends: Any, sharding: Sharding, recipe: Recipe, moment: Moment
-) -> Any:
-    """Whole parameters and gradients that FSDP holds: of ``number`` layers one at a time, and of the ends.
-
-    At the loss the head, and the last layer on its way. In a layer itself and the next, and what was reduced before it
-    and is waited for.
-    """
-    one, head = layers / maximum(1, number), ends / select(both_ends, 2, 1)
-    parameters = head + one if moment == "loss" else 2 * one
-    parameters = select(sharding.keep_parameters, layers + ends, parameters) * recipe.gathered
-    reduced = maximum(one, head) * recipe.gradient if moment == "layer" and sharding.gradients_sharded else 0.0
-    return (sharding.zero == 3) * parameters + (sharding.zero >= 2) * reduced
 
 
 def _head_weights(job: Job) -> float:

@@ -30,6 +30,7 @@ class Sharding:
     gathers_once: bool
     keep_parameters: Any
     offload: Any  # shares per kind of state, as in `Offload`
+    sums_once: Any = False  # copies of shards are summed after the last microbatch, where the stack does so
 
     @property
     def divided(self) -> Any:
@@ -46,7 +47,13 @@ def sharding_of(strategy: Strategy) -> Sharding:
         zero < 3 or strategy.keep_parameters,
         strategy.keep_parameters,
         strategy.offload,
+        sums_once(strategy, divided_over(strategy)),
     )
+
+
+def sums_once(strategy: Strategy, shards: int) -> bool:
+    """Hybrid shards: FSDP adds up what is reduced inside a group, and sums over the groups at the end."""
+    return 1 < shards < strategy.gradient_group and strategy.pp == 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ def state_bytes(
     shards: Any = 1,
     gradients_sharded: bool | None = None,
     offload: Any = None,
+    sums_once: Any = False,
 ) -> StateBytes:
     """Bytes for ``matrices`` + ``others`` parameters whose states ZeRO divides over ``shards`` devices.
 
@@ -99,7 +107,7 @@ def state_bytes(
         # The shards are the masters; what is gathered from them for a step counts as weights until ZeRO-3 drops it.
         weights = select(zero >= 3, 4 * parameters, weights)
         master = select(zero >= 3, 0, select(zero >= 1, 4, recipe.master))
-        gradient_shard = 4
+        gradient_shard = select(sums_once, recipe.gradient, 4)
     weights = weights / select(zero >= 3, shards, 1)
     sharded = zero >= 2 if gradients_sharded is None else gradients_sharded
     gradients = parameters * select(sharded, gradient_shard / shards, recipe.gradient)
@@ -127,6 +135,7 @@ def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str 
             shards=shards,
             gradients_sharded=sharding.gradients_sharded,
             offload=sharding.offload,
+            sums_once=sharding.sums_once,
         )
 
     dense = part(contents.layer_matrices, contents.others, sharding.shards)

@@ -145,9 +145,16 @@ class Replicated:
                 one.register_hook(self._at_the_end_finish)  # type: ignore[no-untyped-call]
 
     def _at_the_end_finish(self, gradient: Tensor) -> None:
-        if self.last and not self._will_finish:
+        if not self._will_finish:
             self._will_finish = True
-            Variable._execution_engine.queue_callback(self.finish)
+            Variable._execution_engine.queue_callback(self.finish if self.last else self._collect)
+
+    def _collect(self) -> None:
+        """What no layer completes moves into its bucket too: gradients beside an empty bucket would be twice there."""
+        self._will_finish = False
+        for bucket in self.buckets:
+            if bucket.complete_after is None and all(one.grad is not None for one in bucket.parameters):
+                bucket.collect()
 
 
 class _Mark(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Cross-entropy from hidden states without ever holding the logits of all tokens.
 
-Logits are made for a few tokens at a time, in the forward and once more in the backward pass: at a vocabulary of
-128k they would otherwise be the largest tensor of the whole step.
+Logits are made once, for a few tokens at a time, and their gradients with them: at a vocabulary of 128k they would
+otherwise be the largest tensor of the whole step.
 """
 
 from __future__ import annotations
@@ -22,56 +22,61 @@ def cross_entropy_sum(hidden: Tensor, head_weight: Tensor, head_bias: Tensor | N
 
     ``hidden`` [..., features] and ``labels`` [...] agree in their leading dimensions.
     """
-    total: Tensor = _CrossEntropySum.apply(hidden.flatten(0, -2), head_weight, head_bias, labels.flatten())  # type: ignore[no-untyped-call]
+    total: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2), head_weight, head_bias, labels.flatten(), torch.is_grad_enabled()
+    )
     return total
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in _parts(hidden, weight):
-            scores = F.linear(hidden[part], weight, bias).log_softmax(-1, dtype=torch.float32)
-            right = scores.gather(1, labels[part].clamp(min=0)[:, None])[:, 0]
-            total -= torch.where(labels[part] == IGNORED, 0.0, right).sum()
-        return total
+    """Gradients are computed on the way, while the logits are there, and scaled in the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        hidden, weight, bias, labels = ctx.saved_tensors
-        for_hidden, for_weight, for_bias, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, differentiated: bool
+    ) -> Tensor:
+        for_hidden, for_weight, for_bias = (wanted and differentiated for wanted in ctx.needs_input_grad[:3])
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if for_hidden else None
         # Summed over the parts in fp32: a bf16 sum of many parts would lose the small ones.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and for_bias else None
         for part in _parts(hidden, weight):
-            # What counts is masked and scaled on the narrow side of each product, not on the wide logits.
-            counts = (labels[part] != IGNORED).float()[:, None]
-            of_logits = _probabilities_less_one(hidden[part], weight, bias, labels[part])
+            scores = F.linear(hidden[part], weight, bias).log_softmax(-1, dtype=torch.float32)
+            counts, row = labels[part] != IGNORED, labels[part].clamp(min=0)[:, None]
+            total -= torch.where(counts, scores.gather(1, row)[:, 0], 0.0).sum()
+            if of_hidden is None and of_weight is None and of_bias is None:
+                continue
+            # The gradient of one token's cross-entropy by its logits: the probabilities, less one at the label. What
+            # counts is masked on the narrow side of each product, not on the wide logits.
+            of_logits = scores.exp_().scatter_add_(1, row, torch.full_like(row, -1.0, dtype=torch.float32))
             if of_bias is not None:
-                of_bias += of_logits.T @ counts[:, 0]
+                of_bias += of_logits.T @ counts.float()
             of_logits = of_logits.to(hidden.dtype)
+            del scores  # the largest tensors of the step: none stays beside those of the next part
             if of_hidden is not None:
-                of_hidden[part] = (of_logits @ weight) * (counts * gradient)  # in fp32, then rounded once
+                torch.mm(of_logits, weight, out=of_hidden[part]).mul_(counts[:, None])
             if of_weight is not None:
-                _add_product(of_weight, of_logits.T, hidden[part] * counts.to(hidden.dtype))
-        return (
-            of_hidden,
-            None if of_weight is None else of_weight.mul_(gradient).to(weight.dtype),
-            None if of_bias is None else of_bias.mul_(gradient).to(bias.dtype),
-            None,
+                add_product(of_weight, of_logits.T, hidden[part] * counts[:, None])
+            del of_logits
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scaled_ones = (
+            None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         )
+        return (*scaled_ones, None, None)
 
 
-def _probabilities_less_one(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """The gradient of one token's cross-entropy by its logits: the probabilities, less one at the label."""
-    probabilities = F.linear(hidden, weight, bias).softmax(-1, dtype=torch.float32)
-    minus_one = torch.full_like(labels, -1.0, dtype=torch.float32)[:, None]
-    return probabilities.scatter_add_(1, labels.clamp(min=0)[:, None], minus_one)
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in another format, with no copy in its own."""
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds a product to an fp32 ``total``; on a GPU in one pass, without rounding the product first."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)

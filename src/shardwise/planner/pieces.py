@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardwise.cost.gathered import gathered_bytes
 from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import activation_bytes, gathered_bytes, memory_of_rank
+from shardwise.cost.memory import activation_bytes, memory_of_rank
 from shardwise.cost.prediction import rank_prediction
 from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents
 from shardwise.cost.states import rank_state_bytes, sharding_of

@@ -181,53 +181,41 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
 
 
 def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
-    """Tokens gathered and summed over the ranks that split one expert's matrices."""
+    """What tensor parallelism sends around the experts, which split an expert's matrices or hold the same tokens."""
     model, strategy = job.model, job.strategy
     if model.moe is None or not contents.moe_layers:
         return []
-    topology = spanned(job.cluster, expert_tensor_runs(strategy), "strategy.expert_tp")
+    same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
+    runs = group_runs(strategy, ("tp",)) if same_tokens and strategy.ep == 1 else expert_tensor_runs(strategy)
+    topology = spanned(job.cluster, runs, "strategy.expert_tp")
     if topology is None:
         return []
-    # Without sequence parallelism the gather and the reduce-scatter are one all-reduce of the same bytes.
-    routed = job.microbatch_tokens / strategy.tp * model.moe.top_k * strategy.expert_tensor_parallel
-    size = routed * model.hidden * job.training.recipe.communication
+    if same_tokens and strategy.ep == 1:
+        kinds = _around_equal_tokens(strategy.expert_tensor_parallel > 1)
+        rows = job.microbatch_tokens
+    else:
+        kinds = _AROUND_TOKENS
+        # Where all experts are on every rank, tokens are gathered before they are copied for their experts.
+        copies = model.moe.top_k if strategy.ep > 1 else 1
+        rows = job.microbatch_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
+    size = rows * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
     again = fully_recomputed_share(job, contents)
     return [
-        priced(
-            "tp",
-            "expert tokens, forward",
-            CollectiveKind.ALL_GATHER,
-            size,
-            calls * (1 + again),
-            topology,
-            strategy.collective,
-        ),
-        priced(
-            "tp",
-            "expert outputs, forward",
-            CollectiveKind.REDUCE_SCATTER,
-            size,
-            calls * (1 + again),
-            topology,
-            strategy.collective,
-        ),
-        priced(
-            "tp",
-            "expert output gradients, backward",
-            CollectiveKind.ALL_GATHER,
-            size,
-            calls,
-            topology,
-            strategy.collective,
-        ),
-        priced(
-            "tp",
-            "expert token gradients, backward",
-            CollectiveKind.REDUCE_SCATTER,
-            size,
-            calls,
-            topology,
-            strategy.collective,
-        ),
+        priced("tp", what, kind, size, calls * (1 + again * ("forward" in what)), topology, strategy.collective)
+        for what, kind in kinds
     ]
+
+
+_AROUND_TOKENS = (
+    ("expert tokens, forward", CollectiveKind.ALL_GATHER),
+    ("expert outputs, forward", CollectiveKind.REDUCE_SCATTER),
+    ("expert output gradients, backward", CollectiveKind.ALL_GATHER),
+    ("expert token gradients, backward", CollectiveKind.REDUCE_SCATTER),
+)
+
+
+def _around_equal_tokens(split: bool) -> tuple[tuple[str, CollectiveKind], ...]:
+    """Ranks with the same tokens sum the results of split experts, or take a share of the tokens each and join them."""
+    kind = CollectiveKind.ALL_REDUCE if split else CollectiveKind.ALL_GATHER
+    return ("expert outputs, forward", kind), ("expert token gradients, backward", kind)

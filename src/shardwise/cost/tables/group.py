@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.cost.network import Run, expert_runs, expert_tensor_runs, group_runs
 from shardwise.cost.stages import RankContents
-from shardwise.cost.states import Sharding, expert_shards
+from shardwise.cost.states import Sharding, expert_shards, sums_once
 from shardwise.spec.strategy import Offload, Strategy
 
 
@@ -150,4 +150,5 @@ def sharding_columns(base: Strategy, choices: Sequence[ShardChoice]) -> Sharding
         gathers_once=often[1],
         keep_parameters=np.array([choice.keep_parameters for choice in choices]),
         offload=Offload(),
+        sums_once=np.array([sums_once(base, degree) for degree in shards]),
     )

@@ -179,7 +179,7 @@ class PartBook:
         seconds = self._piece("seconds", common, lambda: self._figures(jobs, SAVED, _seconds))
         saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, _saved_bytes))
         lines: dict[LineKey, Line] = {}
-        tensor = (*common, places.tensor, places.expert_tensor)
+        tensor = (*common, base.ep == 1, places.tensor, places.expert_tensor)
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
         if base.cp > 1:
             context = (tokens, base.tp, base.cp, layer.context_method, places.context)

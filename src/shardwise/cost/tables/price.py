@@ -11,7 +11,7 @@ from shardwise.collectives.arrays import is_array, maximum
 from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.data import data_lines, wire_bytes
 from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
-from shardwise.cost.memory import gathered_bytes
+from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.passing import Moment, gradients_absent, moments_of
 from shardwise.cost.stage_time import optimizer_seconds
@@ -215,6 +215,8 @@ class _Offloaded:
         self.states = rank_state_bytes(self.contents, self.sharding, job.recipe, job.training.optimizer)
         self.moments, self.base = moments_of(job.stack), batch.base
         self.held_bytes = [self._held(job, moment) for moment in self.moments]
+        unit = divided_units(self.contents, self.sharding, tied=job.model.tied_embeddings)
+        self.left_over = left_over(unit, self.sharding, self.recipe)
         self.units_taken = job.cluster.device.units_taken.copies
         self.host = host_topology(job.cluster, offload.target) if offload.any else None
         self.state_costs = [_send(self.host, line.size_bytes) for line in self._state_lines(1)] if self.host else []
@@ -243,8 +245,10 @@ class _Offloaded:
         if self.moments[number] == "together" or not ranks.alone[:, part].any():
             return memory
         gradients, zero = _by_row(self.states.gradients, lengths), _by_row(self.sharding.zero, lengths)
-        of_a_microbatch = activations / ranks.in_flight[:, None, part]
-        memory -= gradients_absent(gradients, zero, self.base, ranks.alone[:, None, part], of_a_microbatch)
+        of_a_microbatch, alone = activations / ranks.in_flight[:, None, part], ranks.alone[:, None, part]
+        memory -= gradients_absent(gradients, zero, self.base, alone, of_a_microbatch)
+        if self.moments[number] == "loss" and self.sharding.gradients_sharded:
+            memory -= alone * _by_row(self.left_over, lengths)
         return memory
 
     def waiting(

@@ -214,8 +214,8 @@ class _RowBuilder:
         once_of = [{sp: self.book.once_seconds(self.group, one, sp) for sp in plain} for one in ranks]
         once = [[seconds[layer.sequence_parallel] for layer in choices] for seconds in once_of]
         moments = moments_of(self.book.stack_flags)
-        # Of a loss there is none on ranks without a head, and its inputs are gone in a layer.
-        kept = np.stack([saved - heads if moment == "layer" else saved for moment in moments])
+        # Of a loss there is none on ranks without a head, and its inputs are gone in a layer of its microbatch.
+        kept = np.stack([saved - head if moment == "layer" else saved for moment in moments])
         other = np.stack([self._passing(moment) for moment in moments])
         alone = (self.m <= in_flight).astype(float)
         return RankRows(

@@ -32,6 +32,7 @@ def stacked_sharding(shardings: list[Sharding]) -> Sharding:
         first.gathers_once,
         stacked("keep_parameters"),
         first.offload,
+        stacked("sums_once"),
     )
 
 

@@ -19,6 +19,7 @@ from shardwise.engine.names import sent
 from shardwise.engine.parts import Part
 from shardwise.engine.tensor.linear import keep
 from shardwise.engine.tensor.moves import copy, gather, join, reduce, scatter
+from shardwise.models import loss as whole_loss
 from shardwise.models.loss import IGNORED, LOGITS_AT_ONCE
 
 
@@ -126,10 +127,12 @@ class _CutCrossEntropy(torch.autograd.Function):
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
             of_logits = of_logits.to(hidden.dtype)
+            del logits  # the largest tensors of the step: none stays beside those of the next tokens
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
             if of_weight is not None:
-                of_weight += of_logits.T @ hidden[rows]
+                whole_loss.add_product(of_weight, of_logits.T, hidden[rows])
+            del of_logits
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return total
@@ -140,8 +143,8 @@ class _CutCrossEntropy(torch.autograd.Function):
         weight_type, bias_type = ctx.dtypes
         return (
             None if of_hidden is None else of_hidden * gradient.to(of_hidden.dtype),
-            None if of_weight is None else (of_weight * gradient).to(weight_type),
-            None if of_bias is None else (of_bias * gradient).to(bias_type),
+            None if of_weight is None else whole_loss.scaled(of_weight, gradient, weight_type),
+            None if of_bias is None else whole_loss.scaled(of_bias, gradient, bias_type),
             None,
             None,
             None,

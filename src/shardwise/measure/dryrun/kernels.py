@@ -32,7 +32,7 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
         (F, "scaled_dot_product_attention", _attention),
         (Tensor, "softmax", _in_its_own_format(Tensor.softmax)),
         (Tensor, "log_softmax", _in_its_own_format(Tensor.log_softmax)),
-        (loss, "_add_product", _add_product),
+        (loss, "add_product", _add_product),
         (SCRATCH, "lend", lambda elements, dtype: torch.empty(elements, dtype=dtype)),
     )
 

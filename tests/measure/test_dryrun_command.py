@@ -1,0 +1,50 @@
+"""`shardwise dryrun` on the command line: mistakes end in one line before anything starts; text and data agree."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwise.cli.main import main
+
+TINY = "dryrun --model tiny --cluster dgx-h100:1 --dp 8 --global-batch 8 --seq 64"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (f"{TINY} --world 12", "12 is no whole number of"),
+        (f"{TINY} --tp 4 --dp 2 --world 18", "--world: 18 is no multiple of tp 4"),
+        (f"{TINY} --world many", "--world"),
+        (f"{TINY} --rank 8", "--rank: 8 is none of the job's 8 ranks"),
+        (f"{TINY} --rank -1", "--rank: '-1' is not a whole number"),
+        (f"{TINY} --skew 0", "--skew: '0' is not between"),
+        (f"{TINY} --precision mxfp8", "mxfp8"),
+        (f"{TINY} --wordl 8", "did you mean --world"),
+        (f"{TINY} --tp 3 --dp 1 --gpus 3", "heads"),
+        ("dryrun no-such-job.yaml", "no-such-job.yaml"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert says in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_world_of_another_size_as_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{TINY} --zero 3 --world 64 --global-batch 64 --rank 63 --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["world"], found["rank"], found["coordinates"]["dp"]) == (64, 63, 63)
+    assert found["memory"]["peak_bytes"] == pytest.approx(sum(found["memory"]["parts"].values()))
+    assert {one["ranks"] for one in found["collectives"] if one["dimension"] == "dp"} == {64}
+    assert found["flops"]["traced"]["attention"] == pytest.approx(found["flops"]["planned"]["attention"])
+
+
+def test_the_same_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{TINY} --zero 1".split()) == 0
+    printed = capsys.readouterr().out
+    for word in ("rank 0 of 8", "optimizer states", "reduce-scatter of gradients", "Beside the plan", "all tensors"):
+        assert word in printed
