@@ -95,7 +95,7 @@ def _apply(
 ) -> Sharded | Replicated:
     if layers is None:
         layers = [module for _, module in matching(root, patterns.layers)] or find_layers(root)
-    experts_apart = not torch.equal(mesh.gradients.mesh, mesh.expert_gradients.mesh)
+    experts_apart = not (mesh.same("replicate", "expert_replicate") and mesh.same("shard", "expert_shard"))
     units = units_of(root, layers, patterns, experts_apart)
     divided = mesh.size("shard") > 1 or (experts_apart and mesh.size("expert_shard") > 1)
     if mesh.strategy.zero and divided:

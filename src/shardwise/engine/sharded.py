@@ -40,7 +40,7 @@ class Sharded:
         self.unfinished = Unfinished()
         self.reductions = [one for module in self.units for one in install(module, self.unfinished)]
         _prefetch(root, units, prefetch)
-        if mesh.gradients.device_type == "cpu":
+        if mesh.device == "cpu":
             self.units[-1]._set_unshard_async_op(True)  # without streams only a gather in the background overlaps
 
     def _shard(self, unit: Unit, mesh: Mesh, precision: Precision, root: bool = False) -> None:
@@ -119,9 +119,7 @@ def _complete(group: Any) -> None:
 
 
 def _sharding_mesh(mesh: Mesh, expert: bool) -> DeviceMesh:
-    """One dimension where nothing is replicated: FSDP would reduce over a group of one."""
-    replicate, shard = ("expert_replicate", "expert_shard") if expert else ("replicate", "shard")
-    return mesh.along(shard) if mesh.size(replicate) == 1 else mesh.along(replicate, shard)
+    return mesh.sharding("expert_replicate", "expert_shard") if expert else mesh.sharding("replicate", "shard")
 
 
 def _prefetch(root: nn.Module, units: Sequence[Unit], depth: int) -> None:

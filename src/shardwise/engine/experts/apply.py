@@ -10,7 +10,7 @@ from shardwise.engine.experts.channel import Channel, Traffic
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.experts.deduplicated import DeduplicatedExchange
 from shardwise.engine.experts.flat import FlatExchange
-from shardwise.engine.experts.groups import NodeOfRank, alone, channel, node_channels, same_ranks
+from shardwise.engine.experts.groups import NodeOfRank, alone, channel, node_channels
 from shardwise.engine.experts.shared_tokens import DividedExchange, GatheredExchange, SummedExchange
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parts import Part, note_part
@@ -77,7 +77,7 @@ def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: Node
     inner = _between_tokens(experts, mesh, strategy, node_of_rank, alone(traffic)) or LocalExchange(experts)
     if parts.size == 1:
         return DividedExchange(inner, channel(mesh, "tp", node_of_rank, traffic))
-    if not same_ranks(mesh, "expert_tp", "tp"):
+    if not mesh.same("expert_tp", "tp"):
         raise SpecError(
             "strategy.order",
             "the ranks that split an expert are not those that hold the same tokens",

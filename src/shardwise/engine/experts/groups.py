@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.experts.channel import Channel, Traffic
-from shardwise.engine.mesh import Mesh
+from shardwise.engine.mesh import Mesh, new_group, own
 from shardwise.spec.errors import SpecError
 
 NodeOfRank = Callable[[int], int]
@@ -31,29 +29,16 @@ def node_channels(mesh: Mesh, node_of_rank: NodeOfRank, traffic: Traffic) -> tup
 
     New groups are made: every rank of the world calls this as often as the others.
     """
-    view = next(view for view in mesh.views if "ep" in (view.mesh_dim_names or ()))
-    groups = view.mesh.movedim(-2, -1).reshape(-1, mesh.size("ep"))
-    nodes = {len(_same_node(ranks, node_of_rank)) for ranks in groups.tolist()}
+    division = mesh.divisions["ep"]
+    nodes = {len(_same_node(ranks, node_of_rank)) for ranks in division}
     if len(nodes) > 1:
         raise _uneven("some expert-parallel groups span more nodes than others")
-    laid_out = groups.reshape(groups.shape[0], nodes.pop(), -1)
-    levels = DeviceMesh(view.device_type, laid_out, mesh_dim_names=("other experts", "nodes", "devices"))
-    between = _channel("ep", levels["nodes"].get_group(), node_of_rank, traffic)
-    inside = _channel("ep", levels["devices"].get_group(), node_of_rank, traffic)
+    by_node = _same_node(own(division), node_of_rank)
+    here = next(ranks for ranks in by_node if dist.get_rank() in ranks)
+    opposite = [ranks[here.index(dist.get_rank())] for ranks in by_node]
+    between = _channel("ep", new_group(opposite), node_of_rank, traffic)
+    inside = _channel("ep", new_group(here), node_of_rank, traffic)
     return between, inside
-
-
-def same_ranks(mesh: Mesh, one: str, other: str) -> bool:
-    """Whether two names of the mesh mean the same ranks everywhere."""
-    first, second = (_all_groups(mesh, name) for name in (one, other))
-    return first == second
-
-
-def _all_groups(mesh: Mesh, name: str) -> set[tuple[int, ...]]:
-    view = next(view for view in mesh.views if name in (view.mesh_dim_names or ()))
-    dimension = (view.mesh_dim_names or ()).index(name)
-    groups: torch.Tensor = view.mesh.movedim(dimension, -1).reshape(-1, view.mesh.shape[dimension])
-    return {tuple(sorted(ranks)) for ranks in groups.tolist()}
 
 
 def _channel(name: str, group: dist.ProcessGroup, node_of_rank: NodeOfRank, traffic: Traffic) -> Channel:
