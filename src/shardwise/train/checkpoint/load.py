@@ -1,0 +1,92 @@
+"""Loading: each rank reads the boxes it holds out of whatever boxes were saved, after everything was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.trainer import Trainer
+from shardwise.spec.errors import SpecError
+from shardwise.train.checkpoint.folder import CheckpointFolder
+from shardwise.train.checkpoint.manifest import Manifest, read_manifest
+from shardwise.train.checkpoint.shards import ShardReader, checked
+from shardwise.train.checkpoint.state import Kept, kept, take_numbers
+
+_WEIGHTS = ("weight/", "buffer/")
+
+
+def problems_of(folder: Path, *, rank: int = 0, world: int = 1) -> list[str]:
+    """What is wrong with a checkpoint's files; of several ranks each looks at some of them."""
+    try:
+        manifest = read_manifest(folder)
+    except SpecError as error:
+        return [str(error)]
+    mine = sorted(manifest.files)[rank::world]
+    found = [(name, checked(folder / name, manifest.files[name])) for name in mine]
+    return [f"{folder / name}: {problem}" for name, problem in found if problem]
+
+
+def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None) -> int | None:
+    """The newest step whose checkpoint is whole, found by all ranks together; ``say`` hears of damaged ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    listed: list[Any] = [folder.committed()]
+    dist.broadcast_object_list(listed)
+    for step in listed[0]:
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, problems_of(folder.of_step(step), rank=rank, world=world))
+        problems = [problem for some in found for problem in some]
+        if not problems:
+            return int(step)
+        for problem in dict.fromkeys(problems):
+            say(problem)
+    return None
+
+
+@torch.no_grad()
+def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> Manifest:
+    """Fills a trainer of any layout; raises SpecError, before a tensor is touched, for another model's checkpoint."""
+    manifest = read_manifest(folder)
+    wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]
+    _require_same_model(manifest, wanted, folder)
+    reader = ShardReader(folder)
+    try:
+        for one in wanted:
+            _read(one, manifest, reader, folder)
+    finally:
+        reader.close()
+    if weights_only:
+        trainer.data.publish()
+    else:
+        take_numbers(trainer, manifest.numbers)
+    return manifest
+
+
+def _require_same_model(manifest: Manifest, wanted: Sequence[Kept], folder: Path) -> None:
+    for one in wanted:
+        whole = manifest.tensors.get(one.key)
+        if whole is None:
+            kind, _, name = one.key.partition("/")
+            remedy = "the model, or the optimizer, of the checkpoint is another: start from its weights (start_from)"
+            raise SpecError(str(folder), f"has no {kind} of {name}", remedy)
+        if whole.shape != one.shape:
+            problem = f"{one.key} has the shape {list(whole.shape)}, this model's is {list(one.shape)}"
+            raise SpecError(str(folder), problem, "use the model that was trained")
+
+
+def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> None:
+    pieces = manifest.tensors[one.key].pieces
+    for place in one.places:
+        found = 0
+        for piece in pieces:
+            common = place.box.common(piece.box)
+            if common is None:
+                continue
+            part = reader.slice_of(piece.file, piece.entry, piece.box.shape, common.inside(piece.box))
+            one.tensor[place.local][common.inside(place.box)] = part.to(one.tensor.device, one.tensor.dtype)
+            found += common.elements
+        if found != place.box.elements:
+            raise SpecError(str(folder), f"lacks a part of {one.key}", "take another checkpoint")

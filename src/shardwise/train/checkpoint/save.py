@@ -1,0 +1,177 @@
+"""Saving: every box of every tensor is written by one rank that holds it; rank 0 commits when all are on disk.
+
+Ranks tell each other by files in the unfinished folder, never by a collective: a slow disk of one rank cannot run
+into the time limit of the others' communication, and the writing may go on in a thread while training does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.trainer import Trainer
+from shardwise.train.checkpoint.boxes import Box, Index
+from shardwise.train.checkpoint.folder import CheckpointFolder
+from shardwise.train.checkpoint.manifest import Manifest, Piece, Shard, Whole
+from shardwise.train.checkpoint.shards import NAMES, shard_name, write_shard
+from shardwise.train.checkpoint.state import Kept, kept, numbers
+
+POLL_SECONDS = 0.02
+
+
+class SaveError(Exception):
+    """A checkpoint was not written; the ones before it are untouched."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What this rank writes: a box of one of its tensors."""
+
+    name: str
+    kept: Kept
+    local: Index
+
+
+class Saver:
+    """Saves a trainer's state into ``folder``; made on every rank together, since they agree on who writes what.
+
+    `save` returns when the tensors are copied, unless ``wait``; `finished` says how the last one ended.
+    """
+
+    def __init__(
+        self, trainer: Trainer[Any], folder: CheckpointFolder, *, attempt: str = "0", timeout_seconds: float = 600
+    ) -> None:
+        self.trainer, self.folder, self.attempt, self.timeout_seconds = trainer, folder, attempt, timeout_seconds
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.entries, self.tensors = _shared_out(kept(trainer), self.rank, self.world)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
+        """Keeps the state after ``step`` steps; ``further`` is plain data to keep with it, the same on all ranks."""
+        self.finish()
+        staged = self._staged()
+        written = {**numbers(self.trainer), **further}
+        self._error = None
+        self._thread = threading.Thread(target=self._guarded, args=(step, staged, written), name="checkpoint")
+        self._thread.start()
+        if wait:
+            self.finish()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Waits for the save that is under way; raises SaveError where it failed."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise SaveError(str(self._error)) from self._error
+
+    @torch.no_grad()
+    def _staged(self) -> list[tuple[str, Tensor]]:
+        """Copies in CPU memory: training may go on at once."""
+        copies = [(entry.name, entry.kept.tensor[entry.local]) for entry in self.entries]
+        return [(name, part.detach().to("cpu", copy=True).contiguous()) for name, part in copies]
+
+    def _guarded(self, step: int, staged: list[tuple[str, Tensor]], written: dict[str, Any]) -> None:
+        try:
+            self._write(step, staged, written)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, step: int, staged: list[tuple[str, Tensor]], written: dict[str, Any]) -> None:
+        part = self.folder.unfinished(step, self.attempt)
+        part.mkdir(parents=True, exist_ok=True)
+        try:
+            shard = write_shard(part / shard_name(self.rank), staged)
+            _tell(part / f"rank-{self.rank}", {"bytes": shard.size, "blake2b": shard.checksum})
+        except OSError as error:
+            _tell_failure(part / f"rank-{self.rank}", error)
+            raise SaveError(f"rank {self.rank} could not write {part.name}: {error.strerror}") from error
+        if self.rank == 0:
+            self._commit(step, part, written)
+
+    def _commit(self, step: int, part: Path, written: dict[str, Any]) -> None:
+        try:
+            files = self._all_written(part)
+        except SaveError:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        job = self.trainer.job.to_dict()
+        manifest = Manifest(step, job, written, self.tensors, files)
+        for rank in range(self.world):
+            (part / f"rank-{rank}").unlink()
+        self.folder.commit(step, self.attempt, manifest.to_bytes())
+
+    def _all_written(self, part: Path) -> dict[str, Shard]:
+        files: dict[str, Shard] = {}
+        deadline = time.monotonic() + self.timeout_seconds
+        for rank in range(self.world):
+            path = part / f"rank-{rank}"
+            while not path.is_file():
+                if time.monotonic() > deadline:
+                    raise SaveError(f"rank {rank} did not write its part within {self.timeout_seconds:g} s")
+                time.sleep(POLL_SECONDS)
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if "failed" in told:
+                raise SaveError(f"rank {rank} could not write its part: {told['failed']}")
+            files[shard_name(rank)] = Shard(told["bytes"], told["blake2b"])
+        return files
+
+
+def _tell(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".telling")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.rename(path)
+
+
+def _tell_failure(path: Path, error: OSError) -> None:
+    """As far as the disk still lets it: rank 0 else hears of it by its time limit."""
+    try:
+        _tell(path, {"failed": error.strerror or str(error)})
+    except OSError:
+        return
+
+
+def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entry], dict[str, Whole]]:
+    """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
+    told = [(one.key, one.shape, NAMES[one.tensor.dtype], [place.box for place in one.places]) for one in mine]
+    lists: list[Any] = [None] * world
+    dist.all_gather_object(lists, told)
+    holders: dict[tuple[str, Box], list[int]] = {}
+    wholes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for other, held in enumerate(lists):
+        for key, shape, dtype, boxes in held:
+            wholes[key] = (shape, dtype)
+            for box in boxes:
+                holders.setdefault((key, box), []).append(other)
+    load = [0] * world
+    pieces: dict[str, list[Piece]] = {key: [] for key in wholes}
+    writes: set[tuple[str, Box]] = set()
+    for (key, box), ranks in holders.items():
+        writer = min(ranks, key=lambda one: load[one])
+        load[writer] += box.elements
+        if writer == rank:
+            writes.add((key, box))
+        pieces[key].append(Piece(shard_name(writer), f"{key}@{','.join(map(str, box.start))}", box))
+    entries = []
+    for one in mine:
+        for place in one.places:
+            if (one.key, place.box) in writes:
+                writes.remove((one.key, place.box))  # once, though a tied parameter may be here twice
+                entries.append(_Entry(f"{one.key}@{','.join(map(str, place.box.start))}", one, place.local))
+    return entries, {key: Whole(shape, dtype, tuple(pieces[key])) for key, (shape, dtype) in wholes.items()}

@@ -1,0 +1,113 @@
+"""The files of a checkpoint: safetensors, written by one stream with its checksum, read piece by piece.
+
+The format is https://huggingface.co/docs/safetensors: a JSON header and plain numbers; written here because the
+library writes no checksum on the way and asks for all tensors of a file at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.errors import SpecError
+from shardwise.train.checkpoint.manifest import Shard
+
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+CHUNK_BYTES = 8 * 2**20
+
+
+def shard_name(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Shard:
+    """Writes contiguous tensors in CPU memory and has them on disk before it returns."""
+    checksum = hashlib.blake2b(digest_size=32)
+    size = 0
+    # The checksum is computed beside the writing: both leave Python's lock to each other.
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        for chunk in _content(tensors):
+            summed = beside.submit(checksum.update, chunk)
+            _write_all(file, chunk)
+            size += len(chunk)
+            summed.result()
+        os.fsync(file.fileno())
+    return Shard(size, checksum.hexdigest())
+
+
+def _write_all(file: Any, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[file.write(chunk) :]
+
+
+def _content(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
+    header, at = {}, 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for _, tensor in tensors:
+        assert tensor.is_contiguous()
+        numbers: Any = tensor.flatten().view(torch.uint8).numpy()
+        raw = memoryview(numbers)
+        for begin in range(0, len(raw), CHUNK_BYTES):
+            yield raw[begin : begin + CHUNK_BYTES]
+
+
+def checked(path: Path, wanted: Shard) -> str | None:
+    """What is wrong with a file; None where it is as it was written."""
+    try:
+        if path.is_symlink() or not path.is_file():
+            return "is missing" if not path.is_symlink() else "is a link"
+        if path.stat().st_size != wanted.size:
+            return f"has {path.stat().st_size:,} bytes instead of {wanted.size:,}"
+        checksum = hashlib.blake2b(digest_size=32)
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                checksum.update(chunk)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"
+
+
+class ShardReader:
+    """Slices of the entries of a checkpoint's files, which stay mapped while this is open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, Any] = {}
+
+    def slice_of(self, file: str, entry: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(str(path), "pt")
+            found = self._open[file].get_slice(entry)
+            if tuple(found.get_shape()) != shape:
+                raise SpecError(
+                    str(path), f"{entry} has another shape than the manifest says", "take another checkpoint"
+                )
+            if not shape:
+                whole: Tensor = self._open[file].get_tensor(entry)
+                return whole
+            part: Tensor = found[index]
+            return part
+        except (SafetensorError, OSError) as error:
+            raise SpecError(str(path), f"{entry} cannot be read ({error})", "take another checkpoint") from None
+
+    def close(self) -> None:
+        self._open.clear()

@@ -1,0 +1,115 @@
+"""All that a rank has to keep of its training: tensors with their place in the whole model, and a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.engine.gradients import Held
+from shardwise.engine.optimizer import LocalOptimizer, local
+from shardwise.engine.parts import Part, plain_name
+from shardwise.engine.trainer import Trainer
+from shardwise.train.checkpoint.boxes import Placed, Run, blocks_taken, placed, taken
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here."""
+
+    key: str
+    shape: tuple[int, ...]
+    places: tuple[Placed, ...]
+    tensor: Tensor
+
+
+def kept(trainer: Trainer[Any]) -> list[Kept]:
+    """Weights (fp32 masters where there are), optimizer states and the buffers that balance experts."""
+    tied = trainer.job.model.tied_embeddings
+    found = []
+    for one in trainer.parameters:
+        name = _name(one, tied)
+        places = tuple(places_of(one))
+        for state, tensor in _tensors(one.parameter, trainer.optimizer):
+            found.append(Kept(f"{state}/{name}", one.part.shape, places, tensor))
+    found += [
+        Kept(f"buffer/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer) for name, buffer in _buffers(trainer)
+    ]
+    return found
+
+
+def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
+    """What is no tensor of the model, as plain data: the count of steps and the scale of the loss."""
+    optimizer = trainer.optimizer
+    steps = {_group_name(group): float(group["step"]) for group in optimizer.param_groups}
+    found: dict[str, Any] = {"optimizer_steps": max(steps.values(), default=0.0)}
+    if trainer.scaler is not None:
+        found["loss_scale"] = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
+    return found
+
+
+@torch.no_grad()
+def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+    """Back into the trainer; afterwards the weights that are computed with follow what was loaded."""
+    for group in trainer.optimizer.param_groups:
+        group["step"].fill_(found["optimizer_steps"])
+    if trainer.scaler is not None and "loss_scale" in found:
+        for name, tensor in trainer.scaler.state_dict().items():
+            tensor.fill_(found["loss_scale"][name])
+    trainer.data.publish()
+
+
+def places_of(one: Held) -> list[Placed]:
+    """The boxes of the whole parameter that the local tensor is."""
+    dimensions = _runs(one.part)
+    if isinstance(one.parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            one.parameter.shape, one.parameter.device_mesh, one.parameter.placements
+        )
+        dimensions = [taken(runs, first, first + size) for runs, first, size in zip(dimensions, offset, shape)]
+    return placed(dimensions)
+
+
+def _runs(part: Part) -> list[list[Run]]:
+    dimensions = [[Run(0, size)] for size in part.shape]
+    for cut in part.cuts:
+        runs = dimensions[cut.dimension]
+        dimensions[cut.dimension] = (
+            taken(runs, cut.start, cut.stop) if cut.blocks == 1 else blocks_taken(runs, cut.start, cut.stop, cut.blocks)
+        )
+    return dimensions
+
+
+def _name(one: Held, tied: bool) -> str:
+    """A tied head on a stage of its own is the embedding of the whole model."""
+    return "embedding.weight" if tied and one.name == "head.weight" else one.name
+
+
+def _tensors(parameter: nn.Parameter, optimizer: LocalOptimizer) -> Iterator[tuple[str, Tensor]]:
+    yield WEIGHT, optimizer.values(parameter)
+    for name, tensor in optimizer.state[parameter].items():
+        if name != "master":
+            yield name, local(tensor)
+
+
+def _buffers(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:
+    for stage in trainer.stages.values():
+        lasting = set(stage.state_dict(keep_vars=True))
+        for name, buffer in stage.named_buffers():
+            if name in lasting and buffer.is_floating_point():
+                yield plain_name(name), buffer
+
+
+def _all(tensor: Tensor) -> list[Placed]:
+    return placed([[Run(0, size)] for size in tensor.shape])
+
+
+def _group_name(group: dict[str, Any]) -> str:
+    return f"{group['kind']}, decay {group['weight_decay']:g}"
