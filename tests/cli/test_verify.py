@@ -53,3 +53,23 @@ def test_progress_is_shown_on_a_terminal_only(
         out, err = capfd.readouterr()
         assert out == ""
         assert ("two processes" in err) == (shown and terminal)
+
+
+def test_a_model_too_large_for_this_machine_is_refused() -> None:
+    result = run(
+        *[
+            "verify",
+            "--model",
+            "llama3-405b",
+            "--cluster",
+            "laptop:2",
+            "--tp",
+            "2",
+            "--global-batch",
+            "4",
+            "--seq",
+            "32",
+        ]
+    )
+    assert result.status == 2 and "GiB here" in result.err and "--shrink" in result.err
+    assert len(result.err.strip().splitlines()) == 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+MOST_CALLS = 12  # of one worker: PyTorch's caches keep some groups of earlier worlds, and their threads wake up
 VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their messages only repeat its
 
 
@@ -42,6 +43,7 @@ class WorkerError(Exception):
 class _Worker:
     process: BaseProcess
     connection: Connection
+    calls: int = 0
 
 
 class Pool:
@@ -71,12 +73,15 @@ class Pool:
         meeting = str(Path(self._folder.name) / f"call-{self._calls}")
         taking_part = self._workers[:world]
         for rank, worker in enumerate(taking_part):
+            worker.calls += 1
             worker.connection.send((function, Place(rank, world, meeting), arguments))
         try:
-            return self._collect(taking_part, timeout_seconds)
+            results = self._collect(taking_part, timeout_seconds)
         except BaseException:
             self._end(taking_part)
             raise
+        self._end([worker for worker in taking_part if worker.calls >= MOST_CALLS])
+        return results
 
     def close(self) -> None:
         self._end(self._workers)

@@ -24,7 +24,9 @@ from shardwise.launch.pool import Place, Pool
 from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
 from shardwise.measure.reference import Reference, reference_key, run_reference
 from shardwise.measure.sample import sample_batch, sample_weight
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.parameters import parameter_count
 
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
@@ -73,6 +75,7 @@ def verify(
     job = replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
     require_runs(job)
     require_devices(device, job.strategy.world)
+    require_memory(job, steps, available_bytes())
     own_pool = pool or Pool(PRELOAD)
     try:
         with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
@@ -88,6 +91,27 @@ def verify(
             own_pool.close()
     worst = {kind: Deviation.worst(one[kind] for one in found) for kind in KINDS}
     return Verification(job, steps, tolerance, worst)
+
+
+def require_memory(job: Job, steps: int, available: int | None) -> None:
+    """Refuses what this machine's memory would not hold: it would swap or be killed, not compare."""
+    # The single process: weights, gradients, two moments, and what it writes down (gradients of all steps, weights).
+    parameters = parameter_count(job.model)
+    alone = parameters * 4 * (4 + steps + 1)
+    states = parameters * 16 * job.strategy.data_parallel * job.strategy.cp
+    needed = max(alone, states // (job.strategy.gradient_group if job.strategy.zero else 1))
+    if available is not None and needed > available:
+        problem = f"{job.model.name} needs at least {needed / 2**30:,.0f} GiB here, {available / 2**30:,.0f} are free"
+        raise SpecError("model", problem, "make it smaller and keep its layout: --shrink")
+
+
+def available_bytes() -> int | None:
+    """Free memory of this machine; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
 
 
 @dataclass(frozen=True)
