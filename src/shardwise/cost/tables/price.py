@@ -217,6 +217,9 @@ class _Offloaded:
         self.held_bytes = [self._held(job, moment) for moment in self.moments]
         unit = divided_units(self.contents, self.sharding, tied=job.model.tied_embeddings)
         self.left_over = left_over(unit, self.sharding, self.recipe)
+        has_head: Any = self.contents.has_head
+        with_head = has_head.any(axis=(1, 2))
+        self.kinds = [with_head.nonzero()[0] if moment == "loss" else slice(None) for moment in self.moments]
         self.units_taken = job.cluster.device.units_taken.copies
         self.host = host_topology(job.cluster, offload.target) if offload.any else None
         self.state_costs = [_send(self.host, line.size_bytes) for line in self._state_lines(1)] if self.host else []
@@ -230,25 +233,32 @@ class _Offloaded:
         """Of the fullest device, and what its host holds for it."""
         share = self.offload.activations
         memory: Any = None
-        for number in range(len(self.moments)):
-            there = self._memory_at(number, ranks, part, lengths).max(axis=0)
+        for number, kinds in enumerate(self.kinds):
+            if not isinstance(kinds, slice) and not len(kinds):
+                continue
+            there = self._memory_at(number, kinds, ranks, part, lengths).max(axis=0)
             memory = there if memory is None else maximum(memory, there)
         if not self.offload.any:
             return memory, 0.0
         activations = ranks.activation_bytes[0][:, None, part]
         return memory, (_by_row(self.states.offloaded, lengths) + activations * share).max(axis=0)
 
-    def _memory_at(self, number: int, ranks: RankRows, part: slice, lengths: Array) -> Array:
-        activations = ranks.activation_bytes[number][:, None, part]
-        others = activations * (1 - self.offload.activations) + ranks.other_bytes[number][:, None, part]
-        memory: Array = _by_row(self.held_bytes[number], lengths) + others
-        if self.moments[number] == "together" or not ranks.alone[:, part].any():
+    def _memory_at(self, number: int, kinds: Any, ranks: RankRows, part: slice, lengths: Array) -> Array:
+        """Of the ``kinds`` of rank that have such a moment."""
+
+        def by_row(of_blocks: Array) -> Array:
+            return _by_row(of_blocks[kinds], lengths)
+
+        activations = ranks.activation_bytes[number][kinds, None, part]
+        others = activations * (1 - self.offload.activations) + ranks.other_bytes[number][kinds, None, part]
+        memory: Array = by_row(self.held_bytes[number]) + others
+        alone = ranks.alone[kinds, None, part]
+        if self.moments[number] == "together" or not alone.any():
             return memory
-        gradients, zero = _by_row(self.states.gradients, lengths), _by_row(self.sharding.zero, lengths)
-        of_a_microbatch, alone = activations / ranks.in_flight[:, None, part], ranks.alone[:, None, part]
-        memory -= gradients_absent(gradients, zero, self.base, alone, of_a_microbatch)
+        zero, of_a_microbatch = _by_row(self.sharding.zero, lengths), activations / ranks.in_flight[kinds, None, part]
+        memory -= gradients_absent(by_row(self.states.gradients), zero, self.base, alone, of_a_microbatch)
         if self.moments[number] == "loss" and self.sharding.gradients_sharded:
-            memory -= alone * _by_row(self.left_over, lengths)
+            memory -= alone * by_row(self.left_over)
         return memory
 
     def waiting(
