@@ -16,6 +16,7 @@ VERBS = {
     "verify": ("verify", "a layout against one process: loss, every gradient, every weight after a few steps"),
     "validate": ("validate", "score the cost model on a table of published or measured runs"),
     "dryrun": ("dryrun", "trace the engine on one rank of any world: memory, collectives, arithmetic, beside the plan"),
+    "data": ("data", "token shards from text, JSON lines, Parquet or tars; and whether shards are whole"),
     "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
 }
 

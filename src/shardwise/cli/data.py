@@ -1,0 +1,96 @@
+"""`shardwise data`: token shards from text, and whether shards are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from shardwise.cli.arguments import Parser
+from shardwise.spec.errors import SpecError
+
+_DOES = """build: reads text (.txt, .md, .py), JSON lines, Parquet and WebDataset tars, and writes OUT.bin and OUT.idx,
+which Megatron-LM reads too. Records with a prompt and an answer, or with messages, count only what is answered.
+check: reads every byte of shards and compares it with the checksums beside them."""
+CORPUS = "python"
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("data", _DOES, "shardwise data build python --out /tmp/corpus")
+    parser.add_argument("what", choices=("build", "check"))
+    parser.add_argument("files", nargs="+", help=f"files to read, or {CORPUS}: the sources of Python's own library")
+    parser.add_argument("--out", help="the shards to write, without a suffix")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder")
+    parser.add_argument("--field", default="text", help="where a record of JSON or Parquet has its text")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that encode")
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parsed = parser.parse(arguments)
+    if parsed.workers < 1:
+        raise SpecError("--workers", str(parsed.workers), "use 1 or more")
+    if parsed.what == "check":
+        return _check(parsed.files, parsed.json)
+    if parsed.out is None:
+        raise SpecError("--out", "is missing", "name the shards to write: --out corpus")
+    return _build(_files(parsed.files), Path(parsed.out), parsed)
+
+
+def _files(names: list[str]) -> list[Path]:
+    from shardwise.train.data.corpus import standard_library
+
+    return [path for name in names for path in (standard_library() if name == CORPUS else [Path(name)])]
+
+
+def _build(files: list[Path], out: Path, parsed: object) -> int:
+    from shardwise.train.data.build import build
+
+    settings = {name: getattr(parsed, name) for name in ("tokenizer", "field", "workers")}
+    try:
+        with _progress(not getattr(parsed, "json", False)) as progress:
+            built = build(files, out, **settings, progress=progress)
+    except OSError as error:
+        raise SpecError(str(error.filename or out), error.strerror or str(error), "choose another place") from None
+    if getattr(parsed, "json", False):
+        print(json.dumps({**asdict(built), "prefix": str(built.prefix)}))
+    else:
+        share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
+        print(f"{out}: {built.documents:,} documents, {built.tokens:,} tokens{share}, vocabulary {built.vocab:,}")
+    return 0
+
+
+def _check(prefixes: list[str], as_json: bool) -> int:
+    from shardwise.train.data.pair import check_sums, open_pair
+
+    found = []
+    for prefix in prefixes:
+        pair, summed = open_pair(prefix), check_sums(prefix)
+        found.append({"prefix": prefix, "documents": pair.documents, "tokens": len(pair.tokens), "checksums": summed})
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    for one in found:
+        how = "every checksum agrees" if one["checksums"] else "sizes agree; there are no checksums"
+        print(f"{one['prefix']}: {one['documents']:,} documents, {one['tokens']:,} tokens; {how}")
+    return 0
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Counts documents and tokens on a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda documents, tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading")
+
+        def tell(documents: int, tokens: int) -> None:
+            bar.update(task, description=f"{documents:,} documents, {tokens:,} tokens")
+
+        yield tell
