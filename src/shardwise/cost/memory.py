@@ -123,10 +123,10 @@ def passing_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head
 
 
 def _gradients_absent(job: Job, contents: RankContents, gradients: float, activations: float) -> float:
+    if not _is_alone(job, contents):
+        return 0.0
     of_a_microbatch = activations / (chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank)
-    alone = float(_is_alone(job, contents))
-    absent: float = gradients_absent(gradients, job.strategy.zero, job.strategy, alone, of_a_microbatch)
-    return absent
+    return float(gradients_absent(gradients, job.strategy.zero, job.strategy).bytes(of_a_microbatch))
 
 
 def _is_alone(job: Job, contents: RankContents) -> bool:

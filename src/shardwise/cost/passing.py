@@ -6,9 +6,9 @@ operator; `shardwise dryrun` traces it and compares.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from shardwise.collectives.arrays import minimum, select
+from shardwise.collectives.arrays import minimum
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
@@ -65,16 +65,27 @@ def _layer_bytes(job: Job, moe: bool) -> float:
     return element * made + job.training.recipe.gradient * last_product
 
 
-def gradients_absent(gradients: Any, zero: Any, strategy: Strategy, alone: Any, of_a_microbatch: Any) -> Any:
-    """How much of the gradients is not there when most else is; ``strategy`` for its degrees alone.
+class Absent(NamedTuple):
+    """Gradients that are not there when most else is, before a first microbatch has gone back.
 
-    ``alone``: no microbatch has gone back before the first peak. Then gradients grow as the activations
-    ``of_a_microbatch`` shrink, and the fuller end counts. ZeRO without a pipeline reduces them layer by layer, so that
-    they are never all there; replicas without ZeRO keep the memory that they are summed in.
+    ``whole``: ZeRO without a pipeline reduces them layer by layer, so that they are never all there. ``growing``: they
+    grow as the activations of a microbatch shrink, and the fuller end counts; replicas without ZeRO keep the memory
+    that they are summed in.
     """
-    growing = minimum(gradients, of_a_microbatch)
-    sharded = gradients if strategy.pp == 1 else growing
-    return alone * select(zero >= 1, sharded, growing * (strategy.gradient_group == 1))
+
+    whole: Any
+    growing: Any
+
+    def bytes(self, of_a_microbatch: Any) -> Any:
+        return self.whole + minimum(self.growing, of_a_microbatch)
+
+
+def gradients_absent(gradients: Any, zero: Any, strategy: Strategy) -> Absent:
+    """``strategy`` for its degrees alone."""
+    divided, alone = zero >= 1, strategy.gradient_group == 1
+    if strategy.pp == 1:
+        return Absent(gradients * divided, gradients * (zero == 0) * alone)
+    return Absent(0.0 * gradients, gradients * (divided | alone))
 
 
 def _head_weights(job: Job) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.collectives.arrays import is_array, maximum
+from shardwise.collectives.arrays import is_array, maximum, minimum
 from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.data import data_lines, wire_bytes
 from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
@@ -216,7 +216,13 @@ class _Offloaded:
         self.moments, self.base = moments_of(job.stack), batch.base
         self.held_bytes = [self._held(job, moment) for moment in self.moments]
         unit = divided_units(self.contents, self.sharding, tied=job.model.tied_embeddings)
-        self.left_over = left_over(unit, self.sharding, self.recipe)
+        absent, left = (
+            gradients_absent(self.states.gradients, self.sharding.zero, self.base),
+            left_over(unit, self.sharding, self.recipe),
+        )
+        self.growing = absent.growing if absent.growing.any() else None
+        whole = [absent.whole + left if moment == "loss" else absent.whole for moment in self.moments]
+        self.absent = [one if one.any() else None for one in whole]
         has_head: Any = self.contents.has_head
         with_head = has_head.any(axis=(1, 2))
         self.kinds = [with_head.nonzero()[0] if moment == "loss" else slice(None) for moment in self.moments]
@@ -255,10 +261,10 @@ class _Offloaded:
         alone = ranks.alone[kinds, None, part]
         if self.moments[number] == "together" or not alone.any():
             return memory
-        zero, of_a_microbatch = _by_row(self.sharding.zero, lengths), activations / ranks.in_flight[kinds, None, part]
-        memory -= gradients_absent(by_row(self.states.gradients), zero, self.base, alone, of_a_microbatch)
-        if self.moments[number] == "loss" and self.sharding.gradients_sharded:
-            memory -= alone * by_row(self.left_over)
+        if (absent := self.absent[number]) is not None:
+            memory -= alone * by_row(absent)
+        if self.growing is not None:
+            memory -= minimum(by_row(self.growing), alone * activations / ranks.in_flight[kinds, None, part])
         return memory
 
     def waiting(
