@@ -9,6 +9,7 @@ from shardwise.cost.communication import step_traffic
 from shardwise.cost.flops import head_forward_flops, layer_forward_flops
 from shardwise.cost.memory import memory_of_rank
 from shardwise.cost.stages import fully_recomputed_share, rank_contents
+from shardwise.cost.traffic import Traffic
 from shardwise.measure.dryrun.result import PARTS, RECEIVE, Bytes, Compared, Line
 from shardwise.spec.job import Job
 
@@ -21,9 +22,9 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[Line, float]) -
     planned: dict[tuple[str, str], float] = {}
     for one in step_traffic(job, rank_contents(job, pipeline_rank)):
         if one.dimension != "offload":
-            key = (one.dimension, str(one.kind))
+            key = (one.dimension, str(_kind_as_sent(one)))
             size = one.bytes_sent if _in_levels(job, *key) else one.count * one.size_bytes
-            planned[key] = planned.get(key, 0.0) + size
+            planned[key] = planned.get(key, 0.0) + size * _boundaries_with_one_peer(job, *key)
     found = traced_bytes(job, traced)
     total = max(sum(planned.values()), sum(found.values()))
     lines = []
@@ -48,6 +49,20 @@ def traced_bytes(job: Job, traced: Mapping[Line, float]) -> dict[tuple[str, str]
     if boundaries:
         found["pp", str(CollectiveKind.SEND_RECV)] = max(boundaries.values())
     return found
+
+
+def _kind_as_sent(one: Traffic) -> CollectiveKind:
+    """Both ends of a pipeline sum the gradients of their embedding, priced as the one exchange that this is."""
+    tied = one.dimension == "pp" and one.what.startswith("embedding")
+    return CollectiveKind.ALL_REDUCE if tied else one.kind
+
+
+def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
+    """Of two interleaved ranks each is before and behind the other: 2v−1 boundaries instead of the v of one side."""
+    strategy, chunks = job.strategy, job.strategy.chunks_per_rank
+    folded = strategy.schedule == "interleaved" and strategy.pp == 2
+    messages = (dimension, kind) == ("pp", str(CollectiveKind.SEND_RECV))
+    return (2 * chunks - 1) / chunks if folded and messages else 1.0
 
 
 def _in_levels(job: Job, dimension: str, kind: str) -> bool:
