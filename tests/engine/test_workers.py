@@ -11,10 +11,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.workers import on_ranks
+from engine.workers import on_ranks, pool
 from shardwise.launch.pool import WorkerError
 
 TASKS = Path("/proc/self/task")
+
+
+@pytest.fixture(autouse=True)
+def new_workers() -> None:
+    """Else a worker may be replaced in the middle of a test, for the calls of tests before it."""
+    pool().close()
+    pool.cache_clear()
 
 
 def summed(value: float) -> tuple[int, float]:
