@@ -1,21 +1,38 @@
-"""What does not run is refused before anything starts, by the same table that the planner prunes by."""
+"""What does not run is refused before anything starts, by the same table that the planner prunes by.
+
+The few things that are priced for this engine and not built yet are refused too: nothing is ignored in silence.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
+
+_LACKING: tuple[tuple[str, Callable[[Strategy], bool], str, str], ...] = (
+    ("strategy.offload", lambda one: one.offload.any, "this engine keeps all states on the device", "leave it out"),
+    ("strategy.overlap.tp", lambda one: one.overlap.tp and one.tp > 1,
+     "this engine does not hide tensor parallelism under its products", "overlap.tp: false"),
+    ("strategy.overlap.ep", lambda one: one.overlap.ep and one.ep > 1,
+     "this engine does not hide the exchange of tokens under another microbatch", "overlap.ep: false"),
+)  # fmt: skip
 
 
 def require_runs(job: Job) -> None:
-    """Raises SpecError for the worst finding of the support matrix about this job."""
+    """Raises SpecError for the worst finding of the support matrix about this job, or for what is not built."""
     found = verdict(job)
     if found.status != "runs":
         worst = found.findings[0]
         field = worst.option[0] if worst.option else "strategy"
         raise SpecError(field, f"{' with '.join(worst.techniques)}: {worst.reason}", worst.remedy)
+    for field, used, problem, remedy in _LACKING:
+        if used(job.strategy):
+            raise SpecError(field, problem, remedy)
 
 
 def require_devices(device: str, ranks: int) -> None:
