@@ -10,10 +10,10 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n auto -m "not slow and not frameworks"
+	$(BIN)/python -m pytest -n auto --durations=20 -m "not slow and not frameworks"
 
 test-all: $(READY) lint
-	$(BIN)/python -m pytest -n auto -m "not frameworks"
+	$(BIN)/python -m pytest -n auto --hypothesis-profile=searching -m "not frameworks"
 
 # The frameworks whose own parsers read what `export` writes; they bring torch, hence an environment of their own.
 test-frameworks: .venv-frameworks/.ready
