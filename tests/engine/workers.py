@@ -9,10 +9,19 @@ from typing import Any
 
 from shardwise.launch.pool import Place, Pool
 
+# All that a worker needs, so that a new one starts in no time: they are replaced after some calls.
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "shardwise.engine.parallelize",
+    "shardwise.measure.verify",
+)
+
 
 @cache
 def pool() -> Pool:
-    made = Pool(preload=("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.pipelining"))
+    made = Pool(preload=PRELOAD)
     atexit.register(made.close)
     return made
 
