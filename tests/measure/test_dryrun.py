@@ -164,8 +164,8 @@ EXTENDED = {
 }
 
 
-# Weight gradients that come later are noted at the place of another pass: its peak is extended to half a percent.
-NOT_EXACT = {"zb-h1": [pytest.mark.xfail(strict=True)]}
+# Passes noted at the place of another (late weight gradients, chunks in turn): peaks are extended to 0.5% and 1.2%.
+NOT_EXACT = {name: [pytest.mark.xfail(strict=True)] for name in ("zb-h1", "interleaved")}
 
 
 @pytest.mark.parametrize(
