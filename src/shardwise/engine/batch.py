@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from shardwise.models.loss import IGNORED
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shardwise.engine.batch import IGNORED, Batch
+from shardwise.engine.batch import Batch
 from shardwise.models.initialise import DEVIATION, initial_value, is_bias, is_norm
+from shardwise.models.loss import IGNORED
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 

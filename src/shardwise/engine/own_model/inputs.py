@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.engine.batch import IGNORED, Batch
+from shardwise.engine.batch import Batch
+from shardwise.models.loss import IGNORED
 from shardwise.spec.errors import SpecError, nearest_name
 
 KEYS = ("input_ids", "labels", "shift_labels", "position_ids", "documents", "attention_mask")

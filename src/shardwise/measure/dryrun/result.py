@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.cost.memory import DeviceMemory
 from shardwise.spec.job import Job
 
 RECEIVE = "receive"  # the other half of a message; beside the kinds of `CollectiveKind`
 TOLERANCE = 0.02
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "recomputed",
-    "gathered",
-    "communication",
-    "temporary",
-)
+PARTS = tuple(part for part in DeviceMemory.PARTS if part != "allowance")  # tensors only
 Bytes = dict[str, float]  # by part
 
 

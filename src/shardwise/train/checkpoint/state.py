@@ -47,9 +47,9 @@ def kept(trainer: Trainer[Any]) -> list[Kept]:
 
 def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
     """What is no tensor of the model, as plain data: the count of steps and the scale of the loss."""
-    optimizer = trainer.optimizer
-    steps = {_group_name(group): float(group["step"]) for group in optimizer.param_groups}
-    found: dict[str, Any] = {"optimizer_steps": max(steps.values(), default=0.0)}
+    # Every group has taken every step that was not left out: one count for all.
+    steps = max((float(group["step"]) for group in trainer.optimizer.param_groups), default=0.0)
+    found: dict[str, Any] = {"optimizer_steps": steps}
     if trainer.scaler is not None:
         found["loss_scale"] = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
     return found
@@ -109,7 +109,3 @@ def _buffers(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _all(tensor: Tensor) -> list[Placed]:
     return placed([[Run(0, size)] for size in tensor.shape])
-
-
-def _group_name(group: dict[str, Any]) -> str:
-    return f"{group['kind']}, decay {group['weight_decay']:g}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -68,12 +67,6 @@ class Loader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def __iter__(self) -> Iterator[Rows]:
-        step = 0
-        while True:
-            yield self.take(step)
-            step += 1
 
     def _make(self, step: int) -> Rows:
         return rows_of(self.mixture, step, self.batch, self.rank, self.ranks)

@@ -11,7 +11,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.train.data.pair import Pair, Tokens
 from shardwise.train.data.permutation import Numbers, Permutation
 
-IGNORED = -100
+IGNORED = -100  # as in `models.loss`, which imports torch: data is built without it
 
 
 @dataclass(frozen=True)
