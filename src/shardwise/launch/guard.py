@@ -1,0 +1,31 @@
+"""A small process that ends a launcher's ranks if the launcher is killed itself; it runs as a script, by `-I`.
+
+It reads lines from the launcher, "+PID" for a process group that has begun and "-PID" for one that has ended. When
+the pipe closes, the launcher is gone, and so must be all that it left: ranks that are stopped, and what they started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        sign, group = line[0], int(line[1:])
+        if sign == "+":
+            groups.add(group)
+        else:
+            groups.discard(group)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Runs a command once per device of this machine, watches it, and starts all of it again after a failure."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from shardwise.launch.diagnosis import diagnose, overdue
+from shardwise.launch.outcome import (
+    DONE,
+    FAILED,
+    MISTAKE,
+    STOPPED_WITHOUT_CHECKPOINT,
+    Attempt,
+    Event,
+    EventKind,
+    Failure,
+    Outcome,
+)
+from shardwise.launch.ranks import Rank, Ranks
+from shardwise.spec.errors import SpecError
+from shardwise.spec.timeouts import Timeouts
+
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
+MOST_SETTLE_SECONDS = 2.0  # as long as only victims are seen: what killed them may still be ending
+END_SECONDS = 3.0  # between asking ranks to end after a failure and ending them
+_ATTEMPT = re.compile(r"attempt-(\d+)")
+DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
+
+
+def supervise(
+    command: Sequence[str],
+    world: int,
+    folder: Path,
+    *,
+    timeouts: Timeouts | None = None,
+    restarts: int = 3,
+    grace_seconds: float = 30,
+    committed_step: Callable[[], int] = lambda: 0,
+    environment: Mapping[str, str] | None = None,
+    debug: bool = False,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> Outcome:
+    """Runs ``command`` as ``world`` ranks until they are done, with records and logs in ``folder``.
+
+    After a failure all ranks are started again, at most ``restarts`` times in a row without progress, which is what
+    ``committed_step`` says. SIGINT, SIGTERM and SIGHUP ask the ranks to stop, by SIGTERM; after ``grace_seconds``, or
+    at a second signal, they are killed. Call it in the main thread: signals come there, and ranks end with it.
+    """
+    given = {**(DEBUG if debug else {}), **(environment or {})}
+    attempts: list[Attempt] = []
+    tries, committed = 0, committed_step()
+    with _stop_requests() as stop:
+        while True:
+            own_folder = _new_folder(folder)
+            one = _Run(Ranks(command, world, own_folder, given), timeouts or Timeouts(), grace_seconds, stop)
+            on_event(Event("started", len(attempts), f"{world} processes, logs in {own_folder}"))
+            began = time.monotonic()
+            status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
+            attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
+            if failure is None or status != FAILED or stop.requested:
+                return Outcome(status, stop.requested > 0, tuple(attempts))
+            now = committed_step()
+            tries, committed = (1, now) if now > committed else (tries + 1, committed)
+            if tries > restarts:
+                on_event(Event("failed", len(attempts) - 1, f"{failure}; no try is left of {restarts}"))
+                return Outcome(FAILED, False, tuple(attempts))
+            on_event(Event("failed", len(attempts) - 1, f"{failure}; restart {tries} of {restarts} from step {now}"))
+
+
+class _Run:
+    """One attempt, from the start of its ranks to the end of the last of them."""
+
+    def __init__(self, ranks: Ranks, timeouts: Timeouts, grace_seconds: float, stop: _Stop) -> None:
+        self._ranks = ranks
+        self._timeouts = timeouts
+        self._grace_seconds = grace_seconds
+        self._stop = stop
+
+    def run(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
+        """The exit status and, unless all went well, what happened."""
+        end_seconds = END_SECONDS
+        try:
+            while True:
+                self._ranks.poll()
+                if self._stop.requested:
+                    end_seconds = 0
+                    return self._stopped(tell)
+                if not self._ranks.running and all(rank.status == DONE for rank in self._ranks.all):
+                    return DONE, None
+                stuck = overdue(self._ranks.running, self._timeouts)
+                if stuck or any(_failed(rank) for rank in self._ranks.all):
+                    failure = self._settled(stuck)
+                    return self._status(failure), failure
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._ranks.end(end_seconds)
+
+    def _settled(self, stuck: Sequence[Rank]) -> Failure:
+        """Who failed first, once those have had their time who fail because of it."""
+        if stuck:
+            self._ranks.ask_for_stacks()
+        deadline = time.monotonic() + MOST_SETTLE_SECONDS
+        time.sleep(SETTLE_SECONDS)
+        while True:
+            self._ranks.poll()
+            found = diagnose(self._ranks.all, self._timeouts)
+            if found.certain or stuck or time.monotonic() > deadline:
+                return found.failure
+            time.sleep(POLL_SECONDS)
+
+    def _status(self, failure: Failure) -> int:
+        if failure.mistake:
+            return MISTAKE
+        ended = {rank.status for rank in self._ranks.all}
+        return STOPPED_WITHOUT_CHECKPOINT if STOPPED_WITHOUT_CHECKPOINT in ended else FAILED
+
+    def _stopped(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
+        """Somebody wants the run to end: the ranks get their time for a last checkpoint."""
+        tell("stopping", f"{self._stop.name}: the ranks have {self._grace_seconds:g} s for a checkpoint")
+        asked = self._stop.requested
+        self._ranks.tell(signal.SIGTERM)
+        deadline = time.monotonic() + self._grace_seconds
+        while self._ranks.running and time.monotonic() < deadline and self._stop.requested == asked:
+            time.sleep(POLL_SECONDS)
+            self._ranks.poll()
+        if self._ranks.running:
+            names = ", ".join(str(rank.number) for rank in self._ranks.running)
+            tell("killing", f"still running: rank {names}")
+            return STOPPED_WITHOUT_CHECKPOINT, None
+        ended_well = all(rank.status == DONE for rank in self._ranks.all)
+        return (DONE if ended_well else STOPPED_WITHOUT_CHECKPOINT), None
+
+
+def _failed(rank: Rank) -> bool:
+    if rank.ended is not None:
+        return rank.status != DONE
+    progress = rank.progress()
+    return progress is not None and progress.phase == "failed"
+
+
+class _Stop:
+    """How often, and by which signal, the run was asked to end."""
+
+    def __init__(self) -> None:
+        self.requested = 0
+        self.name = ""
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.requested += 1
+        self.name = signal.Signals(number).name
+
+
+@contextmanager
+def _stop_requests() -> Iterator[_Stop]:
+    """Notes signals in place of dying of them; a signal that is ignored (nohup) stays ignored."""
+    stop = _Stop()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, stop.note)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _new_folder(folder: Path) -> Path:
+    """A folder for one attempt that nothing else has used."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            used = (_ATTEMPT.fullmatch(one.name) for one in folder.iterdir())
+            own = folder / f"attempt-{1 + max((int(match[1]) for match in used if match), default=0):04d}"
+            try:
+                own.mkdir()
+                return own.resolve()
+            except FileExistsError:  # another run in the same folder was quicker
+                continue
+    except OSError as error:
+        raise SpecError("", f"cannot write to {folder}: {error.strerror}", "name another folder") from None

@@ -1,0 +1,59 @@
+"""What happened to a run: attempt by attempt, who failed first and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+DONE, FAILED, MISTAKE, STOPPED_WITHOUT_CHECKPOINT = 0, 1, 2, 75
+
+EventKind = Literal["started", "failed", "stopping", "killing"]
+Cause = Literal["raised", "killed", "exited", "silent", "stuck"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first rank that failed, not one that failed because of it; None where no one rank stands out."""
+
+    rank: int | None
+    cause: Cause
+    reason: str
+    phase: str | None = None
+    step: int | None = None
+    log: Path | None = None
+    mistake: bool = False  # the user's: the reason is the one line to show, and another try would end the same way
+
+    def __str__(self) -> str:
+        who = "the ranks" if self.rank is None else f"rank {self.rank}"
+        where = "" if self.phase is None else f" ({self.phase}, step {self.step})"
+        return f"{who}{where}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    folder: Path
+    seconds: float
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; ``status`` is for the shell: 0 done or stopped with a checkpoint, 1 failed, 2, 75."""
+
+    status: int
+    stopped: bool  # somebody asked for it
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def failure(self) -> Failure | None:
+        return self.attempts[-1].failure
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something to tell whoever watches; ``text`` is one line."""
+
+    kind: EventKind
+    attempt: int
+    text: str

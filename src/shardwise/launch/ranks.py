@@ -1,0 +1,177 @@
+"""The processes of one attempt: how they begin, what is known of each, and how all of them end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.launch import guard
+from shardwise.train.attempt import STACKS_SIGNAL
+from shardwise.train.records import (
+    FailureRecord,
+    Progress,
+    log_path,
+    progress_path,
+    read_failure,
+    read_progress,
+    stacks_path,
+)
+
+_TAIL_BYTES = 8192
+_STACKS_SECONDS = 0.3  # for a rank to write down what it is doing
+
+
+@dataclass
+class Rank:
+    """One process, in a process group of its own together with all that it starts."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    folder: Path
+    started: float
+    ended: float | None = None  # when it was seen to be gone
+    _progress_file: int | None = None
+    _progress: Progress | None = None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self.process.returncode
+
+    def progress(self) -> Progress | None:
+        """Its last report; None where it never made one."""
+        if self._progress_file is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._progress_file = os.open(progress_path(self.folder, self.number), os.O_RDONLY | os.O_CLOEXEC)
+        if self._progress_file is not None:
+            self._progress = read_progress(self._progress_file) or self._progress
+        return self._progress
+
+    def failure(self) -> FailureRecord | None:
+        return read_failure(self.folder, self.number)
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        with log_path(self.folder, self.number).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return log.read().decode("utf-8", "replace")
+
+    def stacks(self) -> str:
+        """What its threads were doing when `Ranks.ask_for_stacks` asked."""
+        with contextlib.suppress(FileNotFoundError):
+            return stacks_path(self.folder, self.number).read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def close(self) -> None:
+        if self._progress_file is not None:
+            os.close(self._progress_file)
+            self._progress_file = None
+
+
+class Ranks:
+    """All processes of one attempt; `end` leaves none of them, nor of what they started, however they behave."""
+
+    def __init__(self, command: Sequence[str], world: int, folder: Path, environment: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.all: list[Rank] = []
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            for number in range(world):
+                self.all.append(self._start(command, number, world, environment))
+        except BaseException:
+            self.end(0)
+            raise
+
+    def _start(self, command: Sequence[str], number: int, world: int, environment: Mapping[str, str]) -> Rank:
+        with log_path(self.folder, number).open("wb") as log:
+            process = subprocess.Popen(
+                list(command),
+                env=_environment(number, world, self.folder, environment),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self._tell_guard(f"+{process.pid}")
+        return Rank(number, process, self.folder, time.monotonic())
+
+    def poll(self) -> None:
+        """Looks which processes have ended since."""
+        for rank in self.all:
+            if rank.ended is None and rank.process.poll() is not None:
+                rank.ended = time.monotonic()
+
+    @property
+    def running(self) -> list[Rank]:
+        return [rank for rank in self.all if rank.ended is None]
+
+    def tell(self, number: signal.Signals) -> None:
+        """Sends a signal to the ranks themselves; what they started is theirs to end."""
+        for rank in self.running:
+            rank.process.send_signal(number)
+
+    def ask_for_stacks(self) -> None:
+        """Has every rank that can write down what it is doing."""
+        for rank in self.running:
+            if rank.progress() is not None:  # else it is not prepared for the signal, and would die of it
+                rank.process.send_signal(STACKS_SIGNAL)
+        time.sleep(_STACKS_SECONDS)
+
+    def end(self, seconds: float) -> None:
+        """Ends all: politely, after ``seconds`` by force, and whatever they have left behind."""
+        self.tell(signal.SIGTERM)
+        deadline = time.monotonic() + seconds
+        while self.running and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self.poll()
+        for rank in self.all:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+        for rank in self.all:
+            rank.process.wait()
+            self._tell_guard(f"-{rank.process.pid}")
+            rank.close()
+        self.poll()
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        self._guard.wait()
+
+    def _tell_guard(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the guard was killed: the ranks still watch their parent themselves
+            assert self._guard.stdin is not None
+            self._guard.stdin.write(f"{line}\n".encode())
+            self._guard.stdin.flush()
+
+
+def _environment(number: int, world: int, folder: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """What a rank finds in its environment: its place, quiet defaults, and last what the caller gives."""
+    loopback = {name: one for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (one := loopback_interface())}
+    own_place = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "SHARDWISE_MEETING": str(folder / "meeting"),
+        "SHARDWISE_ATTEMPT_FOLDER": str(folder),
+        "SHARDWISE_LAUNCHER": str(os.getpid()),
+    }
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
+        "PYTHONUNBUFFERED": "1",  # what a killed process said last is in its log
+        "PYTHONFAULTHANDLER": "1",
+    }
+    return {**defaults, **os.environ, **loopback, **own_place, **given}
+
+
+def loopback_interface() -> str:
+    """The name of the interface that never leaves this machine; "" where there is none."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), "")

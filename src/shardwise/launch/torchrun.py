@@ -1,0 +1,49 @@
+"""The torchrun commands that start a job on several hosts, where no launcher of ours can reach them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+PORT = 29400  # torchrun's own default
+WORKER = "shardwise.train.worker"
+
+
+def torchrun_commands(
+    job: Job,
+    job_path: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    hosts: Sequence[str] = (),
+    port: int = PORT,
+    restarts: int = 3,
+) -> list[str]:
+    """One command per host, the first of which is where all meet; ``arguments`` go to the worker after the job file.
+
+    Without ``hosts`` they are called host-0, host-1, ... and are to be replaced. torchrun numbers hosts in the order
+    of their addresses as text, so ranks that the strategy counts as neighbours are when names sort as they stand.
+    """
+    per_host = min(job.cluster.node_devices, job.strategy.world)
+    count = -(-job.strategy.world // per_host)
+    if job.strategy.world % per_host:
+        raise SpecError("strategy", f"{job.strategy.world} ranks are no whole number of hosts of {per_host}")
+    names = list(hosts) or [f"host-{number:0{len(str(count - 1))}d}" for number in range(count)]
+    if len(names) != count:
+        raise SpecError(
+            "hosts", f"names {len(names)}", f"{job.strategy.world} ranks need {count} of {per_host} devices"
+        )
+    if not 0 < port < 65536:
+        raise SpecError("port", f"{port}", "use 1 to 65535")
+    run = Path(job_path).stem
+    return [
+        shlex.join([
+            "torchrun", f"--nnodes={count}", f"--nproc-per-node={per_host}", f"--max-restarts={restarts}",
+            f"--rdzv-id={run}", "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{port}", f"--local-addr={name}",
+            "--module", WORKER, str(job_path), *arguments,
+        ])
+        for name in names
+    ]  # fmt: skip
