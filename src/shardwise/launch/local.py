@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from shardwise.launch.diagnosis import diagnose, overdue
+from shardwise.launch.diagnosis import diagnose
 from shardwise.launch.outcome import (
     DONE,
     FAILED,
@@ -24,13 +24,14 @@ from shardwise.launch.outcome import (
     Outcome,
 )
 from shardwise.launch.ranks import Rank, Ranks
+from shardwise.launch.stalled import overdue
 from shardwise.spec.errors import SpecError
 from shardwise.spec.timeouts import Timeouts
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
 MOST_SETTLE_SECONDS = 2.0  # as long as only victims are seen: what killed them may still be ending
-END_SECONDS = 3.0  # between asking ranks to end after a failure and ending them
+END_SECONDS = 0.5  # between asking ranks to end after a failure and ending them: most wait for one that is gone
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 
@@ -95,25 +96,31 @@ class _Run:
                     return self._stopped(tell)
                 if not self._ranks.running and all(rank.status == DONE for rank in self._ranks.all):
                     return DONE, None
-                stuck = overdue(self._ranks.running, self._timeouts)
+                stuck = bool(overdue(self._ranks.running, self._timeouts))
                 if stuck or any(_failed(rank) for rank in self._ranks.all):
                     failure = self._settled(stuck)
-                    return self._status(failure), failure
+                    if failure is not None:
+                        return self._status(failure), failure
                 time.sleep(POLL_SECONDS)
         finally:
             self._ranks.end(end_seconds)
 
-    def _settled(self, stuck: Sequence[Rank]) -> Failure:
-        """Who failed first, once those have had their time who fail because of it."""
+    def _settled(self, stuck: bool) -> Failure | None:
+        """Who failed first, once those have had their time who fail because of it; None if all go on after all."""
+        began, asked = time.monotonic(), stuck
         if stuck:
             self._ranks.ask_for_stacks()
-        deadline = time.monotonic() + MOST_SETTLE_SECONDS
-        time.sleep(SETTLE_SECONDS)
         while True:
             self._ranks.poll()
             found = diagnose(self._ranks.all, self._timeouts)
-            if found.certain or stuck or time.monotonic() > deadline:
+            if found is None:
+                return None
+            enough = SETTLE_SECONDS if found.certain else MOST_SETTLE_SECONDS
+            if stuck or not self._ranks.running or time.monotonic() - began > enough:
                 return found.failure
+            if not found.certain and not asked:
+                self._ranks.ask_for_stacks()
+                asked = True
             time.sleep(POLL_SECONDS)
 
     def _status(self, failure: Failure) -> int:

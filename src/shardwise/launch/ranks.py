@@ -17,6 +17,7 @@ from shardwise.launch import guard
 from shardwise.train.attempt import STACKS_SIGNAL
 from shardwise.train.records import (
     FailureRecord,
+    Phase,
     Progress,
     log_path,
     progress_path,
@@ -25,7 +26,7 @@ from shardwise.train.records import (
     stacks_path,
 )
 
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 65536  # native errors stand before the stacks of all threads
 _STACKS_SECONDS = 0.3  # for a rank to write down what it is doing
 
 
@@ -54,6 +55,12 @@ class Rank:
         if self._progress_file is not None:
             self._progress = read_progress(self._progress_file) or self._progress
         return self._progress
+
+    @property
+    def where(self) -> tuple[Phase | None, int | None]:
+        """The phase and the step it was last in."""
+        progress = self.progress()
+        return (progress.phase, progress.step) if progress else (None, None)
 
     def failure(self) -> FailureRecord | None:
         return read_failure(self.folder, self.number)
@@ -104,10 +111,12 @@ class Ranks:
         return Rank(number, process, self.folder, time.monotonic())
 
     def poll(self) -> None:
-        """Looks which processes have ended since."""
+        """Looks which processes have ended since, and ends what they left: later their numbers may be another's."""
         for rank in self.all:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.monotonic()
+                _kill_group(rank)
+                self._tell_guard(f"-{rank.process.pid}")
 
     @property
     def running(self) -> list[Rank]:
@@ -132,12 +141,10 @@ class Ranks:
         while self.running and time.monotonic() < deadline:
             time.sleep(0.02)
             self.poll()
-        for rank in self.all:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
+        for rank in self.running:
+            _kill_group(rank)
         for rank in self.all:
             rank.process.wait()
-            self._tell_guard(f"-{rank.process.pid}")
             rank.close()
         self.poll()
         if self._guard.stdin is not None:
@@ -149,6 +156,11 @@ class Ranks:
             assert self._guard.stdin is not None
             self._guard.stdin.write(f"{line}\n".encode())
             self._guard.stdin.flush()
+
+
+def _kill_group(rank: Rank) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.process.pid, signal.SIGKILL)
 
 
 def _environment(number: int, world: int, folder: Path, given: Mapping[str, str]) -> dict[str, str]:

@@ -27,15 +27,14 @@ def torchrun_commands(
     Without ``hosts`` they are called host-0, host-1, ... and are to be replaced. torchrun numbers hosts in the order
     of their addresses as text, so ranks that the strategy counts as neighbours are when names sort as they stand.
     """
-    per_host = min(job.cluster.node_devices, job.strategy.world)
-    count = -(-job.strategy.world // per_host)
-    if job.strategy.world % per_host:
-        raise SpecError("strategy", f"{job.strategy.world} ranks are no whole number of hosts of {per_host}")
+    world = job.strategy.world
+    per_host = min(job.cluster.node_devices, world)
+    count = world // per_host
+    if world % per_host:
+        raise SpecError("strategy", f"{world} ranks are no whole number of hosts of {per_host} devices")
     names = list(hosts) or [f"host-{number:0{len(str(count - 1))}d}" for number in range(count)]
     if len(names) != count:
-        raise SpecError(
-            "hosts", f"names {len(names)}", f"{job.strategy.world} ranks need {count} of {per_host} devices"
-        )
+        raise SpecError("hosts", f"names {len(names)}", f"{world} ranks need {count} of {per_host} devices")
     if not 0 < port < 65536:
         raise SpecError("port", f"{port}", "use 1 to 65535")
     run = Path(job_path).stem
