@@ -1,0 +1,80 @@
+"""`shardwise doctor`: whether this machine is fit for a long run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.inputs import job_from
+from shardwise.cost.analysis import analyze
+from shardwise.cost.storage import checkpoint_bytes
+from shardwise.measure.doctor.examine import examine
+from shardwise.measure.doctor.finding import Examination
+from shardwise.report.console import console
+from shardwise.report.doctor import print_finding
+from shardwise.spec.errors import SpecError, shown
+
+PROCESSES = 2  # without a job and without GPUs
+_OWN_FLAGS = ("folder", "on", "hosts", "json")
+_EXAMPLE = """
+shardwise doctor
+shardwise doctor examples/llama3-70b-dgx-h100.yaml --folder /tmp
+"""
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser(
+        "doctor",
+        "Tries what a long run needs of this machine: loopback and ports, shared memory, open files, clocks, disk "
+        "space and speed, versions, device memory, and a small all-reduce. Exit status 1 if something fails.",
+        _EXAMPLE,
+    )
+    add_job_arguments(parser)
+    parser.add_argument("--folder", default=".", metavar="DIR", help="where the run will write (default: here)")
+    parser.add_argument("--on", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: GPUs, if any)")
+    parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
+    parser.add_argument("--json", action="store_true", help="the findings for a machine")
+    parsed = parser.parse(arguments)
+    findings, out = [], console()
+    for found in examine(_asked(parsed)):
+        findings.append(found)
+        if not parsed.json:
+            print_finding(out, found)
+    failed = any(found.status == "fail" for found in findings)
+    if parsed.json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(found) for found in findings]}, indent=2))
+    return 1 if failed else 0
+
+
+def _asked(parsed: argparse.Namespace) -> Examination:
+    folder = Path(parsed.folder)
+    if "\0" in parsed.folder or not folder.is_dir():
+        raise SpecError("--folder", f"{shown(parsed.folder)} is no folder", "make it, or name another")
+    hosts = tuple(host.strip() for host in parsed.hosts.split(",")) if parsed.hosts else ()
+    for host in hosts:
+        if not host or host.startswith("-"):
+            raise SpecError("--hosts", f"{shown(host)} is no host", "write them like node-1,node-2")
+    has_job = any(value for name, value in vars(parsed).items() if name not in _OWN_FLAGS)
+    job = job_from(parsed) if has_job else None
+    devices = 0 if parsed.on == "cpu" else _visible_devices()
+    processes = min(job.cluster.node_devices, job.strategy.world) if job else devices or PROCESSES
+    return Examination(
+        folder=folder,
+        processes=processes,
+        device="cuda" if devices or parsed.on == "cuda" else "cpu",
+        host_count=max(1 + len(hosts), job.strategy.world // processes if job else 1),
+        others=hosts,
+        checkpoint_bytes=checkpoint_bytes(analyze(job)) if job else None,
+    )
+
+
+def _visible_devices() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    from shardwise.measure.doctor.software import visible_devices
+
+    return visible_devices()

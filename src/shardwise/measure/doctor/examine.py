@@ -1,0 +1,50 @@
+"""All checks, one after the other; none of them ends the others."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+
+from shardwise.measure.doctor.disk import check_disk
+from shardwise.measure.doctor.finding import Examination, Finding
+from shardwise.measure.doctor.host import (
+    check_clocks,
+    check_loopback,
+    check_open_files,
+    check_ports,
+    check_shared_memory,
+)
+
+Check = Callable[[Examination], Finding | Iterable[Finding]]
+
+
+def examine(asked: Examination) -> Iterator[Finding]:
+    """The findings as they are made, the slowest last."""
+    host: dict[str, Check] = {
+        "loopback": check_loopback,
+        "ports": check_ports,
+        "shared memory": check_shared_memory,
+        "open files": check_open_files,
+        "clock": check_clocks,
+        "disk": check_disk,
+    }
+    yield from _run(host, asked)
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("PyTorch", "fail", "is not installed", "pip install 'shardwise[train]'")
+        return
+    from shardwise.measure.doctor.all_reduce import check_all_reduce
+    from shardwise.measure.doctor.software import check_devices, check_versions
+
+    software = list(_run({"versions": check_versions, "device memory": check_devices}, asked))
+    yield from software
+    if not any(found.status == "fail" for found in software):  # it would only fail for the same reason
+        yield from _run({"all-reduce": check_all_reduce}, asked)
+
+
+def _run(checks: dict[str, Check], asked: Examination) -> Iterator[Finding]:
+    for name, check in checks.items():
+        try:
+            found = check(asked)
+            yield from [found] if isinstance(found, Finding) else found
+        except (OSError, RuntimeError) as error:
+            yield Finding(name, "fail", " ".join(str(error).split()))

@@ -1,0 +1,120 @@
+"""The host itself: loopback and ports, shared memory, open files, clocks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.launch.ranks import loopback_interface
+from shardwise.launch.torchrun import PORT
+from shardwise.measure.doctor.finding import Examination, Finding
+from shardwise.spec.units import readable_bytes, readable_seconds
+
+SHARED_MEMORY = Path("/dev/shm")
+# NCCL's documentation asks for --shm-size=1g in containers, whose default is 64 MiB; gloo needs none, loaders some.
+_SHARED_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
+_FEW_FILES, _FILES, _FILES_PER_PROCESS = 256, 1024, 64  # a process has a socket for every other rank of every group
+_SKEW_SECONDS, _LARGE_SKEW_SECONDS = 1.0, 60.0
+_SSH_SECONDS = 10
+
+
+def check_loopback(asked: Examination) -> Finding:
+    """Binds a port on loopback, connects to it and sends a byte each way, as the processes of one machine do."""
+    if not loopback_interface():
+        return Finding("loopback", "fail", "there is no loopback interface", "bring `lo` up")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5)
+        began = time.perf_counter()
+        with socket.create_connection(server.getsockname(), timeout=5) as client:
+            answering, _ = server.accept()
+            with answering:
+                client.sendall(b"?")
+                answering.sendall(answering.recv(1))
+                client.recv(1)
+        seconds = time.perf_counter() - began
+    return Finding("loopback", "pass", f"bound, connected and answered in {readable_seconds(seconds)}")
+
+
+def check_ports(asked: Examination) -> Finding:
+    """Several hosts meet at a port of the first, and reach each other by name."""
+    if asked.host_count == 1:
+        return Finding("ports", "pass", "none is needed: processes of one machine meet in a file")
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return Finding("ports", "fail", f"this host's name {name} has no address", "add it to DNS or /etc/hosts")
+    if address.startswith("127."):
+        remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the other hosts"
+        return Finding("ports", "warn", f"this host's name {name} means {address}, which others cannot reach", remedy)
+    try:
+        socket.create_server(("", PORT)).close()
+    except OSError as error:
+        return Finding("ports", "fail", f"port {PORT}: {error.strerror}", "give torchrun another in --rdzv-endpoint")
+    return Finding("ports", "pass", f"{name} is {address}, port {PORT} is free")
+
+
+def check_shared_memory(asked: Examination) -> Finding:
+    if not SHARED_MEMORY.is_dir():
+        return Finding("shared memory", "pass", f"this system has no {SHARED_MEMORY}, and needs none")
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    needed = _SHARED_BYTES[asked.device]
+    figure = f"{readable_bytes(usage.free)} free of {readable_bytes(usage.total)}"
+    if usage.free < needed:
+        remedy = f"{readable_bytes(needed)} are safe: in a container --shm-size=1g"
+        return Finding("shared memory", "warn", figure, remedy)
+    return Finding("shared memory", "pass", figure)
+
+
+def check_open_files(asked: Examination) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("open files", "pass", "no limit")
+    wanted = max(_FILES, _FILES_PER_PROCESS * asked.processes)
+    figure = f"{soft:,} in a process" + ("" if hard == resource.RLIM_INFINITY else f", at most {hard:,}")
+    if soft >= wanted:
+        return Finding("open files", "pass", figure)
+    return Finding("open files", "fail" if soft < _FEW_FILES else "warn", figure, f"ulimit -n {wanted}")
+
+
+def check_clocks(asked: Examination) -> Iterator[Finding]:
+    """This clock against that of the folder's file system, and against other hosts that were named."""
+    path = asked.folder / f".shardwise-clock-{os.getpid()}"
+    before = time.time()
+    try:
+        path.write_bytes(b".")
+        written = path.stat().st_mtime
+    finally:
+        path.unlink(missing_ok=True)
+    after = time.time()
+    ahead = max(0.0, written - after, before - written)
+    # The kernel stamps files with the time of its last tick, up to 10 ms ago.
+    yield _skew("clock", "the file system's clock", 0.0 if ahead < 0.01 else ahead)
+    for host in asked.others:
+        yield _host_skew(host)
+
+
+def _host_skew(host: str) -> Finding:
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", "--", host, "date", "+%s"]
+    before = time.time()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3 * _SSH_SECONDS, check=True)
+        theirs = float(done.stdout) + 0.5  # whole seconds: half of one is the best guess
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        return Finding(f"clock of {host}", "fail", " ".join(last), f"`ssh {host} date` must answer without a password")
+    distance = abs(theirs - (before + time.time()) / 2)
+    return _skew(f"clock of {host}", "this host's clock", max(0.0, distance - 0.5))
+
+
+def _skew(check: str, other: str, seconds: float) -> Finding:
+    figure = f"{readable_seconds(seconds)} from {other}"
+    if seconds <= _SKEW_SECONDS:
+        return Finding(check, "pass", figure)
+    return Finding(check, "fail" if seconds > _LARGE_SKEW_SECONDS else "warn", figure, "synchronise clocks by NTP")

@@ -1,0 +1,81 @@
+"""Versions of what a run is made of, and the memory of its devices."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.measure.doctor.finding import Examination, Finding
+from shardwise.measure.verify import available_bytes
+from shardwise.spec.units import readable_bytes
+
+LOWEST, HIGHEST = (2, 11), (2, 13)
+_PROCESS_BYTES = 2**30  # of a CPU process with PyTorch and a small model
+_FREE_SHARE = 0.9
+
+
+def visible_devices() -> int:
+    """GPUs that PyTorch can use here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_versions(asked: Examination) -> Iterator[Finding]:
+    yield Finding("Python", "pass", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    known = f"{'.'.join(map(str, LOWEST))} to {'.'.join(map(str, HIGHEST))}"
+    if LOWEST <= version <= HIGHEST:
+        yield Finding("PyTorch", "pass", torch.__version__)
+    else:
+        yield Finding("PyTorch", "fail" if version < LOWEST else "warn", torch.__version__, f"tested with {known}")
+    if not (dist.is_available() and dist.is_gloo_available()):
+        yield Finding("gloo", "fail", "is not in this build of PyTorch", "install one of pytorch.org's")
+    if asked.device == "cuda":
+        yield _nccl()
+
+
+def _nccl() -> Finding:
+    if not dist.is_nccl_available():
+        return Finding("NCCL", "fail", "is not in this build of PyTorch", "install one of pytorch.org's for CUDA")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return Finding("NCCL", "pass", f"{nccl}, CUDA {torch.version.cuda}, driver {_driver() or 'unknown'}")
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else ""
+
+
+def check_devices(asked: Examination) -> Finding:
+    """Whether every process finds its device, and memory on it that nobody else holds."""
+    if asked.device == "cpu":
+        return _host_memory(asked.processes)
+    found = visible_devices()
+    if found < asked.processes:
+        figure = f"{found} GPUs for {asked.processes} processes of this host"
+        return Finding("device memory", "fail", figure, "use a strategy of fewer ranks, or --on cpu")
+    memory = [torch.cuda.mem_get_info(index) for index in range(asked.processes)]
+    free, total = min(memory)
+    name = torch.cuda.get_device_name(0)
+    figure = f"{asked.processes} × {name}, at least {readable_bytes(free)} free of {readable_bytes(total)}"
+    if free < _FREE_SHARE * total:
+        return Finding("device memory", "warn", figure, "another process holds some: see nvidia-smi")
+    return Finding("device memory", "pass", figure)
+
+
+def _host_memory(processes: int) -> Finding:
+    free = available_bytes()
+    if free is None:
+        return Finding("device memory", "pass", f"{processes} CPU processes; this system does not say what is free")
+    figure = f"{readable_bytes(free)} free for {processes} CPU processes"
+    if free < processes * _PROCESS_BYTES:
+        return Finding("device memory", "warn", figure, "close other programs, or use fewer processes")
+    return Finding("device memory", "pass", figure)
