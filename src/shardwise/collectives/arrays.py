@@ -22,6 +22,8 @@ def is_array(value: object) -> bool:
 
 def checked_size(size_bytes: Any) -> Size:
     """``size_bytes`` as a float (or float array), or a SpecError if it is not a size."""
+    if type(size_bytes) is float and 0 <= size_bytes < math.inf:
+        return size_bytes
     if isinstance(size_bytes, (list, tuple)) or is_array(size_bytes):
         import numpy as np
 

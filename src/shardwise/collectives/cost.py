@@ -181,10 +181,9 @@ def _select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
 
     seconds = np.stack([np.where(where, cost.seconds, np.inf) for cost, where in zip(costs, wheres)])
     winner = seconds.argmin(axis=0)
-    shape = winner.shape
 
     def pick(values: Sequence[Any]) -> Any:
-        return np.choose(winner, [np.broadcast_to(value, shape) for value in values])
+        return np.choose(winner, values)
 
     numbers = ("latency_seconds", "bandwidth_seconds", "steps", "sent_bytes", "received_bytes", "total_bytes")
     per_level = ("hops", "bytes", "latency_seconds", "bandwidth_seconds")

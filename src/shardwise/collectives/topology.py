@@ -104,6 +104,10 @@ class Topology:
             remedy = "choose one of " + ", ".join(LIBRARIES)
             raise SpecError("topology.library", f"{shown(self.library)} is unknown", remedy)
 
+    def __hash__(self) -> int:
+        """Of what tells networks apart, not of every field: a search looks one up thousands of times."""
+        return hash(tuple((level.name, level.size) for level in self.levels))
+
     @property
     def size(self) -> int:
         return math.prod(level.size for level in self.levels)

@@ -19,8 +19,8 @@ class Transfer:
 
     ``link_seconds`` is how long it keeps each link busy. ``window`` is the computation it may run under,
     ``window_share`` the part of that computation that is there when the data is: with ``last_only`` that of the last
-    microbatch, when gradients are complete. ``unhideable`` is the share of the communication that nothing can hide (the
-    first gather, the last bucket), ``units_taken`` the share of the compute units that it runs on.
+    microbatch, when gradients are complete. ``hideable`` is the share of the communication that may run under it (not
+    the first gather, nor the last bucket), ``units_taken`` the share of the compute units that it runs on.
     """
 
     in_pass: Pass
@@ -29,8 +29,12 @@ class Transfer:
     window: Window = "none"
     window_share: Any = 1.0
     last_only: bool = False
-    unhideable: Any = 0.0
+    hideable: Any = 1.0
     units_taken: Any = 0.0
+
+    def beside(self, link: str) -> Any:
+        """Seconds in which it does not need the link."""
+        return self.seconds - self.link_seconds[link]
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def hidden_in_layers(transfers: Sequence[Transfer], windows: ComputeWindows) -> 
             continue
         left = windows.seconds(transfer.in_pass) - used.get(transfer.in_pass, 0.0)
         available = minimum(left, windows.seconds(transfer.window))
-        under = maximum(0.0, minimum(transfer.seconds * (1 - transfer.unhideable), available))
+        under = maximum(0.0, minimum(transfer.seconds * transfer.hideable, available))
         used[transfer.in_pass] = used.get(transfer.in_pass, 0.0) + under
         hidden.append(under)
     return hidden
@@ -82,16 +86,15 @@ def hidden_across_layers(
     claims.sort(key=lambda index: transfers[index].last_only)
     for place, index in enumerate(claims):
         transfer = transfers[index]
-        beside = {name: transfer.seconds - needed for name, needed in transfer.link_seconds.items()}
-        hidden[index] = _hidden_across(transfer, beside, lasting[transfer.in_pass], busy[transfer.in_pass], taken)
+        hidden[index] = _hidden_across(transfer, lasting[transfer.in_pass], busy[transfer.in_pass], taken)
         later = {
             name
             for other in claims[place + 1 :]
             if transfers[other].in_pass == transfer.in_pass
             for name in transfers[other].link_seconds
         }
-        for name in later & beside.keys():
-            used = maximum(0.0, hidden[index] - beside[name])
+        for name in later & transfer.link_seconds.keys():
+            used = maximum(0.0, hidden[index] - transfer.beside(name))
             _take(taken, (transfer.in_pass, name), used, last_only=transfer.last_only)
     return hidden
 
@@ -140,20 +143,19 @@ def waiting(transfers: Sequence[Transfer], hidden: Sequence[Any], which: Pass) -
 _Taken = dict[tuple[Pass, str], tuple[Any, Any]]
 
 
-def _hidden_across(
-    transfer: Transfer, beside: Mapping[str, Any], lasting: Any, busy: Mapping[str, Any], taken: _Taken
-) -> Any:
-    """``beside``: seconds of the transfer in which it does not need each of its links."""
+def _hidden_across(transfer: Transfer, lasting: Any, busy: Mapping[str, Any], taken: _Taken) -> Any:
     share = transfer.window_share
-    hidden = minimum(transfer.seconds * (1 - transfer.unhideable), share * lasting)
-    for name, elsewhere in beside.items():
+    hidden = minimum(transfer.seconds * transfer.hideable, share * lasting)
+    for name in transfer.link_seconds:
         spread, last = taken.get((transfer.in_pass, name), (None, None))
+        if spread is None and last is None and name not in busy:
+            continue  # free all the time: the window itself is the limit
         unused = lasting - busy.get(name, 0.0)
         free = share * maximum(0.0, unused if spread is None else unused - spread)
         if last is not None:
             free = maximum(0.0, free - last)
         # A busy link holds up only what goes over it; the rest of the transfer can still hide.
-        hidden = minimum(hidden, free + elsewhere)
+        hidden = minimum(hidden, free + transfer.beside(name))
     return hidden
 
 

@@ -78,6 +78,7 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         others += model.vocab * model.hidden / strategy.tp
     if last in held:
         others += head_parameters(model, strategy.tp)
+    if last in held and model.mtp_layers:
         module = prediction_module_parameters(model, **_degrees(job))
         matrices += model.mtp_layers * (module.dense - module.norms)
         others += model.mtp_layers * module.norms
@@ -107,7 +108,7 @@ def stage_contents(job: Job) -> tuple[tuple[int, int], ...]:
     """Dense and mixture-of-experts layers of every stage."""
     result, first = [], 0
     for count in stage_layer_counts(job.model, job.strategy):
-        moe = sum(job.model.is_moe_layer(index) for index in range(first, first + count))
+        moe = sum(map(job.model.is_moe_layer, range(first, first + count))) if job.model.moe else 0
         result.append((count - moe, moe))
         first += count
     return tuple(result)
@@ -132,10 +133,14 @@ def _degrees(job: Job) -> dict[str, int]:
 
 
 def _layer_parts(job: Job, dense: int, moe: int) -> tuple[float, float, float]:
-    plain = layer_parameters(job.model, moe=False, **_degrees(job))
-    routed = layer_parameters(job.model, moe=True, **_degrees(job))
-    matrices = dense * (plain.dense - plain.norms) + moe * (routed.dense - routed.norms)
-    return matrices, dense * plain.norms + moe * routed.norms, moe * routed.experts
+    matrices = others = experts = 0.0
+    for count, routed in ((dense, False), (moe, True)):
+        if count:
+            layer = layer_parameters(job.model, moe=routed, **_degrees(job))
+            matrices += count * (layer.dense - layer.norms)
+            others += count * layer.norms
+            experts += count * layer.experts
+    return matrices, others, experts
 
 
 def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology, collective_cost
@@ -26,9 +27,9 @@ IN_LAYER = ("tp", "cp", "ep")
 class Traffic:
     """``count`` equal collectives of one step on the busiest device.
 
-    For ``window``, ``window_share``, ``last_only``, ``unhideable`` and ``units_taken`` see `Transfer`. ``once`` marks
-    what is sent after the last microbatch, under nothing. A traffic whose exposed time follows from its schedule
-    (pipeline messages) carries it as ``fixed_exposed_seconds``.
+    For ``window``, ``window_share``, ``last_only`` and ``units_taken`` see `Transfer`; ``unhideable`` is the share that
+    nothing hides. ``once`` marks what is sent after the last microbatch, under nothing. A traffic whose exposed time
+    follows from its schedule (pipeline messages) carries it as ``fixed_exposed_seconds``.
     """
 
     dimension: str
@@ -84,7 +85,7 @@ class Traffic:
             self.window,
             self.window_share,
             self.last_only,
-            self.unhideable,
+            1 - self.unhideable,
             self.units_taken,
         )
 
@@ -111,6 +112,17 @@ def priced(
 
 def collective_price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str) -> CollectiveCost:
     """By the algorithm asked for; where this collective or network has no such algorithm, by the cheapest."""
+    if isinstance(size_bytes, float):  # one price is asked for by many layouts
+        return _price_of_one(kind, size_bytes, topology, algorithm)
+    return _price(kind, size_bytes, topology, algorithm)
+
+
+@lru_cache(maxsize=4096)
+def _price_of_one(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm: str) -> CollectiveCost:
+    return _price(kind, size_bytes, topology, algorithm)
+
+
+def _price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str) -> CollectiveCost:
     if algorithm not in ("auto", "textbook"):
         try:
             return collective_cost(kind, size_bytes, topology, algorithm)

@@ -82,11 +82,7 @@ class Space:
     @property
     def estimated_groups(self) -> int:
         """About how many groups there are: layouts, times the kinds of schedules with stages of their own."""
-        return sum(
-            (1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees))
-            for degrees in self._degrees()
-            if any(self._batch(degrees["dp"] * size) for size in self._microbatches)
-        )
+        return sum((1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees)) for degrees in self._degrees())
 
     def groups(self) -> Iterator[Group]:
         """All groups, innermost dimensions last."""
@@ -102,12 +98,15 @@ class Space:
     def _degrees(self) -> Iterator[dict[str, Any]]:
         job, constraints = self.job, self.constraints
         devices, layers = job.cluster.devices, job.model.layers
+        sizes = self._microbatches
         fewest = FEWEST_CONTEXT_TOKENS if self.narrowed < 4 else 4 * FEWEST_CONTEXT_TOKENS
         for pp in self._dividing("pp", devices, layers):
             for tp in self._dividing("tp", devices // pp, self._most_tensor):
                 for cp in self._dividing("cp", devices // pp // tp, max(1, job.training.seq // fewest)):
                     dp = devices // pp // tp // cp
                     if dp not in constraints.candidates("dp", (dp,)):
+                        continue
+                    if not any(self._batch(dp * size) for size in sizes):
                         continue
                     for ep, expert_tp in self._experts(tp, tp * cp * dp):
                         yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.tables.group import Group
+from shardwise.cost.tables.group import Group, ShardChoice
 from shardwise.cost.tables.price import Block, Piece
 from shardwise.planner.masks import CellBook
 from shardwise.spec.job import Job
@@ -38,7 +38,9 @@ class Supported:
         assert len(self._bit) < 63, "more techniques than bits"
         self._masks = [self._bits_of(one.techniques) for one in findings]
         self._book = CellBook(self._block_bits)
+        self._of_offload: dict[Offload, int] = {}
         self._of_group: dict[int, tuple[Group, tuple[Any, ...]]] = {}
+        self._of_shards: dict[int, tuple[tuple[ShardChoice, ...], Array]] = {}
 
     def allowed(self, piece: Piece) -> Array | None:
         """Column × row: whether a cell runs; None where all do."""
@@ -59,26 +61,21 @@ class Supported:
 
     def _block_bits(self, block: Block) -> tuple[Array, Array]:
         """Bits of the rows, and of the columns, of a block."""
-        base, layers, schedules, recomputes, shards = self._group_bits(block.group)
+        base, layers, schedules, recomputes = self._group_bits(block.group)
         index = block.rows.index
         rows = base | layers[index[:, 0]] | schedules[index[:, 1]] | recomputes[index[:, 2]]
-        return rows, shards[block.columns.numbers]
+        return rows, self._shard_bits(block.group)[block.columns.numbers]
 
     def _group_bits(self, group: Group) -> tuple[Any, ...]:
+        """Of what a group's strategies share, and of its layer choices, schedules and recompute choices."""
         known = self._of_group.get(id(group))
         if known is None or known[0] is not group:
             known = self._of_group[id(group)] = (group, self._new_group_bits(group))
         return known[1]
 
     def _new_group_bits(self, group: Group) -> tuple[Any, ...]:
-        import numpy as np
-
         base = group.base
         rest = tuple(name for name in self._bit if name not in _CHOSEN)
-
-        def bits(strategies: list[Strategy], names: tuple[str, ...]) -> Array:
-            return np.array([self._used(one, names) for one in strategies], dtype=np.int64)
-
         layers = [
             base.unchecked(sequence_parallel=one.sequence_parallel, context_method=one.context_method)
             for one in group.layers
@@ -88,22 +85,33 @@ class Supported:
             for one in group.schedules
         ]
         recomputes = [base.unchecked(recompute=one.recompute) for one in group.recomputes]
-        shards = [
-            base.unchecked(
-                zero=one.zero,
-                shard_group=one.shard_group,
-                keep_parameters=one.keep_parameters,
-                accumulate=one.accumulate,
-            )
-            for one in group.shards
-        ]
         return (
             self._used(base, rest),
-            bits(layers, _LAYER),
-            bits(schedules, _SCHEDULE),
-            bits(recomputes, _RECOMPUTE),
-            bits(shards, _SHARDS),
+            self._bits(layers, _LAYER),
+            self._bits(schedules, _SCHEDULE),
+            self._bits(recomputes, _RECOMPUTE),
         )
+
+    def _shard_bits(self, group: Group) -> Array:
+        """Groups of one layout that differ in their schedules have the same ``shards``, which are many."""
+        known = self._of_shards.get(id(group.shards))
+        if known is None or known[0] is not group.shards:
+            strategies = [
+                group.base.unchecked(
+                    zero=one.zero,
+                    shard_group=one.shard_group,
+                    keep_parameters=one.keep_parameters,
+                    accumulate=one.accumulate,
+                )
+                for one in group.shards
+            ]
+            known = self._of_shards[id(group.shards)] = (group.shards, self._bits(strategies, _SHARDS))
+        return known[1]
+
+    def _bits(self, strategies: list[Strategy], names: tuple[str, ...]) -> Array:
+        import numpy as np
+
+        return np.array([self._used(one, names) for one in strategies], dtype=np.int64)
 
     def _used(self, strategy: Strategy, names: tuple[str, ...]) -> int:
         job = self.job
@@ -117,7 +125,9 @@ class Supported:
         return total
 
     def _offload_bits(self, offload: Offload) -> int:
-        return self._used(Strategy().unchecked(offload=offload), _OFFLOAD)
+        if offload not in self._of_offload:
+            self._of_offload[offload] = self._used(Strategy().unchecked(offload=offload), _OFFLOAD)
+        return self._of_offload[offload]
 
 
 def findings_of(job: Job, *, any_priced: bool = False) -> list[Finding]:

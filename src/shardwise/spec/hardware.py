@@ -238,6 +238,10 @@ class Cluster(Spec):
         if self.devices > MOST_DEVICES:
             raise SpecError("levels", f"make {self.devices:,} devices", f"use at most {MOST_DEVICES:,}")
 
+    def __hash__(self) -> int:
+        """Of what tells clusters apart, not of every field below: a search looks a cluster up thousands of times."""
+        return hash((self.name, self.device.name, tuple(level.width for level in self.levels)))
+
     @property
     def devices(self) -> int:
         return math.prod(level.width for level in self.levels)

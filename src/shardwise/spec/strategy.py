@@ -164,4 +164,5 @@ class Strategy(Spec):
         return self.zero >= 2 and self.accumulate == "sharded"
 
     def degree(self, dimension: str) -> int:
-        return {"tp": self.tp, "cp": self.cp, "dp": self.data_parallel, "pp": self.pp}[dimension]
+        degree: int = self.data_parallel if dimension == "dp" else getattr(self, dimension)
+        return degree

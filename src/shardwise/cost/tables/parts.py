@@ -157,14 +157,15 @@ class PartBook:
         """What such a rank sends after the last microbatch, besides data parallelism."""
         base, places = group.base, group.places
         ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head)
-        key = (base.tp, sequence_parallel, ends, places.tensor, places.pipeline, base.schedule)
+        job = _Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))
 
-        def price() -> float:
-            job = _Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))["none"]
-            traffics = [*replicated_gradient_traffic(job, contents), *embedding_traffic(job, contents)]
-            return sum(traffic.seconds for traffic in traffics)
+        def price(traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> Callable[[], float]:
+            return lambda: sum(traffic.seconds for traffic in traffic_of(job["none"], contents))
 
-        seconds: float = self._piece("once", key, price)
+        unsplit = (base.tp, sequence_parallel, ends[:2], places.tensor)
+        tied = (base.tp, ends[2:], places.pipeline, base.schedule)
+        seconds: float = self._piece("unsplit", unsplit, price(replicated_gradient_traffic))
+        seconds += self._piece("tied", tied, price(embedding_traffic))
         return seconds
 
     def _priced(self, group: Group, layer: LayerChoice) -> Parts:

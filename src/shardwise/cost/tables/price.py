@@ -120,6 +120,7 @@ class _Batch:
         self.units = np.stack([block.columns.units for block in blocks], axis=-1)
         self.present = np.argwhere(tickets.any(axis=(2, 3, 4)))
         self.seconds = pricer.collectives.seconds[tickets] * self.units[:, None]
+        self.hideable = 1 - 1 / self.units
         self.on_links = [
             self._on_links(tickets[held, number], self.units[held], pricer) for held, number in self.present
         ]
@@ -197,8 +198,8 @@ class _Batch:
                     line.window if self.base.overlap.dp else "none",
                     line.window_share,
                     line.last_only,
-                    _by_row(1 / self.units[held], lengths),
-                    _by_row(taken, lengths),
+                    _by_row(self.hideable[held], lengths),
+                    _by_row(taken, lengths) if self.takes_units else 0.0,
                 )
             )
         return transfers
@@ -313,9 +314,7 @@ class _Offloaded:
 
 def _by_row(of_blocks: Array, lengths: Array, times: Any = 1) -> Array:
     """Figures of blocks (the last axis) for each of their rows, ``lengths`` of a block; ``times`` as much."""
-    import numpy as np
-
-    of_rows: Array = np.repeat(of_blocks, lengths, axis=-1)  # three times as fast as ``take``
+    of_rows: Array = of_blocks.repeat(lengths, axis=-1)  # three times as fast as ``take``
     return times * of_rows if is_array(times) or times != 1 else of_rows
 
 

@@ -115,9 +115,9 @@ class _RowBuilder:
         )
 
         def flat(values: Any) -> Array:
-            whole = np.broadcast_to(values, (*values.shape[:-3], *self.shape))
-            result: Array = whole.reshape(*values.shape[:-3], -1) if every else whole[..., valid]
-            return result
+            whole: Array = np.empty((*values.shape[:-3], *self.shape), values.dtype)
+            whole[...] = values  # twice as fast as `broadcast_to`
+            return whole.reshape(*values.shape[:-3], -1) if every else whole[..., valid]
 
         return RowTable(
             np.argwhere(valid),
@@ -194,7 +194,7 @@ class _RowBuilder:
             self.m * seconds,
             {name: self.m * one for name, one in zip(self.book.links, on_links) if one.any()},
             key.window,
-            unhideable=unhideable / np.where(seconds > 0, seconds, 1.0),
+            hideable=1 - unhideable / np.where(seconds > 0, seconds, 1.0),
             units_taken=self.stack.units_taken[number][:, None, None],
         )
 
