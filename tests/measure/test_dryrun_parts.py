@@ -22,10 +22,10 @@ from shardwise.measure.dryrun.places import Place, Places
 from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank, resized
 from shardwise.measure.dryrun.result import RECEIVE, Compared, Line
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
-from shardwise.measure.tensor_bytes import TensorBytes
 from shardwise.models.norms import RMSNorm
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.train.metrics.tensor_bytes import TensorBytes
 
 
 def job(strategy: dict[str, Any], cluster: str = "dgx-h100:2", model: str = "tiny", **training: Any) -> Job:

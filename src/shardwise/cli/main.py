@@ -11,6 +11,7 @@ from shardwise.spec.errors import SpecError, nearest_name
 VERBS = {
     "plan": ("plan", "the best way to split a training job over a cluster, why, and a job file that says so"),
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
+    "train": ("train", "run a job on this machine: starts the processes, trains, resumes by itself"),
     "explain": ("explain", "one formula with the numbers put in and its source"),
     "export": ("export", "a job as another framework's configuration, and what it cannot say"),
     "verify": ("verify", "a layout against one process: loss, every gradient, every weight after a few steps"),

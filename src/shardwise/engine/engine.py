@@ -69,6 +69,12 @@ class Engine(Trainer[Batch]):
         mine = self.own_tokens(batch)
         return mine.microbatches(self.job.microbatches), mine.counted.float()
 
+    def evaluate(self, batch: Batch) -> Tensor:
+        loss = super().evaluate(batch)
+        for mixture in self.mixtures:  # only training balances experts
+            mixture.load.zero_()
+        return loss
+
     def after_update(self) -> None:
         for stage in self.stages.values():
             update_balance(stage, self.mesh, self.job.model.numerics.bias_rate)

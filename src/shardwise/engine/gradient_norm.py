@@ -11,6 +11,8 @@ from torch import Tensor
 from shardwise.engine.names import named
 from shardwise.engine.reductions import all_reduce_sum
 
+REFUSED = -torch.inf  # the norm of a step that a rank wants left out, whatever its gradients are
+
 
 class GradientNorm:
     """Sums the squares of every element once: what ``copies`` ranks of the world hold each counts for a part.
@@ -27,17 +29,22 @@ class GradientNorm:
         self.group = group
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """``gradients`` are local tensors in the order of ``copies``; None where there is none in this step."""
+    def __call__(self, gradients: Sequence[Tensor | None], refused: Tensor | None = None) -> Tensor:
+        """``gradients`` are local tensors in the order of ``copies``; None where there is none in this step.
+
+        It is REFUSED where ``refused`` is true on any rank and all gradients are finite.
+        """
         there = [one for one in gradients if one is not None]
         with named("gradients: norm"):
             norms = iter(torch._foreach_norm(there, 2, dtype=torch.float32)) if there else iter(())
             each = torch.stack([self.zero if one is None else next(norms) for one in gradients] or [self.zero])
             total = (each * each * self.weights).sum() if len(gradients) else self.zero.clone()
+            if refused is not None:
+                total = total + torch.where(refused, REFUSED, self.zero)
             group = self.group or dist.group.WORLD  # None without processes
             if group is not None:
                 all_reduce_sum(total, group)
-            return total.sqrt()
+            return total.sqrt() if refused is None else torch.where(total == REFUSED, REFUSED, total.sqrt())
 
 
 def clip_factor(norm: Tensor, maximum: float) -> Tensor:

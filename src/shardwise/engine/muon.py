@@ -24,10 +24,21 @@ EPSILON = 1e-7
 
 @torch.no_grad()
 def muon_directions(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    momentum: float,
+    bad: Tensor | None = None,
 ) -> list[Tensor]:
-    """Where each local tensor goes, with Nesterov's look ahead; ``momenta`` are updated in place."""
-    torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
+    """Where each local tensor goes, with Nesterov's look ahead; ``momenta`` are updated in place.
+
+    They stay where ``bad`` is 1; gradients are zero then.
+    """
+    if bad is None:
+        torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
+    else:
+        torch._foreach_mul_(list(momenta), momentum + (1 - momentum) * bad)
+        torch._foreach_add_(list(momenta), list(gradients), alpha=1 - momentum)
     ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)
     wholes = [_whole(parameter, one) for parameter, one in zip(parameters, ahead)]
     results: dict[int, Tensor] = {}

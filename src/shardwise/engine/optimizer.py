@@ -89,10 +89,6 @@ class LocalOptimizer(torch.optim.Optimizer):
     ) -> None:
         """One update from the gradients divided by ``divisor``; none where ``bad`` is 1 (both are scalars)."""
         assert closure is None, "gradients are there already: nothing is evaluated again"
-        if bad is not None and bad.device.type == "cpu":
-            if bad.item():
-                return
-            bad = None
         with named("optimizer"):
             for group in self.param_groups:
                 group["step"] += 1 if bad is None else 1 - bad
@@ -217,16 +213,20 @@ def _muon(
     bad: Tensor | None,
     divisor: Tensor | None,
 ) -> None:
-    if bad is not None and bad.item():  # no kernel of its own that could leave a step out: the host has to ask
-        return
     if divisor is not None:
         gradients = list(torch._foreach_div(gradients, divisor))
+    rate: float | Tensor = group["lr"]
+    if bad is not None:  # no kernel of its own that could leave a step out: nothing is added to anything
+        rate = group["lr"] * (1 - bad)
+        for gradient in gradients:
+            gradient.masked_fill_(bad.bool(), 0.0)
     values = [optimizer.values(one) for one in parameters]
     directions = muon_directions(
-        parameters, gradients, optimizer.states(parameters, "momentum_buffer"), optimizer.settings.momentum
+        parameters, gradients, optimizer.states(parameters, "momentum_buffer"), optimizer.settings.momentum, bad
     )
-    torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
-    torch._foreach_add_(values, directions, alpha=-group["lr"])
+    torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
+    torch._foreach_mul_(directions, -rate)
+    torch._foreach_add_(values, directions)
 
 
 _STATES = {

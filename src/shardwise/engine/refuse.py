@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -37,5 +35,7 @@ def require_runs(job: Job) -> None:
 
 def require_devices(device: str, ranks: int) -> None:
     """Raises SpecError where this machine has too few devices; on a CPU a rank is a process."""
+    import torch  # who only asks what runs does without
+
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise SpecError("--on", f"cuda: {torch.cuda.device_count()} GPUs for {ranks} ranks", "use --on cpu")

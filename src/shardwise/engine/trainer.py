@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.engine.batch import Batch
 from shardwise.engine.context import cut_sequence
 from shardwise.engine.data import DataParallel
-from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.gradients import held, ranks_with_copy, sum_partial
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named
@@ -32,7 +32,8 @@ Given = TypeVar("Given")
 class StepResult:
     """Tensors on the device, equal on every rank: reading them waits for the step, so do it seldom.
 
-    Where an fp16 step overflowed anywhere, the norm is not finite on any rank and no weight has moved.
+    Where gradients were not finite anywhere, the norm is not finite on any rank, and minus infinity where the loss was
+    above its limit; then no weight has moved on any.
     """
 
     loss: Tensor  # mean over the labels that count, of the whole batch
@@ -67,10 +68,13 @@ class Trainer(ABC, Generic[Given]):
         self.gradient_norm = GradientNorm([ranks_with_copy(one.part, mesh) for one in self.parameters], device)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
 
-    def step(self, batch: Given) -> StepResult:
-        """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it."""
+    def step(self, batch: Given, *, loss_limit: float | None = None) -> StepResult:
+        """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it.
+
+        A step whose loss is above ``loss_limit`` is left out.
+        """
         loss = self.forward_backward(batch)
-        return StepResult(loss, self.update())
+        return StepResult(loss, self.update(None if loss_limit is None else loss > loss_limit))
 
     def forward_backward(self, batch: Given) -> Tensor:
         """The loss of the global batch; gradients are complete on every rank (times the scale of the loss in fp16)."""
@@ -86,21 +90,22 @@ class Trainer(ABC, Generic[Given]):
             loss = loss / self.scaler.scale
         return self.over_data(loss)
 
-    def update(self) -> Tensor:
+    def update(self, refused: Tensor | None = None) -> Tensor:
         """Clips the gradients and moves the weights; the gradients' norm before that.
 
-        The norm is of the gradients of all ranks, so that all of them leave a step out where it is not finite.
+        The norm is of the gradients of all ranks, so that all of them leave a step out where it is not finite, or
+        where one of them has ``refused`` it.
         """
         gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
-        norm, bad, scale = self.gradient_norm(gradients), None, None
+        norm, scale = self.gradient_norm(gradients, refused), None
+        bad = (~torch.isfinite(norm)).float()
         if self.scaler is not None:
             scale = self.scaler.scale.clone()
-            norm, bad = norm / scale, (~torch.isfinite(norm)).float()
+            self.scaler.update(bad if refused is None else bad * (norm != REFUSED))
+            norm = norm / scale
         if largest is not None:
             scale_gradients(gradients, clip_factor(norm, largest))
         self.optimizer.step(bad=bad, divisor=scale)
-        if self.scaler is not None and bad is not None:
-            self.scaler.update(bad)
         self.after_update()
         self.data.after_step()
         self.optimizer.zero_grad()

@@ -12,15 +12,19 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @contextmanager
-def joined(rank: int, world: int, meeting_file: str, *, device: str = "cpu", seconds: float = 120) -> Iterator[None]:
+def joined(
+    rank: int, world: int, meeting_file: str | None, *, device: str = "cpu", seconds: float = 120
+) -> Iterator[None]:
     """The default process group of ``world`` processes that meet in a file, left again at the end.
+
+    Without a file they meet where MASTER_ADDR and MASTER_PORT say.
 
     A CPU backend is always there, beside NCCL on GPUs: checkpoints and small agreements use it.
     """
-    store = dist.FileStore(meeting_file, world)  # type: ignore[attr-defined]
+    store = dist.FileStore(meeting_file, world) if meeting_file else None  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks of a host are numbered on end
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
     # Not in a finally clause: to leave after a failure breaks the others' connections, and they would fail first.
     yield

@@ -46,17 +46,16 @@ def diagnose(ranks: Sequence[Rank], timeouts: Timeouts) -> Diagnosis | None:
     failed = [rank for rank in ranks if rank.number in records or (rank.ended is not None and rank.status != 0)]
     first = sorted(failed, key=lambda rank: _when(rank, records.get(rank.number)))
     causes = [rank for rank in first if not _is_victim(rank, records.get(rank.number))]
+    gave_up = [record for record in records.values() if _GAVE_UP.search(record.message)]
     if causes:
         found = different_collectives(list(records.values())) or _own_failure(causes[0], records)
         return Diagnosis(found, certain=True)
     late = bool(overdue(running, timeouts))
     if not first and not late:
         return None
-    gave_up = [rank for rank in first if _GAVE_UP.search(_words(rank, records.get(rank.number)))]
     still = silent_rank(running)
     if still is None and (gave_up or late):
-        places = [(one.step, one.phase) for rank in gave_up if (one := records.get(rank.number) or rank.progress())]
-        still = waited_for(running, places, timeouts)
+        still = waited_for(running, gave_up, timeouts)
     if still is not None:
         return Diagnosis(still, certain=True)
     return Diagnosis(_own_failure(first[0], records) if first else nobody_moves(running), certain=False)
@@ -71,14 +70,14 @@ def _when(rank: Rank, record: FailureRecord | None) -> float:
 
 
 def _is_victim(rank: Rank, record: FailureRecord | None) -> bool:
-    """Whether it only tells of another's fault. Errors in threads of gloo or NCCL end in an abort, without a record."""
-    by_torch = record.kind in _RAISED_BY_TORCH if record else rank.status == -signal.SIGABRT
-    words = _words(rank, record)
-    return by_torch and bool(_GAVE_UP.search(words) or _OTHER_IS_GONE.search(words))
+    if record is not None:
+        return record.kind in _RAISED_BY_TORCH and _is_others_fault(record.message)
+    # An exception in a thread of gloo or NCCL ends in an abort; its text is in the log only.
+    return rank.status == -signal.SIGABRT and _is_others_fault(rank.last_words())
 
 
-def _words(rank: Rank, record: FailureRecord | None) -> str:
-    return record.message if record else rank.last_words()
+def _is_others_fault(words: str) -> bool:
+    return bool(_GAVE_UP.search(words) or _OTHER_IS_GONE.search(words))
 
 
 def _own_failure(rank: Rank, records: dict[int, FailureRecord]) -> Failure:

@@ -66,7 +66,7 @@ def supervise(
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
-            if failure is None or status != FAILED:
+            if failure is None or status != FAILED or stop.requested:
                 return Outcome(status, stop.requested > 0, tuple(attempts))
             now = committed_step()
             tries, committed = (1, now) if now > committed else (tries + 1, committed)
@@ -126,8 +126,8 @@ class _Run:
     def _status(self, failure: Failure) -> int:
         if failure.mistake:
             return MISTAKE
-        stopped = self._stop.requested or any(rank.status == STOPPED_WITHOUT_CHECKPOINT for rank in self._ranks.all)
-        return STOPPED_WITHOUT_CHECKPOINT if stopped else FAILED
+        ended = {rank.status for rank in self._ranks.all}
+        return STOPPED_WITHOUT_CHECKPOINT if STOPPED_WITHOUT_CHECKPOINT in ended else FAILED
 
     def _stopped(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
         """Somebody wants the run to end: the ranks get their time for a last checkpoint."""

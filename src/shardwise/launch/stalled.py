@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from shardwise.launch.outcome import Cause, Failure
 from shardwise.launch.ranks import Rank
 from shardwise.spec.timeouts import Timeouts
-from shardwise.train.records import BEAT_SECONDS, PHASES, Phase, Progress, log_path
+from shardwise.train.records import BEAT_SECONDS, PHASES, FailureRecord, Phase, Progress, log_path
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -52,11 +52,8 @@ def silent_rank(running: Sequence[Rank]) -> Failure | None:
     return _failure(rank, "silent", reason)
 
 
-def waited_for(running: Sequence[Rank], gave_up: Sequence[tuple[int, Phase]], timeouts: Timeouts) -> Failure | None:
-    """The one running rank for which the others wait, or waited until they ``gave_up``, each in a step and phase.
-
-    None where no rank stands out.
-    """
+def waited_for(running: Sequence[Rank], gave_up: Sequence[FailureRecord], timeouts: Timeouts) -> Failure | None:
+    """The one running rank for which the others wait, or waited until they ``gave_up``; None where none stands out."""
     now = time.monotonic()
     unheard = [rank for rank in running if rank.progress() is None]
     if unheard:
@@ -82,7 +79,7 @@ def _failure(rank: Rank, cause: Cause, reason: str) -> Failure:
     return Failure(rank.number, cause, reason, *rank.where, log_path(rank.folder, rank.number))
 
 
-def _not_in_a_collective(running: Sequence[Rank], gave_up: Sequence[tuple[int, Phase]]) -> Rank | None:
+def _not_in_a_collective(running: Sequence[Rank], gave_up: Sequence[FailureRecord]) -> Rank | None:
     """The one rank that did something else when asked, while others were in a collective or gave one up."""
     frames = {rank.number: _innermost_frames(rank) for rank in running}
     inside = [rank for rank in running if any("torch/distributed/" in frame["file"] for frame in frames[rank.number])]
@@ -90,11 +87,11 @@ def _not_in_a_collective(running: Sequence[Rank], gave_up: Sequence[tuple[int, P
     return outside[0] if len(outside) == 1 and (inside or gave_up) else None
 
 
-def _behind(running: Sequence[Rank], gave_up: Sequence[tuple[int, Phase]]) -> Rank | None:
+def _behind(running: Sequence[Rank], gave_up: Sequence[FailureRecord]) -> Rank | None:
     """The one rank that has come less far than all others."""
     far = [(one.step, PHASES.index(one.phase)) for rank in running if (one := rank.progress())]
     least = min(far, default=(0, 0))
-    left = [(step, PHASES.index(phase)) for step, phase in gave_up]
+    left = [(one.step, PHASES.index(one.phase)) for one in gave_up]
     return running[far.index(least)] if far.count(least) == 1 and max(far + left) > least else None
 
 

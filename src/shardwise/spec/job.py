@@ -1,4 +1,4 @@
-"""A job: a model, a cluster, a strategy and a training; complete, and checked as a whole."""
+"""A job: a model, a cluster, a strategy, a training and how it is run; complete, and checked as a whole."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shardwise.spec.codec import Spec, reference
 from shardwise.spec.files import dump_yaml, parse_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
+from shardwise.spec.run import Run
 from shardwise.spec.stack import Stack, default_stack, stack_from
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Recipe, Training
@@ -29,6 +30,7 @@ class Job(Spec):
     strategy: Strategy = field(default_factory=Strategy)
     training: Training = field(default_factory=Training)
     stack: Stack = reference(stack_from, presets.shorten, default_factory=default_stack)
+    run: Run = Run()
 
     def check(self) -> None:
         rules.check_model_fits(self.model, self.strategy, self.training)
@@ -39,6 +41,13 @@ class Job(Spec):
     def recipe(self) -> Recipe:
         """The training's recipe in the bytes that the stack keeps of every parameter."""
         return self.stack.stores(self.training.recipe)
+
+    @property
+    def run_device(self) -> str:
+        """What the ranks compute on: GPUs where the cluster has any, unless the run says otherwise."""
+        if self.run.device != "auto":
+            return self.run.device
+        return "cpu" if self.cluster.device.vendor == "generic" else "cuda"
 
     @property
     def sequences(self) -> int:

@@ -6,12 +6,15 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from shardwise.train.data.mixture import Mixture
 from shardwise.train.data.pair import Tokens
 from shardwise.train.data.samples import positions_in
+
+MOST_WORKERS, MOST_AHEAD = 4, 16  # of a loader that is left to itself; as many threads as batches are ahead at the most
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,30 @@ class Loader:
     """``loader.take(step)``: the rows of that step; the next ``prefetch`` are made meanwhile by ``workers`` threads.
 
     Reading a mapped file and copying numbers leaves Python's lock to others, so threads do. ``waited_seconds`` counts
-    how long the loop stood still for data.
+    how long the loop stood still for data; a loader that is left to itself (``auto``) gets further ahead when it does.
     """
 
     def __init__(
-        self, mixture: Mixture, batch: int, rank: int = 0, ranks: int = 1, *, workers: int = 1, prefetch: int = 2
+        self,
+        mixture: Mixture,
+        batch: int,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        workers: Literal["auto"] | int = "auto",
+        prefetch: Literal["auto"] | int = "auto",
     ) -> None:
         self.mixture, self.batch, self.rank, self.ranks = mixture, batch, rank, ranks
-        self.prefetch, self.waited_seconds = prefetch, 0.0
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="data")
+        self.grows = prefetch == "auto"
+        self.prefetch, self.waited_seconds = 2 if prefetch == "auto" else prefetch, 0.0
+        self._threads = ThreadPoolExecutor(MOST_WORKERS if workers == "auto" else workers, thread_name_prefix="data")
         self._made: dict[int, Future[Rows]] = {}
         self._lock = threading.Lock()
 
     def take(self, step: int) -> Rows:
         with self._lock:
             wanted = range(step, step + self.prefetch + 1)
+            ahead = step in self._made
             for number in wanted:
                 if number not in self._made:
                     self._made[number] = self._threads.submit(self._make, number)
@@ -61,8 +73,11 @@ class Loader:
                 self._made.pop(number).cancel()
             future = self._made.pop(step)
         began = time.perf_counter()
+        late = not future.done()
         rows = future.result()
         self.waited_seconds += time.perf_counter() - began
+        if late and ahead and self.grows:
+            self.prefetch = min(MOST_AHEAD, self.prefetch + 1)
         return rows
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.measure.tensor_bytes import TensorBytes
+from shardwise.train.metrics.tensor_bytes import TensorBytes
 
 MiB = 2**20
 

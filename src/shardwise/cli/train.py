@@ -1,0 +1,118 @@
+"""`shardwise train`: one command from a job file to a trained model on this machine; started again, it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.inputs import job_from, require_torch, whole
+from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.run import Launch, prepare
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.units import parse
+
+_EXAMPLE = """
+shardwise train --model tiny --cluster laptop:2 --dp 2 --seq 128 --global-batch 8 --precision fp32 --steps 50
+"""
+_DOES = """Prices the job, starts one process per device, trains, shows progress, and starts again after a failure.
+What it keeps is in the run's folder: started once more with the same folder, it goes on from its last checkpoint.
+SIGTERM or Ctrl-C writes a checkpoint first: exit 0 if it could within the time of --grace, else 75."""
+GRACE = "30s"
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("train", _DOES, _EXAMPLE)
+    add_job_arguments(parser)
+    parser.add_argument("--run-folder", metavar="DIR", help="where the run is kept (default runs/NAME of the job)")
+    parser.add_argument("--steps", metavar="N", help="steps of the whole run (default 1000)")
+    parser.add_argument("--grace", default=GRACE, metavar="TIME", help=f"for a last checkpoint (default {GRACE})")
+    parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
+    parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
+    parser.add_argument("--json", action="store_true", help="the summary for a machine")
+    parsed = parser.parse(arguments)
+    grace_seconds = float(parse(parsed.grace, "seconds", "--grace"))
+    job = _job(parsed)
+    require_torch("train")
+
+    from shardwise.launch.preflight import preflight
+    from shardwise.train.run_folder import RunFolder
+
+    checked = preflight(job, here=not parsed.print_torchrun)
+    for note in checked.notes:
+        print(f"note: {note}", file=sys.stderr)
+    assert job.run.folder is not None
+    folder = RunFolder(Path(job.run.folder))
+    if parsed.print_torchrun:
+        from shardwise.launch.torchrun import torchrun_commands
+
+        with folder.checkpoints.locked():
+            prepare(job, folder, checked)
+        print(*torchrun_commands(job, folder.path), sep="\n")
+        return 0
+    with folder.checkpoints.locked():
+        prepare(job, folder, checked)
+        outcome = _watched(Launch(job, folder, grace_seconds, parsed.debug), quiet=parsed.json)
+    return _told(outcome, job, folder.metrics, parsed)
+
+
+def _job(parsed: argparse.Namespace) -> Job:
+    """The job with its run complete: the flags' steps, a folder, and paths that hold wherever a worker starts."""
+    job = job_from(parsed)
+    changes: dict[str, object] = {}
+    if parsed.steps is not None:
+        changes["steps"] = whole(parsed.steps, "--steps")
+    name = Path(parsed.job).stem if parsed.job else job.model.name or "run"
+    changes["folder"] = parsed.run_folder or job.run.folder or f"runs/{name}"
+    data = job.run.data
+    changes["data"] = replace(data, shards=_absolute(data.shards), validation=_absolute(data.validation))
+    if job.run.start_from is not None:
+        changes["start_from"] = str(Path(job.run.start_from).resolve())
+    try:
+        return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
+    except SpecError as error:
+        raise error.under("run") from None
+
+
+def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(str(Path(path).resolve()) for path in paths)
+
+
+def _watched(launch: Launch, *, quiet: bool) -> Outcome:
+    from shardwise.report.training_progress import TrainingProgress
+
+    with TrainingProgress(launch.folder.metrics, launch.job.run.steps, quiet=quiet) as progress:
+
+        def tell(event: Event) -> None:
+            progress.say(f"{event.kind}: {event.text}")
+
+        return launch.supervised(tell)
+
+
+def _told(outcome: Outcome, job: Job, metrics: Path, parsed: argparse.Namespace) -> int:
+    """The end of a run in figures, and the status for the shell."""
+    from shardwise.report.training import print_summary, summarise
+    from shardwise.train.metrics.lines import read_lines
+
+    found = summarise(read_lines(metrics))
+    if parsed.json:
+        print(json.dumps({**asdict(found), "status": outcome.status, "attempts": len(outcome.attempts)}))
+        return outcome.status
+    failure = outcome.failure
+    if failure is not None and outcome.status:
+        if failure.mistake:
+            print(f"shardwise: error: {failure.reason}", file=sys.stderr)
+            return outcome.status
+        log = f"; its log: {failure.log}" if failure.log else ""
+        print(f"shardwise: error: {failure}{log}", file=sys.stderr)
+    if found.step_seconds is not None:
+        print_summary(found)
+    if outcome.stopped or outcome.status:
+        print(f"Stopped at step {found.steps:,} of {job.run.steps:,}: the same command goes on from there.")
+    else:
+        print(f"Done: {job.run.folder}")
+    return outcome.status

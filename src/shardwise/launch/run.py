@@ -1,0 +1,53 @@
+"""A run on this machine: its folder made ready, its processes supervised."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.launch.local import supervise
+from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.preflight import Preflight
+from shardwise.launch.torchrun import WORKER
+from shardwise.spec.job import Job
+from shardwise.train.metrics.predicted import write_prediction
+from shardwise.train.run_folder import RunFolder
+
+
+def prepare(job: Job, folder: RunFolder, checked: Preflight) -> None:
+    """Writes what the processes read; only for who has locked the folder."""
+    folder.checkpoints.clear_unfinished()
+    temporary = folder.job.with_suffix(".part")
+    temporary.write_text(job.to_yaml(), encoding="utf-8")
+    temporary.replace(folder.job)
+    # What a rank's tensors hold is measured; what the framework takes beside them is not.
+    tensors = checked.price.memory.total - checked.price.memory.allowance
+    write_prediction(folder.path, checked.price.step_seconds, tensors)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run that is ready to start in its folder, which is locked."""
+
+    job: Job
+    folder: RunFolder
+    grace_seconds: float = 30
+    debug: bool = False
+
+    def supervised(self, tell: Callable[[Event], None] = lambda event: None) -> Outcome:
+        """Trains until the run is done, was stopped, or has failed too often."""
+        return supervise(
+            [sys.executable, "-m", WORKER, str(self.folder.path.resolve())],
+            self.job.strategy.world,
+            self.folder.attempts,
+            timeouts=self.job.run.timeouts,
+            restarts=self.job.run.restarts,
+            grace_seconds=self.grace_seconds,
+            committed_step=self._committed_step,
+            debug=self.debug,
+            on_event=tell,
+        )
+
+    def _committed_step(self) -> int:
+        return max(self.folder.checkpoints.committed(), default=0)

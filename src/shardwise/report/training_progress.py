@@ -1,0 +1,98 @@
+"""A run while it goes on: a bar with the time that is left on a terminal, now and then a line elsewhere.
+
+It follows the metrics that rank 0 writes; the processes that train have no terminal.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
+from shardwise.train.metrics.lines import Follower
+
+POLL_SECONDS = 0.3
+LINE_SECONDS = 10.0  # between two lines where there is no terminal
+RECENT = 20  # steps whose median says how long the rest will take
+
+
+class TrainingProgress:
+    """Shows ``path`` (metrics.jsonl) until it is left; `say` prints a line above."""
+
+    def __init__(self, path: Path, steps: int, *, quiet: bool = False) -> None:
+        self._follower, self._steps, self._quiet = Follower(path), steps, quiet
+        self._console = Console(stderr=True, highlight=False)
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not quiet:
+            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("starting", total=steps)
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._last_line = time.monotonic()
+        self._validation: float | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
+
+    def __enter__(self) -> TrainingProgress:
+        if self._bar is not None:
+            self._bar.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, soft_wrap=True, markup=False)
+
+    def _follow(self) -> None:
+        while not self._done.wait(POLL_SECONDS):
+            for record in self._follower.new():
+                self._show(record)
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        if record.get("validation_loss") is not None:
+            self._validation = record["validation_loss"]
+        if record.get("checkpoint_failed"):
+            self.say(f"checkpoint failed: {record['checkpoint_failed']}")
+        if record.get("bad"):
+            self.say(f"step {record['step']:,}: bad, {record['bad']}")
+        if record.get("seconds") is None:
+            return
+        if "memory_bytes_of_ranks" not in record:
+            self._recent.append(record["seconds"])
+        text = self._words(record)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], description=text)
+        elif time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
+            self.say(f"step {record['step']:,} of {self._steps:,}: {text}")
+
+    def _words(self, record: Mapping[str, Any]) -> str:
+        seconds = statistics.median(self._recent) if self._recent else record["seconds"]
+        loss = record.get("loss")
+        words = ["loss –" if loss is None else f"loss {loss:.3f}"]
+        if self._validation is not None:
+            words.append(f"held out {self._validation:.3f}")
+        words.append(f"{readable_count(record['tokens_per_second'])} tokens/s")
+        words.append(f"MFU {record['mfu']:.1%}")
+        predicted = record.get("predicted_seconds")
+        beside = f" (predicted {readable_seconds(predicted)})" if predicted else ""
+        words.append(f"{readable_seconds(seconds)} a step{beside}")
+        if record.get("memory_bytes"):
+            words.append(readable_bytes(record["memory_bytes"]))
+        words.append(f"{readable_seconds((self._steps - record['step']) * seconds)} left")
+        return ", ".join(words)

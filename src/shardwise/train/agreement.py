@@ -1,0 +1,79 @@
+"""What all ranks do at the same step though only one of them knows why: a signal came, time has passed."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PERIOD_SECONDS = 0.2  # between two agreements: often enough for who waits, too seldom to cost anything
+MOST_STEPS = 256
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a rank asks for; all ranks get the largest of each."""
+
+    stop: int = 0  # a signal asked this process to end
+    save: int = 0  # rank 0: it is time for a checkpoint
+    saving: int = 0  # a checkpoint is still being written here
+    steps: int = 0  # rank 0: after how many steps to agree again
+
+
+class Agreement:
+    """`at_step` before each step: the wishes of all ranks that were told at ``asked_at``, an earlier step, or None.
+
+    They travel while steps are computed, in a group of their own, so that nobody waits for them.
+    """
+
+    def __init__(self, first_step: int) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+        self._next, self._begun, self.asked_at = first_step, (first_step, time.monotonic()), first_step
+        self._numbers: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def at_step(self, step: int, own: Wishes) -> Wishes | None:
+        """``own`` is what this rank asks for now; told to all at the next agreement."""
+        if step < self._next:
+            return None
+        agreed, self.asked_at = self._finish(), self._begun[0]
+        self._begin(own, step)
+        self._next = step + max(1, agreed.steps if agreed else 1)
+        return agreed
+
+    def close(self) -> None:
+        """Nothing is under way any more; called by all ranks after the same step."""
+        self._finish()
+
+    def again_from(self, step: int) -> None:
+        """After going back to an earlier step, which all ranks do at once."""
+        self._finish()
+        self._next, self._begun = step, (step, time.monotonic())
+
+    def _begin(self, own: Wishes, step: int) -> None:
+        steps = self._steps_of_a_period(step)
+        steps = steps if self.rank == 0 else 0
+        self._numbers = torch.tensor((*astuple(own)[:-1], steps), dtype=torch.int64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, self._group, async_op=True)
+
+    def _finish(self) -> Wishes | None:
+        if self._numbers is None:
+            return None
+        if self._work is not None:
+            self._work.wait()
+        stop, save, saving, steps = self._numbers.tolist()
+        self._numbers = self._work = None
+        return Wishes(stop, save, saving, steps)
+
+    def _steps_of_a_period(self, step: int) -> int:
+        (since, began), now = self._begun, time.monotonic()
+        self._begun = (step, now)
+        if step == since:
+            return 1
+        return min(MOST_STEPS, max(1, math.floor(PERIOD_SECONDS * (step - since) / max(1e-9, now - began))))

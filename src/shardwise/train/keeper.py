@@ -1,0 +1,100 @@
+"""Checkpoints of a run: begun at the same step on all ranks, written while training goes on, settled later.
+
+How one ended is told through the store in which the ranks have met, not by a collective: a slow disk of one rank is
+no reason to break the others' communication.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.engine.trainer import Trainer
+from shardwise.spec.errors import SpecError
+from shardwise.spec.run import Run
+from shardwise.train.checkpoint.folder import CheckpointFolder
+from shardwise.train.checkpoint.save import SaveError, Saver
+
+
+class Keeper:
+    """``say`` hears of every checkpoint that was committed, and of those that were not."""
+
+    def __init__(
+        self,
+        trainer: Trainer[Any],
+        run: Run,
+        folder: CheckpointFolder,
+        attempt: str,
+        say: Callable[[int, str], None] = lambda step, problem: None,
+    ) -> None:
+        self.run, self.folder, self.attempt, self.say = run, folder, attempt, say
+        self.saver = Saver(trainer, folder, attempt=attempt, timeout_seconds=run.timeouts.checkpoint)
+        self._last_at = time.monotonic()
+        self.last_begun: int | None = None  # the step of the newest, unless it failed
+        self._unsettled: int | None = None
+        self._settled = 0
+        self._store: Any = dist.distributed_c10d._get_default_store()
+
+    def due_at(self, step: int) -> bool:
+        """Whether this many steps call for a checkpoint, by count."""
+        every = self.run.checkpoints.steps
+        return every is not None and step % every == 0
+
+    @property
+    def due_by_time(self) -> bool:
+        """Whether so much time has passed; ranks would not agree on it, so rank 0 decides."""
+        seconds = self.run.checkpoints.seconds
+        return seconds is not None and self._unsettled is None and time.monotonic() - self._last_at > seconds
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes."""
+        return self.saver.busy
+
+    def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
+        """Keeps the state after ``step`` steps; returns when it is copied, or with ``wait`` when it is on disk."""
+        self.settle()
+        self.saver.save(step, further)
+        self._unsettled = self.last_begun = step
+        self._last_at = time.monotonic()
+        if wait or not self.run.checkpoints.asynchronous:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the save that is under way, everywhere; raises SpecError where it failed and the run is to stop."""
+        if self._unsettled is None:
+            return
+        step, self._unsettled = self._unsettled, None
+        problem = self._ended(step)
+        if problem:
+            self.last_begun = None
+        if problem and self.run.checkpoints.disk_full == "stop":
+            raise SpecError(str(self.folder.of_step(step)), problem, "make room: the run goes on from the one before")
+
+    def _ended(self, step: int) -> str:
+        """Why the checkpoint of ``step`` was not written, as rank 0 has it; empty where it was."""
+        problem = ""
+        try:
+            self.saver.finish()
+        except SaveError as error:
+            problem = str(error)
+        self._settled += 1  # a step may be saved again after a roll-back
+        key = f"saved/{self.attempt}/{self._settled}"
+        if self.saver.rank == 0:
+            self._tidy(problem)
+            self.say(step, problem)
+            self._store.set(key, f"ended:{problem}")
+            return problem
+        self._store.wait([key], timedelta(seconds=self.run.timeouts.checkpoint))
+        told: bytes = self._store.get(key)
+        return told.decode().removeprefix("ended:")
+
+    def _tidy(self, problem: str) -> None:
+        if problem:
+            self.folder.clear_unfinished()
+        else:
+            self.folder.retain(self.run.checkpoints.keep, self.run.checkpoints.keep_every)

@@ -1,0 +1,83 @@
+"""What rank 0 records: a line for every step, to all places that the run asks for, beside what was predicted."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.cost.flops import flops_per_token
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.train.metrics.lines import MetricLines
+from shardwise.train.metrics.predicted import read_prediction
+from shardwise.train.metrics.tensorboard import EventFile
+
+
+class Sink(Protocol):
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """``step`` is the one that the run goes on from."""
+
+    def __init__(self, job: Job, folder: Path, step: int) -> None:
+        self.job = job
+        self.lines = MetricLines(folder, step)
+        self.sinks = _sinks(job, folder, step)
+        self.predicted = read_prediction(folder)
+        peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
+        self._least_seconds = flops_per_token(job.model, job.training.seq) * job.tokens_per_step / peak
+
+    def step(self, step: int, seconds: float, figures: Mapping[str, Any]) -> None:
+        """The step number ``step``, counted from 1, and what it took."""
+        speed = {
+            "seconds": seconds,
+            "tokens_per_second": self.job.tokens_per_step / seconds,
+            "mfu": self._least_seconds / seconds,
+        }
+        self.write({"step": step, **figures, **speed, **self.predicted})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.lines.write(record)
+        scalars = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)
+        }
+        for sink in self.sinks:
+            sink.scalars(record["step"], scalars)
+
+    def close(self) -> None:
+        self.lines.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def _sinks(job: Job, folder: Path, step: int) -> list[Sink]:
+    sinks: list[Sink] = []
+    if job.run.logging.tensorboard:
+        sinks.append(EventFile(folder / "tensorboard", step + 1 if step else None))
+    if job.run.logging.wandb is not None:
+        sinks.append(_WeightsAndBiases(job, job.run.logging.wandb, folder))
+    return sinks
+
+
+class _WeightsAndBiases:
+    def __init__(self, job: Job, project: str, folder: Path) -> None:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError:
+            raise SpecError("run.logging.wandb", "the package is not installed", "pip install wandb") from None
+        # The same identity after every restart, so that curves go on.
+        identity = folder.resolve().as_posix().strip("/").replace("/", "-")[-64:]
+        self._run: Any = wandb.init(project=project, id=identity, resume="allow", dir=str(folder), config=job.to_dict())
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

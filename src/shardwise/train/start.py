@@ -1,0 +1,95 @@
+"""Where a run begins: at its newest whole checkpoint, at another model's weights, or from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.engine.trainer import Trainer
+from shardwise.models.huggingface import read_model, read_slice
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.train.checkpoint.folder import CheckpointFolder
+from shardwise.train.checkpoint.load import load, newest_good, problems_of
+from shardwise.train.checkpoint.manifest import NAME as MANIFEST
+from shardwise.train.checkpoint.state import kept
+from shardwise.train.position import Position
+
+_WEIGHT = "weight/"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run keeps beside its tensors: where it is, and the losses that a spike is told by.
+
+    ``saved``: a checkpoint has all of it.
+    """
+
+    position: Position = Position()
+    losses: tuple[float, ...] = ()
+    saved: bool = False
+
+
+def state_numbers(state: State, job: Job) -> dict[str, Any]:
+    """Plain data to keep in a checkpoint."""
+    return {"data": state.position.to_numbers(job.sequences), "losses": list(state.losses)}
+
+
+def load_newest(
+    trainer: Trainer[Any], folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None
+) -> State | None:
+    """Fills the trainer from the newest checkpoint that is whole; None where there is none."""
+    step = newest_good(folder, say)
+    if step is None:
+        return None
+    found = load(trainer, folder.of_step(step))
+    try:
+        position = Position.from_numbers(found.step, found.numbers["data"], trainer.job.sequences)
+        return State(position, tuple(float(loss) for loss in found.numbers["losses"]), saved=True)
+    except (KeyError, TypeError, ValueError):
+        where, remedy = str(folder.of_step(step)), "take its weights: run.start_from"
+        raise SpecError(where, "does not say where the run was", remedy) from None
+
+
+def start_from(trainer: Trainer[Any], source: Path) -> None:
+    """The weights of a Hugging Face folder, of a checkpoint, or of a run's newest one, into any layout."""
+    if (source / "checkpoints").is_dir():
+        committed = CheckpointFolder(source / "checkpoints").committed()
+        if not committed:
+            raise SpecError("run.start_from", f"{source} has no checkpoint yet", "name another folder")
+        source = CheckpointFolder(source / "checkpoints").of_step(committed[0])
+    if (source / MANIFEST).is_file():
+        for problem in problems_of(source):
+            raise SpecError("run.start_from", problem, "take another checkpoint")
+        load(trainer, source, weights_only=True)
+    elif (source / "config.json").is_file():
+        _load_huggingface(trainer, source)
+    else:
+        remedy = "name a Hugging Face folder, a checkpoint (step-...), or a run's folder"
+        raise SpecError("run.start_from", f"{source} holds no weights", remedy)
+
+
+@torch.no_grad()
+def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
+    """Each rank reads the boxes it holds, one tensor at a time."""
+    _require_same_shapes(trainer, folder)
+    for one in kept(trainer):
+        if not one.key.startswith(_WEIGHT):
+            continue
+        for place in one.places:
+            box = tuple(slice(first, first + size) for first, size in zip(place.box.start, place.box.shape))
+            value = read_slice(folder, one.key.removeprefix(_WEIGHT), box)
+            one.tensor[place.local] = value.to(one.tensor.device, one.tensor.dtype)
+    trainer.data.publish()
+
+
+def _require_same_shapes(trainer: Trainer[Any], folder: Path) -> None:
+    mine, theirs = trainer.job.model, read_model(folder)
+    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings"):
+        if getattr(mine, name) != getattr(theirs, name):
+            problem = f"{folder} has {name} {getattr(theirs, name)}, the job's model has {getattr(mine, name)}"
+            raise SpecError("run.start_from", problem, f"model: {folder}/config.json")

@@ -1,0 +1,99 @@
+"""One rank of a run: `python -m shardwise.train.worker RUN_FOLDER`, started by the launcher or by torchrun.
+
+Exits 0 when the run is done or was stopped with a checkpoint, 2 for a mistake of the user's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.world import joined
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_yaml
+from shardwise.spec.job import Job
+from shardwise.train.attempt import Place, Reporter
+from shardwise.train.data.of_run import mixtures_of
+from shardwise.train.loop import Loop, Parts
+from shardwise.train.metrics.recorder import Recorder
+from shardwise.train.run_folder import RunFolder
+from shardwise.train.start import State, load_newest, start_from
+from shardwise.train.stop import StopSignal
+
+
+def main(arguments: list[str]) -> int:
+    stop = StopSignal()
+    stop.listen()
+    place = Place.from_environment()
+    reporter = Reporter(place)
+    try:
+        train(RunFolder(Path(arguments[0])), place, reporter, stop)
+        return 0
+    except SpecError as error:
+        reporter.failed(error)
+        print(f"shardwise: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except BaseException as error:
+        reporter.failed(error)
+        traceback.print_exc()
+        return 1
+
+
+def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal) -> None:
+    """Takes part in the run of ``folder`` until it is done."""
+    job = Job.from_dict(read_yaml(folder.job, "job file"))
+    device = job.run_device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
+    _share_cores(place, device)
+    training, validation = mixtures_of(job, folder.path)
+    timeouts = job.run.timeouts
+    # The launcher watches each phase by its own limit; this one is for who is started without it.
+    longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
+    meeting = None if place.meeting is None else str(place.meeting)
+    with joined(place.rank, place.world, meeting, device=device, seconds=longest):
+        engine = Engine(job, device=device, seed=job.run.seed)
+        state = _begun(engine, folder, place.rank)
+        recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
+        parts = Parts(
+            job, engine, training, validation, folder.checkpoints, place.attempt, reporter, recorder, stop
+        )  # fmt: skip
+        Loop(parts, state).run()
+        if recorder:
+            recorder.close()
+
+
+def _begun(engine: Engine, folder: RunFolder, rank: int) -> State:
+    """The trainer filled with what the run starts from."""
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(f"shardwise: {text}", file=sys.stderr, flush=True)
+
+    found = load_newest(engine, folder.checkpoints, say)
+    if found is not None:
+        return found
+    if engine.job.run.start_from is not None:
+        start_from(engine, Path(engine.job.run.start_from))
+    return State()
+
+
+def _share_cores(place: Place, device: str) -> None:
+    """Processes of one CPU share its cores; each taking all of them would make all slower."""
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)  # threads of a broken communication would keep the process
+    sys.exit(0)

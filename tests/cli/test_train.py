@@ -1,0 +1,132 @@
+"""`shardwise train` as a user runs it: stopped, killed and started again, it ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.running import error_line, run
+from shardwise.train.checkpoint.folder import CheckpointFolder
+from shardwise.train.checkpoint.manifest import read_manifest
+from shardwise.train.checkpoint.shards import ShardReader
+from shardwise.train.metrics.lines import read_lines
+from train.runs import job_of, write_shards
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(job: Path, folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shardwise", "train", str(job), "--run-folder", str(folder)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_until(reached: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def last_step(folder: Path) -> int:
+    return max((one["step"] for one in read_lines(folder / "metrics.jsonl")), default=-1)
+
+
+def process_of_rank(parent: int, rank: int) -> int:
+    """The process with that rank among all that were started by ``parent``."""
+    wanted = {f"SHARDWISE_LAUNCHER={parent}".encode(), f"RANK={rank}".encode()}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"rank {rank} is not there")
+
+
+def tensors(folder: Path, step: int) -> dict[str, bytes]:
+    """Every tensor of a checkpoint."""
+    path = CheckpointFolder(folder / "checkpoints").of_step(step)
+    manifest, reader = read_manifest(path), ShardReader(path)
+    found = {}
+    for key, whole in manifest.tensors.items():
+        for piece in whole.pieces:
+            everything = tuple(slice(0, size) for size in piece.box.shape)
+            value = reader.slice_of(piece.file, piece.entry, piece.box.shape, everything)
+            found[f"{key} {piece.box.start}"] = value.numpy().tobytes()
+    return found
+
+
+def test_stopped_killed_and_started_again_it_ends_as_in_one_go(tmp_path: Path) -> None:
+    """20 steps bit for bit: with SIGTERM on the way, then SIGKILL of a rank."""
+    settings: dict[str, Any] = {"steps": 20, "checkpoints": {"steps": 4}, "evaluation": {"interval": 10, "batches": 1}}
+    job = job_of(write_shards(tmp_path / "words"), 2, run={**settings, "schedule": {"warmup": 3}}, dp=2, zero=1)
+    (tmp_path / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    undisturbed = start(tmp_path / "job.yaml", whole)
+    output, _ = undisturbed.communicate(timeout=200)
+    assert undisturbed.returncode == 0, output
+    assert "Predicted beside measured" in output
+
+    first = start(tmp_path / "job.yaml", broken)
+    wait_until(lambda: last_step(broken) >= 5, first)
+    first.send_signal(signal.SIGTERM)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0, output
+    stopped_at = CheckpointFolder(broken / "checkpoints").committed()[0]
+    assert 5 <= stopped_at < 20, output
+
+    second = start(tmp_path / "job.yaml", broken)
+    wait_until(lambda: last_step(broken) > stopped_at + 2, second)
+    os.kill(process_of_rank(second.pid, 1), signal.SIGKILL)
+    output, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, output
+    assert "rank 1" in output
+    assert "SIGKILL" in output
+
+    assert tensors(broken, 20) == tensors(whole, 20)
+    records = [list(read_lines(folder / "metrics.jsonl")) for folder in (whole, broken)]
+    assert [one["step"] for one in records[1] if "loss" in one] == list(range(1, 21))
+    for name in ("loss", "gradient_norm", "learning_rate", "validation_loss"):
+        at_once, again = ([one[name] for one in lines if name in one] for lines in records)
+        assert at_once == again
+
+
+SMALL = (
+    *("--model", "tiny", "--cluster", "laptop:2", "--dp", "2"),
+    *("--seq", "32", "--global-batch", "4", "--precision", "fp32"),
+)
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    with CheckpointFolder(tmp_path / "run" / "checkpoints").locked():
+        line = error_line(run("train", *SMALL, "--run-folder", str(tmp_path / "run")))
+    assert f"process {os.getpid()} is training in it" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--grace", "soon"], "--grace: 'soon' is not a quantity"),
+        (["--set", "run.schedule.warmup=2000"], "run.schedule.warmup: 2000 steps in a run of 1000"),
+        (["--set", "run.data.weights=[1]"], "run.data.weights: 1 weights for 0 shards"),
+        (["--cluster", "laptop:512", "--dp", "512", "--global-batch", "512"], "512 processes on"),
+        (["--model", "gpt2-xl"], "nearest that fits: dp 2 · ZeRO-"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_mistake_is_one_line_before_anything_starts(tmp_path: Path, arguments: list[str], said: str) -> None:
+    line = error_line(run("train", *SMALL, "--run-folder", str(tmp_path / "run"), *arguments))
+    assert said in line
+    assert not (tmp_path / "run").exists()
