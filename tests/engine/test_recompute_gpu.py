@@ -16,6 +16,7 @@ from shardwise.engine.recompute import apply_recompute
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import initialise
 from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model
+from shardwise.spec.stack import default_stack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,7 +36,9 @@ def trained(model: Model, strategy: dict[str, Any], compiled: bool) -> tuple[flo
     """Bytes kept by the layers, those planned, the loss and the norm of the gradients."""
     torch._dynamo.reset()
     training = {"seq": SEQUENCE, "precision": "bf16"}
-    planned = job(model, training=training, **{"microbatch": BATCH, "dp": 1, **strategy})
+    planned = replace(
+        job(model, training=training, **{"microbatch": BATCH, "dp": 1, **strategy}), stack=default_stack()
+    )
     with torch.device("cuda"):
         decoder = Decoder(model).to(torch.bfloat16)
     initialise(decoder, 0, model)

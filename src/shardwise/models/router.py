@@ -66,21 +66,29 @@ class Router(BuffersInFp32):
         return grouped.masked_fill(~reached[..., None], float("-inf")).flatten(-2)
 
 
+@torch.library.custom_op("shardwise::wide_product", mutates_args=())
 def _wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The product in fp32, which keeps for its backward what it was given and no wider copy."""
-    product: Tensor = _WideProduct.apply(hidden, weight)  # type: ignore[no-untyped-call]
-    return product
+    """The product in fp32, which keeps for its backward what it was given and no wider copy.
+
+    An operator of its own: the compiler would look inside and keep the wider copy.
+    """
+    return F.linear(hidden.float(), weight.float())
 
 
-class _WideProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return F.linear(hidden.float(), weight.float())
+@_wide_product.register_fake
+def _(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=torch.float32)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        of_hidden = gradient @ weight.float()
-        of_weight = gradient.T @ hidden.float()
-        return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype)
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    hidden, weight = ctx.saved_tensors
+    of_hidden = gradient @ weight.float()
+    of_weight = gradient.T @ hidden.float()
+    return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype)
+
+
+_wide_product.register_autograd(_backward, setup_context=_save)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.recompute.products import all_but_cheap, every_second_product
+from shardwise.engine.recompute.products import all_but_cheap, every_second_product, nothing_kept
 from shardwise.engine.recompute.remade import Forgotten, Function
 from shardwise.models.moe import MixtureOfExperts
 from shardwise.spec.errors import SpecError
@@ -57,7 +57,9 @@ def _recompute_whole(layer: nn.Module) -> None:
 
     @wraps(forward)
     def forward_twice(*arguments: Any, **named: Any) -> Any:
-        if mixtures and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            named["context_fn"] = nothing_kept
+        elif mixtures:
             named["context_fn"] = lambda: (nullcontext(), _loads_kept(mixtures))
         return checkpoint(forward, *arguments, use_reentrant=False, **named)
 

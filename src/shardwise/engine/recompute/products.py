@@ -50,6 +50,12 @@ def all_but_cheap(layer: nn.Module, up_projections: bool) -> Function:
     return _keeping(layer.forward, lambda number, shape: shape not in again)
 
 
+def nothing_kept() -> tuple[Any, Any]:
+    """Contexts for a whole layer that the compiler takes: left alone, it keeps what it finds worth keeping."""
+    again = CheckpointPolicy.MUST_RECOMPUTE
+    return create_selective_checkpoint_contexts(lambda *_, **__: again)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _keeping(forward: Function, keeps: Keeps) -> Function:
     contexts = partial(_contexts, keeps)
 

@@ -46,6 +46,10 @@ def _of_columns(rows: Any, gradient: Any, *_: Any) -> float:
     return 2.0 * float(_elements(rows)) * int(gradient.shape[-1])
 
 
+def _by_rows(hidden: Any, weight: Any) -> float:
+    return 2.0 * float(_elements(hidden)) * int(weight.shape[0])
+
+
 def _scores(query: Any, key: Any, value: Any, causal: bool) -> float:
     """Both products of attention, [batch, heads, seq, features] each."""
     pairs = _elements(query) // int(query.shape[-1]) * int(key.shape[2])
@@ -77,6 +81,7 @@ _PRODUCTS: dict[str, Callable[..., float]] = {
     "aten::addmm_": _added_product,
     "aten::baddbmm": _added_product,
     "aten::_grouped_mm": _grouped,
+    "shardwise::wide_product": _by_rows,
     "shardwise::grouped_product": _grouped,
     "shardwise::grouped_product_of_columns": _of_columns,
 }
