@@ -22,6 +22,8 @@ def train():
         if step == 2:
             fault()
         dist.all_reduce(torch.ones(4))
+    dist.barrier()
+    dist.destroy_process_group()  # else threads of gloo now and then abort the interpreter at its end
 
 def main():
     try:
