@@ -22,7 +22,7 @@ PROCESSES = 2  # without a job and without GPUs
 _OWN_FLAGS = ("folder", "on", "hosts", "json")
 _EXAMPLE = """
 shardwise doctor
-shardwise doctor examples/llama3-70b-dgx-h100.yaml --folder /tmp
+shardwise doctor --model tiny --cluster laptop:2 --global-batch 8 --seq 64
 """
 
 
@@ -34,8 +34,8 @@ def run(arguments: list[str]) -> int:
         _EXAMPLE,
     )
     add_job_arguments(parser)
-    parser.add_argument("--folder", default=".", metavar="DIR", help="where the run will write (default: here)")
-    parser.add_argument("--on", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: GPUs, if any)")
+    parser.add_argument("--folder", metavar="DIR", help="where the run will write (default: as the job says, or here)")
+    parser.add_argument("--on", choices=("cpu", "cuda"), help="device (default: the job's, or GPUs if there are any)")
     parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
     parser.add_argument("--json", action="store_true", help="the findings for a machine")
     parsed = parser.parse(arguments)
@@ -51,25 +51,38 @@ def run(arguments: list[str]) -> int:
 
 
 def _asked(parsed: argparse.Namespace) -> Examination:
-    folder = Path(parsed.folder)
-    if "\0" in parsed.folder or not folder.is_dir():
-        raise SpecError("--folder", f"{shown(parsed.folder)} is no folder", "make it, or name another")
     hosts = tuple(host.strip() for host in parsed.hosts.split(",")) if parsed.hosts else ()
     for host in hosts:
         if not host or host.startswith("-"):
             raise SpecError("--hosts", f"{shown(host)} is no host", "write them like node-1,node-2")
     has_job = any(value for name, value in vars(parsed).items() if name not in _OWN_FLAGS)
-    job = job_from(parsed) if has_job else None
-    devices = 0 if parsed.on == "cpu" else _visible_devices()
-    processes = min(job.cluster.node_devices, job.strategy.world) if job else devices or PROCESSES
+    if not has_job:
+        folder = _existing(parsed.folder or ".")
+        devices = 0 if parsed.on == "cpu" else _visible_devices()
+        device = parsed.on or ("cuda" if devices else "cpu")
+        return Examination(folder, devices or PROCESSES, device, 1 + len(hosts), hosts)
+    job = job_from(parsed)
+    processes = min(job.cluster.node_devices, job.strategy.world)
     return Examination(
-        folder=folder,
+        folder=_existing(parsed.folder) if parsed.folder else _nearest(Path(job.run.folder or ".")),
         processes=processes,
-        device="cuda" if devices or parsed.on == "cuda" else "cpu",
-        host_count=max(1 + len(hosts), job.strategy.world // processes if job else 1),
+        device=parsed.on or job.run_device,
+        host_count=max(1 + len(hosts), job.strategy.world // processes),
         others=hosts,
-        checkpoint_bytes=checkpoint_bytes(analyze(job)) if job else None,
+        checkpoint_bytes=checkpoint_bytes(analyze(job)),
+        checkpoint_limit_seconds=job.run.timeouts.checkpoint,
     )
+
+
+def _existing(name: str) -> Path:
+    if "\0" in name or not Path(name).is_dir():
+        raise SpecError("--folder", f"{shown(name)} is no folder", "make it, or name another")
+    return Path(name)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or where it will be made."""
+    return next((one for one in (folder, *folder.parents) if one.is_dir()), Path())
 
 
 def _visible_devices() -> int:

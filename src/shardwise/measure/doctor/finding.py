@@ -26,7 +26,7 @@ class Examination:
 
     folder: Path
     processes: int
-    device: Literal["cpu", "cuda"]
+    device: str  # cpu or cuda
     host_count: int = 1
     others: tuple[str, ...] = ()
     checkpoint_bytes: float | None = None
