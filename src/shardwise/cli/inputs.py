@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shardwise.cli import bare
@@ -21,7 +22,7 @@ from shardwise.spec.model import Model
 from shardwise.spec.stack import stack_from
 from shardwise.spec.units import parse
 
-__all__ = ["job_from", "model_from", "whole"]
+__all__ = ["job_from", "model_from", "path_from", "whole"]
 
 DEFAULT_CLUSTER = "dgx-h100"
 PLANNED_SEQ = 8192
@@ -207,6 +208,15 @@ def whole(text: str, field: str) -> int:
     if number != int(number) or number < 1 or number > 10**9:
         raise SpecError(field, f"{shown(text)} is not a positive whole number", "write one like 64")
     return int(number)
+
+
+def path_from(text: str) -> Path:
+    """A path that a user named, whether there is something or not; raises SpecError for what can be none."""
+    try:
+        Path(text).exists()
+    except (OSError, ValueError) as error:
+        raise SpecError("", f"{shown(text)} is no path ({getattr(error, 'strerror', error)})", "check it") from None
+    return Path(text)
 
 
 def require_torch(verb: str) -> None:

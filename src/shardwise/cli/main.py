@@ -18,6 +18,7 @@ VERBS = {
     "validate": ("validate", "score the cost model on a table of published or measured runs"),
     "dryrun": ("dryrun", "trace the engine on one rank of any world: memory, collectives, arithmetic, beside the plan"),
     "data": ("data", "token shards from text, JSON lines, Parquet or tars; and whether shards are whole"),
+    "checkpoint": ("checkpoint", "what a checkpoint holds, whether it is whole, the same state in other files"),
     "doctor": ("doctor", "whether this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce"),
     "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
 }

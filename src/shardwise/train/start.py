@@ -13,13 +13,11 @@ from shardwise.engine.trainer import Trainer
 from shardwise.models.huggingface import read_model, read_slice
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.train.checkpoint.find import newest_at
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import load, newest_good, problems_of
-from shardwise.train.checkpoint.manifest import NAME as MANIFEST
 from shardwise.train.checkpoint.state import kept
 from shardwise.train.position import Position
-
-_WEIGHT = "weight/"
 
 
 @dataclass(frozen=True)
@@ -56,21 +54,22 @@ def load_newest(
 
 
 def start_from(trainer: Trainer[Any], source: Path) -> None:
-    """The weights of a Hugging Face folder, of a checkpoint, or of a run's newest one, into any layout."""
-    if (source / "checkpoints").is_dir():
-        committed = CheckpointFolder(source / "checkpoints").committed()
-        if not committed:
-            raise SpecError("run.start_from", f"{source} has no checkpoint yet", "name another folder")
-        source = CheckpointFolder(source / "checkpoints").of_step(committed[0])
-    if (source / MANIFEST).is_file():
+    """The weights of a Hugging Face folder, of a checkpoint, or of the newest in a folder, into any layout."""
+    if not (source / "config.json").is_file():
+        source = _checkpoint_at(source)
         for problem in problems_of(source):
             raise SpecError("run.start_from", problem, "take another checkpoint")
         load(trainer, source, weights_only=True)
-    elif (source / "config.json").is_file():
-        _load_huggingface(trainer, source)
     else:
-        remedy = "name a Hugging Face folder, a checkpoint (step-...), or a run's folder"
-        raise SpecError("run.start_from", f"{source} holds no weights", remedy)
+        _load_huggingface(trainer, source)
+
+
+def _checkpoint_at(source: Path) -> Path:
+    try:
+        return newest_at(source)
+    except SpecError as error:
+        remedy = "name a Hugging Face folder, a checkpoint (step-...), a folder of them, or a run's folder"
+        raise SpecError("run.start_from", f"{source} {error.problem}", remedy) from None
 
 
 @torch.no_grad()
@@ -78,11 +77,12 @@ def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
     """Each rank reads the boxes it holds, one tensor at a time."""
     _require_same_shapes(trainer, folder)
     for one in kept(trainer):
-        if not one.key.startswith(_WEIGHT):
+        kind, _, name = one.key.partition("/")
+        if kind not in ("weight", "buffer"):
             continue
         for place in one.places:
             box = tuple(slice(first, first + size) for first, size in zip(place.box.start, place.box.shape))
-            value = read_slice(folder, one.key.removeprefix(_WEIGHT), box)
+            value = read_slice(folder, name, box)
             one.tensor[place.local] = value.to(one.tensor.device, one.tensor.dtype)
     trainer.data.publish()
 

@@ -32,26 +32,41 @@ class CheckpointFolder:
         """Where a checkpoint is written; ``attempt`` tells this start of the run from others."""
         return self.path / f"step-{step:08d}.part-{attempt}"
 
-    def committed(self) -> list[int]:
-        """Steps of which there is a checkpoint, the newest first."""
+    def present(self) -> list[int]:
+        """Steps of which there is a folder, whole or damaged, the newest first."""
         if not self.path.is_dir():
             return []
-        found = (_COMMITTED.fullmatch(one.name) for one in self.path.iterdir() if (one / NAME).is_file())
+        found = (_COMMITTED.fullmatch(one.name) for one in self.path.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def committed(self) -> list[int]:
+        """Steps of which there is a checkpoint, the newest first."""
+        return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
 
     def commit(self, step: int, attempt: str, manifest: bytes) -> None:
         """All shards are on disk: writes the manifest and gives the folder its name."""
+        part = self._sealed(step, attempt, manifest)
+        target = self.of_step(step)
+        if target.exists():  # of an earlier, damaged or undone attempt at the same step
+            shutil.rmtree(target)
+        part.rename(target)
+        sync_folder(self.path)
+
+    def commit_new(self, step: int, attempt: str, manifest: bytes) -> Path:
+        """The same, but never over a checkpoint that is there: the rename itself then fails (OSError)."""
+        part = self._sealed(step, attempt, manifest)
+        part.rename(self.of_step(step))
+        sync_folder(self.path)
+        return self.of_step(step)
+
+    def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
         part = self.unfinished(step, attempt)
         with (part / NAME).open("wb") as file:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(part)
-        target = self.of_step(step)
-        if target.exists():  # of an earlier, damaged or undone attempt at the same step
-            shutil.rmtree(target)
-        part.rename(target)
-        _sync_folder(self.path)
+        sync_folder(part)
+        return part
 
     def clear_unfinished(self) -> None:
         """Removes what earlier starts of the run left behind; only for who holds the lock."""
@@ -97,7 +112,8 @@ class CheckpointFolder:
             os.close(handle)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Has the names in a folder on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -19,14 +19,16 @@ from shardwise.train.checkpoint.state import Kept, kept, take_numbers
 _WEIGHTS = ("weight/", "buffer/")
 
 
-def problems_of(folder: Path, *, rank: int = 0, world: int = 1) -> list[str]:
+def problems_of(
+    folder: Path, *, rank: int = 0, world: int = 1, progress: Callable[[int], None] = lambda size: None
+) -> list[str]:
     """What is wrong with a checkpoint's files; of several ranks each looks at some of them."""
     try:
         manifest = read_manifest(folder)
     except SpecError as error:
         return [str(error)]
     mine = sorted(manifest.files)[rank::world]
-    found = [(name, checked(folder / name, manifest.files[name])) for name in mine]
+    found = [(name, checked(folder / name, manifest.files[name], progress)) for name in mine]
     return [f"{folder / name}: {problem}" for name, problem in found if problem]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ NAME = "manifest.json"
 FORMAT = 1
 MOST_BYTES = 2**30
 _FILE = re.compile(r"shard-\d{5}\.safetensors")
-DTYPES = ("F32", "F16", "BF16")
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Whole:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,8 @@ class Manifest:
         }
         files = {name: {"bytes": shard.size, "blake2b": shard.checksum} for name, shard in self.files.items()}
         document = {"format": FORMAT, "step": self.step, "job": self.job, "numbers": self.numbers, "files": files}
-        return json.dumps({**document, "tensors": tensors}).encode()
+        document["tensors"] = tensors
+        return json.dumps({**document, "checksum": _checksum(document)}).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -85,11 +93,18 @@ def read_manifest(folder: Path) -> Manifest:
             _file(name): Shard(_count(one["bytes"]), str(one["blake2b"])) for name, one in document["files"].items()
         }
         tensors = {str(key): _whole(one, files) for key, one in document["tensors"].items()}
+        if document.pop("checksum") != _checksum(document):
+            raise SpecError(str(path), "is damaged: its checksum differs", "take another checkpoint")
         return Manifest(_count(document["step"]), dict(document["job"]), dict(document["numbers"]), tensors, files)
     except SpecError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError):
         raise SpecError(str(path), "does not describe a checkpoint", "take another checkpoint") from None
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    """Of all else in the manifest, as JSON is written here: a number that was changed on disk is no longer it."""
+    return hashlib.blake2b(json.dumps(document).encode(), digest_size=32).hexdigest()
 
 
 def _file(name: Any) -> str:
@@ -114,6 +129,6 @@ def _whole(one: Any, files: dict[str, Shard]) -> Whole:
         if any(a + n > whole for a, n, whole in zip(box.start, box.shape, shape)):
             raise ValueError("a piece beyond the tensor")
         pieces.append(Piece(name, str(entry), box))
-    if one["dtype"] not in DTYPES:
+    if one["dtype"] not in ITEM_BYTES:
         raise ValueError("an unknown type")
     return Whole(shape, one["dtype"], tuple(pieces))

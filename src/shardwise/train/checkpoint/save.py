@@ -23,7 +23,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.train.checkpoint.boxes import Box, Index
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.manifest import Manifest, Piece, Shard, Whole
-from shardwise.train.checkpoint.shards import NAMES, shard_name, write_shard
+from shardwise.train.checkpoint.shards import NAMES, Entry, shard_name, write_shard
 from shardwise.train.checkpoint.state import Kept, kept, numbers
 
 POLL_SECONDS = 0.02
@@ -97,7 +97,8 @@ class Saver:
         part = self.folder.unfinished(step, self.attempt)
         part.mkdir(parents=True, exist_ok=True)
         try:
-            shard = write_shard(part / shard_name(self.rank), staged)
+            entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in staged]
+            shard = write_shard(part / shard_name(self.rank), entries, (tensor for _, tensor in staged))
             _tell(part / f"rank-{self.rank}", {"bytes": shard.size, "blake2b": shard.checksum})
         except OSError as error:
             _tell_failure(part / f"rank-{self.rank}", error)

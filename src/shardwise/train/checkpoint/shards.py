@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,29 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
-def write_shard(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> Shard:
-    """Writes contiguous tensors in CPU memory and has them on disk before it returns."""
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, announced in its header before it is at hand."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_shard(
+    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> Shard:
+    """Writes contiguous tensors in CPU memory, each asked for when its turn comes, and has them on disk at the end."""
     checksum = hashlib.blake2b(digest_size=32)
     size = 0
     # The checksum is computed beside the writing: both leave Python's lock to each other.
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        for chunk in _content(tensors):
+        for chunk in _content(entries, tensors, metadata):
             summed = beside.submit(checksum.update, chunk)
             _write_all(file, chunk)
             size += len(chunk)
@@ -49,25 +67,28 @@ def _write_all(file: Any, chunk: memoryview) -> None:
         chunk = chunk[file.write(chunk) :]
 
 
-def _content(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    header, at = {}, 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        at += size
+def _content(
+    entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None
+) -> Iterator[memoryview]:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        offsets = [at, at + entry.size]
+        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        at += entry.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(struct.pack("<Q", len(text)) + text)
-    for _, tensor in tensors:
-        assert tensor.is_contiguous()
+    for entry, tensor in zip(entries, tensors, strict=True):
+        assert tensor.is_contiguous() and tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape
         numbers: Any = tensor.flatten().view(torch.uint8).numpy()
         raw = memoryview(numbers)
         for begin in range(0, len(raw), CHUNK_BYTES):
             yield raw[begin : begin + CHUNK_BYTES]
 
 
-def checked(path: Path, wanted: Shard) -> str | None:
-    """What is wrong with a file; None where it is as it was written."""
+def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
+    """What is wrong with a file; None where it is as it was written. ``progress`` hears of the bytes that were read."""
     try:
         if path.is_symlink() or not path.is_file():
             return "is missing" if not path.is_symlink() else "is a link"
@@ -77,6 +98,7 @@ def checked(path: Path, wanted: Shard) -> str | None:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 checksum.update(chunk)
+                progress(len(chunk))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"

@@ -1,0 +1,102 @@
+"""`shardwise checkpoint`: what a checkpoint holds, whether it is whole, and the same state in other files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from shardwise.cli.arguments import Parser
+from shardwise.cli.inputs import path_from, require_torch, whole
+from shardwise.spec.errors import SpecError
+
+_DOES = """inspect: step, model, layout, tensors and bytes of a checkpoint, from its manifest.
+verify: reads every byte of all checkpoints and compares it with its checksum; exit 1 where one is damaged.
+reshard: the same state as whole tensors in N files; loads bit for bit equal under any layout.
+PATH is a checkpoint (step-NNNNNNNN), a folder of checkpoints, or a run's folder; of several the newest is taken."""
+_EXAMPLE = """
+shardwise checkpoint inspect runs/job
+shardwise checkpoint verify runs/job
+shardwise checkpoint reshard runs/job --shards 1 --out /tmp/small --weights-only
+"""
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("checkpoint", _DOES, _EXAMPLE)
+    parser.add_argument("what", choices=("inspect", "verify", "reshard"))
+    parser.add_argument("paths", nargs="+", metavar="PATH")
+    parser.add_argument("--tensors", action="store_true", help="inspect: list them")
+    parser.add_argument("--out", metavar="DIR", help="reshard: the folder that gets step-NNNNNNNN")
+    parser.add_argument("--shards", metavar="N", help="reshard: the number of files")
+    parser.add_argument("--weights-only", action="store_true", help="reshard: without the states of the optimizer")
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parsed = parser.parse(arguments)
+    paths = [path_from(text) for text in parsed.paths]
+    if len(paths) > 1 and parsed.what != "verify":
+        raise SpecError("", f"{parsed.what} takes one PATH, and {len(paths)} are given", "give one")
+    try:
+        if parsed.what == "verify":
+            return _verify(paths, as_json=parsed.json)
+        return _inspect(paths[0], parsed) if parsed.what == "inspect" else _reshard(paths[0], parsed)
+    except OSError as error:
+        raise SpecError(str(error.filename or ""), error.strerror or str(error), "check its permissions") from None
+
+
+def _inspect(path: Path, parsed: argparse.Namespace) -> int:
+    from shardwise.report.checkpoint import contents_json, print_contents
+    from shardwise.train.checkpoint.contents import contents_of
+    from shardwise.train.checkpoint.find import newest_at
+
+    found = contents_of(newest_at(path))
+    if parsed.json:
+        print(json.dumps(contents_json(found, each_tensor=parsed.tensors)))
+    else:
+        print_contents(found, each_tensor=parsed.tensors)
+    return 0
+
+
+def _verify(paths: list[Path], *, as_json: bool) -> int:
+    require_torch("checkpoint verify")
+    from shardwise.report.bytes_progress import bytes_progress
+    from shardwise.spec.units import readable_bytes
+    from shardwise.train.checkpoint.find import checkpoints_at
+    from shardwise.train.checkpoint.load import problems_of
+
+    folders = list(dict.fromkeys(one for path in paths for one in checkpoints_at(path)))
+    sizes = {one: sum(file.stat().st_size for file in one.glob("shard-*") if file.is_file()) for one in folders}
+    found: dict[Path, list[str]] = {}
+    with bytes_progress("verifying", sum(sizes.values()), quiet=as_json) as progress:
+        for folder in folders:
+            found[folder] = problems_of(folder, progress=progress)
+    if as_json:
+        print(json.dumps([{"path": str(one), "bytes": sizes[one], "problems": found[one]} for one in folders]))
+    else:
+        for one, problems in found.items():
+            print(f"{one}: {'; '.join(problems) or f'{readable_bytes(sizes[one])}, every checksum agrees'}")
+    return 1 if any(found.values()) else 0
+
+
+def _reshard(path: Path, parsed: argparse.Namespace) -> int:
+    for flag in ("out", "shards"):
+        if getattr(parsed, flag) is None:
+            raise SpecError(f"--{flag}", "is missing", f"see `shardwise checkpoint --help` for {flag}")
+    shards, out = whole(parsed.shards, "--shards"), path_from(parsed.out)
+    require_torch("checkpoint reshard")
+    from shardwise.report.bytes_progress import bytes_progress
+    from shardwise.train.checkpoint.contents import contents_of
+    from shardwise.train.checkpoint.find import newest_at
+    from shardwise.train.checkpoint.folder import CheckpointFolder
+    from shardwise.train.checkpoint.reshard import reshard
+
+    source = newest_at(path)
+    total = sum(one.bytes for one in contents_of(source).tensors)
+    with bytes_progress("writing", total, quiet=parsed.json) as progress:
+        made = reshard(
+            source, CheckpointFolder(out), shards, weights_only=parsed.weights_only, progress=progress
+        )  # fmt: skip
+    found = contents_of(made)
+    if parsed.json:
+        print(json.dumps({"path": str(made), "files": found.file_bytes, "tensors": len(found.tensors)}))
+    else:
+        print(f"{made}: {len(found.tensors):,} tensors in {shards} file{'s' if shards > 1 else ''}")
+    return 0

@@ -1,0 +1,34 @@
+"""The same state in another number of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.spec.errors import SpecError
+from shardwise.train.checkpoint.contents import weight_keys
+from shardwise.train.checkpoint.folder import CheckpointFolder
+from shardwise.train.checkpoint.load import problems_of
+from shardwise.train.checkpoint.manifest import read_manifest
+from shardwise.train.checkpoint.whole import Described, whole_tensors, write_checkpoint
+
+
+def reshard(
+    source: Path,
+    out: CheckpointFolder,
+    shards: int,
+    *,
+    weights_only: bool = False,
+    progress: Callable[[int], None] = lambda size: None,
+) -> Path:
+    """Writes the checkpoint's state as whole tensors into ``shards`` files.
+
+    With ``weights_only`` a run can start from it, but none can resume. Raises SpecError for a damaged
+    source before anything is written.
+    """
+    for problem in problems_of(source):
+        raise SpecError("", problem, "take another checkpoint")
+    manifest = read_manifest(source)
+    keys = weight_keys(manifest) if weights_only else list(manifest.tensors)
+    about = Described(manifest.step, manifest.job, {} if weights_only else manifest.numbers)
+    return write_checkpoint(out, about, whole_tensors(source, manifest, keys), shards, progress)
