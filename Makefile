@@ -41,6 +41,8 @@ golden: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/search.py
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/loop.py
 	$(BIN)/python -m shardwise validate validation/collectives.csv
 
 $(READY): pyproject.toml constraints.txt

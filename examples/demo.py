@@ -1,11 +1,19 @@
-"""The main job, shown: what `make demo` runs. Today it plans and prices jobs; training and comparing follow."""
+"""The main job, shown: what `make demo` runs. Plans large jobs, then plans, trains and compares one on this machine."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
+from pathlib import Path
 
 from shardwise.cli.main import main
+from shardwise.report.training import summarise
+from shardwise.train.metrics.lines import read_lines
+
+FOLDER = Path("runs/demo")
+JOB = FOLDER / "plan.yaml"
+LEARNT = 0.7  # the validation loss at the end, of that at the beginning
 
 STEPS = (
     (
@@ -27,13 +35,21 @@ STEPS = (
         "--bandwidth 450GB/s,50GB/s --latency 2us,5us",
     ),
     (
-        "This machine's own size of job: two processes of a laptop",
-        "plan --model gpt2 --cluster laptop --global-batch 8 --seq 256 --precision fp32 --output -",
+        "This machine's own size of job: how to split a small model over two processes",
+        "plan --model tiny --cluster laptop:2 --global-batch 16 --seq 128 --precision fp32 "
+        "--set training.optimization.learning_rate=3e-3 --set run.steps=150 --set run.schedule.warmup=10 "
+        f"--output {JOB}",
+    ),
+    (
+        "That plan, trained on real text: the sources of Python's own library",
+        f"train {JOB} --run-folder {FOLDER}",
     ),
 )
 
 
 def run() -> int:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
     for title, command in STEPS:
         print(f"\n\033[1m── {title}\033[0m\n$ shardwise {command}\n", flush=True)
         start = time.perf_counter()
@@ -41,7 +57,19 @@ def run() -> int:
         print(f"\n({time.perf_counter() - start:.2f} s)", flush=True)
         if status:
             return status
-    return 0
+    return check()
+
+
+def check() -> int:
+    """Whether the model has learnt what it should have."""
+    found = summarise(read_lines(FOLDER / "metrics.jsonl"))
+    if found.first_validation is None or found.last_validation is None:
+        print("\nno validation loss was recorded")
+        return 1
+    share = found.last_validation / found.first_validation
+    verdict = "learnt" if share < LEARNT else "NOT learnt"
+    print(f"\n{verdict}: the validation loss is {share:.0%} of its first value (below {LEARNT:.0%} is asked for)")
+    return 0 if share < LEARNT else 1
 
 
 if __name__ == "__main__":

@@ -73,14 +73,9 @@ class Loop:
         """Where the run ended: at its last step, or where a signal stopped it."""
         gc.disable()
         try:
-            self._begin()
-            stopped, done = False, False
-            while not (stopped or done):
-                stopped = self._agreed_to_stop()
-                if not stopped and self.position.step < self.run_spec.steps:
-                    self._one_step()
-                elif self._read_last() is not Verdict.ROLL_BACK:
-                    done = True
+            self.begin()
+            while self.advance():
+                pass
             self._end()
         finally:
             gc.enable()
@@ -88,6 +83,13 @@ class Loop:
             if self.held_out:
                 self.held_out.close()
         return self.position
+
+    def advance(self) -> bool:
+        """One step; or, at the end of the run or where ranks agree to stop, its last figures: then false."""
+        if not self._agreed_to_stop() and self.position.step < self.run_spec.steps:
+            self._one_step()
+            return True
+        return self._read_last() is Verdict.ROLL_BACK
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -214,7 +216,8 @@ class Loop:
 
     # -- the ends ------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """What comes before the first step."""
         gc.collect()
         gc.freeze()  # what is there stays, and need not be looked at again
         if self.run_spec.rolls_back and self.keeper.last_begun is None:

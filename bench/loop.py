@@ -1,0 +1,101 @@
+"""What the training loop adds to the engine's bare step, on two gloo processes.
+
+    PYTHONPATH=src python bench/loop.py
+
+The bare step finds its batch in memory; the loop loads it, sets the learning rate, reads figures, judges them, writes
+metrics, reports to the launcher, agrees with the other rank and collects garbage. Their steps alternate on one engine;
+a step lasts as long as its slowest rank, and the medians are compared. Exits 1 where the loop adds more than it may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.world import joined
+from shardwise.launch.pool import Place as PoolPlace
+from shardwise.launch.pool import Pool
+from shardwise.spec.job import Job
+from shardwise.train.attempt import Place, Reporter
+from shardwise.train.checkpoint.folder import CheckpointFolder
+from shardwise.train.data.loader import rows_of
+from shardwise.train.data.of_run import built_in, mixtures_of
+from shardwise.train.evaluation import batch_of
+from shardwise.train.loop import Loop, Parts
+from shardwise.train.metrics.recorder import Recorder
+from shardwise.train.start import State
+
+WORLD = 2
+WARM_UP = 5
+MOST_OVERHEAD = 0.03
+JOB = {
+    "model": {"layers": 6, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 512, "max_seq": 256},
+    "cluster": f"laptop:{WORLD}",
+    "strategy": {"dp": WORLD, "zero": 1, "microbatch": 2},
+    "training": {"global_batch": 4, "seq": 256, "precision": "fp32"},
+    "run": {"steps": 10**6, "evaluation": {"batches": 0}},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory() as folder, Pool(preload=("torch", "torch.distributed.fsdp")) as pool:
+        built_in(Path(folder))
+        found = pool.run(timed, WORLD, folder, steps)
+    bare, loop = (statistics.median(max(ranks) for ranks in zip(*(one[side] for one in found))) for side in (0, 1))
+    overhead = loop / bare - 1
+    verdict = "ok" if overhead <= MOST_OVERHEAD else "MISSED"
+    print(
+        f"a step of the loop: {1e3 * loop:.1f} ms, the engine's bare step: {1e3 * bare:.1f} ms; "
+        f"{overhead:+.1%} (at most {MOST_OVERHEAD:.0%}): {verdict}"
+    )
+    return 0 if verdict == "ok" else 1
+
+
+def timed(place: PoolPlace, folder: str, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each bare step and of each step of the loop on this rank."""
+    torch.set_num_threads(1)
+    job, run_folder = Job.from_dict(JOB), Path(folder)
+    with joined(place.rank, place.world, place.meeting_file):
+        engine = Engine(job)
+        training, _ = mixtures_of(job, run_folder)
+        reporter = Reporter(Place(place.rank, place.world, place.rank, folder=run_folder))
+        recorder = Recorder(job, run_folder, 0) if place.rank == 0 else None
+        checkpoints = CheckpointFolder(run_folder / "checkpoints")
+        loop = Loop(Parts(job, engine, training, None, checkpoints, "0", reporter, recorder), State())
+        batches = [
+            batch_of(rows_of(training, number, job.sequences, place.rank, WORLD), engine.device)
+            for number in range(WARM_UP + steps)
+        ]
+        seconds: tuple[list[float], list[float]] = ([], [])
+        gc.disable()
+        loop.begin()
+        for number in range(WARM_UP + steps):
+            # Who goes first changes, since what runs after the other finds its caches cold.
+            for side in (0, 1) if number % 2 else (1, 0):
+                dist.barrier()
+                start = time.perf_counter()
+                if side:
+                    loop.advance()
+                else:
+                    engine.step(batches[number])
+                if number >= WARM_UP:
+                    seconds[side].append(time.perf_counter() - start)
+        gc.enable()
+        loop.loader.close()
+        return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
