@@ -36,6 +36,7 @@ def test_hosts_without_names_and_one_machine() -> None:
     ] * 4
     (only,) = torchrun_commands(job("laptop:4", tp=2), "job.yaml")
     assert "--nnodes=1 --nproc-per-node=4" in only
+    assert "--rdzv-endpoint=localhost:29400" in only
 
 
 @pytest.mark.parametrize(

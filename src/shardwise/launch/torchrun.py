@@ -24,15 +24,16 @@ def torchrun_commands(
 ) -> list[str]:
     """One command per host, the first of which is where all meet; ``arguments`` go to the worker after the job file.
 
-    Without ``hosts`` they are called host-0, host-1, ... and are to be replaced. torchrun numbers hosts in the order
-    of their addresses as text, so ranks that the strategy counts as neighbours are when names sort as they stand.
+    Without ``hosts`` they are called host-0, host-1, ... and are to be replaced; one is this machine. torchrun numbers
+    hosts in the order of their addresses as text: ranks that the strategy counts as neighbours are so when these sort
+    as the cluster is wired.
     """
     world = job.strategy.world
     per_host = min(job.cluster.node_devices, world)
     count = world // per_host
     if world % per_host:
         raise SpecError("strategy", f"{world} ranks are no whole number of hosts of {per_host} devices")
-    names = list(hosts) or [f"host-{number:0{len(str(count - 1))}d}" for number in range(count)]
+    names = list(hosts) or _placeholders(count)
     if len(names) != count:
         raise SpecError("hosts", f"names {len(names)}", f"{world} ranks need {count} of {per_host} devices")
     if not 0 < port < 65536:
@@ -46,3 +47,8 @@ def torchrun_commands(
         ])
         for name in names
     ]  # fmt: skip
+
+
+def _placeholders(count: int) -> list[str]:
+    digits = len(str(count - 1))
+    return ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
