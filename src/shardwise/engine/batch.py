@@ -15,13 +15,15 @@ from shardwise.models.loss import IGNORED
 class Batch:
     """``tokens`` and ``labels`` [sequences, seq]; the label of a token is what follows it, -100 where none counts.
 
-    ``positions`` count from 0 in every row unless given; ``documents`` number the documents packed into each row.
+    ``positions`` count from 0 in every row unless given; ``documents`` number the documents packed into each row, of
+    which there are at most ``most_documents``, where that is known.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor
     documents: Tensor | None = None
+    most_documents: int | None = None
 
     @classmethod
     def of(
@@ -34,7 +36,8 @@ class Batch:
     def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same change of every tensor."""
         documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.labels), change(self.positions), documents)
+        changed = change(self.tokens), change(self.labels), change(self.positions)
+        return Batch(*changed, documents, self.most_documents)
 
     def share(self, rank: int, size: int) -> Batch:
         """The sequences of one of ``size`` data-parallel ranks, of a global batch."""

@@ -12,6 +12,7 @@ from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.layer import Layer
 from shardwise.models.loss import cross_entropy_sum
 from shardwise.models.norms import norm_of
+from shardwise.models.packed import document_bounds
 from shardwise.models.rope import Rotation, rotation_of
 from shardwise.models.supported import require_supported
 from shardwise.spec.errors import SpecError
@@ -50,21 +51,26 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        most_documents: int | None = None,
     ) -> Tensor:
         """The summed loss, logits or hidden states, whichever comes last in what is left of the model.
 
         ``inputs`` are token ids [batch, seq], or hidden states [batch, seq, hidden] where there is no embedding.
         ``labels`` [batch, seq] stand where they are predicted (the caller has shifted them); those equal to
         -100 do not count. ``positions`` [batch or 1, seq] count from 0 along the row unless given, and
-        ``documents`` [batch, seq] keep packed documents from seeing each other.
+        ``documents`` [batch, seq] keep packed documents from seeing each other; no row has more than
+        ``most_documents`` (unless given, a GPU takes a slower way).
         """
         places = positions
         if places is None:
             places = torch.arange(inputs.shape[1], device=inputs.device)[None]
         hidden = self._embed(inputs, places)
         rotation = self._rotation(places)
+        bounds = None
+        if documents is not None and most_documents is not None and documents.is_cuda:
+            bounds = document_bounds(documents, most_documents)
         for index, layer in self.layers.items():
-            hidden = layer(hidden, rotation, self._arguments(int(index), positions, documents))
+            hidden = layer(hidden, rotation, self._arguments(int(index), positions, documents, bounds))
         if self.norm is not None:
             hidden = self.norm(hidden)
         if self.head is None:
@@ -93,13 +99,16 @@ class Decoder(nn.Module):
     def _rotation(self, places: Tensor) -> Rotation | None:
         return rotation_of(self.model, places) if self.model.positions == "rope" else None
 
-    def _arguments(self, index: int, positions: Tensor | None, documents: Tensor | None) -> AttentionArguments:
+    def _arguments(
+        self, index: int, positions: Tensor | None, documents: Tensor | None, bounds: Tensor | None
+    ) -> AttentionArguments:
         return AttentionArguments(
             causal=self.model.causal,
             window=window_of(self.model, index),
             scale=attention_scale(self.model),
             documents=documents,
             positions=positions,
+            bounds=bounds,
         )
 
 

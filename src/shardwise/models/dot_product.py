@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.models.packed import packed_attention, row_bounds, takes
+
 
 @dataclass(frozen=True)
 class AttentionArguments:
@@ -15,7 +17,8 @@ class AttentionArguments:
 
     ``window`` is the number of keys a query sees, itself among them. ``documents`` [batch, seq] numbers the
     documents packed into each row: a query sees only keys of its own. ``positions`` are those the caller gave
-    (None: 0, 1, 2 ... along the row); who attends over rows in another order finds the order there.
+    (None: 0, 1, 2 ... along the row); who attends over rows in another order finds the order there. ``bounds`` say the
+    same as ``documents`` where they are known (`packed.document_bounds`).
     """
 
     causal: bool
@@ -23,6 +26,7 @@ class AttentionArguments:
     scale: float
     documents: Tensor | None = None
     positions: Tensor | None = None
+    bounds: Tensor | None = None
 
 
 def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
@@ -30,6 +34,10 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
 
     The tokens of a row stand in the order of time.
     """
+    bounds = _bounds(query, arguments) if takes(query, key, value) else None
+    if bounds is not None:
+        reach = _window(query.shape[1], arguments)
+        return packed_attention(query, key, value, bounds, causal=arguments.causal, window=reach, scale=arguments.scale)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     mask = attention_mask(query.shape[2], query.device, arguments)
     grouped = key.shape[1] != query.shape[1]
@@ -66,9 +74,21 @@ def unfused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: Atte
     return (shares @ value.transpose(1, 2)).view(batch, heads, seq, -1).transpose(1, 2)
 
 
+def _bounds(query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+    """Of what a query sees, where more than plain attention has to be said and it is known."""
+    if arguments.documents is not None:
+        return arguments.bounds
+    batch, seq = query.shape[:2]
+    return None if _window(seq, arguments) is None else row_bounds(batch, seq, query.device)
+
+
+def _window(seq: int, arguments: AttentionArguments) -> int | None:
+    return arguments.window if arguments.window is not None and arguments.window < seq else None
+
+
 def attention_mask(seq: int, device: torch.device, arguments: AttentionArguments) -> Tensor | None:
     """True where a query [rows] sees a key [columns]; None where plain (causal) attention says it all."""
-    window = arguments.window if arguments.window is not None and arguments.window < seq else None
+    window = _window(seq, arguments)
     if window is None and arguments.documents is None:
         return None
     index = torch.arange(seq, device=device)

@@ -24,7 +24,8 @@ from shardwise.pipeline import PipelineSchedule
 def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
     """A stage of a `Decoder`: hidden states, or the sum of the loss over the labels that count."""
     labels = batch.labels if last else None
-    output: Tensor = module(inputs, labels, positions=batch.positions, documents=batch.documents)
+    known = {"positions": batch.positions, "documents": batch.documents, "most_documents": batch.most_documents}
+    output: Tensor = module(inputs, labels, **known)
     return output
 
 
