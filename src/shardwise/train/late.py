@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.trainer import StepResult
+from shardwise.train.moment import Moment
 from shardwise.train.position import Position
 
 
@@ -31,7 +31,7 @@ class Figures:
     begun: Begun
     loss: float
     gradient_norm: float
-    finished_at: float  # on the clock of time.perf_counter
+    finished: Moment
 
     @property
     def number(self) -> int:
@@ -45,19 +45,13 @@ class LateResult:
     def __init__(self, begun: Begun, result: StepResult) -> None:
         self.begun = begun
         numbers = torch.stack([result.loss, result.gradient_norm])
-        self._arrived: torch.cuda.Event | None = None
-        self._finished_at = time.perf_counter()
+        self._numbers: Tensor = numbers
         if numbers.is_cuda:
-            self._numbers: Tensor = torch.empty(2, pin_memory=True)
+            self._numbers = torch.empty(2, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        else:
-            self._numbers = numbers
+        self._finished = Moment(numbers.device)
 
     def read(self) -> Figures:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._finished_at = time.perf_counter()
+        self._finished.wait()
         loss, norm = self._numbers.tolist()
-        return Figures(self.begun, loss, norm, self._finished_at)
+        return Figures(self.begun, loss, norm, self._finished)

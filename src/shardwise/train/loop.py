@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from shardwise.train.keeper import Keeper
 from shardwise.train.late import Begun, Figures, LateResult
 from shardwise.train.metrics.memory import device_memory, resident_bytes, tensors_counted
 from shardwise.train.metrics.recorder import Recorder
+from shardwise.train.moment import Moment
 from shardwise.train.position import Position
 from shardwise.train.start import State, load_newest, state_numbers
 from shardwise.train.stop import StopSignal
@@ -64,7 +64,7 @@ class Loop:
         self.keeper.last_begun = self.first_step if state.saved else None
         self.agreement = Agreement(self.first_step)
         self._late: LateResult | None = None
-        self._since = time.perf_counter()  # when the step before ended, or what came between the two
+        self._since = Moment(self.trainer.device)  # when the step before ended, or what came between the two
         optimization = job.training.optimization
         factor = job.run.schedule.batch_factor(job.sequences, job.training.optimizer)
         self._highest_rate = optimization.learning_rate * factor
@@ -124,7 +124,7 @@ class Loop:
             self._evaluate()
         if saves:
             self._save()
-        self._since = time.perf_counter()
+        self._since = Moment(self.trainer.device)
 
     def _step(self, batch: Any) -> StepResult:
         return self.trainer.step(batch, loss_limit=self.health.loss_limit)
@@ -174,10 +174,10 @@ class Loop:
         if self.parts.recorder:
             self.parts.recorder.lines.cut_after(self.position.step)
             self._tell({"rolled_back": 1, "left_out_batch": batch})
-        self._since = time.perf_counter()
+        self._since = Moment(self.trainer.device)
 
     def _record(self, figures: Figures, bad: str | None) -> None:
-        seconds, self._since = figures.finished_at - self._since, figures.finished_at
+        seconds, self._since = figures.finished.seconds_since(self._since), figures.finished
         if self.parts.recorder is None or (figures.number % self.run_spec.logging.interval and bad is None):
             return
         found = {
@@ -224,7 +224,7 @@ class Loop:
             self._save(wait=True)
         if self.position.step == 0 and self.held_out is not None:
             self._evaluate()
-        self._since = time.perf_counter()
+        self._since = Moment(self.trainer.device)
 
     def _end(self) -> None:
         self.agreement.close()
@@ -260,5 +260,5 @@ class Loop:
             self.keeper.settle()
         if agreed.save and self._read_last() is not Verdict.ROLL_BACK:
             self._save()
-            self._since = time.perf_counter()
+            self._since = Moment(self.trainer.device)
         return False
