@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from shardwise.cli.main import main
-from shardwise.report.training import summarise
 from shardwise.train.metrics.lines import read_lines
+from shardwise.train.metrics.summary import summarise
 
 FOLDER = Path("runs/demo")
 JOB = FOLDER / "plan.yaml"

@@ -86,18 +86,21 @@ def test_a_schedule_of_pytorch_drives_it() -> None:
     assert torch.allclose(before - mine["head.bias"], torch.full((11,), RATE * 1.5), atol=1e-4)
 
 
-def test_a_bad_step_changes_nothing() -> None:
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "sgd-momentum", "muon"])
+def test_a_bad_step_changes_nothing(kind: str) -> None:
     mine, expected = parameters(), parameters()
-    first, second = ours("adamw", mine), ours("adamw", expected)
+    first, second = ours(kind, mine), ours(kind, expected)
     for step, bad in enumerate((0.0, 1.0, 0.0)):
         for name, gradient in gradients(step).items():
             mine[name].grad = gradient / (0.0 if bad else 1.0)
             expected[name].grad = gradient
         first.step(bad=torch.tensor(bad))
         if not bad:
-            second.step()
+            second.step(bad=torch.tensor(0.0))
     for name, one in mine.items():
         assert torch.equal(one, expected[name])
+        for state, tensor in first.state[one].items():
+            assert torch.equal(tensor, second.state[expected[name]][state])
 
 
 def test_gradients_are_divided_on_the_way() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.report.training import summarise
 from shardwise.train.metrics.lines import Follower, MetricLines, cut_after, read_lines
+from shardwise.train.metrics.summary import summarise
 from shardwise.train.metrics.tensorboard import EventFile, _checksum
 
 

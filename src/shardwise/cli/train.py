@@ -11,10 +11,12 @@ from pathlib import Path
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch, whole
 from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.run import Launch, prepare
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.units import parse
+from shardwise.train.run_folder import RunFolder
 
 _EXAMPLE = """
 shardwise train --model tiny --cluster laptop:2 --dp 2 --seq 128 --global-batch 8 --precision fp32 --steps 50
@@ -32,16 +34,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--steps", metavar="N", help="steps of the whole run (default 1000)")
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=f"for a last checkpoint (default {GRACE})")
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
+    parser.add_argument("--rehearse", metavar="N", help="N steps of the job in a folder of their own, and a verdict")
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
     parser.add_argument("--json", action="store_true", help="the summary for a machine")
     parsed = parser.parse(arguments)
     grace_seconds = float(parse(parsed.grace, "seconds", "--grace"))
     job = _job(parsed)
     require_torch("train")
-
-    from shardwise.launch.preflight import preflight
-    from shardwise.train.run_folder import RunFolder
-
     checked = preflight(job, here=not parsed.print_torchrun)
     for note in checked.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -54,6 +53,8 @@ def run(arguments: list[str]) -> int:
             prepare(job, folder, checked)
         print(*torchrun_commands(job, folder.path), sep="\n")
         return 0
+    if parsed.rehearse is not None:
+        return _rehearsed(job, folder, checked, whole(parsed.rehearse, "--rehearse"), as_json=parsed.json)
     with folder.checkpoints.locked():
         prepare(job, folder, checked)
         outcome = _watched(Launch(job, folder, grace_seconds, parsed.debug), quiet=parsed.json)
@@ -93,10 +94,31 @@ def _watched(launch: Launch, *, quiet: bool) -> Outcome:
         return launch.supervised(tell)
 
 
+def _rehearsed(job: Job, folder: RunFolder, checked: Preflight, steps: int, *, as_json: bool) -> int:
+    """Exits 1 where a point has failed."""
+    from shardwise.launch.rehearsal import rehearse
+    from shardwise.report.training import print_points
+
+    def tell(event: Event) -> None:
+        print(f"{event.kind}: {event.text}", file=sys.stderr)
+
+    outcome, points = rehearse(job, folder, checked, steps, tell)
+    if not points:
+        if outcome.failure is not None:
+            print(f"shardwise: error: {outcome.failure.reason}", file=sys.stderr)
+        return outcome.status or 1
+    if as_json:
+        print(json.dumps([asdict(one) for one in points]))
+    else:
+        print_points(points)
+    return 0 if all(one.passed for one in points) else 1
+
+
 def _told(outcome: Outcome, job: Job, metrics: Path, parsed: argparse.Namespace) -> int:
     """The end of a run in figures, and the status for the shell."""
-    from shardwise.report.training import print_summary, summarise
+    from shardwise.report.training import print_summary
     from shardwise.train.metrics.lines import read_lines
+    from shardwise.train.metrics.summary import summarise
 
     found = summarise(read_lines(metrics))
     if parsed.json:

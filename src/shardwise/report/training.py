@@ -1,59 +1,13 @@
-"""A run in figures: what its metrics say when it has ended, beside what was predicted."""
+"""A run that has ended, for people: what it took beside what was predicted, and how a rehearsal went."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
+from shardwise.launch.rehearsal import Point
 from shardwise.report.console import console, table
 from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
-
-WARM_UP = 3  # steps after a start that take longer than others
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """Medians over the steps of a run; None where nothing is known."""
-
-    steps: int
-    first_loss: float | None
-    last_loss: float | None
-    first_validation: float | None
-    last_validation: float | None
-    step_seconds: float | None
-    predicted_seconds: float | None
-    memory_bytes: float | None
-    predicted_memory_bytes: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    data_wait_share: float | None
-
-
-def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
-    """Of the records of metrics.jsonl; steps whose memory was counted are slow on a CPU, and not timed."""
-    everything = list(records)
-    steps = [one for one in everything if one.get("seconds") is not None]
-    timed = [one for one in steps[WARM_UP:] if "memory_bytes_of_ranks" not in one] or steps
-    losses = [one["loss"] for one in steps if one.get("loss") is not None and not one.get("bad")]
-    validation = [one["validation_loss"] for one in everything if one.get("validation_loss") is not None]
-    seconds = _median(one["seconds"] for one in timed)
-    waited = sum(one.get("data_wait_seconds", 0.0) for one in timed)
-    return RunSummary(
-        steps=max((one["step"] for one in everything), default=0),
-        first_loss=losses[0] if losses else None,
-        last_loss=_median(losses[-10:]),
-        first_validation=validation[0] if validation else None,
-        last_validation=validation[-1] if validation else None,
-        step_seconds=seconds,
-        predicted_seconds=_last(steps, "predicted_seconds"),
-        memory_bytes=max((one["memory_bytes"] for one in steps if "memory_bytes" in one), default=None),
-        predicted_memory_bytes=_last(steps, "predicted_memory_bytes"),
-        tokens_per_second=_median(one["tokens_per_second"] for one in timed),
-        mfu=_median(one["mfu"] for one in timed),
-        data_wait_share=waited / sum(one["seconds"] for one in timed) if timed else None,
-    )
+from shardwise.train.metrics.summary import RunSummary
 
 
 def print_summary(found: RunSummary) -> None:
@@ -78,13 +32,9 @@ def print_summary(found: RunSummary) -> None:
     out.print("; ".join(words))
 
 
-def _median(values: Iterable[float]) -> float | None:
-    some = list(values)
-    return statistics.median(some) if some else None
-
-
-def _last(records: list[Mapping[str, Any]], name: str) -> float | None:
-    return next((one[name] for one in reversed(records) if one.get(name) is not None), None)
+def print_points(points: Sequence[Point]) -> None:
+    rows = [("pass" if one.passed else "FAIL", one.name, one.figure) for one in points]
+    console().print(table("Rehearsal", ("", "point", "figure"), rows, numbers_from=3))
 
 
 def _ratio(predicted: float | None, measured: float | None) -> str:

@@ -43,10 +43,12 @@ class Run(Spec):
     """``folder`` keeps everything of the run: started again with the same one, it goes on where it was.
 
     ``start_from`` is a Hugging Face folder, a checkpoint or another run's folder whose weights are taken at step 0.
-    ``seed`` is that of weights and data. ``restarts`` in a row without a new checkpoint are tried after a failure.
+    It pauses at ``stop_at``, if given, as if somebody had stopped it. ``seed`` is that of weights and data. After a
+    failure ``restarts`` in a row are tried without a new checkpoint.
     """
 
     steps: int = count(1000)
+    stop_at: int | None = count(None)
     folder: str | None = None
     seed: int = count(0, minimum=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -69,6 +71,11 @@ class Run(Spec):
         if self.evaluation.batches and not self.data.validation and not self.data.held_out:
             remedy = "name run.data.validation, hold out some (run.data.held_out: 2%), or evaluation.batches: 0"
             raise SpecError("evaluation", "there is no held-out data", remedy)
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the run ends for now."""
+        return self.steps if self.stop_at is None else min(self.steps, self.stop_at)
 
     @property
     def evaluation_interval(self) -> int:

@@ -86,7 +86,7 @@ class Loop:
 
     def advance(self) -> bool:
         """One step; or, at the end of the run or where ranks agree to stop, its last figures: then false."""
-        if not self._agreed_to_stop() and self.position.step < self.run_spec.steps:
+        if not self._agreed_to_stop() and self.position.step < self.run_spec.last_step:
             self._one_step()
             return True
         return self._read_last() is Verdict.ROLL_BACK
@@ -115,9 +115,11 @@ class Loop:
 
     def _between_steps(self) -> None:
         """Evaluation and a checkpoint where they are due; both want the last step's figures first."""
-        step, steps = self.position.step, self.run_spec.steps
-        evaluates = self.held_out is not None and (step % self.run_spec.evaluation_interval == 0 or step == steps)
-        saves = self.keeper.due_at(step) and step < steps
+        step, last = self.position.step, self.run_spec.last_step
+        evaluates = self.held_out is not None and (
+            step % self.run_spec.evaluation_interval == 0 or step == self.run_spec.steps
+        )
+        saves = self.keeper.due_at(step) and step < last
         if not (evaluates or saves) or self._read_last() is Verdict.ROLL_BACK:
             return
         if evaluates:

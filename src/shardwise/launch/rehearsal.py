@@ -1,0 +1,118 @@
+"""A few steps of the real job before the long run: each point with its figure, passed or not."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.cost.validation.residuals import ErrorBar, error_bar
+from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.preflight import Preflight
+from shardwise.launch.run import Launch, prepare
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.units import readable_bytes, readable_seconds
+from shardwise.train.metrics.lines import read_lines
+from shardwise.train.metrics.summary import RunSummary, summarise
+from shardwise.train.run_folder import RunFolder
+
+LEAST_STEPS = 12
+SETTLED_STEP = 5  # from here on memory is not to grow
+MOST_GROWTH, MOST_SPREAD, MOST_WAIT = 0.01, 0.03, 0.02
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    figure: str
+    passed: bool
+
+
+def rehearse(
+    job: Job, folder: RunFolder, checked: Preflight, steps: int, tell: Callable[[Event], None] = lambda event: None
+) -> tuple[Outcome, list[Point]]:
+    """Runs ``steps`` steps of the job in a folder of their own, stops, restores and runs one more.
+
+    The points are empty where the run itself failed.
+    """
+    if not LEAST_STEPS <= steps < job.run.steps:
+        problem = f"{steps} steps of a run of {job.run.steps:,}"
+        raise SpecError("--rehearse", problem, f"use {LEAST_STEPS} to {job.run.steps - 1:,}")
+    here = RunFolder(folder.path / "rehearsal")
+    shutil.rmtree(here.path, ignore_errors=True)
+    logging = replace(job.run.logging, interval=1, memory=max(1, (steps - 3) // 3))
+    with here.checkpoints.locked():
+        for stop_at in (steps, steps + 1):
+            run = replace(job.run, stop_at=stop_at, folder=str(here.path), logging=logging)
+            shorter = replace(job, run=run)
+            prepare(shorter, here, checked)
+            outcome = Launch(shorter, here).supervised(tell)
+            if outcome.status or outcome.stopped:
+                return outcome, []
+    records = list(read_lines(here.metrics))
+    return outcome, list(points(job, [one for one in records if one["step"] <= steps], records[-1]["step"] - steps))
+
+
+def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> Iterator[Point]:
+    """What a rehearsal has to show."""
+    found, bar = summarise(records), error_bar(job)
+    losses = [one["loss"] for one in records if one.get("loss") is not None]
+    third = max(1, len(losses) // 3)
+    first, last = (sum(some) / len(some) for some in (losses[:third], losses[-third:]))
+    yield Point("the loss falls", f"{first:.3f} → {last:.3f}", last < first)
+    yield _growth(records)
+    yield from _spread(job.strategy, records)
+    yield from _beside_the_plan(found, bar)
+    yield Point(
+        "a checkpoint is saved and restored", f"{steps_after_restoring} step after it", steps_after_restoring == 1
+    )
+    waited = found.data_wait_share or 0.0
+    yield Point(
+        "data is there in time", f"{waited:.1%} of the time waited (at most {MOST_WAIT:.0%})", waited <= MOST_WAIT
+    )
+
+
+def _growth(records: Sequence[Record]) -> Point:
+    name = f"memory does not grow after step {SETTLED_STEP}"
+    later = [one["memory_bytes"] for one in records if one["step"] > SETTLED_STEP and "memory_bytes" in one]
+    if len(later) < 2:
+        return Point(name, "measured too seldom", False)
+    growth = later[-1] / later[0] - 1
+    return Point(name, f"{growth:+.2%} (at most {MOST_GROWTH:.0%})", growth <= MOST_GROWTH)
+
+
+def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Point]:
+    """Ranks of one pipeline stage hold the same."""
+    measured = [one["memory_bytes_of_ranks"] for one in records if "memory_bytes_of_ranks" in one]
+    stages: dict[int, list[int]] = {}
+    for rank, peak in enumerate(measured[-1] if measured else ()):
+        stages.setdefault(stage_of(rank, strategy), []).append(peak)
+    widest = max((max(peaks) / min(peaks) - 1 for peaks in stages.values()), default=math.inf)
+    figure = f"{widest:.2%} apart (at most {MOST_SPREAD:.0%})"
+    yield Point("ranks of a stage are equal in memory", figure, widest <= MOST_SPREAD)
+
+
+def stage_of(rank: int, strategy: Strategy) -> int:
+    """The pipeline rank among the degrees, of which the first in order is the innermost."""
+    for name in strategy.order:
+        if name == "pp":
+            return rank % strategy.pp
+        rank //= strategy.degree(name)
+    return 0
+
+
+def _beside_the_plan(found: RunSummary, bar: ErrorBar) -> Iterator[Point]:
+    time = ("step time as planned", found.predicted_seconds, found.step_seconds, bar.time_low, bar.time_high)
+    memory = ("memory as planned", found.predicted_memory_bytes, found.memory_bytes, bar.memory_low, bar.memory_high)
+    for (name, predicted, measured, low, high), show in ((time, readable_seconds), (memory, readable_bytes)):
+        if not predicted or measured is None:
+            yield Point(name, "not measured", False)
+            continue
+        off = measured / predicted - 1
+        figure = f"{show(measured)}, planned {show(predicted)}: {off:+.0%} (between {low:+.0%} and {high:+.0%})"
+        yield Point(name, figure, low <= off <= high)
