@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from shardwise.cost.flops import head_forward_flops, layer_forward_flops, prediction_forward_flops
 from shardwise.cost.operators import Operator, layer_operators
 from shardwise.cost.overlap import ComputeWindows
-from shardwise.cost.stage_time import layer_shape, share_run_again
-from shardwise.cost.stages import RankContents, fully_recomputed_share
+from shardwise.cost.recompute import fully_recomputed_share, share_run_again
+from shardwise.cost.stage_time import layer_shape
+from shardwise.cost.stages import RankContents
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import GENERIC_GEMM
@@ -68,14 +69,14 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
         products = count * flops.matrices * tokens / narrow_peak
         scores = count * flops.attention * tokens / wide_peak
         matrices, attention = matrices + products, attention + scores
-        again_matrices += products * _run_again(job, operators, "product", share)
-        again_attention += scores * _run_again(job, operators, "attention", share)
+        again_matrices += products * flops_run_again(job, operators, "product", share)
+        again_attention += scores * flops_run_again(job, operators, "attention", share)
     after_layers = head_forward_flops(job.model) + prediction_forward_flops(job.model)
     head = after_layers * tokens / wide_peak if contents.has_head else 0.0
     return StageCompute(matrices + head, attention, again_matrices, again_attention)
 
 
-def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
+def flops_run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
     """Share of a layer's products, or of its attention, that recompute runs again."""
     own = [operator for operator in operators if operator.kind == kind]
     again = sum(operator.flops * share_run_again(job, operator, full_share) for operator in own)

@@ -21,8 +21,9 @@ from shardwise.cost.passing import (
     loss_moment_bytes,
     moments_of,
 )
+from shardwise.cost.recompute import fully_recomputed_share
 from shardwise.cost.stage_time import layer_shape
-from shardwise.cost.stages import RankContents, fully_recomputed_share, pipeline_ranks_to_price, rank_contents
+from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job

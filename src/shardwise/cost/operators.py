@@ -45,6 +45,7 @@ class Operator:
     split: Split = "none"  # by tensor parallelism
     recomputed_by: str = ""
     alternate: float = 0.0  # share that recomputing every second product runs again
+    ends_layer: bool = False  # only the residual addition reads its result
 
     @property
     def flops(self) -> float:
@@ -53,8 +54,19 @@ class Operator:
 
 def layer_operators(model: Model, shape: LayerShape, *, moe: bool) -> tuple[Operator, ...]:
     """Every operator of one dense or mixture-of-experts layer."""
-    mlp = _experts(model, shape) if moe and model.moe else _mlp(model, shape, model.ffn)
+    last = ends_with_product(model, moe=moe)
+    mlp = _experts(model, shape, last) if moe and model.moe else _mlp(model, shape, model.ffn, last)
     return (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp)
+
+
+def ends_with_product(model: Model, *, moe: bool) -> bool:
+    """Whether a product makes what a layer adds to its input: nothing in the backward pass reads it.
+
+    A norm after it does (Gemma 2), and so do the weights of experts and the gate of a shared one.
+    """
+    if model.norms_per_layer > 2:
+        return False
+    return not moe or model.moe is None or (model.moe.shared_ffn > 0 and not model.moe.shared_gate)
 
 
 def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Operator:
@@ -115,17 +127,17 @@ def _activation(model: Model, elements: float) -> Operator:
                     recomputed_by="activation")  # fmt: skip
 
 
-def _mlp(model: Model, shape: LayerShape, width: float) -> list[Operator]:
+def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Operator]:
     up = (2 if model.gated else 1) * width / shape.tp
     return [
         Operator("MLP up", "product", shape.tokens, up, model.hidden, split="column",
                  alternate=0.5 if model.gated else 0.0),
         _activation(model, shape.tokens * width / shape.tp),
-        Operator("MLP down", "product", shape.tokens, model.hidden, width / shape.tp, split="row"),
+        Operator("MLP down", "product", shape.tokens, model.hidden, width / shape.tp, split="row", ends_layer=last),
     ]  # fmt: skip
 
 
-def _experts(model: Model, shape: LayerShape) -> list[Operator]:
+def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     """Router, permutation and grouped products of the experts on this device, with balanced load."""
     assert model.moe
     moe = model.moe
@@ -140,7 +152,7 @@ def _experts(model: Model, shape: LayerShape) -> list[Operator]:
         _activation(model, routed * width),
         Operator("experts down", "product", routed, model.hidden, width, expert=True),
     ]
-    return operators + (_mlp(model, shape, moe.shared_ffn) if moe.shared_ffn else [])
+    return operators + (_mlp(model, shape, moe.shared_ffn, last) if moe.shared_ffn else [])
 
 
 def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:

@@ -20,7 +20,8 @@ class Transfer:
     ``link_seconds`` is how long it keeps each link busy. ``window`` is the computation it may run under,
     ``window_share`` the part of that computation that is there when the data is: with ``last_only`` that of the last
     microbatch, when gradients are complete. ``hideable`` is the share of the communication that may run under it (not
-    the first gather, nor the last bucket), ``units_taken`` the share of the compute units that it runs on.
+    the first gather, nor the last bucket), ``units_taken`` the share of the compute units that it runs on. ``repeated``
+    is the share of a forward pass's communication that recompute sends, in the backward pass.
     """
 
     in_pass: Pass
@@ -31,6 +32,7 @@ class Transfer:
     last_only: bool = False
     hideable: Any = 1.0
     units_taken: Any = 0.0
+    repeated: Any = 0.0
 
     def beside(self, link: str) -> Any:
         """Seconds in which it does not need the link."""

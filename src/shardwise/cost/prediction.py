@@ -10,7 +10,7 @@ from shardwise.cost.communication import step_traffic
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.overlap import ComputeWindows
 from shardwise.cost.stage_time import StageSeconds, optimizer_seconds, stage_seconds
-from shardwise.cost.stages import RankContents, fully_recomputed_share, rank_kinds
+from shardwise.cost.stages import RankContents, rank_kinds
 from shardwise.cost.states import sharding_of
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.traffic import Traffic, with_exposed_seconds
@@ -27,7 +27,6 @@ class RankPrediction:
     compute: StageSeconds
     traffics: tuple[Traffic, ...]
     microbatches: int
-    recomputed_share: float
 
     def exposed(self, dimension: str) -> float:
         """Seconds of a dimension that the step waits for; hidden transfers slow what they hide under."""
@@ -44,7 +43,6 @@ class RankPrediction:
             [traffic.transfer for traffic in layers],
             [traffic.under_compute_seconds for traffic in layers],
             self.microbatches,
-            self.recomputed_share,
         )
 
     @property
@@ -145,4 +143,4 @@ def rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
         m * compute.attention.backward,
     )
     traffics = with_exposed_seconds([as_run(job, t) for t in step_traffic(job, contents)], windows)
-    return RankPrediction(contents, compute, tuple(traffics), m, fully_recomputed_share(job, contents))
+    return RankPrediction(contents, compute, tuple(traffics), m)

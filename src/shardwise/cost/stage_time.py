@@ -7,8 +7,9 @@ from typing import Any
 
 from shardwise.collectives.arrays import select
 from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators, prediction_operators
+from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.roofline import Seconds, operator_seconds
-from shardwise.cost.stages import RankContents, fully_recomputed_share
+from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, owned_parameters
 from shardwise.spec.job import Job
 
@@ -77,15 +78,6 @@ def part_seconds(job: Job, contents: RankContents) -> StageSeconds:
         for operator in after:
             passes += _seconds(job, operator)
     return StageSeconds(passes, attention, again)
-
-
-def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
-    """Share of an operator's forward pass that recompute runs again: all of the layer, or only what it names."""
-    if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
-        return 1.0
-    if "alternate-products" in job.recomputed_operators:
-        return 1.0 if operator.kind == "traffic" else operator.alternate
-    return full_share
 
 
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:

@@ -114,15 +114,6 @@ def stage_contents(job: Job) -> tuple[tuple[int, int], ...]:
     return tuple(result)
 
 
-def fully_recomputed_share(job: Job, contents: RankContents) -> float:
-    """Share of a rank's layers whose whole forward pass, communication included, runs again."""
-    if job.strategy.recompute != "full":
-        return 0.0
-    if job.strategy.recompute_layers is None:
-        return 1.0
-    return min(1.0, job.strategy.recompute_layers / max(1, contents.layers))
-
-
 def _degrees(job: Job) -> dict[str, int]:
     strategy = job.strategy
     return {

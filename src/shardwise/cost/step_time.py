@@ -25,17 +25,20 @@ class Passes:
 
 
 def passes_with_exposed(
-    compute: Passes, transfers: Sequence[Transfer], hidden: Sequence[Any], microbatches: Any, recomputed_share: Any
+    compute: Passes, transfers: Sequence[Transfer], hidden: Sequence[Any], microbatches: Any
 ) -> Passes:
     """Computation, and what the layers' communication adds to it: exposed seconds, and compute units it takes.
 
     Of the forward traffic, what recompute sends again falls into the backward pass.
     """
-    added = {"forward": 0.0, "backward": 0.0}
+    in_forward = in_backward = 0.0
     for transfer, under in zip(transfers, hidden):
-        added[transfer.in_pass] += transfer.seconds - under + transfer.units_taken * under
-    in_forward = added["forward"] / (1 + recomputed_share)
-    in_backward = added["backward"] + (added["forward"] - in_forward)
+        added = transfer.seconds - under + transfer.units_taken * under
+        if transfer.in_pass == "backward":
+            in_backward = in_backward + added
+            continue
+        again = added * transfer.repeated
+        in_forward, in_backward = in_forward + (added - again), in_backward + again
     return Passes(
         compute.forward + in_forward / microbatches,
         compute.input_gradient + in_backward / microbatches,

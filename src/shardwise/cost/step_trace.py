@@ -113,12 +113,11 @@ def _in_layers(rank: RankPrediction, which: Pass) -> dict[str, tuple[float, floa
 
     Of the forward traffic, what recompute sends again falls into the backward pass.
     """
-    first = 1 / (1 + rank.recomputed_share)
     sent: dict[str, tuple[float, float]] = {}
     for traffic in rank.traffics:
         if not traffic.in_layer:
             continue
-        in_forward = first if traffic.in_pass == "forward" else 0.0
+        in_forward = 1 - traffic.repeated if traffic.in_pass == "forward" else 0.0
         share = (in_forward if which == "forward" else 1 - in_forward) / rank.microbatches
         hidden, exposed = sent.get(traffic.dimension, (0.0, 0.0))
         sent[traffic.dimension] = hidden + share * traffic.hidden_seconds, exposed + share * _waited_seconds(traffic)

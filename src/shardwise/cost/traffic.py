@@ -27,9 +27,9 @@ IN_LAYER = ("tp", "cp", "ep")
 class Traffic:
     """``count`` equal collectives of one step on the busiest device.
 
-    For ``window``, ``window_share``, ``last_only`` and ``units_taken`` see `Transfer`; ``unhideable`` is the share that
-    nothing hides. ``once`` marks what is sent after the last microbatch, under nothing. A traffic whose exposed time
-    follows from its schedule (pipeline messages) carries it as ``fixed_exposed_seconds``.
+    For ``window``, ``window_share``, ``last_only``, ``units_taken`` and ``repeated`` see `Transfer`; ``unhideable`` is
+    the share that nothing hides. ``once`` marks what is sent after the last microbatch, under nothing. A traffic whose
+    exposed time follows from its schedule (pipeline messages) carries it as ``fixed_exposed_seconds``.
     """
 
     dimension: str
@@ -44,6 +44,7 @@ class Traffic:
     last_only: bool = False
     unhideable: float = 0.0
     units_taken: float = 0.0
+    repeated: float = 0.0
     once: bool = False
     fixed_exposed_seconds: float | None = None
     exposed_seconds: float = 0.0
@@ -87,6 +88,7 @@ class Traffic:
             self.last_only,
             1 - self.unhideable,
             self.units_taken,
+            self.repeated,
         )
 
     @property

@@ -22,20 +22,20 @@ def balance_value(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
     return (frequency * probability).sum(-1)
 
 
-def with_gradient_of(hidden: Tensor, loss: Tensor) -> Tensor:
-    """``hidden`` itself, through which the backward pass also reaches ``loss``, with a gradient of one.
+def with_gradient_of(states: Tensor, loss: Tensor) -> Tensor:
+    """``states`` itself, through which the backward pass also reaches ``loss``, with a gradient of one.
 
     A loss inside a layer thus needs no way out: it acts even where the layers and the loss lie far apart.
     """
-    joined: Tensor = _Joined.apply(hidden, loss)  # type: ignore[no-untyped-call]
+    joined: Tensor = _Joined.apply(states, loss)  # type: ignore[no-untyped-call]
     return joined
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, loss: Tensor) -> Tensor:
         ctx.like = (loss.shape, loss.dtype, loss.device)
-        return hidden.view_as(hidden)
+        return states.view_as(states)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,29 +56,33 @@ class MixtureOfExperts(BuffersInFp32):
     def forward(self, hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, 1)
         indices, weights, scores = self.router(rows)
+        if self.training:
+            weights = self._balanced(weights, indices, scores, batch=hidden.shape[0])
         sorted_rows, counts, handle = self.exchange.dispatch(rows, indices)
         mixed = self.exchange.combine(self.experts(sorted_rows, counts), weights, handle)
         mixed = mixed.view_as(hidden)
         if self.shared is not None:
             mixed = mixed + self._shared(hidden)
-        return self._balanced(mixed, indices, scores) if self.training else mixed
+        return mixed
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None
         result: Tensor = self.shared(hidden)
         return result if self.shared_gate is None else result * self.shared_gate(hidden).sigmoid()
 
-    def _balanced(self, mixed: Tensor, indices: Tensor, scores: Tensor) -> Tensor:
-        """``mixed`` itself, the load noted and the gradient of the balance loss attached."""
-        batch = mixed.shape[0]
+    def _balanced(self, weights: Tensor, indices: Tensor, scores: Tensor, batch: int) -> Tensor:
+        """``weights`` itself, the load noted and the gradient of the balance loss attached.
+
+        To the weights and not to the output: a layer that is recomputed then need not make its output again.
+        """
         counts = count_tokens(indices.view(batch, -1), self.number).float()
         # Not `+=`: the compiler takes no assignment to an attribute inside a layer that is recomputed.
         self.load.add_(counts.sum(0))
         if not self.balance_coefficient:
-            return mixed
+            return weights
         values = balance_value(torch.unflatten(scores, 0, (batch, -1)), self.sum_over_sequence(counts), self.top_k)
         scale = self.balance_coefficient / batch if self.balance_scale is None else self.balance_scale
-        return with_gradient_of(mixed, values.sum() * scale)
+        return with_gradient_of(weights, values.sum() * scale)
 
     @torch.no_grad()
     def update_bias(self, total_load: Tensor, rate: float) -> None:

@@ -22,6 +22,9 @@ class Stack(Spec):
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
 
+    ``full_recompute`` repeats a "whole" layer, or "as needed" only what the backward pass reads, which its last product
+    is not.
+
     What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same on an fp32
     copy of the logits ("copied"), the plain one on such a copy ("plain"), one that turns the 16-bit logits into
     their gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none
@@ -42,6 +45,7 @@ class Stack(Spec):
     tp_overlap: Literal["decomposed", "buffers"] = "decomposed"
     tp_gradients: Literal["beside", "in turn"] = "beside"
     scattered_messages: bool = False
+    full_recompute: Literal["whole", "as needed"] = "whole"
     gradient_reduce: Literal["fp32", "bf16"] = "fp32"
     parameter_gather: Literal["bf16", "fp8"] = "bf16"
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"

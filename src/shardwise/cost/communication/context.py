@@ -10,7 +10,8 @@ from __future__ import annotations
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import exchanging, group_runs, spanned
 from shardwise.cost.overlap import Window
-from shardwise.cost.stages import RankContents, fully_recomputed_share
+from shardwise.cost.recompute import fully_recomputed_share
+from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
 
@@ -24,15 +25,15 @@ def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     return method(job, contents, topology)
 
 
-def _forward_passes(job: Job, contents: RankContents) -> float:
-    """Forward passes of attention per microbatch: recompute runs it again.
+def _again(job: Job, contents: RankContents) -> float:
+    """Share of the layers whose attention runs its forward pass again.
 
     FlashAttention rebuilds its scores inside its own backward kernel, so selective recompute of attention
     repeats the exchange only where the score matrix is stored.
     """
     if "attention" in job.recomputed_operators:
-        return 2.0
-    return 1.0 + fully_recomputed_share(job, contents)
+        return 1.0
+    return fully_recomputed_share(job, contents)
 
 
 def _key_value_features(job: Job) -> float:
@@ -48,7 +49,9 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
     chunk = job.microbatch_tokens * _key_value_features(job) * job.training.recipe.communication
     calls = contents.layers * job.microbatches * steps
 
-    def line(what: str, count: float, window: Window) -> Traffic:
+    again = _again(job, contents)
+
+    def line(what: str, count: float, window: Window, repeated: float = 0.0) -> Traffic:
         return priced(
             "cp",
             what,
@@ -58,10 +61,11 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
             topology,
             strategy.collective,
             window=window if strategy.overlap.cp else "none",
+            repeated=repeated,
         )
 
     return [
-        line("keys and values, forward", calls * _forward_passes(job, contents), "attention forward"),
+        line("keys and values, forward", calls * (1 + again), "attention forward", again / (1 + again)),
         line("keys, values and their gradients, backward", 2 * calls, "attention backward"),
     ]
 
@@ -69,16 +73,17 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
 def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     strategy = job.strategy
     size = job.microbatch_tokens * strategy.cp * _key_value_features(job) * job.training.recipe.communication
-    calls = contents.layers * job.microbatches
+    calls, again = contents.layers * job.microbatches, _again(job, contents)
     return [
         priced(
             "cp",
             "keys and values, forward",
             CollectiveKind.ALL_GATHER,
             size,
-            calls * _forward_passes(job, contents),
+            calls * (1 + again),
             topology,
             strategy.collective,
+            repeated=again / (1 + again),
         ),
         priced(
             "cp", "keys and values, backward", CollectiveKind.ALL_GATHER, size, calls, topology, strategy.collective
@@ -102,15 +107,17 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
     features = (heads + kv_heads) * (model.query_key_dim + model.value_dim)
     size = job.microbatch_tokens * features * job.training.recipe.communication / 4
     calls = 4 * contents.layers * job.microbatches  # q, k, v and the output: four exchanges of this mean size
+    again = _again(job, contents)
     return [
         priced(
             "cp",
             "q, k, v and output, forward",
             CollectiveKind.ALL_TO_ALL,
             size,
-            calls * _forward_passes(job, contents),
+            calls * (1 + again),
             topology,
             strategy.collective,
+            repeated=again / (1 + again),
         ),
         priced(
             "cp", "their gradients, backward", CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective

@@ -12,7 +12,8 @@ from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
 from shardwise.cost.network import exchanging, expert_runs, level_names, spanned
 from shardwise.cost.overlap import Window
-from shardwise.cost.stages import RankContents, fully_recomputed_share
+from shardwise.cost.recompute import fully_recomputed_share
+from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts
@@ -32,17 +33,18 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
     region = job.microbatch_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
-    forward = calls * (1 + fully_recomputed_share(job, contents))
+    again = fully_recomputed_share(job, contents)
     # DeepSeek-V3 dispatches in the 8-bit format that the expert's first product reads; combining stays in 16 bit.
     narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
     sizes = {"dispatch": narrow, "combine": recipe.communication}
     traffics = []
     for what, element in sizes.items():
         token_bytes = region * model.hidden * element
-        phases: tuple[tuple[Window, float], ...] = (("forward", forward), ("backward", calls))
-        for phase, count in phases:
-            traffic = _exchange(job, model.moe, topology, f"{what}, {phase}", token_bytes, count)
-            traffics.append(replace(traffic, window=phase if strategy.overlap.ep else "none"))
+        phases: tuple[tuple[Window, float], ...] = (("forward", again), ("backward", 0.0))
+        for phase, more in phases:
+            traffic = _exchange(job, model.moe, topology, f"{what}, {phase}", token_bytes, calls * (1 + more))
+            window = phase if strategy.overlap.ep else "none"
+            traffics.append(replace(traffic, window=window, repeated=more / (1 + more)))
     return traffics
 
 

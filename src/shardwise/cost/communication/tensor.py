@@ -15,9 +15,10 @@ from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import expert_tensor_runs, group_runs, spanned
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.overlap import Window
+from shardwise.cost.recompute import fully_recomputed_share, outputs_left_out
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stage_time import layer_shape
-from shardwise.cost.stages import RankContents, fully_recomputed_share
+from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
 from shardwise.spec.model import Split
@@ -35,9 +36,9 @@ def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     return traffics + _expert_tensor_traffic(job, contents)
 
 
-def _blocks(job: Job, contents: RankContents) -> int:
-    """Column-then-row pairs on this rank."""
-    return contents.dense_layers * _blocks_of_layer(job, False) + contents.moe_layers * _blocks_of_layer(job, True)
+def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Column-then-row pairs in the dense and in the mixture-of-experts layers of this rank."""
+    return contents.dense_layers * _blocks_of_layer(job, False), contents.moe_layers * _blocks_of_layer(job, True)
 
 
 def _blocks_of_layer(job: Job, moe: bool) -> int:
@@ -49,22 +50,23 @@ def _blocks_of_layer(job: Job, moe: bool) -> int:
 
 def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Collectives around the split products of the layers."""
-    strategy = job.strategy
-    forward = (1 + fully_recomputed_share(job, contents)) * job.microbatches
-    if not strategy.sequence_parallel:
+    blocks, again = _blocks(job, contents), fully_recomputed_share(job, contents)
+    inputs = tuple(number * (1 + again) for number in blocks)
+    outputs = tuple(number + again * (number - left) for number, left in zip(blocks, outputs_left_out(job, contents)))
+    if not job.strategy.sequence_parallel:
         reduce = CollectiveKind.ALL_REDUCE
         lines = [
-            _Line("outputs, forward", reduce, forward, "row", "forward"),
-            _Line("input gradients, backward", reduce, job.microbatches, "column", "weight_gradient"),
+            _Line("outputs, forward", reduce, outputs, "row", "forward"),
+            _Line("input gradients, backward", reduce, blocks, "column", "weight_gradient"),
         ]
     else:
         gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
         lines = [
-            _Line("inputs, forward", gather, forward, "column", "forward"),
-            _Line("outputs, forward", scatter, forward, "row", "forward"),
-            _Line("output gradients, backward", gather, job.microbatches, "row", "input_gradient"),
-            _Line("input gradients, backward", scatter, job.microbatches, "column", "weight_gradient"),
-            _Line("saved inputs, backward", gather, job.microbatches, "column", "input_gradient"),
+            _Line("inputs, forward", gather, inputs, "column", "forward"),
+            _Line("outputs, forward", scatter, outputs, "row", "forward"),
+            _Line("output gradients, backward", gather, blocks, "row", "input_gradient"),
+            _Line("input gradients, backward", scatter, blocks, "column", "weight_gradient"),
+            _Line("saved inputs, backward", gather, blocks, "column", "input_gradient"),
         ]
     products = _Products(job, contents)
     return [_beside_its_product(job, contents, topology, line, products) for line in lines]
@@ -72,11 +74,14 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
 
 @dataclass(frozen=True)
 class _Line:
-    """A collective of every block, and the pass of the split product that it can run beside."""
+    """A collective of every block, and the pass of the split product that it can run beside.
+
+    ``times``: how often it runs for a microbatch, in the dense and in the mixture-of-experts layers.
+    """
 
     what: str
     kind: CollectiveKind
-    times: float
+    times: tuple[float, ...]
     split: Split
     beside: Literal["forward", "input_gradient", "weight_gradient"]
 
@@ -99,11 +104,14 @@ def _beside_its_product(
     strategy = job.strategy
     size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
     at_once = line.independent and job.stack.tp_gradients == "beside"
-    blocks = _blocks(job, contents)
-    whole = priced("tp", line.what, line.kind, size, line.times * blocks, topology, strategy.collective)
-    if not (at_once or strategy.overlap.tp) or not blocks:
+    times = sum(line.times)
+    whole = priced("tp", line.what, line.kind, size, times * job.microbatches, topology, strategy.collective)
+    if not times:
         return whole
-    fitting = products.blocks_beside(line, float(whole.cost.seconds)) / blocks
+    whole = replace(whole, repeated=1 - sum(_blocks(job, contents)) / times)
+    if not (at_once or strategy.overlap.tp):
+        return whole
+    fitting = products.share_beside(line, float(whole.cost.seconds))
     window: Window = "forward" if line.beside == "forward" else "backward"
     return replace(whole, window=window, unhideable=1 - fitting * (1.0 if at_once else 1 - 1 / strategy.tp))
 
@@ -113,21 +121,21 @@ class _Products:
 
     def __init__(self, job: Job, contents: RankContents) -> None:
         device, recipe, shape = job.cluster.device, job.training.recipe, layer_shape(job)
-        self._layers: list[tuple[int, dict[Split, list[Seconds]]]] = []
+        self._layers: list[dict[Split, list[Seconds]]] = []
         for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
             by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
             for one in layer_operators(job.model, shape, moe=moe) if layers else ():
                 if one.split != "none":
                     by_split[one.split].append(operator_seconds(one, device, recipe, job.stack))
-            self._layers.append((layers * _blocks_of_layer(job, moe), by_split))
+            self._layers.append(by_split)
 
-    def blocks_beside(self, line: _Line, seconds: float) -> float:
-        """Collectives of one microbatch, of the given length, that fit beside their products."""
+    def share_beside(self, line: _Line, seconds: float) -> float:
+        """Share of the line's collectives, of the given length, that fits beside their products."""
         fitting = 0.0
-        for blocks, by_split in self._layers:
+        for times, by_split in zip(line.times, self._layers):
             shares = [min(1.0, getattr(one, line.beside) / seconds) for one in by_split[line.split]]
-            fitting += blocks * sum(shares) / max(1, len(shares))
-        return fitting
+            fitting += times * sum(shares) / max(1, len(shares))
+        return fitting / sum(line.times)
 
 
 def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffic]:
@@ -201,10 +209,12 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     size = rows * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
     again = fully_recomputed_share(job, contents)
-    return [
-        priced("tp", what, kind, size, calls * (1 + again * ("forward" in what)), topology, strategy.collective)
-        for what, kind in kinds
-    ]
+
+    def line(what: str, kind: CollectiveKind, again: float) -> Traffic:
+        count, repeated = calls * (1 + again), again / (1 + again)
+        return priced("tp", what, kind, size, count, topology, strategy.collective, repeated=repeated)
+
+    return [line(what, kind, again if "forward" in what else 0.0) for what, kind in kinds]
 
 
 _AROUND_TOKENS = (

@@ -56,7 +56,10 @@ class LineKey:
 
 @dataclass(frozen=True)
 class Line:
-    """``seconds``: part × mode × (all of it, what nothing hides, on each link); ``units_taken`` is the same for all."""
+    """``seconds``: part × mode × (all of it, what nothing hides, what recompute repeats, on each link).
+
+    ``units_taken`` is the same for all.
+    """
 
     seconds: Array
     units_taken: float
@@ -79,7 +82,8 @@ class Stack:
     """The parts of several layer choices as one array.
 
     ``figures``: figure × layer choice × part × mode: first those of `Parts`, then of every line its seconds, those of
-    them that nothing can hide, and those on each link. A line that a choice does not have takes no time there.
+    them that nothing can hide, those that recompute repeats, and those on each link. A line that a choice does not have
+    takes no time there.
     """
 
     figures: Array
@@ -97,6 +101,7 @@ class PartBook:
         """``job`` says everything but the strategy."""
         self._job = job
         self.links = tuple(dict.fromkeys(level.name for level in job.cluster.levels))
+        self.line_width = 3 + len(self.links)
         self._parts: dict[tuple[Any, ...], Parts] = {}
         self._pieces: dict[tuple[Any, ...], Any] = {}
         self._stacks: dict[tuple[int, ...], Stack] = {}
@@ -120,7 +125,7 @@ class PartBook:
     def _stacked(self, parts: Sequence[Parts]) -> Stack:
         import numpy as np
 
-        none = Line(np.zeros((len(PROBES), len(MODES), 2 + len(self.links))), 0.0)
+        none = Line(np.zeros((len(PROBES), len(MODES), self.line_width)), 0.0)
         keys = _ordered(tuple(one.lines) for one in parts)
         lines = [[one.lines.get(key, none) for one in parts] for key in keys]
         figures = [np.stack([one.figures for one in parts])]
@@ -230,7 +235,7 @@ class PartBook:
         import numpy as np
 
         lines: dict[LineKey, Line] = {}
-        none = np.zeros((len(PROBES), len(MODES), 2 + len(self.links)))
+        none = np.zeros((len(PROBES), len(MODES), self.line_width))
         for part, modes, job, probe in self._asked(jobs):
             for traffic in traffic_of(job, probe):
                 if not (traffic.in_layer and traffic.count):
@@ -239,8 +244,9 @@ class PartBook:
                 line = lines.setdefault(_line_key(run), Line(none.copy(), run.units_taken)).seconds
                 line[part, modes, 0] += run.seconds
                 line[part, modes, 1] += run.seconds * run.unhideable
+                line[part, modes, 2] += run.seconds * run.repeated
                 for name, seconds in run.level_seconds.items():
-                    line[part, modes, 2 + self.links.index(name)] += seconds
+                    line[part, modes, 3 + self.links.index(name)] += seconds
         return lines
 
 

@@ -171,8 +171,7 @@ class _RowBuilder:
         )
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
-        share = self.share[:, None, None, :]
-        passes = passes_with_exposed(compute, transfers, hidden, self.m, share)
+        passes = passes_with_exposed(compute, transfers, hidden, self.m)
         lasting: dict[Pass, Any] = {which: windows.seconds(which) for which in PASSES}
         busy: dict[Pass, dict[str, Any]] = {which: {} for which in PASSES}
         for transfer, under in zip(transfers, hidden):
@@ -186,16 +185,18 @@ class _RowBuilder:
         """A line of all layer choices."""
         import numpy as np
 
-        key, width = self.stack.keys[number], 2 + len(self.book.links)
+        key, width = self.stack.keys[number], self.book.line_width
         start = SAVED + 1 + number * width
-        seconds, unhideable, *on_links = figures[start : start + width]
+        seconds, unhideable, repeated, *on_links = figures[start : start + width]
+        whole = np.where(seconds > 0, seconds, 1.0)
         return Transfer(
             key.in_pass,
             self.m * seconds,
             {name: self.m * one for name, one in zip(self.book.links, on_links) if one.any()},
             key.window,
-            hideable=1 - unhideable / np.where(seconds > 0, seconds, 1.0),
+            hideable=1 - unhideable / whole,
             units_taken=self.stack.units_taken[number][:, None, None],
+            repeated=repeated / whole,
         )
 
     # -- memory --------------------------------------------------------------------------------------

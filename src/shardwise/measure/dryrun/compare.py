@@ -6,9 +6,13 @@ from collections.abc import Mapping
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
+from shardwise.cost.compute import flops_run_again
 from shardwise.cost.flops import head_forward_flops, layer_forward_flops
 from shardwise.cost.memory import memory_of_rank
-from shardwise.cost.stages import fully_recomputed_share, rank_contents
+from shardwise.cost.operators import layer_operators
+from shardwise.cost.recompute import fully_recomputed_share
+from shardwise.cost.stage_time import layer_shape
+from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import Traffic
 from shardwise.measure.dryrun.result import PARTS, RECEIVE, Bytes, Compared, Line
 from shardwise.spec.job import Job
@@ -81,12 +85,13 @@ def planned_flops(job: Job, pipeline_rank: int) -> dict[str, float]:
     """Products and attention of all microbatches: a backward pass is two forward passes."""
     contents = rank_contents(job, pipeline_rank)
     tokens = job.microbatch_tokens / job.strategy.tp * job.microbatches
-    passes = 3 + fully_recomputed_share(job, contents)
+    shape, share = layer_shape(job), fully_recomputed_share(job, contents)
     products = attention = 0.0
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         flops = layer_forward_flops(job.model, job.training.seq, moe=moe)
-        products += count * flops.matrices * tokens * passes
-        attention += count * flops.attention * tokens * passes
+        operators = layer_operators(job.model, shape, moe=moe)
+        products += count * flops.matrices * tokens * (3 + flops_run_again(job, operators, "product", share))
+        attention += count * flops.attention * tokens * (3 + flops_run_again(job, operators, "attention", share))
     if contents.has_head:
         products += 3 * head_forward_flops(job.model) * tokens
     return {"products": products, "attention": attention}

@@ -1,0 +1,37 @@
+"""What recompute runs again: which layers, and which operators and collectives of them."""
+
+from __future__ import annotations
+
+from shardwise.cost.operators import Operator, ends_with_product
+from shardwise.cost.stages import RankContents
+from shardwise.spec.job import Job
+
+
+def fully_recomputed_share(job: Job, contents: RankContents) -> float:
+    """Share of a rank's layers whose forward pass, communication included, runs again."""
+    if job.strategy.recompute != "full":
+        return 0.0
+    if job.strategy.recompute_layers is None:
+        return 1.0
+    return min(1.0, job.strategy.recompute_layers / max(1, contents.layers))
+
+
+def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
+    """Share of an operator's forward pass that recompute runs again: all of the layer, or only what it names."""
+    if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
+        return 1.0
+    if "alternate-products" in job.recomputed_operators:
+        return 1.0 if operator.kind == "traffic" else operator.alternate
+    return 0.0 if operator.ends_layer and job.stack.full_recompute == "as needed" else full_share
+
+
+def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Dense and mixture-of-experts layers whose last product, and its sum over ranks, full recompute does not repeat.
+
+    Only the residual addition reads its result, which no gradient needs. PyTorch's checkpoint without reentry stops
+    at the last tensor that the backward pass reads (torch.utils.checkpoint.set_checkpoint_early_stop).
+    """
+    if job.stack.full_recompute == "whole":
+        return 0, 0
+    dense, moe = (ends_with_product(job.model, moe=moe) for moe in (False, True))
+    return dense * contents.dense_layers, moe * contents.moe_layers
