@@ -196,9 +196,9 @@ def test_mixture_layers_have_attention_and_the_shared_expert_only() -> None:
 
 
 def test_unsplit_gradients_are_summed_under_sequence_parallelism() -> None:
-    """GPT: two norms with bias (4h), and the output biases of attention and MLP (2h), per layer."""
+    """GPT: two norms with bias (4h) and the output biases of attention and MLP (2h) per layer, and the positions."""
     (once,) = named(traffics(ring(GPT, tp=4), "tp"), "gradients of unsplit parameters")
-    assert once.size_bytes == pytest.approx(8 * 6 * 64 * 2)
+    assert once.size_bytes == pytest.approx((8 * 6 + GPT.max_seq) * 64 * 2)
     assert once.count == 1
     plain = traffics(ring(GPT, tp=4, sequence_parallel=False), "tp")
     assert not [t for t in plain if "unsplit" in t.what]

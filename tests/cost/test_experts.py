@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -60,18 +60,18 @@ def test_recompute_dispatches_again(strategy: dict[str, Any], passes: float) -> 
     assert again["dispatch, backward"] == plain["dispatch, backward"]
 
 
-@pytest.mark.parametrize(("places", "chosen"), [(2, 3), (3, 3), (4, 2), (5, 4)])
-def test_expected_destinations_by_enumeration(places: int, chosen: int) -> None:
-    """The mean number of distinct places over all equally likely choices."""
-    choices = list(product(range(places), repeat=chosen))
-    mean = sum(len(set(choice)) for choice in choices) / len(choices)
-    assert expected_destinations(places, chosen) == pytest.approx(mean)
+@pytest.mark.parametrize(("experts", "places", "chosen"), [(4, 2, 3), (9, 3, 3), (8, 4, 2), (10, 5, 4), (4, 4, 4)])
+def test_expected_destinations_by_enumeration(experts: int, places: int, chosen: int) -> None:
+    """The mean number of distinct places over all sets of different experts."""
+    choices = list(combinations(range(experts), chosen))
+    mean = sum(len({expert * places // experts for expert in choice}) for choice in choices) / len(choices)
+    assert expected_destinations(experts, places, chosen) == pytest.approx(mean)
 
 
 def test_node_limited_routing_bounds_the_destinations() -> None:
-    assert expected_destinations(8, 8) == pytest.approx(5.25, abs=0.01)
-    assert expected_destinations(8, 8, limit=4) == 4
-    assert expected_destinations(2, 8, limit=4) == pytest.approx(2, abs=0.01)
+    assert expected_destinations(256, 8, 8) == pytest.approx(5.295, abs=0.01)
+    assert expected_destinations(256, 8, 8, limit=4) == 4
+    assert expected_destinations(256, 2, 8, limit=4) == pytest.approx(2, abs=0.01)
 
 
 def moe(**fields: Any) -> MixtureOfExperts:
@@ -86,7 +86,7 @@ def two_levels(ports: int | None = None) -> Topology:
 
 def test_deduplicated_exchange_by_hand() -> None:
     """Once per distinct node over the slow level, once per distinct device inside; the slower sets the time."""
-    nodes, devices = expected_destinations(2, 4), expected_destinations(8, 4)
+    nodes, devices = expected_destinations(16, 2, 4), expected_destinations(16, 8, 4)
     cost = deduplicated_cost(two_levels(), 1e6, moe())
     slow, fast = 1e6 * nodes / 2 / 10e9, 1e6 * devices * 3 / 4 / 100e9
     assert cost.seconds == pytest.approx(max(slow, fast))
@@ -109,7 +109,7 @@ def test_a_torus_carries_tokens_over_its_busiest_link() -> None:
 def test_group_limited_routing_bounds_the_traffic_between_nodes() -> None:
     topology = Topology.hierarchical([2, 8], [1e15, 1e9], [0, 0])
     free, limited = (deduplicated_cost(topology, 1e6, m) for m in (moe(), moe(groups=8, groups_used=2)))
-    assert free.seconds == pytest.approx(1e6 * expected_destinations(8, 4) * 7 / 8 / 1e9)
+    assert free.seconds == pytest.approx(1e6 * expected_destinations(16, 8, 4) * 7 / 8 / 1e9)
     assert limited.seconds == pytest.approx(1e6 * 2 * 7 / 8 / 1e9)
 
 

@@ -69,14 +69,14 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
         products = count * flops.matrices * tokens / narrow_peak
         scores = count * flops.attention * tokens / wide_peak
         matrices, attention = matrices + products, attention + scores
-        again_matrices += products * flops_run_again(job, operators, "product", share)
-        again_attention += scores * flops_run_again(job, operators, "attention", share)
+        again_matrices += products * _run_again(job, operators, "product", share)
+        again_attention += scores * _run_again(job, operators, "attention", share)
     after_layers = head_forward_flops(job.model) + prediction_forward_flops(job.model)
     head = after_layers * tokens / wide_peak if contents.has_head else 0.0
     return StageCompute(matrices + head, attention, again_matrices, again_attention)
 
 
-def flops_run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
+def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
     """Share of a layer's products, or of its attention, that recompute runs again."""
     own = [operator for operator in operators if operator.kind == kind]
     again = sum(operator.flops * share_run_again(job, operator, full_share) for operator in own)

@@ -141,10 +141,12 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     """Router, permutation and grouped products of the experts on this device, with balanced load."""
     assert model.moe
     moe = model.moe
-    routed = shape.region_tokens * moe.top_k * shape.expert_tp
+    # Tensor-parallel ranks share the tokens out even where all of them hold the same (no sequence parallelism).
+    own = shape.tokens / shape.tp * moe.top_k
+    routed = own * shape.expert_tp
     width = moe.ffn / shape.expert_tp
     up = (2 if model.gated else 1) * width
-    moved = 4 * model.hidden * shape.region_tokens * moe.top_k
+    moved = 4 * model.hidden * own
     operators = [
         Operator("router", "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
         Operator("permute", "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),

@@ -35,3 +35,16 @@ def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
         return 0, 0
     dense, moe = (ends_with_product(job.model, moe=moe) for moe in (False, True))
     return dense * contents.dense_layers, moe * contents.moe_layers
+
+
+def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:
+    """Whether full recompute does not repeat the sum or gather of the experts' outputs over ranks that split them.
+
+    It does where their tokens have yet to travel back and are weighted then, and where a shared expert follows, of
+    which a gradient reads something. Not so where all experts are on every rank, nor where tensor-parallel ranks hold
+    the ``same_tokens``: they join their outputs last.
+    """
+    model = job.model
+    if job.stack.full_recompute == "whole" or model.norms_per_layer > 2 or (model.moe and model.moe.shared_ffn):
+        return False
+    return same_tokens or job.strategy.ep == 1

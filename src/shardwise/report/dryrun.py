@@ -83,18 +83,19 @@ def _comparison_table(found: DryRun) -> RenderableType:
     rows = [
         (
             one.what.replace("_", "-"),
-            readable_bytes(one.planned),
-            readable_bytes(one.traced),
+            *_planned_and_traced(one),
             _difference(one),
             "defect" if one.defect else "",
         )
         for one in found.compared
         if not one.negligible
     ]
-    for kind, planned in found.planned_flops.items():
-        one = Compared(f"FLOPs of {kind}", planned, found.flops[kind])
-        rows.append((one.what, readable_flops(planned), readable_flops(one.traced), _difference(one), ""))
     return table("Beside the plan", ("", "planned", "traced", "difference", ""), rows)
+
+
+def _planned_and_traced(one: Compared) -> tuple[str, str]:
+    readable = readable_flops if one.unit == "FLOPs" else readable_bytes
+    return readable(one.planned), readable(one.traced)
 
 
 def _difference(one: Compared) -> str:
@@ -103,10 +104,10 @@ def _difference(one: Compared) -> str:
 
 def _verdict(found: DryRun) -> Iterator[str]:
     if not found.defects:
-        yield f"Bytes and memory agree with the plan to {TOLERANCE:.0%}."
+        yield f"Bytes, memory and FLOPs agree with the plan to {TOLERANCE:.0%}."
     for one in found.defects:
         what = one.what.replace("_", "-")
-        traced, planned = readable_bytes(one.traced), readable_bytes(one.planned)
+        planned, traced = _planned_and_traced(one)
         yield f"Defect of the engine or of the plan: {what} is {traced}, planned {planned} ({_difference(one)})."
 
 

@@ -7,6 +7,7 @@ section 3.2.2; DeepEP) sends it once per destination node and forwards it inside
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
@@ -58,12 +59,15 @@ def _exchange(
     return Traffic("ep", what, CollectiveKind.ALL_TO_ALL, size, count, cost, level_names(topology))
 
 
-def expected_destinations(places: int, chosen: int, limit: int | None = None) -> float:
-    """Distinct places that ``chosen`` experts of a token lie on, uniform routing: N(1 − (1 − 1/N)^k).
+def expected_destinations(experts: int, places: int, chosen: int, limit: int | None = None) -> float:
+    """Distinct ones of N places that the k experts of a token lie on: N(1 − C(E − E/N, k) / C(E, k)).
 
+    They are different ones of E experts, spread evenly over the places, each set of them as likely as any other.
     ``limit`` is the most places that node-limited routing allows.
     """
-    expected = places * (1 - (1 - 1 / places) ** chosen)
+    elsewhere = experts - experts / places
+    avoided = prod(max(0.0, elsewhere - drawn) / (experts - drawn) for drawn in range(chosen))
+    expected = places * (1 - avoided)
     return expected if limit is None else min(expected, float(limit))
 
 
@@ -80,7 +84,7 @@ def deduplicated_cost(topology: Topology, token_bytes: float, moe: MixtureOfExpe
         places *= width
         # Node-limited routing puts one group of experts on each of the places it counts (DeepSeek-V3: 4 of 8 nodes).
         limit = moe.groups_used if 1 < moe.groups == places else None
-        visited = expected_destinations(places, moe.top_k, limit)
+        visited = expected_destinations(moe.experts, places, moe.top_k, limit)
         block = token_bytes * visited / width  # for each member of the level, this device's own among them
         sent += block * (width - 1)
         used[index] = Work(

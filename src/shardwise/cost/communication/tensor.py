@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.collectives import CollectiveKind, Topology
+from shardwise.cost.communication.expert import expected_destinations
 from shardwise.cost.network import expert_tensor_runs, group_runs, spanned
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.overlap import Window
-from shardwise.cost.recompute import fully_recomputed_share, outputs_left_out
+from shardwise.cost.recompute import fully_recomputed_share, outputs_left_out, weighted_outputs_left_out
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
-from shardwise.spec.model import Split
+from shardwise.spec.model import MixtureOfExperts, Split
 from shardwise.spec.parameters import layer_parameters
+from shardwise.spec.strategy import Strategy
 
 
 def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
@@ -139,8 +141,11 @@ class _Products:
 
 
 def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffic]:
-    """Gradients of what tensor parallelism does not split (norms, router, latent projections): under sequence
-    parallelism each rank has those of its own tokens, summed once per step (Megatron-LM finalize_model_grads)."""
+    """Gradients of what tensor parallelism does not split (norms, router, latent projections, learned positions).
+
+    Under sequence parallelism each rank has those of its own tokens, summed once per step (Megatron-LM
+    finalize_model_grads).
+    """
     topology = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp")
     if topology is None or not job.strategy.sequence_parallel:
         return []
@@ -148,6 +153,8 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
         count * _replicated_parameters(job, moe)
         for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
     )
+    if contents.has_embedding and job.model.positions == "learned":
+        replicated += job.model.max_seq * job.model.hidden
     size = replicated * job.training.recipe.gradient
     what = "gradients of unsplit parameters"
     return [priced("tp", what, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
@@ -194,27 +201,39 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     if model.moe is None or not contents.moe_layers:
         return []
     same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
-    runs = group_runs(strategy, ("tp",)) if same_tokens and strategy.ep == 1 else expert_tensor_runs(strategy)
+    runs = group_runs(strategy, ("tp",)) if same_tokens else expert_tensor_runs(strategy)
     topology = spanned(job.cluster, runs, "strategy.expert_tp")
     if topology is None:
         return []
-    if same_tokens and strategy.ep == 1:
+    if same_tokens:
         kinds = _around_equal_tokens(strategy.expert_tensor_parallel > 1)
         rows = job.microbatch_tokens
     else:
         kinds = _AROUND_TOKENS
-        # Where all experts are on every rank, tokens are gathered before they are copied for their experts.
-        copies = model.moe.top_k if strategy.ep > 1 else 1
+        copies = _copies_of_a_token(model.moe, strategy)
         rows = job.microbatch_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
     size = rows * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
-    again = fully_recomputed_share(job, contents)
+    share = fully_recomputed_share(job, contents)
+    repeated = {"expert tokens, forward": share, "expert outputs, forward": share}
+    if weighted_outputs_left_out(job, same_tokens=same_tokens):
+        del repeated["expert outputs, forward"]
 
     def line(what: str, kind: CollectiveKind, again: float) -> Traffic:
-        count, repeated = calls * (1 + again), again / (1 + again)
-        return priced("tp", what, kind, size, count, topology, strategy.collective, repeated=repeated)
+        count = calls * (1 + again)
+        return priced("tp", what, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
 
-    return [line(what, kind, again if "forward" in what else 0.0) for what, kind in kinds]
+    return [line(what, kind, repeated.get(what, 0.0)) for what, kind in kinds]
+
+
+def _copies_of_a_token(moe: MixtureOfExperts, strategy: Strategy) -> float:
+    """How many there are when the ranks that split an expert gather tokens: not yet copied for experts that are all
+    here, one on every device that a deduplicating exchange has brought it to, else one for each of its experts."""
+    if strategy.ep == 1:
+        return 1
+    if strategy.dispatch == "deduplicated":
+        return expected_destinations(moe.experts, strategy.ep, moe.top_k)
+    return moe.top_k
 
 
 _AROUND_TOKENS = (

@@ -145,9 +145,9 @@ class DeduplicatedExchange:
 
     def _assume(self, assumed: Assumed, tokens: int, top_k: int) -> _Sizes:
         nodes, devices, skew = self.nodes.size, self.devices.size, assumed.skew
-        visited = expected_destinations(nodes, top_k, assumed.nodes)
+        visited = expected_destinations(self.experts, nodes, top_k, assumed.nodes)
         out, back = evenly(tokens * visited, nodes), evenly(tokens * visited * skew, nodes)
-        forwarded = tokens * expected_destinations(nodes * devices, top_k)
+        forwarded = tokens * expected_destinations(self.experts, nodes * devices, top_k)
         inside = Splits(tuple(evenly(forwarded, devices)), tuple(evenly(forwarded * skew, devices)))
         gathered = (sum(inside.receive),) * self.parts.size
         total = round(tokens * top_k * skew) * self.parts.size

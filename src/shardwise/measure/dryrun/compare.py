@@ -1,4 +1,4 @@
-"""A traced rank beside what the planner says of it: bytes of every dimension and kind of collective, peak memory."""
+"""A traced rank beside what the planner says of it: bytes of every dimension and kind of collective, FLOPs, memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.compute import flops_run_again
-from shardwise.cost.flops import head_forward_flops, layer_forward_flops
 from shardwise.cost.memory import memory_of_rank
-from shardwise.cost.operators import layer_operators
-from shardwise.cost.recompute import fully_recomputed_share
+from shardwise.cost.operators import head_operators, layer_operators
+from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import Traffic
@@ -84,14 +82,19 @@ def planned_memory(job: Job, pipeline_rank: int) -> Bytes:
 def planned_flops(job: Job, pipeline_rank: int) -> dict[str, float]:
     """Products and attention of all microbatches: a backward pass is two forward passes."""
     contents = rank_contents(job, pipeline_rank)
-    tokens = job.microbatch_tokens / job.strategy.tp * job.microbatches
     shape, share = layer_shape(job), fully_recomputed_share(job, contents)
-    products = attention = 0.0
+    flops = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        flops = layer_forward_flops(job.model, job.training.seq, moe=moe)
-        operators = layer_operators(job.model, shape, moe=moe)
-        products += count * flops.matrices * tokens * (3 + flops_run_again(job, operators, "product", share))
-        attention += count * flops.attention * tokens * (3 + flops_run_again(job, operators, "attention", share))
-    if contents.has_head:
-        products += 3 * head_forward_flops(job.model) * tokens
-    return {"products": products, "attention": attention}
+        for one in layer_operators(job.model, shape, moe=moe):
+            flops[one.kind] += count * one.flops * one.attended * (3 + share_run_again(job, one, share))
+    for one in head_operators(job.model, shape) if contents.has_head else ():
+        flops[one.kind] += 3 * one.flops
+    return {"products": flops["product"] * job.microbatches, "attention": flops["attention"] * job.microbatches}
+
+
+def compared_flops(planned: Mapping[str, float], traced: Mapping[str, float]) -> list[Compared]:
+    """One line for products and one for attention."""
+    enough = NEGLIGIBLE * sum(planned.values())
+    return [
+        Compared(f"FLOPs of {kind}", planned[kind], traced[kind], planned[kind] < enough, "FLOPs") for kind in planned
+    ]

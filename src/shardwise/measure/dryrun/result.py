@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwise.cost.memory import DeviceMemory
 from shardwise.spec.job import Job
@@ -56,6 +57,7 @@ class Compared:
     planned: float
     traced: float
     negligible: bool = False
+    unit: Literal["bytes", "FLOPs"] = "bytes"
 
     @property
     def difference(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.refuse import require_runs
-from shardwise.measure.dryrun.compare import compared_bytes, planned_flops, planned_memory
+from shardwise.measure.dryrun.compare import compared_bytes, compared_flops, planned_flops, planned_memory
 from shardwise.measure.dryrun.extend import Extension, Shape, alike, at_one_moment, extension, most
 from shardwise.measure.dryrun.places import Place
 from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank
@@ -43,7 +43,8 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     numbers = plan.extended(lambda shape: _numbers(traces[shape], peaks[shape]))
     place, peak = most(_by_place(numbers))
     calls = _calls(numbers)
-    planned = planned_memory(job, pipeline_rank)
+    flops = {key[1]: number for key, number in _of("flops", numbers)}
+    as_planned, planned = planned_flops(job, pipeline_rank), planned_memory(job, pipeline_rank)
     compared = compared_bytes(job, pipeline_rank, {one.line: one.bytes for one in calls})
     return DryRun(
         job=job,
@@ -53,9 +54,13 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         peak_place=place.words,
         planned_peak=planned,
         calls=calls,
-        flops={key[1]: number for key, number in _of("flops", numbers)},
-        planned_flops=planned_flops(job, pipeline_rank),
-        compared=(*compared, Compared("peak memory", sum(planned.values()), sum(peak.values()))),
+        flops=flops,
+        planned_flops=as_planned,
+        compared=(
+            *compared,
+            Compared("peak memory", sum(planned.values()), sum(peak.values())),
+            *compared_flops(as_planned, flops),
+        ),
         holders=traces[plan.shapes[-1]].holders,
         traced=_described(plan),
         seconds=time.perf_counter() - started,
@@ -63,18 +68,13 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
 
 
 def _to_trace(job: Job, pipeline_rank: int, whole: Shape) -> Extension:
-    """Enough microbatches that a pipeline is as full as it gets."""
-    strategy, m = job.strategy, job.microbatches
+    """Enough microbatches that a pipeline is as full as it gets, and stays so, before the half of them is over."""
+    strategy = job.strategy
     if strategy.pp == 1:
         return extension(whole, LAYERS, MICROBATCHES)
-
-    def in_flight(microbatches: int) -> int:
-        return peak_chunks_in_flight(
-            strategy.schedule, strategy.pp, microbatches, strategy.chunks_per_rank, pipeline_rank
-        )
-
-    few = 2 * strategy.pp  # divides into what interleaving takes at a time
-    while few < m and strategy.schedule != "gpipe" and in_flight(few) < in_flight(m):
+    chunks, few = strategy.chunks_per_rank, 2 * strategy.pp  # divides into what interleaving takes at a time
+    in_flight = peak_chunks_in_flight(strategy.schedule, strategy.pp, job.microbatches, chunks, pipeline_rank) / chunks
+    while strategy.schedule != "gpipe" and few // 2 <= in_flight:
         few += strategy.pp
     return extension(whole, LAYERS, (few, few + strategy.pp))
 
