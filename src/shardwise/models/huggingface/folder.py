@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.interop import model_from_hf_config
-from shardwise.models.huggingface.layouts import LAYOUTS, Layout
-from shardwise.models.huggingface.places import Place, Slices, places_of
+from shardwise.models.huggingface.naming import Naming
+from shardwise.models.huggingface.places import Place, Slices
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -32,16 +32,16 @@ class Folder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         described = model_from_hf_config(self.path)
-        self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        self.model: Model = replace(described, mtp_layers=0)
-        self.layout = _layout_of(self.config)
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        self.naming = Naming.of_config(config, described)
+        self.model: Model = self.naming.model
         self.files = _files_of(self.path)
         self._opened: dict[str, Any] = {}
-        self._check_names()
+        self.naming.check(self.files, str(self.path))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a `Decoder` of this model, by its name there, one after the other."""
-        for name in self.places:
+        for name in self.naming.places:
             yield name, self.slice(name, ())
 
     def slice(self, name: str, slices: Sequence[slice]) -> Tensor:
@@ -52,76 +52,42 @@ class Folder:
             return self._read(place, place.names[0], given)
         return torch.stack([self._read(place, theirs, given[1:]) for theirs in place.names[given[0]]])
 
-    @cached_property
-    def places(self) -> dict[str, Place]:
-        return places_of(self.model, self.layout, interleaved=self.config.get("rope_interleave") is not False)
+    def dtype(self, name: str) -> torch.dtype:
+        """How a tensor is stored, once its shape was found to be right; nothing of it is read."""
+        place = self._place(name)
+        found = {self._stored(place, theirs).get_dtype() for theirs in place.names}
+        if len(found) > 1 or not found <= DTYPES.keys():
+            raise SpecError(name, f"is stored as {', '.join(sorted(found))}", "convert the checkpoint to bf16 first")
+        return DTYPES[found.pop()]
 
     def _place(self, name: str) -> Place:
         if name == "head.weight" and self.model.tied_embeddings:
             name = "embedding.weight"
-        if name not in self.places:
+        if name not in self.naming.places:
             raise SpecError(name, f"is no tensor of {self.model.name}", "name it as a Decoder of that model does")
-        return self.places[name]
+        return self.naming.places[name]
 
     def _read(self, place: Place, theirs: str, slices: Slices) -> Tensor:
-        stored = self._file_of(theirs).get_slice(self._stored_name(theirs))
-        shape = tuple(stored.get_shape())
-        if shape != place.stored_shape:
-            problem = f"is {list(shape)} in {self.path}, but config.json makes it {list(place.stored_shape)}"
-            raise SpecError(theirs, problem, "use the config.json that belongs to these weights")
-        tensor: Tensor = stored[place.stored_slices(slices)]
+        tensor: Tensor = self._stored(place, theirs)[place.stored_slices(slices)]
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise SpecError(theirs, f"is stored as {tensor.dtype}", "convert the checkpoint to bf16 first")
         return place.from_stored(tensor, slices)
 
-    # -- names -----------------------------------------------------------------------------------------
-
-    def _check_names(self) -> None:
-        """Raises SpecError for the first tensor that is missing or that no decoder of this model has."""
-        needed = {self._stored_name(theirs): theirs for place in self.places.values() for theirs in place.names}
-        for stored, theirs in needed.items():
-            if stored not in self.files:
-                remedy = "complete the download, or use the config.json that belongs to these weights"
-                raise SpecError(theirs, f"is missing in {self.path}", remedy)
-        for stored in sorted(self.files.keys() - needed.keys()):
-            if "weight_scale" in stored:
-                raise SpecError(stored, "is the scale of quantised weights", "convert the checkpoint to bf16 first")
-            if not self._may_be_left(stored):
-                problem = f"in {self.path} belongs to no part of {self.model.name} as config.json describes it"
-                raise SpecError(stored, problem, "use the config.json that belongs to these weights")
-
-    def _may_be_left(self, stored: str) -> bool:
-        """Whether a tensor is none of ours: a constant, a tied head, or of a module for multi-token prediction."""
-        if stored.endswith(self.layout.ignored):
-            return True
-        if stored == "lm_head.weight":
-            return self.model.tied_embeddings
-        before = self.layout.layer.split("{}")[0]
-        index = stored.removeprefix(before).split(".")[0] if stored.startswith(before) else ""
-        return index.isdigit() and int(index) >= self.model.layers and bool(self._prediction_modules())
-
-    def _prediction_modules(self) -> Any:
-        return self.config.get("num_nextn_predict_layers", 0)
-
-    def _stored_name(self, theirs: str) -> str:
-        """The published GPT-2 leaves out the prefix that the library writes."""
-        bare = theirs.removeprefix(self.layout.prefix)
-        return bare if theirs not in self.files and bare in self.files else theirs
-
-    def _file_of(self, theirs: str) -> Any:
-        name = self.files[self._stored_name(theirs)]
-        if name not in self._opened:
-            self._opened[name] = _open(self.path / name)
-        return self._opened[name]
-
-
-def _layout_of(config: dict[str, Any]) -> Layout:
-    nested = config.get("text_config")
-    model_type = config.get("model_type")
-    if model_type in LAYOUTS:
-        return LAYOUTS[model_type]
-    what = "a part of a larger model" if isinstance(nested, dict) else shown(model_type)
-    raise SpecError("model_type", f"the weights of {what} are not read", f"use one of {', '.join(LAYOUTS)}")
+    def _stored(self, place: Place, theirs: str) -> Any:
+        """A stored tensor that can be sliced; raises SpecError where its shape is another."""
+        name = self.naming.stored_name(theirs, self.files)
+        file = self.files[name]
+        if file not in self._opened:
+            self._opened[file] = _open(self.path / file)
+        try:
+            stored = self._opened[file].get_slice(name)
+        except SafetensorError:
+            raise SpecError(theirs, f"is not in {self.path / file}", "download it again") from None
+        shape = tuple(stored.get_shape())
+        if shape != place.stored_shape:
+            problem = f"is {list(shape)} in {self.path}, but config.json makes it {list(place.stored_shape)}"
+            raise SpecError(theirs, problem, "use the config.json that belongs to these weights")
+        return stored
 
 
 def _files_of(path: Path) -> dict[str, str]:
@@ -130,9 +96,13 @@ def _files_of(path: Path) -> dict[str, str]:
     if index.exists():
         try:
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {str(name): str(file) for name, file in files.items()}
+            found = {str(name): str(file) for name, file in files.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise SpecError(INDEX, f"in {path} is not an index of weights", "download it again") from None
+        for file in found.values():
+            if Path(file).name != file:
+                raise SpecError(INDEX, f"in {path} names {shown(file)}, which leads out of it", "do not trust it")
+        return found
     if not (path / SINGLE).exists():
         raise SpecError(SINGLE, f"is not in {path}, nor is {INDEX}", "convert the weights to safetensors")
     return dict.fromkeys(_open(path / SINGLE).keys(), SINGLE)

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.interop import hf_config_from_model
 from shardwise.models.huggingface.folder import INDEX, SINGLE
-from shardwise.models.huggingface.layouts import LAYOUTS
-from shardwise.models.huggingface.places import Place, places_of
+from shardwise.models.huggingface.naming import Naming
+from shardwise.models.huggingface.places import Place
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 
@@ -31,18 +30,14 @@ def write_folder(
     shape, when no family can say the model, and when the folder already holds weights.
     """
     folder = Path(folder)
-    config = hf_config_from_model(model)
-    layout = LAYOUTS.get(config["model_type"])
-    if layout is None:
-        problem = f"weights of the family {config['model_type']} are not written"
-        raise SpecError("model", problem, f"written are {', '.join(LAYOUTS)}")
+    naming = Naming.of_model(model)
     _make_empty(folder)
     files = _Files(folder, max_shard_bytes)
-    for name, tensor in _stored(places_of(model, layout), tensors, model):
+    for name, tensor in stored_tensors(naming, tensors):
         files.add(name, tensor)
     index = files.finish()
-    config |= {"architectures": [layout.architecture], "dtype": files.dtype, "torch_dtype": files.dtype}
-    _write_json(folder / "config.json", config)
+    also = {"architectures": [naming.layout.architecture], "dtype": files.dtype, "torch_dtype": files.dtype}
+    _write_json(folder / "config.json", {**naming.config, **also})
     _write_json(folder / INDEX, index)
 
 
@@ -52,10 +47,9 @@ def _make_empty(folder: Path) -> None:
         raise SpecError(str(folder), "already holds weights", "name a new folder")
 
 
-def _stored(
-    places: dict[str, Place], tensors: Iterable[tuple[str, Tensor]], model: Model
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they are stored; parts of a fused one wait until all are there."""
+def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model as its family stores them; parts of a fused one wait until all are there."""
+    model, places = naming.model, naming.places
     waiting: dict[str, dict[int, Tensor]] = {}
     left = dict(places)
     for name, tensor in tensors:

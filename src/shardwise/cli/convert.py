@@ -1,0 +1,55 @@
+"""`shardwise convert`: weights from and to other tools' files."""
+
+from __future__ import annotations
+
+import json
+
+from shardwise.cli.arguments import Parser
+from shardwise.cli.inputs import path_from, require_torch
+from shardwise.spec.errors import SpecError
+
+_DOES = """Reads the weights of one of our checkpoints or runs, of a Hugging Face folder, of a safetensors or torch file
+(.pt, .pth, .bin), of a DeepSpeed folder (ZeRO-1, 2, 3) or of a Megatron-LM folder (--ckpt-format torch), and writes
+full: one safetensors file; huggingface: a folder that transformers loads; checkpoint: one of ours, for run.start_from.
+Files of torch.save are never unpickled as they ask for: no code in them runs. One tensor is in memory at a time."""
+_EXAMPLE = """
+shardwise convert runs/job --to huggingface --out /tmp/model
+shardwise convert deepspeed-run --to checkpoint --out /tmp/start --model llama3-8b --dtype bf16
+"""
+
+
+def run(arguments: list[str]) -> int:
+    parser = Parser("convert", _DOES, _EXAMPLE)
+    parser.add_argument("source", help="what to read; its kind is found out")
+    parser.add_argument("--to", choices=("full", "huggingface", "checkpoint"), required=True, help="what to write")
+    parser.add_argument("--out", required=True, metavar="PATH", help="a new file or folder; a folder for step-NNNNNNNN")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of the parameters (default: as they are)")
+    parser.add_argument("--model", help="its name or config.json, where the source does not say it")
+    parser.add_argument("--names", choices=("ours", "huggingface"), default="ours", help="in the one file of --to full")
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parsed = parser.parse(arguments)
+    source, out = path_from(parsed.source), path_from(parsed.out)
+    if parsed.names != "ours" and parsed.to != "full":
+        raise SpecError("--names", f"is for --to full, not for {parsed.to}", "leave it out")
+    require_torch("convert")
+    from shardwise.report.bytes_progress import bytes_progress
+    from shardwise.train.convert import write
+    from shardwise.train.convert.sources import open_weights
+
+    try:
+        weights = open_weights(source, parsed.model).as_type(parsed.dtype)
+        with bytes_progress("writing", weights.size, quiet=parsed.json) as progress:
+            if parsed.to == "full":
+                made = write.write_file(weights, out, progress, family_names=parsed.names == "huggingface")
+            elif parsed.to == "huggingface":
+                made = write.write_huggingface(weights, out, progress)
+            else:
+                made = write.write_as_checkpoint(weights, out, progress)
+    except OSError as error:
+        raise SpecError(str(error.filename or ""), error.strerror or str(error), "check its permissions") from None
+    about = {"path": str(made), "model": weights.model.name, "tensors": len(weights.tensors), "bytes": weights.size}
+    if parsed.json:
+        print(json.dumps({**about, "source": weights.origin}))
+    else:
+        print(f"{made}: {len(weights.tensors):,} tensors of {weights.model.name}, from {weights.origin}")
+    return 0

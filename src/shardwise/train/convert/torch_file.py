@@ -1,0 +1,225 @@
+"""Files of ``torch.save``, read without running anything that is in them.
+
+Such a file is a pickle: a program that may import any function and call it. Here nothing is imported. Tensors are
+rebuilt by our own checked functions, sizes and types of numbers are known, and every other class becomes an `Inert`
+that keeps what it was given. The numbers stay in the file, which is mapped, until they are used.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.errors import SpecError, shown
+
+MOST_PICKLE_BYTES = 2**30
+_CHUNK_BYTES = 8 * 2**20
+_TRUST = "take the file from someone you trust"
+# What no weights need: a file that names it is refused and not only kept from it. (commands: subprocess, by the name
+# that old protocols give it.)
+_HARMFUL = frozenset(
+    {
+        "_posixsubprocess", "asyncio", "bdb", "cProfile", "code", "codeop", "commands", "ctypes", "doctest", "ftplib",
+        "http", "importlib", "marshal", "multiprocessing", "nt", "operator", "os", "pdb", "pickle", "pip",
+        "pkgutil", "posix", "profile", "pty", "pydoc", "requests", "runpy", "shutil", "site", "smtplib",
+        "socket", "ssl", "subprocess", "sys", "tempfile", "threading", "timeit", "trace", "urllib",
+        "webbrowser",
+    }
+)  # fmt: skip
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+_PLAIN = frozenset(
+    {
+        "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "range",
+        "set", "slice", "str", "tuple",
+    }
+)  # fmt: skip
+
+
+class Inert:
+    """What stands for an object of a class that was not loaded: its arguments and its state, and no behaviour."""
+
+    __slots__ = ("arguments", "items", "state")
+    qualified = ""
+    arguments: tuple[Any, ...]
+    items: list[Any]
+    state: Any
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Inert:
+        made = super().__new__(cls)
+        made.arguments, made.items, made.state = arguments, [], None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:
+        self.items.append(value)
+
+    extend = add = append
+
+
+def fields_of(one: Any) -> dict[str, Any]:
+    """The attributes of an object such as an ``argparse.Namespace``; nothing for what has none."""
+    state = one.state if isinstance(one, Inert) else one
+    return {key: value for key, value in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
+
+
+def read_torch_file(path: Path) -> Any:
+    """The content of a file of ``torch.save`` (zip format); raises SpecError, in one line, for everything else."""
+    _require_sound_archive(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
+            return torch.load(str(path), map_location="cpu", pickle_module=module, mmap=True, weights_only=False)
+    except _RefusedError as error:
+        raise SpecError(str(path), f"{error}; nothing of it was run", _TRUST) from None
+    except Exception as error:
+        problem = f"cannot be read as a file of torch.save ({shown(str(error))})"
+        raise SpecError(str(path), problem, "save it again with a current torch") from None
+
+
+def _require_sound_archive(path: Path) -> None:
+    """Looks at the archive itself: no code in it, nothing compressed, every record as it was written."""
+    try:
+        if not zipfile.is_zipfile(path):
+            problem = "is no zip archive, or is cut off" if path.is_file() else "is no file"
+            raise SpecError(str(path), problem, "load and save it once with torch 1.6 or newer")
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            names = [record.filename.rpartition("/")[2] for record in records]
+            # Asked of torch's own reader: by what that sees torch.load decides whether to run the file's code.
+            is_script = "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
+            if names.count("data.pkl") != 1 or is_script:
+                raise SpecError(str(path), "is no file of torch.save (or TorchScript, which is code)", _TRUST)
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                raise SpecError(str(path), "is compressed, as torch.save never does", _TRUST)
+            if records[names.index("data.pkl")].file_size > MOST_PICKLE_BYTES:
+                raise SpecError(str(path), "describes its tensors in more than 1 GiB", _TRUST)
+            for record in records:
+                with archive.open(record) as content:
+                    while content.read(_CHUNK_BYTES):  # compares the checksum when it comes to the end
+                        pass
+    except SpecError:
+        raise
+    except zipfile.BadZipFile as error:
+        remedy = "take another copy, or save it with checksums (torch.serialization.set_crc32_options)"
+        raise SpecError(str(path), f"is damaged ({shown(str(error))})", remedy) from None
+    except OSError as error:
+        raise SpecError(str(path), f"cannot be read ({error.strerror})", "check the file") from None
+    except (EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise SpecError(str(path), f"is damaged ({shown(str(error))})", "take another copy") from None
+
+
+class _RefusedError(pickle.UnpicklingError):
+    pass
+
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves names by our own table: no module is imported, and nothing that is returned can be changed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        qualified = f"{module}.{name}"
+        if qualified in _KNOWN:
+            return _KNOWN[qualified]
+        if module == "torch" and isinstance(constant := vars(torch).get(name), _CONSTANTS):
+            return constant
+        if _is_harmful(module, name):
+            raise _RefusedError(f"names {shown(qualified)}, which no weights need")
+        return type("Inert", (Inert,), {"__slots__": (), "qualified": qualified})
+
+
+def _is_harmful(module: str, name: str) -> bool:
+    top = module.partition(".")[0]
+    if top in ("builtins", "__builtin__"):
+        return name not in _PLAIN
+    if top in ("torch", "io", "_io"):  # classes may stand there; a function that rebuilds no tensor has no business
+        return name[:1].islower() and name != "device"
+    return top in _HARMFUL
+
+
+class _Mapping(dict[Any, Any]):
+    """An OrderedDict; the attributes that modules hang on theirs are left out."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        return
+
+
+class _Function:
+    """A function of ours under the name that files call: it has no attributes to change."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise _RefusedError("changes a function of torch")
+
+
+class _Bytes:
+    """The type of a storage without one, as torch.load asks for it; it cannot be called."""
+
+    __slots__ = ()
+    dtype = torch.uint8
+
+    def __setstate__(self, state: Any) -> None:
+        raise _RefusedError("changes a type of torch")
+
+
+def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any, dtype: Any = None) -> Tensor:
+    """A tensor over a stored range of numbers, once that range was found to hold it."""
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise _RefusedError("makes a tensor of something that is no storage")
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or any(type(one) is not int or one < 0 for one in numbers):
+        raise _RefusedError("makes a tensor of an impossible shape")
+    dtype = dtype or storage.dtype
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride))
+    raw: torch.UntypedStorage = storage.untyped()  # type: ignore[no-untyped-call]
+    if 0 not in shape and (last + 1) * dtype.itemsize > raw.nbytes():
+        raise _RefusedError("makes a tensor beyond the numbers that are stored")
+    return torch.empty(0, dtype=dtype).set_(raw, offset, tuple(shape), tuple(stride))
+
+
+def _rebuilt_with_type(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any) -> Tensor:
+    """As `_rebuilt`, of a storage without a type: it stands in the third place after the strides."""
+    dtype = further[2] if len(further) > 2 and isinstance(further[2], torch.dtype) else None
+    return _rebuilt(storage, offset, shape, stride, dtype=dtype)
+
+
+def _parameter(data: Any, *further: Any) -> Any:
+    """A parameter is its numbers."""
+    return data
+
+
+def _size(sizes: Any = ()) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
+_KNOWN: dict[str, Any] = {
+    "collections.OrderedDict": _Mapping,
+    "torch.Size": _Function(_size),
+    "torch._utils._rebuild_tensor": _Function(_rebuilt),
+    "torch._utils._rebuild_tensor_v2": _Function(_rebuilt),
+    "torch._utils._rebuild_tensor_v3": _Function(_rebuilt_with_type),
+    "torch._utils._rebuild_parameter": _Function(_parameter),
+    "torch._utils._rebuild_parameter_with_state": _Function(_parameter),
+    "torch.storage.UntypedStorage": _Bytes(),
+}
