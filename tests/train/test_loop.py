@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.workers import on_ranks
 from shardwise.engine.gradient_norm import REFUSED
 from shardwise.launch.pool import WorkerError
 from shardwise.spec import Job
 from shardwise.train.data.loader import rows_of
 from shardwise.train.data.of_run import mixtures_of
-from train.runs import digest, global_batches, job_of, lines, run, whole, write_shards
+from train.runs import digest, global_batches, job_of, lines, run, train_with_a_full_disk, whole, write_shards
 
 SHORT: dict[str, Any] = {"steps": 6, "evaluation": {"interval": 3, "batches": 1}, "checkpoints": {"steps": 3}}
 
@@ -125,3 +126,29 @@ def test_memory_of_every_rank_is_recorded_once(tmp_path: Path, shards: str) -> N
     least = 4 * 4 * 262_720  # fp32 weights, gradients and two moments
     assert all(least < peak < 4 * least for peak in counted["memory_bytes_of_ranks"])
     assert counted["memory_bytes"] == max(counted["memory_bytes_of_ranks"])
+
+
+def test_a_checkpoint_that_is_due_by_the_clock_is_begun_by_all_ranks(tmp_path: Path, shards: str) -> None:
+    often = {"steps": 8, "evaluation": {"batches": 0}, "checkpoints": {"seconds": 0.001, "keep": 1}}
+    run(job_of(shards, 2, run=often, dp=2), tmp_path)
+    saved = [one["checkpoint"] for one in lines(tmp_path) if "checkpoint" in one]
+    assert saved[0] < 8
+    assert saved[-1] == 8
+    assert len(set(saved)) == len(saved)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
+
+
+def test_a_full_disk_of_one_rank_leaves_the_last_good_checkpoint(tmp_path: Path, shards: str) -> None:
+    """Training goes on, or stops, by policy; it is never called done without its last checkpoint."""
+    settings = {"steps": 8, "evaluation": {"batches": 0}, "checkpoints": {"steps": 2}}
+    run(job_of(shards, 2, run={**settings, "stop_at": 2}, dp=2), tmp_path)
+    with pytest.raises(WorkerError, match="step-00000008: could not be written, so the run is not done"):
+        on_ranks(2, train_with_a_full_disk, job_of(shards, 2, run=settings, dp=2), str(tmp_path))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [one["step"] for one in lines(tmp_path) if "loss" in one] == list(range(1, 9))
+    assert any("rank 1 could not write" in one.get("checkpoint_failed", "") for one in lines(tmp_path))
+    stops = {**settings, "checkpoints": {"steps": 2, "disk_full": "stop", "asynchronous": False}}
+    with pytest.raises(WorkerError, match="step-00000004: rank 1 could not write its part: File too large"):
+        on_ranks(2, train_with_a_full_disk, job_of(shards, 2, run=stops, dp=2), str(tmp_path))
+    run(job_of(shards, 2, run=settings, dp=2), tmp_path)  # there is room again
+    assert (tmp_path / "checkpoints" / "step-00000008").is_dir()

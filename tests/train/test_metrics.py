@@ -59,7 +59,8 @@ def messages(path: Path) -> list[bytes]:
 
 
 def test_event_files_have_the_format_of_tensorboard(tmp_path: Path) -> None:
-    events = EventFile(tmp_path, restarted_at=300)
+    events = EventFile(tmp_path)
+    events.forget_after(299)
     events.scalars(301, {"loss": 2.5})
     events.close()
     (path,) = tmp_path.iterdir()

@@ -174,7 +174,7 @@ class Loop:
         self.health.went_back(state.losses)
         self.agreement.again_from(self.position.step)
         if self.parts.recorder:
-            self.parts.recorder.lines.cut_after(self.position.step)
+            self.parts.recorder.went_back(self.position.step)
             self._tell({"rolled_back": 1, "left_out_batch": batch})
         self._since = Moment(self.trainer.device)
 
@@ -233,6 +233,7 @@ class Loop:
         self.keeper.settle()
         if self.keeper.last_begun != self.position.step:
             self._save(wait=True)
+            self.keeper.require(self.position.step)
         self.parts.reporter.phase("done", self.position.step)
 
     def _evaluate(self) -> None:

@@ -17,6 +17,7 @@ from shardwise.train.metrics.tensorboard import EventFile
 
 
 class Sink(Protocol):
+    def forget_after(self, step: int) -> None: ...
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
@@ -51,6 +52,12 @@ class Recorder:
         for sink in self.sinks:
             sink.scalars(record["step"], scalars)
 
+    def went_back(self, step: int) -> None:
+        """What was recorded of later steps has not happened."""
+        self.lines.cut_after(step)
+        for sink in self.sinks:
+            sink.forget_after(step)
+
     def close(self) -> None:
         self.lines.close()
         for sink in self.sinks:
@@ -60,7 +67,9 @@ class Recorder:
 def _sinks(job: Job, folder: Path, step: int) -> list[Sink]:
     sinks: list[Sink] = []
     if job.run.logging.tensorboard:
-        sinks.append(EventFile(folder / "tensorboard", step + 1 if step else None))
+        sinks.append(EventFile(folder / "tensorboard"))
+        if step:
+            sinks[-1].forget_after(step)
     if job.run.logging.wandb is not None:
         sinks.append(_WeightsAndBiases(job, job.run.logging.wandb, folder))
     return sinks
@@ -75,6 +84,9 @@ class _WeightsAndBiases:
         # The same identity after every restart, so that curves go on.
         identity = folder.resolve().as_posix().strip("/").replace("/", "-")[-64:]
         self._run: Any = wandb.init(project=project, id=identity, resume="allow", dir=str(folder), config=job.to_dict())
+
+    def forget_after(self, step: int) -> None:
+        """It takes no step twice: the first of them stays."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -18,15 +18,17 @@ _START = 1  # SessionLog.START: readers forget what they have of this step and l
 
 
 class EventFile:
-    """``restarted_at``: the step from which on an earlier start of the run is to be forgotten."""
+    """A new file in ``folder``; readers take all files there together."""
 
-    def __init__(self, folder: Path, restarted_at: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("ab", buffering=0)
         self._write(_bytes(3, b"brain.Event:2"))
-        if restarted_at is not None:
-            self._write(_number(2, restarted_at) + _bytes(7, _number(1, _START)))
+
+    def forget_after(self, step: int) -> None:
+        """Later steps come once more: what readers have of them is not true any more."""
+        self._write(_number(2, step + 1) + _bytes(7, _number(1, _START)))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         summary = b"".join(_bytes(1, _bytes(1, name.encode()) + _float(2, value)) for name, value in values.items())
