@@ -13,7 +13,9 @@ import pytest
 from cli.running import error_line, run, run_json
 from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
+from shardwise.report.checkpoint import print_contents
 from shardwise.spec import Job
+from shardwise.train.checkpoint.contents import Contents
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import load
 from shardwise.train.checkpoint.manifest import read_manifest
@@ -83,6 +85,16 @@ def test_inspect(made: tuple[Path, dict[str, Any]]) -> None:
     text = run("checkpoint", "inspect", str(folder), "--tensors").out
     for words in ("dp 2", "zero 3", "weights", "exp_avg_sq", "batch 7 is next", "3.25", "layers.0.attention.query"):
         assert words in text
+
+
+def test_inspect_shows_what_the_layout_says(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = {"dp": 2, "tp": 1, "zero": 1, "order": ["tp", "dp"], "offload": {"optimizer": 0.5}}
+    scale = {"scale": 1024.0, "growth_tracker": 3.0}
+    found = Contents("x", 1, "tiny", layout, "fp16", {"loss_scale": scale}, {}, ())
+    print_contents(found, each_tensor=False)
+    text = capsys.readouterr().out
+    assert "dp 2, zero 1, order tp,dp, offload {optimizer: 0.5}" in text
+    assert "scale 1024, growth_tracker 3" in text
 
 
 def test_verify_names_what_is_damaged(run_folder: Path) -> None:

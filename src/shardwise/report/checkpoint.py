@@ -66,9 +66,15 @@ def _rows(found: Contents) -> list[tuple[str, str]]:
 
 
 def _layout(found: Contents) -> str:
-    """What differs from one process."""
-    parts = [f"{name} {value}" for name, value in found.layout.items() if value not in (1, 0, None, {}, False)]
+    """What the strategy says, which leaves out its defaults; a degree of 1 is none."""
+    parts = [f"{name} {_value(value)}" for name, value in found.layout.items() if value != 1 or name == "zero"]
     return ", ".join(parts) or ("one process" if found.numbers else "no layout: whole tensors")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_value(one)}" for name, one in value.items()) + "}"
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _position(data: dict[str, Any]) -> str:
