@@ -167,7 +167,7 @@ class PartBook:
         def price(traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> Callable[[], float]:
             return lambda: sum(traffic.seconds for traffic in traffic_of(job["none"], contents))
 
-        unsplit = (base.tp, sequence_parallel, ends[:2], places.tensor)
+        unsplit = (base.tp, sequence_parallel, ends[:3], places.tensor)
         tied = (base.tp, ends[2:], places.pipeline, base.schedule)
         seconds: float = self._piece("unsplit", unsplit, price(replicated_gradient_traffic))
         seconds += self._piece("tied", tied, price(embedding_traffic))
