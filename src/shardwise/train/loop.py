@@ -101,7 +101,7 @@ class Loop:
         self.parts.reporter.phase("step", position.step, self._first_step_seconds)
         rate = self._set_learning_rate(position.step)
         # What is drawn at random in a step is a function of the seed and the step, as the data is.
-        torch.manual_seed(self.run_spec.seed * 1_000_003 + position.step)
+        torch.manual_seed((self.run_spec.seed * 1_000_003 + position.step) % 2**63)
         counts = self._counts_memory(position.step)
         result, memory = self._counted_step(batch) if counts else (self._step(batch), {})
         begun = Begun(position, rate, self.loader.waited_seconds - waited_before, memory)
