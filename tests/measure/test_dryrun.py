@@ -105,6 +105,7 @@ LLAMA = {
     "cp-all-gather": job("llama3-8b", {"cp": 8, "zero": 1, "context_method": "all-gather"}, 2, seq=16384),
     "cp-ulysses": job("llama3-8b", {"cp": 8, "zero": 1, "context_method": "ulysses"}, 2, seq=16384),
     "pp": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1}, 16, seq=4096),
+    "gpipe": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "gpipe"}, 16, seq=4096),
     "ep": job("mixtral-8x7b", {"dp": 8, "ep": 8, "zero": 1}, 16, seq=2048),
     "ep-tp": job("mixtral-8x7b", {"tp": 2, "dp": 4, "ep": 4, "zero": 1}, 8, seq=4096),
     "recompute": job("llama3-8b", {"dp": 8, "zero": 1, "recompute": "full"}, 16, seq=8192),

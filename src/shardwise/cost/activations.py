@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.passing import loss_moment_bytes
+from shardwise.cost.passing import head_weights, loss_moment_bytes
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -194,13 +194,15 @@ def head_activation_bytes(job: Job) -> float:
     """What the last stage keeps per microbatch: final norm and projection inputs, fp32 softmax of the logits.
 
     4sbh/t·(1 + v/h) in Korthikanti et al. 2022, section 4.3; the logits dominate at a large vocabulary. A fused loss
-    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py), one in pieces none. Every
-    multi-token-prediction module has a loss of its own.
+    keeps them in 16 bit (Transformer Engine, pytorch/triton/cross_entropy.py), one in pieces none,
+    but makes the fp32 gradient of the head's weights on the way. Every multi-token-prediction module has a loss of its
+    own.
     """
     sizes = _sizes(job)
     inputs = job.model.hidden * sizes.region_tokens * (sizes.element + sizes.linear_input)
     per_logit = {"fused": sizes.element, "pieces": 0.0}.get(job.stack.loss, 4.0)
-    return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers)
+    made = 4 * head_weights(job) if job.stack.loss == "pieces" else 0.0
+    return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + made
 
 
 def logits_temporary_bytes(job: Job) -> float:

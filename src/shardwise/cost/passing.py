@@ -28,17 +28,17 @@ def moments_of(stack: Stack) -> tuple[Moment, ...]:
 def loss_moment_bytes(job: Job) -> float:
     """Logits of some tokens, the gradients of the head and of its input.
 
-    The gradient of the weights is summed over the pieces in fp32 and rounded at the end, when no logits are left. With
-    tensor parallelism the whole head input is beside its gradient.
+    The gradient of the weights is summed over the pieces in fp32, which `head_activation_bytes` has, and rounded at the
+    end, when no logits are left. With tensor parallelism the whole head input is beside its gradient.
     """
-    weights, tokens, element = _head_weights(job), job.microbatch_tokens, job.training.recipe.activation
+    weights, tokens, element = head_weights(job), job.microbatch_tokens, job.training.recipe.activation
     rows = job.model.vocab / job.strategy.tp
     logits = min(tokens, max(1, LOGITS_AT_ONCE // rows)) * rows
     states = tokens * job.model.hidden * element
     narrow = element < 4
     if job.strategy.tp > 1:
-        return 4 * weights + max(element * weights, (4 + element * narrow) * logits) + 2 * states
-    return 4 * weights + max(element * weights, (4 + element) * logits) + states
+        return max(element * weights, (4 + element * narrow) * logits) + 2 * states
+    return max(element * weights, (4 + element) * logits) + states
 
 
 def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
@@ -88,5 +88,6 @@ def gradients_absent(gradients: Any, zero: Any, strategy: Strategy) -> Absent:
     return Absent(0.0 * gradients, gradients * (divided | alone))
 
 
-def _head_weights(job: Job) -> float:
+def head_weights(job: Job) -> float:
+    """Of the output projection, on one device."""
     return job.model.vocab * job.model.hidden / job.strategy.tp
