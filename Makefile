@@ -43,6 +43,8 @@ bench: $(READY)
 	$(BIN)/python bench/search.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/loop.py
+	$(BIN)/python bench/data.py
+	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python -m shardwise validate validation/collectives.csv
 
 $(READY): pyproject.toml constraints.txt

@@ -1,7 +1,8 @@
 """A small process that ends a launcher's ranks if the launcher is killed itself; it runs as a script, by `-I`.
 
 It reads lines from the launcher, "+PID" for a process group that has begun and "-PID" for one that has ended. When
-the pipe closes, the launcher is gone, and so must be all that it left: ranks that are stopped, and what they started.
+the pipe closes, the launcher is gone, and so must be all that it left: ranks that are stopped, what they started, and
+the file in which they met, which is its argument.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def main() -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.unlink(sys.argv[1])  # noqa: PTH108 - nothing but the standard library's smallest part is loaded here
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
 MOST_SETTLE_SECONDS = 2.0  # as long as only victims are seen: what killed them may still be ending
 END_SECONDS = 0.5  # between asking ranks to end after a failure and ending them: most wait for one that is gone
 _ATTEMPT = re.compile(r"attempt-(\d+)")
+ROOM_BYTES = 2**18
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 
 
@@ -181,6 +182,15 @@ def _stop_requests() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
+def _require_room(folder: Path) -> None:
+    """Raises OSError where the disk has no place left for what the ranks will have to say."""
+    probe = folder / "room"
+    try:
+        probe.write_bytes(bytes(ROOM_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 def _new_folder(folder: Path) -> Path:
     """A folder for one attempt that nothing else has used."""
     try:
@@ -190,6 +200,7 @@ def _new_folder(folder: Path) -> Path:
             own = folder / f"attempt-{1 + max((int(match[1]) for match in used if match), default=0):04d}"
             try:
                 own.mkdir()
+                _require_room(own)
                 return own.resolve()
             except FileExistsError:  # another run in the same folder was quicker
                 continue

@@ -14,6 +14,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
+from shardwise.train.data.pair import open_pair
 
 TIGHT = 0.9  # of a device's memory
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
@@ -36,6 +37,8 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         raise error.under("run.data") from None
     if here:
         _require_places(job)
+        for name in (*job.run.data.shards, *job.run.data.validation):
+            open_pair(name)
     price = candidate(job)
     needed, there = price.memory.total, job.cluster.device.memory
     if needed > there:

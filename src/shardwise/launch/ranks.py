@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from shardwise.train.records import (
 )
 
 _TAIL_BYTES = 65536  # native errors stand before the stacks of all threads
+_SHARED_MEMORY = Path("/dev/shm")
 _STACKS_SECONDS = 0.3  # for a rank to write down what it is doing
 
 
@@ -89,8 +91,9 @@ class Ranks:
     def __init__(self, command: Sequence[str], world: int, folder: Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
         self.all: list[Rank] = []
+        self._meeting = _meeting_file(folder)
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__],
+            [sys.executable, "-I", "-S", guard.__file__, str(self._meeting)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -104,7 +107,7 @@ class Ranks:
         with log_path(self.folder, number).open("wb") as log:
             process = subprocess.Popen(
                 list(command),
-                env=_environment(number, world, self.folder, environment),
+                env=_environment(number, world, self.folder, self._meeting, environment),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self._tell_guard(f"+{process.pid}")
@@ -163,7 +166,15 @@ def _kill_group(rank: Rank) -> None:
         os.killpg(rank.process.pid, signal.SIGKILL)
 
 
-def _environment(number: int, world: int, folder: Path, given: Mapping[str, str]) -> dict[str, str]:
+def _meeting_file(folder: Path) -> Path:
+    """A new file, in memory where there is a place for it: ranks can then talk while the disk is full."""
+    place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder
+    handle, path = tempfile.mkstemp(prefix="shardwise-meeting-", dir=place)
+    os.close(handle)
+    return Path(path)
+
+
+def _environment(number: int, world: int, folder: Path, meeting: Path, given: Mapping[str, str]) -> dict[str, str]:
     """What a rank finds in its environment: its place, quiet defaults, and last what the caller gives."""
     loopback = {name: one for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (one := loopback_interface())}
     own_place = {
@@ -171,7 +182,7 @@ def _environment(number: int, world: int, folder: Path, given: Mapping[str, str]
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "SHARDWISE_MEETING": str(folder / "meeting"),
+        "SHARDWISE_MEETING": str(meeting),
         "SHARDWISE_ATTEMPT_FOLDER": str(folder),
         "SHARDWISE_LAUNCHER": str(os.getpid()),
     }

@@ -10,6 +10,7 @@ from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.torchrun import WORKER
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.train.metrics.predicted import write_prediction
 from shardwise.train.run_folder import RunFolder
@@ -19,11 +20,15 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight) -> None:
     """Writes what the processes read; only for who has locked the folder."""
     folder.checkpoints.clear_unfinished()
     temporary = folder.job.with_suffix(".part")
-    temporary.write_text(job.to_yaml(), encoding="utf-8")
-    temporary.replace(folder.job)
     # What a rank's tensors hold is measured; what the framework takes beside them is not.
     tensors = checked.price.memory.total - checked.price.memory.allowance
-    write_prediction(folder.path, checked.price.step_seconds, tensors)
+    try:
+        temporary.write_text(job.to_yaml(), encoding="utf-8")
+        temporary.replace(folder.job)
+        write_prediction(folder.path, checked.price.step_seconds, tensors)
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+        raise SpecError(str(folder.path), problem, "make room, or choose another folder") from None
 
 
 @dataclass(frozen=True)

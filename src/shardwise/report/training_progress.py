@@ -22,6 +22,7 @@ from shardwise.train.metrics.lines import Follower
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
+_TOLD = {"checkpoint_damaged": "a checkpoint was left out: ", "checkpoint_failed": "no checkpoint: ", "bad": "bad, "}
 RECENT = 20  # steps whose median says how long the rest will take
 
 
@@ -39,6 +40,7 @@ class TrainingProgress:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last_line = time.monotonic()
         self._validation: float | None = None
+        self._said: set[str] = set()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
@@ -51,6 +53,7 @@ class TrainingProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._done.set()
         self._thread.join()
+        self._show_new()
         if self._bar is not None:
             self._bar.stop()
 
@@ -58,18 +61,26 @@ class TrainingProgress:
         if not self._quiet:
             self._console.print(text, soft_wrap=True, markup=False)
 
+    def _say_once(self, text: str) -> None:
+        """Records come again where the run goes back."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
     def _follow(self) -> None:
         while not self._done.wait(POLL_SECONDS):
-            for record in self._follower.new():
-                self._show(record)
+            self._show_new()
+
+    def _show_new(self) -> None:
+        for record in self._follower.new():
+            self._show(record)
 
     def _show(self, record: Mapping[str, Any]) -> None:
         if record.get("validation_loss") is not None:
             self._validation = record["validation_loss"]
-        if record.get("checkpoint_failed"):
-            self.say(f"checkpoint failed: {record['checkpoint_failed']}")
-        if record.get("bad"):
-            self.say(f"step {record['step']:,}: bad, {record['bad']}")
+        for name, words in _TOLD.items():
+            if record.get(name):
+                self._say_once(f"step {record['step']:,}: {words}{record[name]}")
         if record.get("seconds") is None:
             return
         if "memory_bytes_of_ranks" not in record:

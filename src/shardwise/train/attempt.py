@@ -21,6 +21,7 @@ from shardwise.train.records import (
     FailureRecord,
     Phase,
     progress_path,
+    reserve_failure,
     stacks_path,
     write_beat,
     write_failure,
@@ -100,6 +101,7 @@ class Reporter:
         stacks = stacks_path(place.folder, place.rank).open("w", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         self._file = os.open(progress_path(place.folder, place.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        reserve_failure(place.folder, place.rank)
         self.phase("start", 0)
         write_beat(self._file, time.monotonic())
         threading.Thread(target=self._beat, args=(self._file,), name="beat", daemon=True).start()

@@ -90,17 +90,21 @@ class Keeper:
             problem = str(error)
         self._settled += 1  # a step may be saved again after a roll-back
         key = f"saved/{self.attempt}/{self._settled}"
-        if self.saver.rank == 0:
-            self._tidy(problem)
-            self.say(step, problem)
-            self._store.set(key, f"ended:{problem}")
-            return problem
-        self._store.wait([key], timedelta(seconds=self.run.timeouts.checkpoint))
-        told: bytes = self._store.get(key)
-        return told.decode().removeprefix("ended:")
+        limit = timedelta(seconds=self.run.timeouts.checkpoint)
+        if self.saver.rank:
+            self._store.set(f"{key}/{self.saver.rank}", "ended")
+            self._store.wait([key], limit)
+            told: bytes = self._store.get(key)
+            return told.decode().removeprefix("ended:")
+        if self.saver.world > 1:  # what a rank still writes could not be cleared
+            self._store.wait([f"{key}/{rank}" for rank in range(1, self.saver.world)], limit)
+        self._tidy(step, problem)
+        self.say(step, problem)
+        self._store.set(key, f"ended:{problem}")
+        return problem
 
-    def _tidy(self, problem: str) -> None:
+    def _tidy(self, step: int, problem: str) -> None:
         if problem:
             self.folder.clear_unfinished()
         else:
-            self.folder.retain(self.run.checkpoints.keep, self.run.checkpoints.keep_every)
+            self.folder.retain(self.run.checkpoints.keep, self.run.checkpoints.keep_every, newest_step=step)

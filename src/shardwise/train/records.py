@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -21,6 +21,8 @@ BEAT_SECONDS = 0.5
 _PROGRESS = struct.Struct("=QqqddQ")
 _BEAT = struct.Struct("=d")
 _BEAT_OFFSET = 64
+_FAILURE_BYTES = 16_384
+_MOST_WORDS = 6_000  # of a message, and of a traceback's end
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,18 @@ def read_progress(file: int) -> Progress | None:
     return Progress(PHASES[phase], step, since, limit_seconds, beat) if count == same else None
 
 
+def reserve_failure(folder: Path, rank: int) -> None:
+    """Takes the room that a failure's record needs: a full disk is what it may have to tell of."""
+    failure_path(folder, rank).with_suffix(".part").write_bytes(b" " * _FAILURE_BYTES)
+
+
 def write_failure(folder: Path, record: FailureRecord) -> None:
+    """Over the blanks that were reserved; those that stay behind it are no harm to JSON."""
     path = failure_path(folder, record.rank)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+    short = replace(record, message=record.message[:_MOST_WORDS], traceback=record.traceback[-_MOST_WORDS:])
+    with part.open("r+b" if part.exists() else "wb") as file:
+        file.write(json.dumps(asdict(short), indent=1).encode())
     part.rename(path)
 
 

@@ -5,9 +5,11 @@ Exits 0 when the run is done or was stopped with a checkpoint, 2 for a mistake o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,12 +38,18 @@ def main(arguments: list[str]) -> int:
         return 0
     except SpecError as error:
         reporter.failed(error)
-        print(f"shardwise: error: {error}", file=sys.stderr, flush=True)
+        _print(f"shardwise: error: {error}")
         return 2
     except BaseException as error:
         reporter.failed(error)
-        traceback.print_exc()
+        _print(traceback.format_exc())
         return 1
+
+
+def _print(text: str) -> None:
+    """Into this rank's log, which may be on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal) -> None:
@@ -58,8 +66,12 @@ def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal)
     meeting = None if place.meeting is None else str(place.meeting)
     with joined(place.rank, place.world, meeting, device=device, seconds=longest):
         engine = Engine(job, device=device, seed=job.run.seed)
-        state = _begun(engine, folder, place.rank)
+        damaged: list[str] = []
+        state = _begun(engine, folder, damaged.append)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
+        if recorder:
+            for problem in damaged:
+                recorder.write({"step": state.position.step, "checkpoint_damaged": problem})
         parts = Parts(
             job, engine, training, validation, folder.checkpoints, place.attempt, reporter, recorder, stop
         )  # fmt: skip
@@ -68,14 +80,9 @@ def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal)
             recorder.close()
 
 
-def _begun(engine: Engine, folder: RunFolder, rank: int) -> State:
-    """The trainer filled with what the run starts from."""
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(f"shardwise: {text}", file=sys.stderr, flush=True)
-
-    found = load_newest(engine, folder.checkpoints, say)
+def _begun(engine: Engine, folder: RunFolder, damaged: Callable[[str], None]) -> State:
+    """The trainer filled with what the run starts from; ``damaged`` hears of checkpoints that could not be used."""
+    found = load_newest(engine, folder.checkpoints, damaged)
     if found is not None:
         return found
     if engine.job.run.start_from is not None:
@@ -92,8 +99,9 @@ def _share_cores(place: Place, device: str) -> None:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     if status:
         os._exit(status)  # threads of a broken communication would keep the process
     sys.exit(0)

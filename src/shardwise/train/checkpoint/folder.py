@@ -47,7 +47,9 @@ class CheckpointFolder:
         """All shards are on disk: writes the manifest and gives the folder its name."""
         part = self._sealed(step, attempt, manifest)
         target = self.of_step(step)
-        if target.exists():  # of an earlier, damaged or undone attempt at the same step
+        if target.is_symlink():
+            target.unlink()
+        elif target.exists():  # of an earlier, damaged or undone attempt at the same step
             shutil.rmtree(target)
         part.rename(target)
         sync_folder(self.path)
@@ -75,9 +77,13 @@ class CheckpointFolder:
                 if _UNFINISHED.fullmatch(one.name):
                     shutil.rmtree(one, ignore_errors=True)
 
-    def retain(self, newest: int, every: int | None = None) -> None:
-        """Keeps the ``newest`` ones, and those of steps that ``every`` divides."""
-        for step in self.committed()[newest:]:
+    def retain(self, newest: int, every: int | None = None, *, newest_step: int | None = None) -> None:
+        """Keeps the ``newest`` ones, and those of steps that ``every`` divides.
+
+        Beyond ``newest_step`` there may be some that the run did not go on from, damaged ones: they do not count.
+        """
+        ours = [step for step in self.committed() if newest_step is None or step <= newest_step]
+        for step in ours[newest:]:
             if every is None or step % every:
                 self._remove(step)
 

@@ -13,7 +13,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.manifest import Manifest, read_manifest
-from shardwise.train.checkpoint.shards import ShardReader, checked
+from shardwise.train.checkpoint.shards import ShardReader, checked, mislabelled
 from shardwise.train.checkpoint.state import Kept, kept, take_numbers
 
 _WEIGHTS = ("weight/", "buffer/")
@@ -28,7 +28,11 @@ def problems_of(
     except SpecError as error:
         return [str(error)]
     mine = sorted(manifest.files)[rank::world]
-    found = [(name, checked(folder / name, manifest.files[name], progress)) for name in mine]
+    entries = manifest.entries()
+    found = [
+        (name, checked(folder / name, manifest.files[name], progress) or mislabelled(folder / name, entries[name]))
+        for name in mine
+    ]
     return [f"{folder / name}: {problem}" for name, problem in found if problem]
 
 
@@ -39,7 +43,9 @@ def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda te
     dist.broadcast_object_list(listed)
     for step in listed[0]:
         found: list[Any] = [None] * world
-        dist.all_gather_object(found, problems_of(folder.of_step(step), rank=rank, world=world))
+        path = folder.of_step(step)
+        own = [f"{path}: is a link"] if path.is_symlink() else problems_of(path, rank=rank, world=world)
+        dist.all_gather_object(found, own)
         problems = [problem for some in found for problem in some]
         if not problems:
             return int(step)

@@ -45,7 +45,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of the checkpoint: its size and BLAKE2b checksum."""
+    """A file of the checkpoint: its size and SHA-256 checksum."""
 
     size: int
     checksum: str
@@ -59,6 +59,14 @@ class Manifest:
     tensors: dict[str, Whole]
     files: dict[str, Shard] = field(default_factory=dict)
 
+    def entries(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """What each file has to hold: type and shape of every entry."""
+        found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
+        for whole in self.tensors.values():
+            for piece in whole.pieces:
+                found[piece.file][piece.entry] = (whole.dtype, piece.box.shape)
+        return found
+
     def to_bytes(self) -> bytes:
         """The manifest as the bytes of its file."""
         tensors = {
@@ -69,7 +77,7 @@ class Manifest:
             }
             for key, whole in self.tensors.items()
         }
-        files = {name: {"bytes": shard.size, "blake2b": shard.checksum} for name, shard in self.files.items()}
+        files = {name: {"bytes": shard.size, "sha256": shard.checksum} for name, shard in self.files.items()}
         document = {"format": FORMAT, "step": self.step, "job": self.job, "numbers": self.numbers, "files": files}
         document["tensors"] = tensors
         return json.dumps({**document, "checksum": _checksum(document)}).encode()
@@ -90,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
         if document["format"] != FORMAT:
             raise SpecError(str(path), f"has format {document['format']!r}", f"this reads format {FORMAT}")
         files = {
-            _file(name): Shard(_count(one["bytes"]), str(one["blake2b"])) for name, one in document["files"].items()
+            _file(name): Shard(_count(one["bytes"]), str(one["sha256"])) for name, one in document["files"].items()
         }
         tensors = {str(key): _whole(one, files) for key, one in document["tensors"].items()}
         if document.pop("checksum") != _checksum(document):
@@ -104,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _checksum(document: dict[str, Any]) -> str:
     """Of all else in the manifest, as JSON is written here: a number that was changed on disk is no longer it."""
-    return hashlib.blake2b(json.dumps(document).encode(), digest_size=32).hexdigest()
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def _file(name: Any) -> str:

@@ -6,7 +6,9 @@ into the time limit of the others' communication, and the writing may go on in a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -54,6 +56,7 @@ class Saver:
         self.trainer, self.folder, self.attempt, self.timeout_seconds = trainer, folder, attempt, timeout_seconds
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.entries, self.tensors = _shared_out(kept(trainer), self.rank, self.world)
+        self._saves = 0  # a step may be saved again: after a failure, or a roll-back
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -63,6 +66,7 @@ class Saver:
         staged = self._staged()
         written = {**numbers(self.trainer), **further}
         self._error = None
+        self._saves += 1
         self._thread = threading.Thread(target=self._guarded, args=(step, staged, written), name="checkpoint")
         self._thread.start()
         if wait:
@@ -79,7 +83,7 @@ class Saver:
         self._thread.join()
         self._thread = None
         if self._error is not None:
-            raise SaveError(str(self._error)) from self._error
+            raise self._error
 
     @torch.no_grad()
     def _staged(self) -> list[tuple[str, Tensor]]:
@@ -94,29 +98,31 @@ class Saver:
             self._error = error
 
     def _write(self, step: int, staged: list[tuple[str, Tensor]], written: dict[str, Any]) -> None:
-        part = self.folder.unfinished(step, self.attempt)
-        part.mkdir(parents=True, exist_ok=True)
+        name = f"{self.attempt}-{self._saves}"
+        part = self.folder.unfinished(step, name)
         try:
+            part.mkdir(parents=True, exist_ok=True)
             entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in staged]
             shard = write_shard(part / shard_name(self.rank), entries, (tensor for _, tensor in staged))
-            _tell(part / f"rank-{self.rank}", {"bytes": shard.size, "blake2b": shard.checksum})
+            _tell(part / f"rank-{self.rank}", {"bytes": shard.size, "sha256": shard.checksum})
         except OSError as error:
-            _tell_failure(part / f"rank-{self.rank}", error)
-            raise SaveError(f"rank {self.rank} could not write {part.name}: {error.strerror}") from error
+            _tell_failure(part, self.rank, error)
+            raise SaveError(f"rank {self.rank} could not write its part: {_reason(error)}") from error
         if self.rank == 0:
-            self._commit(step, part, written)
+            self._commit(step, name, written)
 
-    def _commit(self, step: int, part: Path, written: dict[str, Any]) -> None:
+    def _commit(self, step: int, name: str, written: dict[str, Any]) -> None:
+        part = self.folder.unfinished(step, name)
         try:
             files = self._all_written(part)
-        except SaveError:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        job = self.trainer.job.to_dict()
-        manifest = Manifest(step, job, written, self.tensors, files)
-        for rank in range(self.world):
-            (part / f"rank-{rank}").unlink()
-        self.folder.commit(step, self.attempt, manifest.to_bytes())
+            manifest = Manifest(step, self.trainer.job.to_dict(), written, self.tensors, files)
+            for rank in range(self.world):
+                (part / f"rank-{rank}").unlink()
+            self.folder.commit(step, name, manifest.to_bytes())
+        except OSError as error:
+            raise SaveError(f"could not be committed: {_reason(error)}") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)  # what is committed has another name
 
     def _all_written(self, part: Path) -> dict[str, Shard]:
         files: dict[str, Shard] = {}
@@ -124,13 +130,13 @@ class Saver:
         for rank in range(self.world):
             path = part / f"rank-{rank}"
             while not path.is_file():
+                for failed in part.glob(f"{path.name}.failed-*"):
+                    raise SaveError(f"rank {rank} could not write its part: {_reason_told(failed)}")
                 if time.monotonic() > deadline:
                     raise SaveError(f"rank {rank} did not write its part within {self.timeout_seconds:g} s")
                 time.sleep(POLL_SECONDS)
             told = json.loads(path.read_text(encoding="utf-8"))
-            if "failed" in told:
-                raise SaveError(f"rank {rank} could not write its part: {told['failed']}")
-            files[shard_name(rank)] = Shard(told["bytes"], told["blake2b"])
+            files[shard_name(rank)] = Shard(told["bytes"], told["sha256"])
         return files
 
 
@@ -140,12 +146,19 @@ def _tell(path: Path, content: dict[str, Any]) -> None:
     temporary.rename(path)
 
 
-def _tell_failure(path: Path, error: OSError) -> None:
-    """As far as the disk still lets it: rank 0 else hears of it by its time limit."""
-    try:
-        _tell(path, {"failed": error.strerror or str(error)})
-    except OSError:
-        return
+def _tell_failure(part: Path, rank: int, error: OSError) -> None:
+    """By the name of an empty file, which a full disk still takes; else rank 0 hears of it by its time limit."""
+    with contextlib.suppress(OSError):
+        (part / f"rank-{rank}.failed-{error.errno or 0}").touch()
+        (part / shard_name(rank)).unlink()
+
+
+def _reason_told(failed: Path) -> str:
+    return os.strerror(int(failed.name.rpartition("-")[2]))
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entry], dict[str, Whole]]:

@@ -11,8 +11,9 @@ import json
 import math
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from shardwise.train.checkpoint.manifest import Shard
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 CHUNK_BYTES = 8 * 2**20
+MOST_BEHIND = 4  # chunks that are written and not yet summed: what they lie in stays in memory
 
 
 def shard_name(rank: int) -> str:
@@ -49,15 +51,17 @@ def write_shard(
     path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> Shard:
     """Writes contiguous tensors in CPU memory, each asked for when its turn comes, and has them on disk at the end."""
-    checksum = hashlib.blake2b(digest_size=32)
+    checksum = hashlib.sha256()  # processors have instructions for it: twice as quick as BLAKE2b or more
     size = 0
+    behind: deque[Future[None]] = deque()
     # The checksum is computed beside the writing: both leave Python's lock to each other.
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         for chunk in _content(entries, tensors, metadata):
-            summed = beside.submit(checksum.update, chunk)
+            behind.append(beside.submit(checksum.update, chunk))
             _write_all(file, chunk)
             size += len(chunk)
-            summed.result()
+            if len(behind) > MOST_BEHIND:
+                behind.popleft().result()
         os.fsync(file.fileno())
     return Shard(size, checksum.hexdigest())
 
@@ -94,7 +98,7 @@ def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda 
             return "is missing" if not path.is_symlink() else "is a link"
         if path.stat().st_size != wanted.size:
             return f"has {path.stat().st_size:,} bytes instead of {wanted.size:,}"
-        checksum = hashlib.blake2b(digest_size=32)
+        checksum = hashlib.sha256()
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 checksum.update(chunk)
@@ -102,6 +106,24 @@ def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda 
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"
+
+
+def mislabelled(path: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
+    """What in a file, whatever its checksum, is not of the type and shape that the manifest says; reads its header."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            there = set(file.keys())
+            for entry, (dtype, shape) in wanted.items():
+                if entry not in there:
+                    return f"has no {entry}"
+                found = file.get_slice(entry)
+                if (found.get_dtype(), tuple(found.get_shape())) != (dtype, shape):
+                    return f"{entry} has another type or shape than the manifest says"
+    except (SafetensorError, OSError) as error:
+        return f"cannot be read ({error})"
+    return None
 
 
 class ShardReader:

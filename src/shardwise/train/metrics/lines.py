@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "metrics.jsonl"
+TOLD_AGAIN_BYTES = 16_384
 
 
 class MetricLines:
@@ -17,7 +19,7 @@ class MetricLines:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / NAME
         cut_after(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._file = self.path.open("ab", buffering=0)
 
     def cut_after(self, step: int) -> None:
         """Forgets later steps: the run has gone back."""
@@ -25,10 +27,11 @@ class MetricLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """One line; a disk that is full costs the line, never the run."""
-        try:
-            self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
-        except OSError:
-            return
+        line = json.dumps({name: _plain(value) for name, value in record.items()}).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            written = self._file.write(line)
+            if written < len(line):  # half a line would spoil the next one
+                self._file.truncate(self._file.tell() - written)
 
     def close(self) -> None:
         self._file.close()
@@ -43,7 +46,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Follower:
-    """`new`: the records that have come since it was last asked, also where the file was cut meanwhile."""
+    """`new`: the records that have come since it was last asked.
+
+    Where the file was cut meanwhile nobody knows what came after that: the last ones are told, some of them again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, path.stat().st_size if path.is_file() else 0
@@ -53,10 +59,12 @@ class Follower:
             return []
         with self._path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(min(self._at, size))
+            if size < self._at:
+                self._at = max(0, size - TOLD_AGAIN_BYTES)
+            file.seek(self._at)
             data = file.read()
             whole = data[: data.rfind(b"\n") + 1]
-            self._at = min(self._at, size) + len(whole)
+            self._at += len(whole)
         records = (_record(line) for line in whole.splitlines(keepends=True))
         return [record for record in records if record is not None]
 

@@ -1,0 +1,99 @@
+"""Processes that are killed, stopped or fail at any point: nothing that was committed is lost, and the run ends as if
+nothing had been, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.faults import final_state, small_job, train
+from train.faulty_worker import Fault
+from train.runs import write_shards
+
+LIMIT_SECONDS = 10  # after which a rank without a sign of life has failed
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shards(tmp_path_factory.mktemp("data") / "words")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: str) -> tuple[Any, ...]:
+    ended = train(small_job(shards), tmp_path_factory.mktemp("undisturbed") / "run")
+    ended.require(0)
+    return final_state(ended.folder)
+
+
+def test_one_run_survives_what_may_happen_to_its_processes(
+    tmp_path: Path, shards: str, undisturbed: tuple[Any, ...]
+) -> None:
+    """Both ranks, in a step, in a save, and before the commit: killed, stopped, failed; one restart after the other."""
+    faults = [
+        Fault("kill", "backward", 3, rank=1, attempt=1),  # has step 2
+        Fault("kill", "writing", 4, rank=0, attempt=2),
+        Fault("stop", "backward", 3, rank=0, attempt=3),
+        Fault("kill", "sealed", 4, rank=0, attempt=4),
+        Fault("raise", "backward", 5, rank=1, attempt=5),  # has step 4
+    ]
+    patient = {"restarts": 4, "timeouts": {"start": 100, "step": LIMIT_SECONDS, "checkpoint": 60}}
+    ended = train(small_job(shards, run=patient), tmp_path / "run", *faults)
+    ended.require(
+        0,
+        "rank 1 (step, step 3): killed by SIGKILL; restart 1 of 4 from step 2",
+        "rank 0 (step, step 3): no sign of life for",
+        "rank 1 (step, step 5): ArithmeticError: the moon is full; restart 1 of 4 from step 4",
+    )
+    assert (
+        len(re.findall(r"rank 0 \(\w+, step [3456]\): killed by SIGKILL; restart [24] of 4 from step 2", ended.said))
+        == 2
+    )
+    silent = re.search(r"no sign of life for ([\d.]+) s: stopped, or in a call", ended.said)
+    assert silent
+    assert LIMIT_SECONDS - 1 < float(silent[1]) < 2 * LIMIT_SECONDS
+    ended.require_whole()
+    assert final_state(ended.folder) == undisturbed
+
+
+POINTS = ("begin", "backward", "writing", "written", "committed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "strategy"), [(2, {"dp": 2, "zero": 3}), (4, {"tp": 2, "pp": 2}), (4, {"dp": 4, "zero": 1})], ids=str
+)
+def test_a_kill_of_any_rank_at_any_point(tmp_path: Path, shards: str, devices: int, strategy: dict[str, Any]) -> None:
+    """The rank goes round with the point, so that each rank dies, and each point comes, in one run."""
+    rounds = [(point, number % devices) for number, point in enumerate(POINTS)] + [("sealed", 0)]
+    rounds += [(point, (number + 1) % devices) for number, point in enumerate(POINTS) if point != "committed"]
+    faults = [Fault("kill", point, 4, rank, number) for number, (point, rank) in enumerate(rounds, 1)]
+    faults = [one for one in faults if one.rank == 0 or one.at != "committed"]
+    job = small_job(shards, devices, run={"restarts": 20}, **strategy)
+    ended = train(job, tmp_path / "run", *faults)
+    ended.require(0)
+    assert ended.said.count("killed by SIGKILL; restart") == len(faults), ended.said
+    ended.require_whole()
+    whole = train(job, tmp_path / "whole")
+    whole.require(0)
+    assert final_state(ended.folder) == final_state(whole.folder)
+
+
+@pytest.mark.slow
+def test_different_collectives_are_explained_and_a_second_run_is_kept_out(
+    tmp_path: Path, shards: str, undisturbed: tuple[Any, ...]
+) -> None:
+    """In debug mode, which changes no bit either."""
+    faults = [Fault("differ", "backward", 3, rank=1, attempt=1), Fault("second", "begin", 3, rank=0, attempt=2)]
+    ended = train(small_job(shards), tmp_path / "run", *faults, arguments=("--debug",))
+    ended.require(0, "different collectives", "calls broadcast of Float [3]", "restart 1 of 3 from step 2")
+    (log,) = ended.folder.glob("attempts/attempt-0002/rank-0.log")
+    assert (
+        f"exit 2: shardwise: error: {ended.checkpoints.path}: process {os.getpid()} is training in it"
+        in log.read_text()
+    )
+    ended.require_whole()
+    assert final_state(ended.folder) == undisturbed
