@@ -34,7 +34,13 @@ class ToyStage(nn.Module):
         self.embedding, self.blocks, self.head = embedding, nn.ModuleDict(blocks), head
 
     def forward(
-        self, inputs: Tensor, labels: Tensor | None = None, *, positions: Tensor, documents: Tensor | None = None
+        self,
+        inputs: Tensor,
+        labels: Tensor | None = None,
+        *,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        most_documents: int | None = None,
     ) -> Tensor:
         hidden: Tensor = inputs if self.embedding is None else self.embedding(inputs)
         for block in self.blocks.values():
