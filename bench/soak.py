@@ -37,7 +37,8 @@ START_LIMIT_SECONDS = 200.0
 SHARE_OF_KILLS = 0.8  # of the time; the rest is for the run that nobody disturbs
 LAUNCHER_EVERY = 10  # of so many kills one is the launcher's
 MOMENTS = {"start": 0.25, "steps": 0.45, "save": 0.3}  # when a kill comes, and how often then
-LONGEST_STEPS_SECONDS = 1.0  # after the first step of an attempt
+MOST_STEPS = 12  # of an attempt before a kill
+STEPS_LIMIT_SECONDS = 20.0  # for them
 
 
 def job(shards: Path) -> str:
@@ -52,7 +53,7 @@ def job(shards: Path) -> str:
                 "data": {"shards": [str(shards)]},
                 "schedule": {"kind": "constant"},
                 "evaluation": {"batches": 0},
-                "checkpoints": {"steps": 5, "seconds": None},
+                "checkpoints": {"steps": 3, "seconds": None},
                 "logging": {"tensorboard": False, "memory": 10**9},
                 "restarts": 10**6,
             },
@@ -168,12 +169,12 @@ class Soak:
         if (self._step() or self.kept) < self.kept:
             self.problems.append(f"step {self.kept} was committed, the run went on from {self._step()}")
         self.start_seconds = time.monotonic() - began
-        if moment == "steps":
-            time.sleep(self.chance.uniform(0, LONGEST_STEPS_SECONDS))
-            return moment
-        unfinished = self.folder.checkpoints.path
-        self._until(lambda: any(unfinished.glob("step-*.part-*")), LONGEST_STEPS_SECONDS)
-        time.sleep(self.chance.uniform(0, 0.02))
+        wanted = (self._step() or 0) + self.chance.randrange(MOST_STEPS)
+        self._until(lambda: (self._step() or 0) >= wanted, STEPS_LIMIT_SECONDS)
+        if moment == "save":
+            unfinished = self.folder.checkpoints.path
+            self._until(lambda: any(unfinished.glob("step-*.part-*")), STEPS_LIMIT_SECONDS)
+        time.sleep(self.chance.uniform(0, 0.05))
         return moment
 
     def _attempt(self) -> int:
