@@ -119,7 +119,7 @@ def train(job: Job, folder: str, spoilt: dict[str, Sequence[str]] | None = None)
 
 def boxes(engine: Trainer[Any]) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
     return [
-        (one.key, one.shape, place.box.start, one.tensor[place.local].detach().float().numpy().copy())
+        (one.key, one.shape, place.box.start, one.read()[place.local].detach().float().numpy().copy())
         for one in kept(engine)
         for place in one.places
     ]

@@ -53,7 +53,7 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
 
 def boxes(engine: Engine) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
     return [
-        (one.key, one.shape, place.box.start, one.tensor[place.local].detach().float().numpy().copy())
+        (one.key, one.shape, place.box.start, one.read()[place.local].detach().float().numpy().copy())
         for one in kept(engine)
         for place in one.places
     ]
@@ -76,6 +76,11 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tiny", {"devices": 4, "tp": 2, "pp": 2}, {"devices": 2, "dp": 2, "zero": 3}),
     ("tiny", {"devices": 4, "dp": 4, "zero": 1}, {"devices": 4, "tp": 4}),
     ("tiny-moe", {"devices": 4, "dp": 4, "ep": 4, "zero": 3}, {"devices": 2, "dp": 2, "tp": 1, "ep": 2}),
+    (
+        "tiny",
+        {"devices": 2, "dp": 2, "zero": 1, "offload": {"optimizer": 0.6, "target": "nvme"}},
+        {"devices": 2, "tp": 2, "offload": {"optimizer": 0.3}},
+    ),
     ("tiny-mla", {"devices": 2, "pp": 2}, {"devices": 4, "dp": 2, "tp": 2, "ep": 2, "zero": 2}),
 ]
 

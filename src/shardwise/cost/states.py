@@ -58,12 +58,13 @@ def sums_once(strategy: Strategy, shards: int) -> bool:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of model state on one device, and what offload moved to its host."""
+    """Bytes of model state on one device, and what offload moved to its host; ``stored`` are optimizer states in it."""
 
     weights: Any
     gradients: Any
     optimizer: Any
     offloaded: Any = 0.0
+    stored: Any = 0.0
 
     @property
     def total(self) -> Any:
@@ -78,6 +79,7 @@ class StateBytes:
             self.gradients + other.gradients,
             self.optimizer + other.optimizer,
             self.offloaded + other.offloaded,
+            self.stored + other.stored,
         )
 
 
@@ -102,23 +104,25 @@ def state_bytes(
     states, offload = OPTIMIZERS[optimizer], offload or Offload()
     parameters = matrices + others
     weights = matrices * (recipe.weight + recipe.copies) + others * recipe.plain_weight
-    master, gradient_shard = recipe.master, recipe.gradient
+    master, gradient_shard, lasting = recipe.master, recipe.gradient, 0.0
     if recipe.fp32_shards:
         # The shards are the masters; what is gathered from them for a step counts as weights until ZeRO-3 drops it.
         weights = select(zero >= 3, 4 * parameters, weights)
         master = select(zero >= 3, 0, select(zero >= 1, 4, recipe.master))
         gradient_shard = select(sums_once, recipe.gradient, 4)
+        lasting = parameters * select(zero >= 1, master, 0) / shards  # what is gathered stays on the device
     weights = weights / select(zero >= 3, shards, 1)
     sharded = zero >= 2 if gradients_sharded is None else gradients_sharded
     gradients = parameters * select(sharded, gradient_shard / shards, recipe.gradient)
     kept = parameters * master + matrices * states.matrices + others * states.others
     optimizer_bytes = kept / select(zero >= 1, shards, 1)
-    offloaded = weights * offload.weights + gradients * offload.gradients + optimizer_bytes * offload.optimizer
+    stored = (optimizer_bytes - lasting) * offload.optimizer
     return StateBytes(
         weights * (1 - offload.weights),
         gradients * (1 - offload.gradients),
-        optimizer_bytes * (1 - offload.optimizer),
-        offloaded,
+        optimizer_bytes - stored,
+        weights * offload.weights + gradients * offload.gradients + stored,
+        stored,
     )
 
 

@@ -6,7 +6,7 @@ loss of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,12 @@ class DataParallel:
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """fp32 values of whole parameters that are computed with in 16 bits; divided parameters are fp32 themselves."""
         return {parameter: master for part in self.parts.values() for parameter, master in part.masters.items()}
+
+    def forget_masters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Somebody else keeps the fp32 values of these from now on."""
+        for parameter in parameters:
+            for part in self.parts.values():
+                part.masters.pop(parameter, None)
 
     @torch.no_grad()
     def publish(self) -> None:

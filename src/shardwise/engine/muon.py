@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardwise.engine.elementwise import Update
 from shardwise.engine.names import sent
 
 # The quintic whose slope at zero is as steep as convergence allows: kellerjordan.github.io/posts/muon
@@ -23,12 +24,33 @@ EPSILON = 1e-7
 
 
 @torch.no_grad()
-def muon_directions(
+def muon_update(
+    update: Update,
+    parameters: Sequence[nn.Parameter],
+    values: Sequence[Tensor],
+    gradients: list[Tensor],
+    momenta: Sequence[Tensor],
+) -> None:
+    """One step of local ``values``; ``parameters`` tell how they are cut."""
+    rate: float | Tensor = update.learning_rate
+    if update.divisor is not None:
+        gradients = list(torch._foreach_div(gradients, update.divisor))
+    if update.bad is not None:  # no kernel of its own that could leave a step out: nothing is added to anything
+        rate = rate * (1 - update.bad)
+        for gradient in gradients:
+            gradient.masked_fill_(update.bad.bool(), 0.0)
+    directions = _directions(parameters, gradients, momenta, update.settings.momentum, update.bad)
+    torch._foreach_mul_(list(values), 1 - rate * update.weight_decay)
+    torch._foreach_mul_(directions, -rate)
+    torch._foreach_add_(list(values), directions)
+
+
+def _directions(
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
     momentum: float,
-    bad: Tensor | None = None,
+    bad: Tensor | None,
 ) -> list[Tensor]:
     """Where each local tensor goes, with Nesterov's look ahead; ``momenta`` are updated in place.
 

@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from shardwise.engine.muon import muon_directions
+from shardwise.engine.elementwise import STATES as _ELEMENTWISE
+from shardwise.engine.elementwise import Update
+from shardwise.engine.muon import muon_update
 from shardwise.engine.names import named
+from shardwise.engine.offload.states import MASTER, StoredStates, local, rows_of
+from shardwise.engine.offload.store import Store
 from shardwise.spec.errors import SpecError
 from shardwise.spec.optimization import Optimization
 from shardwise.spec.training import Training
 
+STATES = {**_ELEMENTWISE, "muon": ("momentum_buffer",)}
 CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
 
 
@@ -27,10 +31,13 @@ def build_optimizer(
     training: Training,
     *,
     masters: Mapping[nn.Parameter, Tensor] | None = None,
+    store: Store | None = None,
+    share: float = 0.0,
 ) -> LocalOptimizer:
     """The optimizer of a job for the parameters of this rank, by their names in the whole model.
 
-    ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`).
+    ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`). A
+    ``share`` of all states is kept in the ``store``.
     """
     settings = training.optimization
     if training.optimizer == "adam8bit":
@@ -49,6 +56,8 @@ def build_optimizer(
         ],
         settings,
         dict(masters or {}),
+        store,
+        share,
     )
 
 
@@ -65,23 +74,76 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 class LocalOptimizer(torch.optim.Optimizer):
     """Looks like any of `torch.optim`, so that schedules of the learning rate and checkpoints work.
 
-    All states are there from the beginning: memory does not grow with the first step.
+    All states are there from the beginning: memory does not grow with the first step. Those of a ``share`` of all
+    elements are in a ``store``; of a parameter that is cut by it, what is left on the device is a flat tensor.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], settings: Optimization, masters: dict[nn.Parameter, Tensor]
+        self,
+        groups: list[dict[str, Any]],
+        settings: Optimization,
+        masters: dict[nn.Parameter, Tensor],
+        store: Store | None = None,
+        share: float = 0.0,
     ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.masters = settings, masters
+        self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
         for group in self.param_groups:
-            names = _STATES[group["kind"]]
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                for name in names:
-                    state[name] = torch.zeros_like(self._values(parameter), dtype=torch.float32)
-                if parameter in masters:
-                    state["master"] = masters[parameter]
             group["step"] = _step_counter(group["params"])
+        self.stored = self._room(store, share) if store is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._begin(parameter, STATES[group["kind"]])
+
+    def _room(self, store: Store, share: float) -> StoredStates:
+        kinds = {group["kind"] for group in self.param_groups}
+        if "muon" in kinds:
+            raise SpecError(
+                "strategy.offload.optimizer", "muon moves whole matrices, not single elements", "optimizer: adamw"
+            )
+        names = [name for kind in sorted(kinds) for name in STATES[kind]]
+        rows = rows_of(self.param_groups)
+        elements = round(share * sum(row.size for row in rows))
+        return StoredStates(rows, [*names, *([MASTER] if self.masters else [])], store, elements)
+
+    def _begin(self, parameter: nn.Parameter, names: Iterable[str]) -> None:
+        values, state = self._values(parameter), self.state[parameter]
+        for name in names:
+            state[name] = torch.zeros_like(values, dtype=torch.float32)
+        if parameter in self.masters:
+            state[MASTER] = self.masters[parameter]
+        self._push_out(parameter, 0)
+
+    def _push_out(self, parameter: nn.Parameter, before: int) -> None:
+        """Into the store what belongs there now, of which the first ``before`` elements are there."""
+        more = self._stored_of(parameter) - before
+        if more <= 0 or self.stored is None:
+            return
+        state = self.state[parameter]
+        for name, tensor in state.items():
+            flat = local(tensor).flatten()
+            self.stored.write(parameter, name, flat[:more], before)
+            state[name] = flat[more:].clone()
+        if MASTER in state:
+            self.masters.pop(parameter, None)
+            self._tails[parameter] = state[MASTER]
+
+    def _pull_in(self, parameter: nn.Parameter, after: int) -> None:
+        """Out of the store what is beyond the first ``after`` elements of a parameter."""
+        if self.stored is None or self._stored_of(parameter) <= after:
+            return
+        state = self.state[parameter]
+        for name, tensor in state.items():
+            back = self.stored.read(parameter, name, after).to(tensor.device)
+            state[name] = torch.cat([back, tensor])
+        if MASTER in state:
+            self._tails[parameter] = state[MASTER]
+
+    @property
+    def cut(self) -> list[nn.Parameter]:
+        """Parameters whose states are not, or not all, on the device."""
+        return [one for group in self.param_groups for one in group["params"] if self._stored_of(one)]
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -89,20 +151,42 @@ class LocalOptimizer(torch.optim.Optimizer):
     ) -> None:
         """One update from the gradients divided by ``divisor``; none where ``bad`` is 1 (both are scalars)."""
         assert closure is None, "gradients are there already: nothing is evaluated again"
+        stored = self.stored is not None and self.stored.elements > 0
+        if stored and bad is not None:
+            if bad.item():  # the host updates, so it has to know
+                return
+            bad = None
         with named("optimizer"):
+            updates = []
             for group in self.param_groups:
                 group["step"] += 1 if bad is None else 1 - bad
+                update = Update(
+                    group["kind"], self.settings, group["lr"], group["weight_decay"], group["step"], bad, divisor
+                )
+                updates.append(update)
                 # A rank that holds no row of a small parameter still takes part in what Muon gathers.
                 muon = group["kind"] == "muon"
-                members = [one for one in group["params"] if one.grad is not None and (muon or local(one).numel())]
+                members = [one for one in group["params"] if one.grad is not None and (muon or self._resident(one))]
                 for some in _in_portions(members):
-                    gradients = [local(one.grad).float() for one in some if one.grad is not None]
-                    _UPDATES[group["kind"]](self, group, some, gradients, bad, divisor)
+                    gradients = [self._rest(one, local(one.grad)).float() for one in some if one.grad is not None]
+                    self._update(update, some, gradients)
+            if stored and self.stored is not None:
+                with named("optimizer: offloaded states"):
+                    self.stored.update([one.on(torch.device("cpu")) for one in updates])
             self._publish()
+
+    def _update(self, update: Update, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        if update.kind == "muon":
+            buffers = self.states(parameters, "momentum_buffer")
+            muon_update(update, parameters, [self.values(one) for one in parameters], gradients, buffers)
+            return
+        values = [self._tails.get(one, self._rest(one, self.values(one))) for one in parameters]
+        update(values, gradients, {name: self.states(parameters, name) for name in STATES[update.kind]})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Into the tensors that are there: PyTorch's own would turn the states of 16-bit parameters into 16 bits."""
+        assert not self.cut, "states that are elsewhere are written by `write`"
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = saved["lr"]
             group["step"].copy_(saved["step"])
@@ -111,25 +195,75 @@ class LocalOptimizer(torch.optim.Optimizer):
                     local(self.state[parameter][name]).copy_(local(value))
         self._publish()
 
+    @torch.no_grad()
+    def offload(self, share: float) -> None:
+        """Between two steps: the states of this ``share`` of all elements are in the store from now on."""
+        assert self.stored is not None, "made without a store"
+        stored = self.stored
+        elements = round(share * sum(row.size for row in stored.rows))
+        before = {row.parameter: stored.count(row.parameter) for row in stored.rows}
+        for row in stored.rows:
+            self._pull_in(row.parameter, min(max(elements - row.begin, 0), row.size))
+        stored.resize(elements)
+        for parameter, count in before.items():
+            self._push_out(parameter, count)
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """The local values of a state (``master``: the fp32 values); the tensor itself where it is on the device."""
+        if name == MASTER and parameter not in self._tails:
+            return self.values(parameter)
+        stored, shape = self._stored_of(parameter), local(parameter).shape
+        here = local(self.state[parameter][name])
+        if not stored or self.stored is None:
+            return here.view(shape)
+        return torch.cat([self.stored.read(parameter, name), here.cpu()]).view(shape)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
+        """What `read` gave, changed; the weights that are computed with follow their masters."""
+        stored = self._stored_of(parameter)
+        if stored and self.stored is not None and name in self.state[parameter]:
+            flat = values.flatten()
+            self.stored.write(parameter, name, flat[:stored])
+            self.state[parameter][name].copy_(flat[stored:])
+        else:
+            self.read(parameter, name).copy_(values)
+        if name == MASTER and parameter in self._tails:
+            local(parameter).copy_(values)
+
     def values(self, parameter: nn.Parameter) -> Tensor:
-        """The local fp32 values of a parameter: what is trained, checkpointed and compared."""
+        """The local fp32 values of a parameter: what is trained and compared, where all of them are on the device."""
         return local(self._values(parameter))
 
+    def dtype(self, parameter: nn.Parameter, name: str) -> torch.dtype:
+        """Of what `read` gives; frozen parameters have no fp32 values apart."""
+        return self.values(parameter).dtype if name == MASTER and parameter not in self._tails else torch.float32
+
     def states(self, parameters: Iterable[nn.Parameter], name: str) -> list[Tensor]:
+        """What is on the device of them."""
         return [local(self.state[one][name]) for one in parameters]
 
     def _values(self, parameter: nn.Parameter) -> Tensor:
         return self.masters.get(parameter, parameter)
 
+    def _stored_of(self, parameter: nn.Parameter) -> int:
+        return 0 if self.stored is None else self.stored.count(parameter)
+
+    def _resident(self, parameter: nn.Parameter) -> int:
+        return local(parameter).numel() - self._stored_of(parameter)
+
+    def _rest(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """The elements whose states are on the device."""
+        stored = self._stored_of(parameter)
+        return tensor.reshape(-1)[stored:] if stored else tensor
+
     def _publish(self) -> None:
         """The weights that are computed with follow their masters."""
         if self.masters:
             torch._foreach_copy_(list(self.masters), list(self.masters.values()))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that data parallelism may have divided."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+        for parameter, tail in self._tails.items():
+            self._rest(parameter, parameter.detach()).copy_(tail)
 
 
 def _step_counter(parameters: list[nn.Parameter]) -> Tensor:
@@ -150,89 +284,3 @@ def _in_portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         converted += elements
     if portion:
         yield portion
-
-
-def _adamw(
-    optimizer: LocalOptimizer,
-    group: dict[str, Any],
-    parameters: list[nn.Parameter],
-    gradients: list[Tensor],
-    bad: Tensor | None,
-    divisor: Tensor | None,
-) -> None:
-    settings = optimizer.settings
-    torch._fused_adamw_(  # the kernel of torch.optim.AdamW(fused=True), without its bookkeeping for each parameter
-        [optimizer.values(one) for one in parameters],
-        gradients,
-        optimizer.states(parameters, "exp_avg"),
-        optimizer.states(parameters, "exp_avg_sq"),
-        [],
-        [group["step"]] * len(parameters),
-        lr=group["lr"],
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        weight_decay=group["weight_decay"],
-        eps=settings.epsilon,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=divisor,
-        found_inf=bad,
-    )
-
-
-def _sgd(
-    optimizer: LocalOptimizer,
-    group: dict[str, Any],
-    parameters: list[nn.Parameter],
-    gradients: list[Tensor],
-    bad: Tensor | None,
-    divisor: Tensor | None,
-) -> None:
-    momentum = group["kind"] == "sgd-momentum"
-    torch._fused_sgd_(
-        [optimizer.values(one) for one in parameters],
-        gradients,
-        optimizer.states(parameters, "momentum_buffer") if momentum else [],
-        weight_decay=group["weight_decay"],
-        momentum=optimizer.settings.momentum if momentum else 0.0,
-        lr=group["lr"],
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,  # the buffers are zero, which comes to the same
-        grad_scale=divisor,
-        found_inf=bad,
-    )
-
-
-def _muon(
-    optimizer: LocalOptimizer,
-    group: dict[str, Any],
-    parameters: list[nn.Parameter],
-    gradients: list[Tensor],
-    bad: Tensor | None,
-    divisor: Tensor | None,
-) -> None:
-    if divisor is not None:
-        gradients = list(torch._foreach_div(gradients, divisor))
-    rate: float | Tensor = group["lr"]
-    if bad is not None:  # no kernel of its own that could leave a step out: nothing is added to anything
-        rate = group["lr"] * (1 - bad)
-        for gradient in gradients:
-            gradient.masked_fill_(bad.bool(), 0.0)
-    values = [optimizer.values(one) for one in parameters]
-    directions = muon_directions(
-        parameters, gradients, optimizer.states(parameters, "momentum_buffer"), optimizer.settings.momentum, bad
-    )
-    torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
-    torch._foreach_mul_(directions, -rate)
-    torch._foreach_add_(values, directions)
-
-
-_STATES = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "sgd": (),
-    "sgd-momentum": ("momentum_buffer",),
-    "muon": ("momentum_buffer",),
-}
-_UPDATES = {"adamw": _adamw, "sgd": _sgd, "sgd-momentum": _sgd, "muon": _muon}

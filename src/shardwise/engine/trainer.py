@@ -17,6 +17,7 @@ from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, s
 from shardwise.engine.gradients import held, ranks_with_copy, sum_partial
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named
+from shardwise.engine.offload.store import Store
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
 from shardwise.engine.pipeline.stage import Call
@@ -62,9 +63,13 @@ class Trainer(ABC, Generic[Given]):
         self.scaler = LossScaler(optimization.loss_scaling, device) if precision.scaled else None
         data.start()
         self.parameters = held(stages.values())
+        offload = job.strategy.offload
+        self.store = Store(offload, device) if offload.any else None
         self.optimizer = build_optimizer(
-            [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters
-        )
+            [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
+            store=self.store, share=offload.optimizer,
+        )  # fmt: skip
+        data.forget_masters(self.optimizer.cut)
         self.gradient_norm = GradientNorm([ranks_with_copy(one.part, mesh) for one in self.parameters], device)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
 
@@ -110,6 +115,15 @@ class Trainer(ABC, Generic[Given]):
         self.data.after_step()
         self.optimizer.zero_grad()
         return norm
+
+    def offload_optimizer(self, share: float) -> None:
+        """Between two steps: another share of the optimizer's states is kept outside of the device's memory.
+
+        For a job whose strategy offloads something: where there is nothing to offload to, nothing moves.
+        """
+        if self.store is not None:
+            self.optimizer.offload(share)
+            self.data.forget_masters(self.optimizer.cut)
 
     @torch.no_grad()
     def evaluate(self, batch: Given) -> Tensor:

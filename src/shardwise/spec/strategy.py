@@ -42,13 +42,18 @@ class Overlap(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Spec):
-    """Shares of each kind of state kept outside device memory, and where."""
+    """Shares of each kind of state kept outside device memory, and where.
+
+    ``folder`` is where ``nvme`` puts its files, which have no names and go with their process; by default the system's
+    folder for temporary files, which should not be in memory itself.
+    """
 
     optimizer: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     gradients: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     weights: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     activations: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     target: Literal["cpu", "nvme"] = "cpu"
+    folder: str | None = None
 
     @property
     def any(self) -> bool:

@@ -184,6 +184,10 @@ MATRIX: tuple[Finding, ...] = (
         "weights come back layer by layer with the gather of ZeRO-3", "zero: 3", ("strategy.zero", 3),
     ),
     Finding(
+        ("offload-optimizer", "muon"), "needs", "muon moves whole matrices: its states cannot be updated in pieces",
+        "optimizer: adamw, or offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
+    ),
+    Finding(
         ("gradients-beyond-optimizer",), "needs", "the optimizer updates where its gradients are",
         "offload.optimizer at least as large as offload.gradients", ("strategy.offload.optimizer", 1.0),
     ),

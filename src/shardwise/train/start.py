@@ -80,10 +80,12 @@ def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
         kind, _, name = one.key.partition("/")
         if kind not in ("weight", "buffer"):
             continue
+        tensor = one.read()
         for place in one.places:
             box = tuple(slice(first, first + size) for first, size in zip(place.box.start, place.box.shape))
             value = read_slice(folder, name, box)
-            one.tensor[place.local] = value.to(one.tensor.device, one.tensor.dtype)
+            tensor[place.local] = value.to(tensor.device, tensor.dtype)
+        one.write(tensor)
     trainer.data.publish()
 
 

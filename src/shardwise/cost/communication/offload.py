@@ -1,32 +1,39 @@
 """Offload: what moves between a device and its host or disk in one step.
 
-The optimizer's share sends gradients down and updated weights up once a step (Ren et al. 2021, ZeRO-Offload,
-arXiv 2101.06840); offloaded activations go down in the forward and up in the backward pass of every microbatch.
+The optimizer's share sends gradients down and updated weights up once a step, since its update runs on the host (Ren
+et al. 2021, ZeRO-Offload, arXiv 2101.06840). States on a disk are read and written there in every step (Rajbhandari et
+al. 2021, ZeRO-Infinity, arXiv 2104.07857). Offloaded activations go down in the forward and up in the backward pass of
+every microbatch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.in_flight import chunks_in_flight
 from shardwise.cost.memory import activation_bytes
-from shardwise.cost.overlap import Pass
+from shardwise.cost.overlap import Pass, Window
 from shardwise.cost.stages import RankContents
-from shardwise.cost.states import Sharding, owned_parameters, sharding_of
+from shardwise.cost.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.training import Recipe
 
+Target = Literal["cpu", "nvme"]
+
 
 @dataclass(frozen=True)
 class OffloadLine:
-    """One kind of transfer: bytes of one, how many in a step, under what."""
+    """One kind of transfer: bytes of one, how many in a step, under what, and over which link.
+
+    ``hidden`` is false for what nothing can hide; otherwise the strategy says.
+    """
 
     what: str
     size_bytes: Any
@@ -34,23 +41,55 @@ class OffloadLine:
     window: Pass
     window_share: Any = 1.0
     last_only: bool = False
+    hidden: bool = True
+    link: Target | None = None  # that of the offload's target, unless another is named
+
+    def window_if(self, overlapped: bool) -> Window:
+        return self.window if overlapped and self.hidden else "none"
 
 
-def state_lines(contents: RankContents, sharding: Sharding, recipe: Recipe, microbatches: Any) -> list[OffloadLine]:
-    """Every transfer of weights, gradients and optimizer results that there may be."""
+def state_lines(
+    contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any
+) -> list[OffloadLine]:
+    """Every transfer of weights, gradients and optimizer results that there may be.
+
+    Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
+    gradients. That is this project's engine, which moves both when the norm of all gradients is known, by which a step
+    may be left out: no pass is left to hide them under.
+    """
     offload, m = sharding.offload, microbatches
     owned = owned_parameters(contents, sharding)
     moved = owned * offload.optimizer  # less what lives on the host anyway
     weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * offload.weights
     gradients = (owned if sharding.gradients_sharded else contents.total) * recipe.gradient * offload.gradients
-    down, up = moved * (1 - offload.gradients) * recipe.gradient, moved * (1 - offload.weights) * recipe.weight
+    gradient, weight, master = _update_elements(sharding, recipe)
+    down, up = moved * (1 - offload.gradients) * gradient, moved * (1 - offload.weights) * weight
+    masters = moved * (1 - offload.weights) * master
+    on_disk, hidden = states.stored * (offload.target == "nvme"), not recipe.fp32_shards
     return [
-        OffloadLine("gradients to host, after the last microbatch", down, 1, "backward", 1 / m, True),
-        OffloadLine("updated weights from host", up, 1, "forward", 1 / m, True),
+        OffloadLine(
+            "gradients to host, after the last microbatch", down, 1, "backward", 1 / m, True, hidden, link="cpu"
+        ),
+        OffloadLine("weights to host, for the update", masters, 1, "backward", hidden=False, link="cpu"),
+        OffloadLine("states from disk", on_disk, 1, "backward", hidden=False),
+        OffloadLine("states to disk", on_disk, 1, "forward", hidden=False),
+        OffloadLine("updated weights from host", up, 1, "forward", 1 / m, True, hidden, link="cpu"),
         OffloadLine("weights from host, forward", weights, m, "forward"),
         OffloadLine("weights from host, backward", weights, m, "backward"),
         OffloadLine("gradients to host", gradients, m, "backward"),
     ]
+
+
+def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]:
+    """Bytes per element of gradients down, weights up, and master weights down before an update on the host."""
+    if not recipe.fp32_shards:
+        return recipe.gradient, recipe.weight, 0.0
+    shards = sharding.zero >= 1
+    return (
+        select(shards, 4, recipe.gradient),
+        select(shards, 4, recipe.weight),
+        select(shards, 4, 0.0 if recipe.master else recipe.weight),
+    )
 
 
 def activation_lines(moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
@@ -66,10 +105,11 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     strategy, m = job.strategy, job.microbatches
     if not strategy.offload.any:
         return []
-    link = host_topology(job.cluster, strategy.offload.target)
+    target, sharding = strategy.offload.target, sharding_of(strategy)
+    states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     in_flight = chunks_in_flight(job, contents.rank) / strategy.chunks_per_rank
     moved = activation_bytes(job, contents) / in_flight * strategy.offload.activations
-    lines = state_lines(contents, sharding_of(strategy), job.recipe, m) + activation_lines(moved, m)
+    lines = state_lines(contents, sharding, job.recipe, states, m) + activation_lines(moved, m)
     return [
         priced(
             "offload",
@@ -77,9 +117,9 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             CollectiveKind.SEND_RECV,
             line.size_bytes,
             line.count,
-            link,
+            host_topology(job.cluster, line.link or target),
             "auto",
-            window=line.window if strategy.overlap.offload else "none",
+            window=line.window_if(strategy.overlap.offload),
             window_share=line.window_share,
             last_only=line.last_only,
         )
@@ -88,7 +128,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     ]
 
 
-def host_topology(cluster: Cluster, target: str) -> Topology:
+def host_topology(cluster: Cluster, target: Target) -> Topology:
     """The one link that offload to ``target`` goes over, as a network of two."""
     if target == "nvme":
         if not cluster.storage:

@@ -228,8 +228,9 @@ class _Offloaded:
         with_head = has_head.any(axis=(1, 2))
         self.kinds = [with_head.nonzero()[0] if moment == "loss" else slice(None) for moment in self.moments]
         self.units_taken = job.cluster.device.units_taken.copies
-        self.host = host_topology(job.cluster, offload.target) if offload.any else None
-        self.state_costs = [_send(self.host, line.size_bytes) for line in self._state_lines(1)] if self.host else []
+        self.cluster = job.cluster
+        lines = self._state_lines(1) if offload.any else []
+        self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
 
     def _held(self, job: Job, moment: Moment) -> Any:
         """Model states, what is gathered at a moment, and the framework."""
@@ -272,9 +273,9 @@ class _Offloaded:
         self, rows: RowTable, part: slice, lengths: Array, left: dict[Pass, Waiting]
     ) -> tuple[Array | None, dict[Pass, Waiting]]:
         """Seconds besides, and what the step waits for together with what is ``left`` of data parallelism."""
-        if self.host is None:
+        if not self.offload.any:
             return None, left
-        transfers = self._transfers(self.host, rows, part, lengths)
+        transfers = self._transfers(rows, part, lengths)
         hidden = hidden_across_layers(transfers, *rows.ranks.windows(part))
         besides: Any = None
         for transfer, under in zip(transfers, hidden):
@@ -283,29 +284,33 @@ class _Offloaded:
                 besides = more if besides is None else besides + more
         return besides, {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}
 
-    def _transfers(self, host: Topology, rows: RowTable, part: slice, lengths: Array) -> list[Transfer]:
+    def _link(self, line: OffloadLine) -> Topology:
+        return host_topology(self.cluster, line.link or self.offload.target)
+
+    def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[Transfer]:
         m = rows.microbatches[part]
         transfers = [
-            self._transfer(host, line, *(_by_row(one, lengths, line.count) for one in (seconds, on_link)))
+            self._transfer(line, *(_by_row(one, lengths, line.count) for one in (seconds, on_link)))
             for line, (seconds, on_link) in zip(self._state_lines(m), self.state_costs)
             if seconds is not None
         ]
         if self.offload.activations:
             moved = rows.ranks.saved_bytes[:, None, part] * self.offload.activations
-            cost = [m * one for one in _send(host, moved)]
-            transfers += [self._transfer(host, line, *cost) for line in activation_lines(moved, m)]
+            lines = activation_lines(moved, m)
+            cost = [m * one for one in _send(self._link(lines[0]), moved)]
+            transfers += [self._transfer(line, *cost) for line in lines]
         return transfers
 
     def _state_lines(self, microbatches: Any) -> list[OffloadLine]:
-        return state_lines(self.contents, self.sharding, self.recipe, microbatches)
+        return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches)
 
-    def _transfer(self, host: Topology, line: OffloadLine, seconds: Any, on_link: Any) -> Transfer:
+    def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> Transfer:
         """``seconds`` of all that the step sends of it, ``on_link`` those that keep the link busy."""
         return Transfer(
             line.window,
             seconds,
-            {host.levels[0].name: on_link},
-            line.window if self.overlapped else "none",
+            {self._link(line).levels[0].name: on_link},
+            line.window_if(self.overlapped),
             line.window_share,
             line.last_only,
             units_taken=self.units_taken,

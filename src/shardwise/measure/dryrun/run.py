@@ -16,6 +16,7 @@ from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest
 from shardwise.measure.dryrun.result import Bytes, Calls, Compared, DryRun
 from shardwise.measure.dryrun.trace import Trace, trace, whole_shape
 from shardwise.pipeline import peak_chunks_in_flight
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 LAYERS = 4  # of a kind: two near the front of a stage and two near its back are unlike those between
@@ -30,6 +31,9 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     """
     started = time.perf_counter()
     require_runs(job)
+    if job.strategy.offload.any:
+        problem = "a trace has tensors without values, which no other memory can hold"
+        raise SpecError("strategy.offload", problem, "leave it out")
     rank = fullest_rank(job) if rank is None else check_rank(job, rank)
     pipeline_rank = coordinates_of(job, rank)["pp"]
     whole = whole_shape(job, pipeline_rank)

@@ -86,7 +86,7 @@ def _require_same_model(manifest: Manifest, wanted: Sequence[Kept], folder: Path
 
 
 def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> None:
-    pieces = manifest.tensors[one.key].pieces
+    pieces, tensor = manifest.tensors[one.key].pieces, one.read()
     for place in one.places:
         found = 0
         for piece in pieces:
@@ -94,7 +94,8 @@ def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> N
             if common is None:
                 continue
             part = reader.slice_of(piece.file, piece.entry, piece.box.shape, common.inside(piece.box))
-            one.tensor[place.local][common.inside(place.box)] = part.to(one.tensor.device, one.tensor.dtype)
+            tensor[place.local][common.inside(place.box)] = part.to(tensor.device, tensor.dtype)
             found += common.elements
         if found != place.box.elements:
             raise SpecError(str(folder), f"lacks a part of {one.key}", "take another checkpoint")
+    one.write(tensor)

@@ -88,8 +88,11 @@ class Saver:
     @torch.no_grad()
     def _staged(self) -> list[tuple[str, Tensor]]:
         """Copies in CPU memory: training may go on at once."""
-        copies = [(entry.name, entry.kept.tensor[entry.local]) for entry in self.entries]
-        return [(name, part.detach().to("cpu", copy=True).contiguous()) for name, part in copies]
+        staged = []
+        for entry in self.entries:
+            part = entry.kept.read()[entry.local]
+            staged.append((entry.name, part.detach().to("cpu", copy=True).contiguous()))
+        return staged
 
     def _guarded(self, step: int, staged: list[tuple[str, Tensor]], written: dict[str, Any]) -> None:
         try:
@@ -163,7 +166,7 @@ def _reason(error: OSError) -> str:
 
 def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entry], dict[str, Whole]]:
     """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
-    told = [(one.key, one.shape, NAMES[one.tensor.dtype], [place.box for place in one.places]) for one in mine]
+    told = [(one.key, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
     lists: list[Any] = [None] * world
     dist.all_gather_object(lists, told)
     holders: dict[tuple[str, Box], list[int]] = {}

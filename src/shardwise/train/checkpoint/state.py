@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.engine.gradients import Held
-from shardwise.engine.optimizer import LocalOptimizer, local
+from shardwise.engine.offload.states import MASTER
+from shardwise.engine.optimizer import LocalOptimizer
 from shardwise.engine.parts import Part, plain_name
 from shardwise.engine.trainer import Trainer
 from shardwise.train.checkpoint.boxes import Placed, Run, blocks_taken, placed, taken
@@ -22,26 +24,35 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here."""
+    """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here.
+
+    ``read`` gives the tensor, or a copy of one that is kept outside of the device's memory; ``write`` takes it back.
+    """
 
     key: str
     shape: tuple[int, ...]
     places: tuple[Placed, ...]
-    tensor: Tensor
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
 
 
 def kept(trainer: Trainer[Any]) -> list[Kept]:
     """Weights (fp32 masters where there are), optimizer states and the buffers that balance experts."""
-    tied = trainer.job.model.tied_embeddings
+    tied, optimizer = trainer.job.model.tied_embeddings, trainer.optimizer
     found = []
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
     for one in trainer.parameters:
         name = _name(one, tied)
         places = tuple(places_of(one))
-        for state, tensor in _tensors(one.parameter, trainer.optimizer):
-            found.append(Kept(f"{state}/{name}", one.part.shape, places, tensor))
-    found += [
-        Kept(f"buffer/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer) for name, buffer in _buffers(trainer)
-    ]
+        for state in _states(one.parameter, optimizer):
+            key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(one.parameter, state)
+            read, write = partial(optimizer.read, one.parameter, state), partial(optimizer.write, one.parameter, state)
+            found.append(Kept(key, one.part.shape, places, dtype, read, write))
+    for name, buffer in _buffers(trainer):
+        read, write = partial(_same, buffer), partial(_copy, buffer)
+        found.append(Kept(f"buffer/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write))
     return found
 
 
@@ -92,11 +103,17 @@ def _name(one: Held, tied: bool) -> str:
     return "embedding.weight" if tied and one.name == "head.weight" else one.name
 
 
-def _tensors(parameter: nn.Parameter, optimizer: LocalOptimizer) -> Iterator[tuple[str, Tensor]]:
-    yield WEIGHT, optimizer.values(parameter)
-    for name, tensor in optimizer.state[parameter].items():
-        if name != "master":
-            yield name, local(tensor)
+def _states(parameter: nn.Parameter, optimizer: LocalOptimizer) -> Iterator[str]:
+    yield MASTER
+    yield from (name for name in optimizer.state[parameter] if name != MASTER)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copy(target: Tensor, values: Tensor) -> None:
+    target.copy_(values)
 
 
 def _buffers(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:

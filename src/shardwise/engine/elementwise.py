@@ -1,0 +1,69 @@
+"""AdamW and SGD on plain tensors, wherever these are: PyTorch's own fused kernels, one call for a list of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.optimization import Optimization
+
+STATES: dict[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": (),
+    "sgd-momentum": ("momentum_buffer",),
+}
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of a group of parameters.
+
+    ``step`` counts it; gradients are divided by ``divisor``, and nothing moves where ``bad`` is 1. All three are
+    scalars on the device of the tensors.
+    """
+
+    kind: str
+    settings: Optimization
+    learning_rate: float
+    weight_decay: float
+    step: Tensor
+    bad: Tensor | None
+    divisor: Tensor | None
+
+    def on(self, device: torch.device) -> Update:
+        """The same step for tensors elsewhere, of a step that is known not to be left out."""
+        divisor = None if self.divisor is None else self.divisor.to(device)
+        return Update(
+            self.kind, self.settings, self.learning_rate, self.weight_decay, self.step.to(device), None, divisor
+        )
+
+    def __call__(
+        self, values: Sequence[Tensor], gradients: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        """``states`` has a list for each name of `STATES`; all lists are of the same tensors' parts, in fp32."""
+        common: dict[str, Any] = {
+            "lr": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            "maximize": False,
+            "grad_scale": self.divisor,
+            "found_inf": self.bad,
+        }
+        settings, lists = self.settings, {name: list(some) for name, some in states.items()}
+        if self.kind == "adamw":
+            # The kernel of torch.optim.AdamW(fused=True), without its bookkeeping for each parameter.
+            torch._fused_adamw_(
+                list(values), list(gradients), lists["exp_avg"], lists["exp_avg_sq"], [], [self.step] * len(values),
+                beta1=settings.beta1, beta2=settings.beta2, eps=settings.epsilon, amsgrad=False, **common,
+            )  # fmt: skip
+            return
+        momentum = self.kind == "sgd-momentum"
+        torch._fused_sgd_(
+            list(values), list(gradients), lists["momentum_buffer"] if momentum else [],
+            momentum=settings.momentum if momentum else 0.0, dampening=0.0, nesterov=False,
+            is_first_step=False,  # the buffers are zero, which comes to the same
+            **common,
+        )  # fmt: skip

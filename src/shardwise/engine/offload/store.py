@@ -1,0 +1,155 @@
+"""Where offloaded tensors are: host memory, pinned where there is a GPU, or a file of this rank on a disk.
+
+A region is a run of bytes in either. The file has no name: it is gone when nobody has it open any more, however the
+process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.offload.lanes import Copy, Lanes
+from shardwise.spec.errors import SpecError
+from shardwise.spec.strategy import Offload
+
+
+class Region(ABC):
+    """Bytes outside of the device's memory; `write` and `read` copy contiguous tensors in the background."""
+
+    def __init__(self, lanes: Lanes, size: int) -> None:
+        self.lanes, self.size = lanes, size
+
+    @abstractmethod
+    def write(self, at: int, tensor: Tensor) -> Copy: ...
+
+    @abstractmethod
+    def read(self, at: int, into: Tensor) -> Copy: ...
+
+    def in_memory(self, at: int, size: int) -> Tensor | None:
+        """The bytes themselves, where the host can compute with them."""
+        return None
+
+
+class Store:
+    """Makes regions for one rank, and takes them back: equal sizes come again with every microbatch."""
+
+    def __init__(self, offload: Offload, device: torch.device) -> None:
+        self.target: Literal["cpu", "nvme"] = offload.target
+        self.lanes = Lanes(device)
+        self._file = _File(offload.folder) if self.target == "nvme" else None
+        self._free: dict[int, list[Region]] = {}
+
+    def region(self, size: int) -> Region:
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        if self._file is not None:
+            return _FileRegion(self.lanes, size, self._file)
+        return _HostRegion(self.lanes, size)
+
+    def take_back(self, region: Region) -> None:
+        """Nothing may be under way in it."""
+        self._free.setdefault(region.size, []).append(region)
+
+
+def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In host memory from which ``device`` copies at full speed."""
+    return torch.empty(elements, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class _HostRegion(Region):
+    def __init__(self, lanes: Lanes, size: int) -> None:
+        super().__init__(lanes, size)
+        self.bytes = host_tensor(size, torch.uint8, lanes.device)
+
+    def write(self, at: int, tensor: Tensor) -> Copy:
+        source = as_bytes(tensor)
+        place = self.bytes[at : at + source.numel()]
+        return self.lanes.out(lambda: _copy(place, source), source)
+
+    def read(self, at: int, into: Tensor) -> Copy:
+        target = as_bytes(into)
+        place = self.bytes[at : at + target.numel()]
+        return self.lanes.back(lambda: _copy(target, place), target)
+
+    def in_memory(self, at: int, size: int) -> Tensor:
+        return self.bytes[at : at + size]
+
+
+class _FileRegion(Region):
+    def __init__(self, lanes: Lanes, size: int, file: _File) -> None:
+        super().__init__(lanes, size)
+        self.file, self.start = file, file.grow(size)
+
+    def write(self, at: int, tensor: Tensor) -> Copy:
+        source, start = as_bytes(tensor), self.start + at
+        return self.lanes.out(lambda: self.file.write(source.cpu(), start), source)
+
+    def read(self, at: int, into: Tensor) -> Copy:
+        target, start = as_bytes(into), self.start + at
+        if target.device.type == "cpu":
+            return self.lanes.back(lambda: self.file.read(target, start), target)
+        return self.lanes.back(lambda: self._read_through_host(target, start), target)
+
+    def _read_through_host(self, target: Tensor, start: int) -> None:
+        through = host_tensor(target.numel(), torch.uint8, target.device)
+        self.file.read(through, start)
+        _copy(target, through)
+
+
+class _File:
+    """One file without a name; regions of it are read and written at their places by several threads."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.folder = Path(folder or tempfile.gettempdir())
+        self.size = 0
+        self._file: Any = self._guarded(self._nameless)
+
+    def _nameless(self) -> Any:
+        return tempfile.TemporaryFile(dir=self.folder, buffering=0)
+
+    def grow(self, size: int) -> int:
+        start, self.size = self.size, self.size + size
+        return start
+
+    def write(self, source: Tensor, start: int) -> None:
+        self._guarded(lambda: _all_of(source, start, lambda part, at: os.pwritev(self._file.fileno(), [part], at)))
+
+    def read(self, target: Tensor, start: int) -> None:
+        self._guarded(lambda: _all_of(target, start, lambda part, at: os.preadv(self._file.fileno(), [part], at)))
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except OSError as error:
+            problem = f"{self.folder}: {error.strerror or error}"
+            remedy = "free some of it, or name another folder"
+            raise SpecError("strategy.offload.folder", problem, remedy) from None
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as a row of bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _all_of(tensor: Tensor, start: int, move: Callable[[Any, int], int]) -> None:
+    """A disk may take a part of what it is given."""
+    numbers: Any = tensor.numpy()
+    left = memoryview(numbers)
+    while left:
+        done = move(left, start)
+        if done == 0:
+            raise OSError("the file ends early")
+        left, start = left[done:], start + done
