@@ -25,6 +25,7 @@ from shardwise.cost.recompute import fully_recomputed_share
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
+from shardwise.cost.travel import Travel
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES
@@ -91,6 +92,8 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     kept, share = activation_bytes(job, contents), job.strategy.offload.activations
     activations = kept - (head_activation_bytes(job) if moment == "layer" and contents.has_head else 0.0)
+    if share:
+        activations = _left_by_offload(job, contents, activations, moment)
     communication, temporary = passing_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
     recomputed = 0.0 if moment == "loss" else _recomputed_layer_bytes(job, contents)
     gradients = states.gradients
@@ -104,7 +107,7 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
         weights=states.weights,
         gradients=gradients,
         optimizer=states.optimizer,
-        activations=activations * (1 - share),
+        activations=activations,
         recomputed=recomputed,
         gathered=gathered,
         communication=communication,
@@ -112,6 +115,13 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
         allowance=job.cluster.device.framework_memory,
         host=states.offloaded + kept * share,
     )
+
+
+def _left_by_offload(job: Job, contents: RankContents, activations: float, moment: Moment) -> float:
+    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    head = head_activation_bytes(job) if moment != "together" and contents.has_head else 0.0
+    travel = Travel((activation_bytes(job, contents) - head) / in_flight, in_flight, contents.layers)
+    return float(travel.on_device(activations, job.strategy.offload.activations, moment))
 
 
 def passing_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.collectives import CollectiveKind, Topology
-from shardwise.collectives.arrays import is_array, maximum, minimum
 from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.data import data_lines, wire_bytes
-from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
-from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
-from shardwise.cost.passing import Moment, gradients_absent, moments_of
 from shardwise.cost.stage_time import optimizer_seconds
-from shardwise.cost.states import rank_state_bytes
 from shardwise.cost.tables.book import CollectiveBook
 from shardwise.cost.tables.columns import ColumnClass, column_classes
 from shardwise.cost.tables.group import Group
+from shardwise.cost.tables.offloaded import Offloaded, by_row
 from shardwise.cost.tables.parts import PartBook
-from shardwise.cost.tables.rows import RankRows, RowTable, row_table
+from shardwise.cost.tables.rows import RowTable, row_table
 from shardwise.cost.tables.stacking import joined_rows, stacked_contents, stacked_sharding
-from shardwise.cost.traffic import collective_price
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
 
@@ -130,7 +124,9 @@ class _Batch:
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
         self.rows = joined_rows([block.rows for block in blocks])
-        self.offloads = [_Offloaded(self, offload) for offload in blocks[0].group.offloads]
+        self.offloads = [
+            Offloaded(self.job, self.base, self.contents, self.sharding, one) for one in blocks[0].group.offloads
+        ]
 
     def _on_links(self, tickets: Array, units: Array, pricer: TablePricer) -> dict[str, Array]:
         """Seconds of one line on every link that it uses."""
@@ -175,7 +171,7 @@ class _Batch:
         ranks = self.rows.ranks
         transfers = self._data_transfers(part, lengths)
         hidden = hidden_across_layers(transfers, *ranks.windows(part))
-        tail = ranks.once_seconds[:, None, part] + _by_row(self.optimizer_seconds, lengths)
+        tail = ranks.once_seconds[:, None, part] + by_row(self.optimizer_seconds, lengths)
         for transfer, under in zip(transfers, hidden):
             if transfer.window == "none":
                 tail = tail + transfer.seconds
@@ -193,139 +189,13 @@ class _Batch:
             transfers.append(
                 Transfer(
                     line.window,
-                    _by_row(self.seconds[held, number], lengths, line.times),
-                    {name: _by_row(seconds, lengths, line.times) for name, seconds in links.items()},
+                    by_row(self.seconds[held, number], lengths, line.times),
+                    {name: by_row(seconds, lengths, line.times) for name, seconds in links.items()},
                     line.window if self.base.overlap.dp else "none",
                     line.window_share,
                     line.last_only,
-                    _by_row(self.hideable[held], lengths),
-                    _by_row(taken, lengths) if self.takes_units else 0.0,
+                    by_row(self.hideable[held], lengths),
+                    by_row(taken, lengths) if self.takes_units else 0.0,
                 )
             )
         return transfers
-
-
-class _Offloaded:
-    """One way to offload in a batch: what it leaves on the devices, and what it sends over the host's link."""
-
-    def __init__(self, batch: _Batch, offload: Offload) -> None:
-        job = batch.job
-        self.offload, self.overlapped = offload, batch.base.overlap.offload
-        self.contents, self.recipe = batch.contents, job.recipe
-        self.sharding = replace(batch.sharding, offload=offload)
-        self.states = rank_state_bytes(self.contents, self.sharding, job.recipe, job.training.optimizer)
-        self.moments, self.base = moments_of(job.stack), batch.base
-        self.held_bytes = [self._held(job, moment) for moment in self.moments]
-        unit = divided_units(self.contents, self.sharding, tied=job.model.tied_embeddings)
-        absent, left = (
-            gradients_absent(self.states.gradients, self.sharding.zero, self.base),
-            left_over(unit, self.sharding, self.recipe),
-        )
-        self.growing = absent.growing if absent.growing.any() else None
-        whole = [absent.whole + left if moment == "loss" else absent.whole for moment in self.moments]
-        self.absent = [one if one.any() else None for one in whole]
-        has_head: Any = self.contents.has_head
-        with_head = has_head.any(axis=(1, 2))
-        self.kinds = [with_head.nonzero()[0] if moment == "loss" else slice(None) for moment in self.moments]
-        self.units_taken = job.cluster.device.units_taken.copies
-        self.cluster = job.cluster
-        lines = self._state_lines(1) if offload.any else []
-        self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
-
-    def _held(self, job: Job, moment: Moment) -> Any:
-        """Model states, what is gathered at a moment, and the framework."""
-        gathered = gathered_bytes(self.contents, self.sharding, self.recipe, moment, tied=job.model.tied_embeddings)
-        return self.states.total + gathered + job.cluster.device.framework_memory
-
-    def memory_bytes(self, ranks: RankRows, part: slice, lengths: Array) -> tuple[Array, Any]:
-        """Of the fullest device, and what its host holds for it."""
-        share = self.offload.activations
-        memory: Any = None
-        for number, kinds in enumerate(self.kinds):
-            if not isinstance(kinds, slice) and not len(kinds):
-                continue
-            there = self._memory_at(number, kinds, ranks, part, lengths).max(axis=0)
-            memory = there if memory is None else maximum(memory, there)
-        if not self.offload.any:
-            return memory, 0.0
-        activations = ranks.activation_bytes[0][:, None, part]
-        return memory, (_by_row(self.states.offloaded, lengths) + activations * share).max(axis=0)
-
-    def _memory_at(self, number: int, kinds: Any, ranks: RankRows, part: slice, lengths: Array) -> Array:
-        """Of the ``kinds`` of rank that have such a moment."""
-
-        def by_row(of_blocks: Array) -> Array:
-            return _by_row(of_blocks[kinds], lengths)
-
-        activations = ranks.activation_bytes[number][kinds, None, part]
-        others = activations * (1 - self.offload.activations) + ranks.other_bytes[number][kinds, None, part]
-        memory: Array = by_row(self.held_bytes[number]) + others
-        alone = ranks.alone[kinds, None, part]
-        if self.moments[number] == "together" or not alone.any():
-            return memory
-        if (absent := self.absent[number]) is not None:
-            memory -= alone * by_row(absent)
-        if self.growing is not None:
-            memory -= minimum(by_row(self.growing), alone * activations / ranks.in_flight[kinds, None, part])
-        return memory
-
-    def waiting(
-        self, rows: RowTable, part: slice, lengths: Array, left: dict[Pass, Waiting]
-    ) -> tuple[Array | None, dict[Pass, Waiting]]:
-        """Seconds besides, and what the step waits for together with what is ``left`` of data parallelism."""
-        if not self.offload.any:
-            return None, left
-        transfers = self._transfers(rows, part, lengths)
-        hidden = hidden_across_layers(transfers, *rows.ranks.windows(part))
-        besides: Any = None
-        for transfer, under in zip(transfers, hidden):
-            more = transfer.seconds if transfer.window == "none" else self.units_taken * under
-            if transfer.window == "none" or self.units_taken:
-                besides = more if besides is None else besides + more
-        return besides, {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}
-
-    def _link(self, line: OffloadLine) -> Topology:
-        return host_topology(self.cluster, line.link or self.offload.target)
-
-    def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[Transfer]:
-        m = rows.microbatches[part]
-        transfers = [
-            self._transfer(line, *(_by_row(one, lengths, line.count) for one in (seconds, on_link)))
-            for line, (seconds, on_link) in zip(self._state_lines(m), self.state_costs)
-            if seconds is not None
-        ]
-        if self.offload.activations:
-            moved = rows.ranks.saved_bytes[:, None, part] * self.offload.activations
-            lines = activation_lines(moved, m)
-            cost = [m * one for one in _send(self._link(lines[0]), moved)]
-            transfers += [self._transfer(line, *cost) for line in lines]
-        return transfers
-
-    def _state_lines(self, microbatches: Any) -> list[OffloadLine]:
-        return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches)
-
-    def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> Transfer:
-        """``seconds`` of all that the step sends of it, ``on_link`` those that keep the link busy."""
-        return Transfer(
-            line.window,
-            seconds,
-            {self._link(line).levels[0].name: on_link},
-            line.window_if(self.overlapped),
-            line.window_share,
-            line.last_only,
-            units_taken=self.units_taken,
-        )
-
-
-def _by_row(of_blocks: Array, lengths: Array, times: Any = 1) -> Array:
-    """Figures of blocks (the last axis) for each of their rows, ``lengths`` of a block; ``times`` as much."""
-    of_rows: Array = of_blocks.repeat(lengths, axis=-1)  # three times as fast as ``take``
-    return times * of_rows if is_array(times) or times != 1 else of_rows
-
-
-def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
-    """Seconds of one message to the host, and those that keep the link busy; none for no bytes at all."""
-    if not size_bytes.any():
-        return None, None
-    cost = collective_price(CollectiveKind.SEND_RECV, size_bytes, host, "auto")
-    return cost.seconds, cost.bandwidth_seconds

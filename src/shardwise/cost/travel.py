@@ -1,0 +1,32 @@
+"""Offloaded activations that are on the device all the same: those that leave it, and those that are back.
+
+As this project's engine moves them (`engine/offload/activations.py`): when a layer has run its forward pass, the one
+before it has left; when a layer runs its backward pass, the one before it is coming.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.collectives.arrays import maximum, minimum
+from shardwise.cost.passing import Moment
+
+_LAYERS_HERE = {"loss": 1, "layer": 2}
+
+
+@dataclass(frozen=True)
+class Travel:
+    """``saved`` bytes of a microbatch in all ``layers`` of a rank, and how many microbatches are ``in_flight``."""
+
+    saved: Any
+    in_flight: Any
+    layers: Any
+
+    def on_device(self, activations: Any, share: float, moment: Moment) -> Any:
+        """What is left of all ``activations`` at a moment; where no moments are told apart, nothing travels."""
+        if moment == "together":
+            return activations * (1 - share)
+        whole = maximum(1, self.layers)
+        here = self.saved / whole * minimum(_LAYERS_HERE[moment], whole)
+        return activations - share * (self.saved * self.in_flight - here)
