@@ -25,7 +25,7 @@ CHUNK = 5_000  # small, so that there are many of them
 
 
 def job(precision: str = "fp32", optimizer: str = "adamw", **strategy: Any) -> Job:
-    training = {"global_batch": 8, "seq": 32, "precision": precision, "optimizer": optimizer}
+    training = {"global_batch": 4, "seq": 8, "precision": precision, "optimizer": optimizer}
     world = strategy.get("dp", 1) * strategy.get("tp", 1) * strategy.get("pp", 1)
     return Job.from_dict({"model": "tiny", "cluster": f"laptop:{world}", "strategy": strategy, "training": training})
 

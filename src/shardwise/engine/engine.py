@@ -57,6 +57,7 @@ class Engine(Trainer[Batch]):
             tied.follow()
         initialise_parts(stages.values(), job.model, seed)
         super().__init__(job, place, mesh, stages, tied, data, call_decoder)
+        self.offload_activations(DECODER)
         self.mixtures = [
             one for stage in stages.values() for one in stage.modules() if isinstance(one, MixtureOfExperts)
         ]

@@ -136,7 +136,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         for name, tensor in state.items():
             back = self.stored.read(parameter, name, after).to(tensor.device)
-            state[name] = torch.cat([back, tensor])
+            flat = torch.cat([back, tensor])
+            state[name] = flat if after else flat.view(local(parameter).shape)
         if MASTER in state:
             self._tails[parameter] = state[MASTER]
 

@@ -138,6 +138,7 @@ class Parallel(Trainer[Any]):
         if tied:
             tied.follow()
         super().__init__(job, device, mesh, stages, tied, data, call_stage)
+        self.offload_activations(self.patterns)
 
     @property
     def module(self) -> nn.Module:

@@ -17,8 +17,6 @@ _LACKING: tuple[tuple[str, Callable[[Strategy], bool], str, str], ...] = (
      "this engine keeps weights on the device", "zero: 3 divides them"),
     ("strategy.offload.gradients", lambda one: one.offload.gradients > 0,
      "this engine keeps gradients on the device", "zero: 2 divides them"),
-    ("strategy.offload.activations", lambda one: one.offload.activations > 0,
-     "this engine keeps activations on the device", "recompute: selective or full"),
     ("strategy.overlap.tp", lambda one: one.overlap.tp and one.tp > 1,
      "this engine does not hide tensor parallelism under its products", "overlap.tp: false"),
     ("strategy.overlap.ep", lambda one: one.overlap.ep and one.ep > 1,

@@ -17,8 +17,10 @@ from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, s
 from shardwise.engine.gradients import held, ranks_with_copy, sum_partial
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named
+from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.store import Store
 from shardwise.engine.optimizer import build_optimizer
+from shardwise.engine.patterns import Patterns
 from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
 from shardwise.engine.pipeline.stage import Call
 from shardwise.engine.precision import LossScaler, precision_of
@@ -115,6 +117,12 @@ class Trainer(ABC, Generic[Given]):
         self.data.after_step()
         self.optimizer.zero_grad()
         return norm
+
+    def offload_activations(self, patterns: Patterns) -> None:
+        """What the layers save for their backward passes leaves the device, as much of it as the strategy says."""
+        share = self.job.strategy.offload.activations
+        if self.store is not None and share:
+            offload_activations(list(self.stages.values()), patterns, self.store, share)
 
     def offload_optimizer(self, share: float) -> None:
         """Between two steps: another share of the optimizer's states is kept outside of the device's memory.

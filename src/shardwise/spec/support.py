@@ -187,6 +187,10 @@ MATRIX: tuple[Finding, ...] = (
         ("offload-optimizer", "muon"), "needs", "muon moves whole matrices: its states cannot be updated in pieces",
         "optimizer: adamw, or offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
     ),
+    *_each(
+        ("offload-activations",), ("recompute-full", "recompute-selective", "compile"), "priced only",
+        "the layers keep their inputs in hooks of their own, which no others can reach", "one of the two",
+    ),
     Finding(
         ("gradients-beyond-optimizer",), "needs", "the optimizer updates where its gradients are",
         "offload.optimizer at least as large as offload.gradients", ("strategy.offload.optimizer", 1.0),

@@ -153,4 +153,5 @@ def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
     if not size_bytes.any():
         return None, None
     cost = collective_price(CollectiveKind.SEND_RECV, size_bytes, host, "auto")
-    return cost.seconds, cost.bandwidth_seconds
+    sent = size_bytes > 0  # not even the latency where one strategy of several sends nothing
+    return cost.seconds * sent, cost.bandwidth_seconds * sent

@@ -1,0 +1,203 @@
+"""Activations outside of the device's memory between the forward and the backward pass of their layer.
+
+What autograd saves in a layer leaves while the next one computes, and comes back while the backward pass of the next
+one runs. PyTorch's own `save_on_cpu` waits for every tensor, copies each view of a storage once more, takes parameters
+along, and knows no disk, no share and nothing ahead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwise.engine.offload.lanes import Copy
+from shardwise.engine.offload.store import Store
+from shardwise.engine.patterns import Patterns, matching
+
+SMALLEST_BYTES = 4096  # what is smaller stays: a transfer would cost more than its memory
+
+
+def offload_activations(stages: Sequence[nn.Module], patterns: Patterns, store: Store, share: float) -> None:
+    """Wraps the forward pass of every layer; ``share`` of the bytes that it saves leave the device."""
+    for stage in stages:
+        layers = [layer for _, layer in matching(stage, patterns.layers)]
+        travel = _Travel(store, share)
+        for place, layer in enumerate(layers):
+            _wrap(layer, travel, first=place == 0)
+
+
+def _wrap(layer: nn.Module, travel: _Travel, first: bool) -> None:
+    forward = layer.forward
+
+    @wraps(forward)
+    def forward_saving_elsewhere(*arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **named)
+        one = travel.begin(layer, first)
+        with saved_tensors_hooks(one.pack, _unpack):
+            result = forward(*arguments, **named)
+        travel.end(one)
+        return result
+
+    layer.forward = forward_saving_elsewhere
+
+
+class _Travel:
+    """The layers of a stage, one after the other; of one at most something is still leaving when the next has run."""
+
+    def __init__(self, store: Store, share: float) -> None:
+        self.store, self.share = store, share
+        self.seen = self.sent = 0
+        self._last: _LayerPass | None = None
+
+    def begin(self, layer: nn.Module, first: bool) -> _LayerPass:
+        return _LayerPass(self, layer, None if first else self._last)
+
+    def end(self, one: _LayerPass) -> None:
+        if self._last is not None:
+            self._last.leave()
+        self._last = one
+        one.close()
+
+    def goes(self, size: int) -> bool:
+        """Whether a storage goes, so that at any time about the share of all bytes has gone."""
+        self.seen += size
+        if self.sent + size / 2 > self.share * self.seen:
+            return False
+        self.sent += size
+        return True
+
+
+class _LayerPass:
+    """What one forward pass of a layer saves. Owned by what it has sent away, so that it goes with the graph."""
+
+    def __init__(self, travel: _Travel, layer: nn.Module, before: _LayerPass | None) -> None:
+        self.travel = travel
+        self._before = None if before is None else weakref.ref(before)
+        self._sent: list[weakref.ref[_Sent]] = []
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, _Sent | None]] = {}
+        self._layer: nn.Module | None = layer
+        self._leaving: list[Copy] = []
+        self._is_fetched = False
+
+    def pack(self, tensor: Tensor) -> Tensor | _Piece:
+        storage = tensor.untyped_storage()
+        key, size = (storage._cdata, tensor._version), storage.nbytes()
+        if key not in self._known:
+            goes = size >= SMALLEST_BYTES and not self._is_parameter(key[0]) and self.travel.goes(size)
+            # The weak reference keeps the address from being used again, though not the memory.
+            self._known[key] = StorageWeakRef(storage), self._send(storage) if goes else None  # type: ignore[no-untyped-call]
+        sent = self._known[key][1]
+        if sent is None:
+            return tensor.detach()  # the tensor itself could be an output of the very node that saves it: a cycle
+        sent.users += 1
+        return _Piece(sent, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def close(self) -> None:
+        """Nothing is packed any more."""
+        self._known.clear()
+        self._layer = None
+
+    def _is_parameter(self, storage: int) -> bool:
+        """Asked when it is used: data parallelism gathers parts of a layer, such as experts, when they run."""
+        assert self._layer is not None
+        return any(one.untyped_storage()._cdata == storage for one in self._layer.parameters())
+
+    def leave(self) -> None:
+        """Waits until everything has left."""
+        for copy in self._leaving:
+            copy.wait()
+        self._leaving = []
+
+    def fetch(self) -> None:
+        """Starts to bring everything back."""
+        if self._is_fetched:
+            return
+        self._is_fetched = True
+        self.leave()
+        for reference in self._sent:
+            sent = reference()
+            if sent is not None:
+                sent.fetch()
+
+    def fetch_before(self) -> None:
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.fetch()
+
+    def _send(self, storage: torch.UntypedStorage) -> _Sent:
+        store = self.travel.store
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        sent = _Sent(self, content.numel(), content.device)
+        self._leaving.append(sent.region.write(0, content))
+        store.lanes.moved["activations to host"] += content.numel()
+        self._sent.append(weakref.ref(sent))
+        return sent
+
+
+class _Sent:
+    """One storage that went away; here again from `fetch` until the last of its users has come.
+
+    Autograd may ask twice for a tensor: then it is read once more. The region is free when nobody can ask any more.
+    """
+
+    def __init__(self, layer: _LayerPass, size: int, device: torch.device) -> None:
+        self.layer, self.size, self.device = layer, size, device
+        self.store = layer.travel.store
+        self.region = self.store.region(size)
+        self.users = 0
+        self._to_come = 0
+        self._content: Tensor | None = None
+        self._coming: Copy | None = None
+
+    def fetch(self) -> Tensor:
+        if self._content is None:
+            self._content = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            self._coming = self.region.read(0, self._content)
+            self._to_come = self.users
+            self.store.lanes.moved["activations from host"] += self.size
+        return self._content
+
+    def content(self) -> Tensor:
+        self.layer.fetch()
+        content = self.fetch()
+        self.layer.fetch_before()
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        self._to_come -= 1
+        if self._to_come <= 0:
+            self._content = None
+        return content
+
+    def __del__(self) -> None:
+        self.layer.leave()
+        if self._coming is not None:
+            self._coming.wait()
+        self.store.take_back(self.region)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is saved in place of a tensor: a view of a storage that comes back."""
+
+    sent: _Sent
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def tensor(self) -> Tensor:
+        return self.sent.content().view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+def _unpack(saved: Tensor | _Piece) -> Tensor:
+    return saved.tensor() if isinstance(saved, _Piece) else saved

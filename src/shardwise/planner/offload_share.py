@@ -1,0 +1,43 @@
+"""The least offload with which a job fits: what `offload: auto` would be.
+
+Optimizer states go first, since they move once a step; then activations, which move with every microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardwise.cost.memory import peak_memory
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+STEPS = 16  # shares are tried in sixteenths
+
+
+def smallest_offload(job: Job, memory_bytes: float | None = None) -> Job:
+    """The job with the smallest shares of its offload that fit a device, or ``memory_bytes`` of it.
+
+    What the job offloads already is the least it will; raises SpecError where all of both is not enough.
+    """
+    limit = memory_bytes if memory_bytes is not None else job.cluster.device.memory
+    for kind in ("optimizer", "activations"):
+        for share in _shares(getattr(job.strategy.offload, kind)):
+            tried = _with_share(job, kind, share)
+            if peak_memory(tried).total <= limit:
+                return tried
+        job = tried
+    needed = peak_memory(job).total
+    problem = (
+        f"a device needs {needed / 2**30:,.1f} GiB with optimizer and activations offloaded, of {limit / 2**30:,.1f}"
+    )
+    raise SpecError("strategy.offload", problem, "plan for another layout, or a smaller microbatch")
+
+
+def _shares(least: float) -> list[float]:
+    return [least, *(step / STEPS for step in range(1, STEPS + 1) if step / STEPS > least)]
+
+
+def _with_share(job: Job, kind: str, share: float) -> Job:
+    changed: dict[str, Any] = {kind: share}
+    return job.with_strategy(offload=replace(job.strategy.offload, **changed))
