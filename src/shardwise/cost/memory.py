@@ -118,10 +118,13 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
 
 
 def _left_by_offload(job: Job, contents: RankContents, activations: float, moment: Moment) -> float:
+    return float(travel_of(job, contents, moment).on_device(activations, job.strategy.offload.activations, moment))
+
+
+def travel_of(job: Job, contents: RankContents, moment: Moment) -> Travel:
     in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
     head = head_activation_bytes(job) if moment != "together" and contents.has_head else 0.0
-    travel = Travel((activation_bytes(job, contents) - head) / in_flight, in_flight, contents.layers)
-    return float(travel.on_device(activations, job.strategy.offload.activations, moment))
+    return Travel((activation_bytes(job, contents) - head) / in_flight, in_flight, contents.layers)
 
 
 def passing_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:

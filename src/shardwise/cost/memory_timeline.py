@@ -20,6 +20,7 @@ from shardwise.cost.memory import (
     memory_at_moments,
     memory_of_rank,
     temporary_bytes,
+    travel_of,
 )
 from shardwise.cost.passing import TOGETHER, Moment, moments_of
 from shardwise.cost.prediction import predict
@@ -164,6 +165,9 @@ class _PartsAtMoments(_Parts):
         self.whole_gradient, self.whole_parameters = _gathered(job, self.contents, "layer")
         least = min(one.gradients for one in self.moments.values())
         self.whole = replace(self.in_layer, gradients=least, communication=0.0)
+        share = job.strategy.offload.activations
+        self.here = {one: share * travel_of(job, self.contents, one).here(one) for one in self.moments}
+        self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
 
     def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
         """At the loss, where there is one in the pass, or in one of its layers."""
@@ -171,7 +175,8 @@ class _PartsAtMoments(_Parts):
         passing = self._in_layer(action, chunks, heads - at_its_loss if self.all_heads else 0)
         if not at_its_loss:
             return passing
-        at_the_loss = replace(self.moments["loss"], activations=self._kept(chunks, heads))
+        kept = self._kept(chunks, heads) + self.own_head + self.here["loss"]
+        at_the_loss = replace(self.moments["loss"], activations=kept)
         return max(passing, at_the_loss, key=lambda memory: memory.total)
 
     def _in_layer(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
@@ -179,7 +184,7 @@ class _PartsAtMoments(_Parts):
         makes_gradients = action.kind in (ActionKind.B, ActionKind.W)
         return replace(
             self.in_layer,
-            activations=self._kept(chunks, heads),
+            activations=self._kept(chunks, heads) + self.here["layer"],
             recomputed=self.in_layer.recomputed if goes_back else 0.0,
             gathered=self.whole_parameters + (self.whole_gradient if makes_gradients else 0.0),
             temporary=self.in_layer.temporary if action.kind is not ActionKind.F else 0.0,

@@ -27,6 +27,9 @@ class Travel:
         """What is left of all ``activations`` at a moment; where no moments are told apart, nothing travels."""
         if moment == "together":
             return activations * (1 - share)
+        return activations - share * (self.saved * self.in_flight - self.here(moment))
+
+    def here(self, moment: Moment) -> Any:
+        """Bytes of the layers that leave or are back."""
         whole = maximum(1, self.layers)
-        here = self.saved / whole * minimum(_LAYERS_HERE[moment], whole)
-        return activations - share * (self.saved * self.in_flight - here)
+        return self.saved / whole * minimum(_LAYERS_HERE[moment], whole)
