@@ -23,7 +23,7 @@ from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import load, newest_good, problems_of
 from shardwise.train.checkpoint.manifest import read_manifest
 from shardwise.train.checkpoint.save import Saver
-from shardwise.train.checkpoint.state import kept
+from train.runs import boxes, whole
 
 
 def job(model: str = "tiny", devices: int = 1, precision: str = "fp32", **strategy: Any) -> Job:
@@ -49,27 +49,6 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
     saver = Saver(engine, place)
     saver.save(first + steps, {"data": first + steps}, wait=True)
     return {"losses": losses, "boxes": boxes(engine)}
-
-
-def boxes(engine: Engine) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
-    return [
-        (one.key, one.shape, place.box.start, one.read()[place.local].detach().float().numpy().copy())
-        for one in kept(engine)
-        for place in one.places
-    ]
-
-
-def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The tensors of the whole model out of the boxes of all ranks; copies must agree."""
-    found: dict[str, Any] = {}
-    for result in results:
-        for key, shape, start, value in result["boxes"]:
-            target = found.setdefault(key, np.full(shape, np.nan, np.float32))
-            place = target[tuple(slice(a, a + n) for a, n in zip(start, value.shape))]
-            assert np.isnan(place).all() or np.array_equal(place, value)
-            place[...] = value
-    assert not any(np.isnan(tensor).any() for tensor in found.values())
-    return found
 
 
 LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
