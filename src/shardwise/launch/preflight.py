@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.describe import strategy_words
+from shardwise.planner.offload_share import smallest_offload
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError
@@ -81,9 +83,22 @@ def _nearest(job: Job) -> str:
     """The strategy that fits and differs in the fewest fields; of several the quickest."""
     found = plan(Request(job, offload=False))
     if not isinstance(found, Plan):
-        return "nothing fits these devices: use more of them (`shardwise plan`)"
+        return _with_offload(job)
     best = min(found.candidates, key=lambda one: (_changes(job.strategy, one.job.strategy), one.step_seconds))
     return f"nearest that fits: {strategy_words(best.job.strategy)} ({readable_bytes(best.memory.total)})"
+
+
+def _with_offload(job: Job) -> str:
+    """For where no layout fits by itself. A CPU's own memory is what is full, so that its states go to disk."""
+    target: Literal["cpu", "nvme"] = "nvme" if job.run_device == "cpu" else "cpu"
+    try:
+        wanted = job.with_strategy(offload=replace(job.strategy.offload, target=target))
+        offload = smallest_offload(wanted).strategy.offload
+        require_runs(job.with_strategy(offload=offload))
+    except SpecError:
+        return "nothing fits these devices: use more of them (`shardwise plan`)"
+    shares = f"{{optimizer: {offload.optimizer:g}, activations: {offload.activations:g}, target: {offload.target}}}"
+    return f"the least that fits: strategy.offload: {shares}"
 
 
 def _changes(one: Strategy, other: Strategy) -> int:

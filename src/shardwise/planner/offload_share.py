@@ -1,4 +1,4 @@
-"""The least offload with which a job fits: what `offload: auto` would be.
+"""The least offload with which a job fits: what a run that does not fit is told (`launch.preflight`).
 
 Optimizer states go first, since they move once a step; then activations, which move with every microbatch.
 """
