@@ -9,9 +9,10 @@ from functools import cached_property
 from itertools import pairwise, permutations, product
 from typing import Any
 
+from shardwise.planner.batches import MOST_MICROBATCH_TOKENS
 from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
 from shardwise.planner.mixed_step import Arrangement
-from shardwise.planner.space import MOST_MICROBATCH_TOKENS, plain_strategy
+from shardwise.planner.space import plain_strategy
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.mixed import MixedCluster

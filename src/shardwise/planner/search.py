@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KEPT = 100
 MEMORY_STEPS = 64  # of the front of time against memory
-GROUPS_AT_ONCE = 256
+GROUPS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from shardwise.cost.communication.data import dense_ranks, expert_ranks
 from shardwise.cost.network import expert_runs, expert_tensor_runs, group_runs, spanned
 from shardwise.cost.stages import rank_kinds
 from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice
+from shardwise.planner.batches import Batches
 from shardwise.planner.constraints import OFFLOADS, Constraints
 from shardwise.planner.shards import shard_choices, shard_groups
 from shardwise.spec.errors import SpecError
@@ -18,8 +19,6 @@ from shardwise.spec.job import Job
 from shardwise.spec.rules import check_model_fits, divisors
 from shardwise.spec.strategy import DIMENSIONS, Offload, Strategy
 
-MOST_MICROBATCH = 16
-MOST_MICROBATCH_TOKENS = 65_536
 FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much of a sequence
 MOST_TENSOR = 64
 ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
@@ -27,8 +26,6 @@ ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "gpipe")
 NOT_RUN = ("dualpipe",)
 INTERLEAVES = (2, 3, 4, 6, 8)
-BATCH_TOLERANCE = 0.05  # a batch in tokens is rounded to what a layout divides, by no more than this
-MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: a larger one always looks better, and trains differently
 RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
 # How a space that is too large is made smaller, one step after the other.
 NARROWINGS = (
@@ -98,7 +95,7 @@ class Space:
     def _degrees(self) -> Iterator[dict[str, Any]]:
         job, constraints = self.job, self.constraints
         devices, layers = job.cluster.devices, job.model.layers
-        sizes = self._microbatches
+        sizes = self._batches.microbatches
         fewest = FEWEST_CONTEXT_TOKENS if self.narrowed < 4 else 4 * FEWEST_CONTEXT_TOKENS
         for pp in self._dividing("pp", devices, layers):
             for tp in self._dividing("tp", devices // pp, self._most_tensor):
@@ -106,7 +103,7 @@ class Space:
                     dp = devices // pp // tp // cp
                     if dp not in constraints.candidates("dp", (dp,)):
                         continue
-                    if not any(self._batch(dp * size) for size in sizes):
+                    if not any(self._batches.batch(dp * size) for size in sizes):
                         continue
                     for ep, expert_tp in self._experts(tp, tp * cp * dp):
                         yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
@@ -182,8 +179,8 @@ class Space:
             alike_by.setdefault(key, []).append(choice)
         for (hides, both_ways, kinds), alike in alike_by.items():
             own = base.unchecked(schedule="dualpipe" if both_ways else "1f1b", overlap=base.overlap.unchecked(ep=hides))
-            batches = {layer: tuple(self._sequences(base, layer, one) for one in alike) for layer in layers}
-            batches = {layer: row for layer, row in batches.items() if any(row)}
+            sequences = self._batches.sequences(base, [one.schedule for one in alike])
+            batches = {layer: sequences[layer.microbatch] for layer in layers if any(sequences[layer.microbatch])}
             recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
             if batches and recomputes:
                 ranks, members = zip(*kinds)
@@ -203,7 +200,7 @@ class Space:
             for sp in plain
             for method in methods
             if self._model_fits(base.tp, base.cp, sp, method)
-            for size in self._microbatches
+            for size in self._batches.microbatches
         )
 
     def _model_fits(self, tp: int, cp: int, sequence_parallel: bool, method: Any) -> bool:
@@ -222,6 +219,15 @@ class Space:
         return {}
 
     def _schedules(self, pp: int) -> list[ScheduleChoice]:
+        if pp not in self._schedules_of:
+            self._schedules_of[pp] = self._all_schedules(pp)
+        return self._schedules_of[pp]
+
+    @cached_property
+    def _schedules_of(self) -> dict[int, list[ScheduleChoice]]:
+        return {}
+
+    def _all_schedules(self, pp: int) -> list[ScheduleChoice]:
         constraints, layers = self.constraints, self.job.model.layers
         if pp == 1:
             known = constraints.candidates("schedule", ("1f1b",))
@@ -243,11 +249,12 @@ class Space:
 
     def _rank_kinds(self, base: Strategy, choice: ScheduleChoice) -> Any:
         """One rank of every kind with the ranks like it, as a key that schedules with equal stages share."""
-        key = (base.tp, base.ep, base.expert_tp, base.pp, choice)
+        strategy = base.unchecked(
+            schedule=choice.schedule, interleave=choice.interleave, stage_layers=choice.stage_layers
+        )
+        placed = choice.schedule if choice.schedule in ("interleaved", "dualpipe") else ""
+        key = (base.tp, base.ep, base.expert_tp, base.pp, strategy.chunks_per_rank, placed, choice.stage_layers)
         if key not in self._kinds:
-            strategy = base.unchecked(
-                schedule=choice.schedule, interleave=choice.interleave, stage_layers=choice.stage_layers
-            )
             kinds = rank_kinds(self.job.unchecked(strategy=strategy), range(base.pp))
             self._kinds[key] = tuple(kinds.items())
         return self._kinds[key]
@@ -256,38 +263,9 @@ class Space:
     def _kinds(self) -> dict[Any, Any]:
         return {}
 
-    def _sequences(self, base: Strategy, layer: LayerChoice, choice: ScheduleChoice) -> int:
-        """Sequences of a step, or 0 where the batch does not divide."""
-        rounds = base.pp if choice.schedule == "interleaved" else 1
-        return self._batch(base.data_parallel * layer.microbatch * rounds)
-
-    def _batch(self, multiple: int) -> int:
-        if multiple not in self._batches:
-            self._batches[multiple] = self._rounded(multiple)
-        return self._batches[multiple]
-
-    @property
-    def _microbatches(self) -> tuple[int, ...]:
-        seq = self.job.training.seq
-        usual = [2**k for k in range(10) if 2**k <= MOST_MICROBATCH]
-        usual = [size for size in usual if size == 1 or size * seq <= MOST_MICROBATCH_TOKENS]
-        return self.constraints.candidates("microbatch", usual)
-
-    def _rounded(self, multiple: int) -> int:
-        """The batch that is a whole number of ``multiple`` sequences and near what was asked for, or 0."""
-        if self.minimum_batch is not None:
-            least = -(-self.minimum_batch // multiple) * multiple
-            return least if least <= MOST_ABOVE_MINIMUM * self.minimum_batch else 0
-        training = self.job.training
-        sequences = training.sequences(multiple)
-        asked, in_tokens = training.batch_request() or (sequences, False)
-        if in_tokens and abs(sequences * training.seq / asked - 1) > BATCH_TOLERANCE:
-            return 0
-        return sequences if sequences % multiple == 0 else 0
-
     @cached_property
-    def _batches(self) -> dict[int, int]:
-        return {}
+    def _batches(self) -> Batches:
+        return Batches(self.job.training, self.constraints, self.minimum_batch)
 
     def _recomputes(self, layers: int) -> tuple[RecomputeChoice, ...]:
         constraints = self.constraints

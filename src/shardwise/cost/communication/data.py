@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives import CollectiveKind
@@ -41,6 +42,7 @@ def expert_ranks(strategy: Strategy, shards: int) -> SharedRanks:
     return _shared(expert_data_runs(strategy), round(expert_shards(strategy, shards)))
 
 
+@lru_cache(maxsize=65536)  # asked for again for every schedule of a layout
 def _shared(runs: tuple[Run, ...], shards: int) -> SharedRanks:
     members = math.prod(run.degree for run in runs)
     inner = part_of(runs, 1, shards, "strategy.shard_group")

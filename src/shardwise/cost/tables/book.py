@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardwise.collectives import CollectiveKind
+from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import Run, spanned
 from shardwise.cost.traffic import collective_price
 from shardwise.spec.hardware import Cluster
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 FREE = 0  # the ticket of what no network carries
 
 
+@dataclass
+class _Line:
+    """One kind of collective on one network: the tickets of its sizes, and which of them have no price yet."""
+
+    tickets: dict[float, int] = field(default_factory=lambda: {0.0: FREE})
+    waiting: list[float] = field(default_factory=list)
+
+
 class CollectiveBook:
     """``tickets`` remembers collectives and ``price_all`` prices what was asked for since the last time.
 
@@ -28,9 +37,10 @@ class CollectiveBook:
         import numpy as np
 
         self._cluster, self._links, self._algorithm = cluster, links, algorithm
-        self._tickets: dict[tuple[CollectiveKind, tuple[Run, ...]], dict[float, int]] = {}
         self._count = 0
-        self._waiting: dict[tuple[CollectiveKind, tuple[Run, ...]], list[tuple[int, float]]] = {}
+        # Groups of ranks that lie elsewhere and span equal networks pay the same.
+        self._of_runs: dict[tuple[CollectiveKind, tuple[Run, ...]], _Line] = {}
+        self._of_networks: dict[tuple[CollectiveKind, Topology], _Line] = {}
         self.seconds: Array = np.zeros(1)
         self.link_seconds: Array = np.zeros((1, len(links)))
 
@@ -38,15 +48,18 @@ class CollectiveBook:
         """One for every size."""
         if not runs:
             return [FREE] * len(sizes)
-        known = self._tickets.get((kind, runs))
-        if known is None:
-            known = self._tickets[kind, runs] = {0.0: FREE}
-        return [known[size] if size in known else self._new(kind, runs, size) for size in sizes]
+        line = self._of_runs.get((kind, runs))
+        if line is None:
+            topology = spanned(self._cluster, runs, "strategy")
+            assert topology is not None
+            line = self._of_runs[kind, runs] = self._of_networks.setdefault((kind, topology), _Line())
+        known = line.tickets
+        return [known[size] if size in known else self._new(line, size) for size in sizes]
 
-    def _new(self, kind: CollectiveKind, runs: tuple[Run, ...], size: float) -> int:
+    def _new(self, line: _Line, size: float) -> int:
         self._count += 1
-        self._tickets[kind, runs][size] = self._count
-        self._waiting.setdefault((kind, runs), []).append((self._count, size))
+        line.tickets[size] = self._count
+        line.waiting.append(size)
         return self._count
 
     def price_all(self) -> None:
@@ -55,13 +68,13 @@ class CollectiveBook:
         seconds = np.zeros(self._count + 1)
         links = np.zeros((self._count + 1, len(self._links)))
         seconds[: len(self.seconds)], links[: len(self.seconds)] = self.seconds, self.link_seconds
-        for (kind, runs), wanted in self._waiting.items():
-            topology = spanned(self._cluster, runs, "strategy")
-            assert topology is not None
-            tickets = np.array([ticket for ticket, _ in wanted])
-            cost = collective_price(kind, np.array([size for _, size in wanted]), topology, self._algorithm)
+        for (kind, topology), line in self._of_networks.items():
+            if not line.waiting:
+                continue
+            tickets = np.array([line.tickets[size] for size in line.waiting])
+            cost = collective_price(kind, np.array(line.waiting), topology, self._algorithm)
             seconds[tickets] = cost.seconds
             for level in cost.levels:
                 links[tickets, self._links.index(level.level_name)] += level.bandwidth_seconds
-        self._waiting.clear()
+            line.waiting.clear()
         self.seconds, self.link_seconds = seconds, links

@@ -16,6 +16,8 @@ from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, expert_shards, sums_once
 from shardwise.spec.strategy import Offload, Strategy
 
+WITHOUT_OFFLOAD = Offload()
+
 
 @dataclass(frozen=True)
 class LayerChoice:
@@ -138,6 +140,8 @@ def sharding_columns(base: Strategy, choices: Sequence[ShardChoice]) -> Sharding
 
     (often,) = {choice.how_often for choice in choices}
     shards = [shards_of(base, choice) for choice in choices]
+    expert = {degree: expert_shards(base, degree) for degree in set(shards)}
+    summed = {degree: sums_once(base, degree) for degree in set(shards)}
 
     def column(values: list[Any]) -> Any:
         return np.array(values, dtype=float)
@@ -145,10 +149,10 @@ def sharding_columns(base: Strategy, choices: Sequence[ShardChoice]) -> Sharding
     return Sharding(
         zero=np.array([choice.zero for choice in choices]),
         shards=column(shards),
-        expert_shards=column([expert_shards(base, degree) for degree in shards]),
+        expert_shards=column([expert[degree] for degree in shards]),
         gradients_sharded=often[0],
         gathers_once=often[1],
         keep_parameters=np.array([choice.keep_parameters for choice in choices]),
-        offload=Offload(),
-        sums_once=np.array([sums_once(base, degree) for degree in shards]),
+        offload=WITHOUT_OFFLOAD,
+        sums_once=np.array([summed[degree] for degree in shards]),
     )

@@ -15,7 +15,7 @@ from shardwise.cost.tables.columns import ColumnClass, column_classes
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.offloaded import Offloaded, by_row
 from shardwise.cost.tables.parts import PartBook
-from shardwise.cost.tables.rows import RowTable, row_table
+from shardwise.cost.tables.rows import RowTable, row_tables
 from shardwise.cost.tables.stacking import joined_rows, stacked_contents, stacked_sharding
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
@@ -80,11 +80,11 @@ class TablePricer:
 
     def pieces(self, groups: Iterable[Group]) -> Iterator[Piece]:
         """The tables of all groups, in pieces that hold several small ones or part of a large one."""
-        prepared = [(group, column_classes(self.job, group, self.collectives)) for group in groups]
+        groups = list(groups)
+        classes_of = [column_classes(self.job, group, self.collectives) for group in groups]
         self.collectives.price_all()
         gathered: dict[tuple[Any, ...], list[Block]] = {}
-        for group, classes in prepared:
-            rows = row_table(group, self.parts)
+        for group, classes, rows in zip(groups, classes_of, row_tables(groups, self.parts)):
             for columns in classes if len(rows) else ():
                 block = Block(group, rows, columns)
                 blocks = gathered.setdefault(block.likeness, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+CELLS_AT_ONCE = 32_768  # kinds of rank × rows: what fits a processor's cache
+
 
 @dataclass(frozen=True)
 class RankRows:
@@ -50,6 +53,13 @@ class RankRows:
         busy = {which: {n: x[:, None, part] for n, x in links.items()} for which, links in self.busy.items()}
         return lasting, busy
 
+    def part(self, rows: slice) -> RankRows:
+        return RankRows(
+            {which: seconds[..., rows] for which, seconds in self.lasting.items()},
+            {which: {name: x[..., rows] for name, x in links.items()} for which, links in self.busy.items()},
+            *(getattr(self, name)[..., rows] for name in _PER_ROW),
+        )
+
 
 _PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone")
 
@@ -68,6 +78,13 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def part(self, rows: slice, first_layer: int) -> RowTable:
+        """Some of the rows, their layer choices numbered from ``first_layer``."""
+        index = self.index[rows]
+        index[:, 0] -= first_layer
+        figures = (self.sequences, self.microbatches, self.last_share, self.pipeline_seconds)
+        return RowTable(index, *(one[rows] for one in figures), self.ranks.part(rows))
+
     def row(self, group: Group, number: int) -> Row:
         layer, schedule, recompute = (int(i) for i in self.index[number])
         return Row(
@@ -79,31 +96,64 @@ class RowTable:
         )
 
 
-def row_table(group: Group, book: PartBook) -> RowTable:
-    """All valid rows of ``group``; those whose batch does not divide are left out."""
-    return _RowBuilder(group, book).table()
+def row_tables(groups: Sequence[Group], book: PartBook) -> list[RowTable]:
+    """All valid rows of each group; those whose batch does not divide are left out."""
+    tables: dict[int, RowTable] = {}
+    for numbers in _alike(groups):
+        made = _RowBuilder([groups[number] for number in numbers], book).tables()
+        tables.update(zip(numbers, made))
+    return [tables[number] for number in range(len(groups))]
+
+
+def _alike(groups: Sequence[Group]) -> Iterator[list[int]]:
+    """Numbers of groups whose rows can be worked out together: the same ranks, schedules and kinds of traffic."""
+    gathered: dict[Any, list[int]] = {}
+    for number, group in enumerate(groups):
+        base = group.base
+        dimensions = (base.tp > 1, base.cp > 1, base.ep > 1, base.overlap.ep)
+        key = (group.members, group.ranks, group.schedules, group.recomputes, dimensions)
+        gathered.setdefault(key, []).append(number)
+    for numbers in gathered.values():
+        first = groups[numbers[0]]
+        each = len(first.ranks) * len(first.schedules) * len(first.recomputes)
+        together: list[int] = []
+        cells = 0
+        for number in numbers:
+            together.append(number)
+            cells += each * len(groups[number].layers)
+            if cells >= CELLS_AT_ONCE:
+                yield together
+                together, cells = [], 0
+        if together:
+            yield together
 
 
 class _RowBuilder:
-    """Arrays are kind of rank × layer × schedule × recompute choice, of length 1 where it does not matter."""
+    """Arrays are kind of rank × layer × schedule × recompute choice, of length 1 where it does not matter.
 
-    def __init__(self, group: Group, book: PartBook) -> None:
+    The layer choices are those of all groups, one after the other; the groups share the other axes.
+    """
+
+    def __init__(self, groups: Sequence[Group], book: PartBook) -> None:
         import numpy as np
 
-        self.group, self.book = group, book
-        self.parts = [book.parts(group, layer) for layer in group.layers]
+        self.groups, self.book = groups, book
+        self.group = group = groups[0]  # for what they share
+        self.layers = [(one, layer) for one in groups for layer in one.layers]
+        self.parts = [book.parts(one, layer) for one, layer in self.layers]
         self.stack = book.stack(self.parts)
-        self.sequences = np.array(group.sequences, dtype=np.int64)
-        sizes = group.base.data_parallel * np.array([layer.microbatch for layer in group.layers], dtype=np.int64)
+        self.sequences = np.array([batches for one in groups for batches in one.sequences], dtype=np.int64)
+        sizes = np.array([one.base.data_parallel * layer.microbatch for one, layer in self.layers], dtype=np.int64)
         self.microbatches = np.maximum(1, self.sequences // sizes[:, None])
         self.m = self.microbatches[:, :, None].astype(float)
         self.chunks = [_chunks(one, group.base.pp) for one in group.schedules]
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
         self.counts = np.array([_part_counts(contents) for contents in group.ranks], dtype=float)
         self.share = self._recomputed_share()
-        self.shape = (len(group.layers), len(group.schedules), len(group.recomputes))
+        self.shape = (len(self.layers), len(group.schedules), len(group.recomputes))
 
-    def table(self) -> RowTable:
+    def tables(self) -> list[RowTable]:
+        """One for each group."""
         import numpy as np
 
         group = self.group
@@ -119,7 +169,7 @@ class _RowBuilder:
             whole[...] = values  # twice as fast as `broadcast_to`
             return whole.reshape(*values.shape[:-3], -1) if every else whole[..., valid]
 
-        return RowTable(
+        table = RowTable(
             np.argwhere(valid),
             flat(self.sequences[:, :, None]),
             flat(self.microbatches[:, :, None]),
@@ -131,6 +181,22 @@ class _RowBuilder:
                 *(flat(getattr(ranks, name)) for name in _PER_ROW),
             ),
         )
+        return self._split(table, np.count_nonzero(valid, axis=(1, 2)))
+
+    def _split(self, table: RowTable, rows_of_layer: Array) -> list[RowTable]:
+        """The rows of each group, with its layer choices numbered from 0."""
+        import numpy as np
+
+        if len(self.groups) == 1:
+            return [table]
+        stops = np.cumsum(rows_of_layer)
+        tables, layer, start = [], 0, 0
+        for group in self.groups:
+            last = layer + len(group.layers)
+            stop = int(stops[last - 1])
+            tables.append(table.part(slice(start, stop), layer))
+            layer, start = last, stop
+        return tables
 
     # -- sums over the parts of a rank ---------------------------------------------------------------
 
@@ -204,16 +270,13 @@ class _RowBuilder:
     def _rank_rows(self, saved_figures: Array, lasting: Any, busy: Any) -> RankRows:
         import numpy as np
 
-        choices, ranks = self.group.layers, self.group.ranks
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
         layers = saved_figures - head
         in_flight = self._in_flight()
         all_heads = np.array([one.schedule == "gpipe" for one in self.group.schedules])[:, None]
         heads = head * np.where(all_heads, in_flight, 1.0)
         saved = layers * in_flight + heads
-        plain = {layer.sequence_parallel for layer in choices}
-        once_of = [{sp: self.book.once_seconds(self.group, one, sp) for sp in plain} for one in ranks]
-        once = [[seconds[layer.sequence_parallel] for layer in choices] for seconds in once_of]
+        once = [self._once_seconds(contents) for contents in self.group.ranks]
         moments = moments_of(self.book.stack_flags)
         # Of a loss there is none on ranks without a head, and its inputs are gone in a layer of its microbatch.
         kept = np.stack([saved - head if moment == "layer" else saved for moment in moments])
@@ -222,6 +285,15 @@ class _RowBuilder:
         return RankRows(
             lasting, busy, np.array(once)[:, :, None, None], saved / in_flight, kept, other, in_flight, alone
         )
+
+    def _once_seconds(self, contents: RankContents) -> list[float]:
+        """By layer choice."""
+        seconds = []
+        for group in self.groups:
+            plain = {layer.sequence_parallel for layer in group.layers}
+            of_plain = {sp: self.book.once_seconds(group, contents, sp) for sp in plain}
+            seconds += [of_plain[layer.sequence_parallel] for layer in group.layers]
+        return seconds
 
     def _passing(self, moment: Moment) -> Array:
         """What such ranks hold for a moment, a recomputed layer included: kind × layer × 1 × recompute."""
@@ -277,7 +349,7 @@ class _RowBuilder:
         seconds = np.broadcast_to(self.m * slowest.total, self.shape).copy()
         if pp == 1:
             return seconds
-        messages = np.array([self.book.message_seconds(group, layer) for layer in group.layers])[:, None]
+        messages = np.array([self.book.message_seconds(*one) for one in self.layers])[:, None]
         mean = [np.broadcast_to(x, self.shape) for x in (others.forward, others.input_gradient, others.weight_gradient)]
         for s, (one, chunks) in enumerate(zip(group.schedules, self.chunks)):
             m = self.microbatches[:, s, None]
