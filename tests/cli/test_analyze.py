@@ -61,6 +61,11 @@ def test_a_job_file_and_the_same_flags_agree(job_file: str) -> None:
         ("--set strategy.offload.target=nvme", "strategy.offload", {"optimizer": 0.5, "target": "nvme"}),
         ("--set 'training={global_batch: 32}'", "training", {"global_batch": 32}),
         ("--set training.tokens=1T", "training.tokens", 10**12),
+        ("--set model.layers=16", "model.layers", 16),
+        ("--model llama3.2-3b --set model.layers=16", "model.layers", 16),
+        ("--set model.hidden=2048 --set model.heads=16", "model.head_dim", 128),
+        ("--set model.numerics.rope_theta=1e6", "model.numerics", {"rope_theta": 1e6}),
+        ("--cluster dgx-a100:4 --set cluster.host_memory=1TB", "cluster.host_memory", "1TB"),
     ],
 )
 def test_flags_override_the_job_file(flags: str, path: str, value: object, job_file: str) -> None:

@@ -101,6 +101,8 @@ NUMBERS = f"{BARE} --topology"
         (f"{NUMBERS} ring --bandwidth 5GB/s --cluster laptop", ["--cluster: 'laptop' and --topology exclude each"]),
         (f"{NUMBERS} ring --bandwidth 5GB/s --device h1000", ["unknown device 'h1000'", "did you mean"]),
         (f"{BARE} --cluster dgx-h100:8 --model gpt2", ["--model: 'gpt2' and bare numbers exclude each other"]),
+        (f"{JOB} --set model=gpt2", ["--model: ", "and --set model exclude each other; give one of them"]),
+        (f"{JOB} --set model.layres=2", ["model.layres: unknown field; did you mean layers"]),
         (f"{BARE} --cluster dgx-h100:8 --heads 33", ["--heads: 33 does not divide --hidden 4096"]),
         (f"{BARE} --cluster dgx-h100:8 --params 1e6", ["--params: 1,000,000 is too few", "they need more than"]),
         (f"{BARE} --cluster dgx-h100:8 --params 7B --ffn 8", ["--ffn: '8' and --params exclude each other"]),

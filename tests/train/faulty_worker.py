@@ -108,14 +108,14 @@ def step_of(part: Path) -> int:
 def wrap(faults: Faults) -> None:
     from shardwise.engine.engine import Engine
     from shardwise.train.attempt import Reporter
-    from shardwise.train.checkpoint import save, shards
+    from shardwise.train.checkpoint import save, stream
     from shardwise.train.checkpoint.folder import CheckpointFolder
 
     now = {"step": 0}
     around(Reporter, "phase", before=lambda self, name, step, *_: _begins(faults, now, name, step))
     around(Engine, "forward_backward", after=lambda self, *_: faults.reached("backward", now["step"], self))
     around(save, "write_shard", after=lambda path, *_: faults.reached("written", step_of(path.parent)))
-    around(shards, "_write_all", before=lambda file, chunk: _half(faults, file, chunk))
+    around(stream, "write_block", before=lambda file, block: _half(faults, file, block))
     around(CheckpointFolder, "_sealed", after=lambda self, step, *_: faults.reached("sealed", step))
     around(CheckpointFolder, "commit", after=lambda self, step, *_: faults.reached("committed", step))
 
@@ -144,13 +144,12 @@ def _begins(faults: Faults, now: dict[str, int], phase: str, step: int) -> None:
         faults.reached("begin", step)
 
 
-def _half(faults: Faults, file: Any, chunk: memoryview) -> None:
-    """The header is there, and a part of the first tensor."""
-    if file.tell() and any(one.at == "writing" for one in faults.mine):
-        place = file.tell()
-        file.write(chunk[: len(chunk) // 2])
-        faults.reached("writing", step_of(Path(file.name).parent))
-        file.seek(place)
+def _half(faults: Faults, file: int, block: Any) -> None:
+    """The header is there, and a part of the tensors."""
+    if any(one.at == "writing" for one in faults.mine):
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        path.write_bytes(bytes(block[: len(block) // 2]))
+        faults.reached("writing", step_of(path.parent))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.cli import bare
 from shardwise.cli.arguments import field_overrides
+from shardwise.cli.changes import changed, set_field
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
@@ -82,15 +83,27 @@ def _job_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | No
         fields, notes = _imported(arguments, overrides, framework)
     elif arguments.job:
         fields = read_job_fields(arguments.job)
+    # Fields of a noun that is named, by a flag or in the file, can only be set once it is known.
+    named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
     for path, value in overrides.items():
-        _set(fields, path, value)
-    fields["model"] = _model(arguments, fields)
-    fields["cluster"] = _cluster(arguments, fields)
+        if path in named and getattr(arguments, path) is not None:
+            problem = f"{shown(getattr(arguments, path))} and --set {path} exclude each other"
+            raise SpecError(f"--{path}", problem, "give one of them")
+        if path.partition(".")[0] not in named or "." not in path:
+            set_field(fields, path, value)
+    fields["model"] = changed(_model(arguments, fields), "model", overrides if "model" in named else {})
+    fields["cluster"] = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
         # Whoever names a bare topology wants its textbook algorithm.
-        _set(fields, "strategy.collective", "textbook")
+        set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
     return fields, framework, notes
+
+
+def _is_named(arguments: argparse.Namespace, fields: Mapping[str, Any], kind: str) -> bool:
+    """Whether a model or cluster is given by flags or by name, and not spelled out in the file."""
+    bare_numbers = bare.gives_model(arguments) if kind == "model" else bare.gives_cluster(arguments)
+    return bare_numbers or getattr(arguments, kind) is not None or isinstance(fields.get(kind), str)
 
 
 def _take_stack_defaults(fields: dict[str, Any]) -> None:
@@ -104,7 +117,7 @@ def _take_stack_defaults(fields: dict[str, Any]) -> None:
         raise error.under("stack") from None
     for name in ("overlap", "dispatch"):
         if name not in strategy:
-            _set(fields, f"strategy.{name}", getattr(stack, name))
+            set_field(fields, f"strategy.{name}", getattr(stack, name))
 
 
 def _imported(
@@ -147,18 +160,6 @@ def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
         for noun, name in paths
         if name not in (fields.get(noun) or {})
     ]
-
-
-def _set(fields: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    place = fields
-    for name in parents:
-        inner = place.get(name)
-        if inner is not None and not isinstance(inner, Mapping):
-            raise SpecError(path, f"{name} is {shown(inner)}, which has no fields", "give a mapping in the file")
-        place[name] = dict(inner or {})
-        place = place[name]
-    place[last] = value
 
 
 def _model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Model:

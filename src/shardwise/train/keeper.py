@@ -58,10 +58,11 @@ class Keeper:
     def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
         """Keeps the state after ``step`` steps; returns when it is copied, or with ``wait`` when it is on disk."""
         self.settle()
-        self.saver.save(step, further)
+        wait = wait or not self.run.checkpoints.asynchronous
+        self.saver.begin(step, further, wait=wait)
         self._unsettled = self.last_begun = step
         self._last_at = time.monotonic()
-        if wait or not self.run.checkpoints.asynchronous:
+        if wait:
             self.settle()
 
     def settle(self) -> None:

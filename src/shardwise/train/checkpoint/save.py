@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class _Entry:
     """What this rank writes: a box of one of its tensors."""
 
     name: str
+    shape: tuple[int, ...]
     kept: Kept
     local: Index
 
@@ -59,18 +60,24 @@ class Saver:
         self._saves = 0  # a step may be saved again: after a failure, or a roll-back
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._copies: list[Tensor] = []
 
     def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
         """Keeps the state after ``step`` steps; ``further`` is plain data to keep with it, the same on all ranks."""
-        self.finish()
-        staged = self._staged()
-        written = {**numbers(self.trainer), **further}
-        self._error = None
-        self._saves += 1
-        self._thread = threading.Thread(target=self._guarded, args=(step, staged, written), name="checkpoint")
-        self._thread.start()
+        self.begin(step, further, wait=wait)
         if wait:
             self.finish()
+
+    def begin(self, step: int, further: dict[str, Any], *, wait: bool) -> None:
+        """The same, but only `finish` tells of a failure. With ``wait`` nothing is copied: training stands still."""
+        self.finish()
+        self._saves += 1
+        written = {**numbers(self.trainer), **further}
+        if wait:
+            self._guarded(step, (_read(one).to("cpu").contiguous() for one in self.entries), written)
+            return
+        self._thread = threading.Thread(target=self._guarded, args=(step, self._copied(), written), name="checkpoint")
+        self._thread.start()
 
     @property
     def busy(self) -> bool:
@@ -78,35 +85,35 @@ class Saver:
 
     def finish(self) -> None:
         """Waits for the save that is under way; raises SaveError where it failed."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        if self._error is not None:
-            raise self._error
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     @torch.no_grad()
-    def _staged(self) -> list[tuple[str, Tensor]]:
-        """Copies in CPU memory: training may go on at once."""
-        staged = []
-        for entry in self.entries:
-            part = entry.kept.read()[entry.local]
-            staged.append((entry.name, part.detach().to("cpu", copy=True).contiguous()))
-        return staged
+    def _copied(self) -> list[Tensor]:
+        """In CPU memory that is kept from save to save: to be given new pages takes longer than to copy."""
+        if not self._copies:
+            self._copies = [torch.empty(one.shape, dtype=one.kept.dtype) for one in self.entries]
+        for copy, entry in zip(self._copies, self.entries):
+            copy.copy_(_read(entry))
+        return self._copies
 
-    def _guarded(self, step: int, staged: list[tuple[str, Tensor]], written: dict[str, Any]) -> None:
+    def _guarded(self, step: int, tensors: Iterable[Tensor], written: dict[str, Any]) -> None:
         try:
-            self._write(step, staged, written)
+            self._write(step, tensors, written)
         except BaseException as error:
             self._error = error
 
-    def _write(self, step: int, staged: list[tuple[str, Tensor]], written: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: Iterable[Tensor], written: dict[str, Any]) -> None:
         name = f"{self.attempt}-{self._saves}"
         part = self.folder.unfinished(step, name)
         try:
             part.mkdir(parents=True, exist_ok=True)
-            entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in staged]
-            shard = write_shard(part / shard_name(self.rank), entries, (tensor for _, tensor in staged))
+            entries = [Entry(one.name, one.kept.dtype, one.shape) for one in self.entries]
+            shard = write_shard(part / shard_name(self.rank), entries, tensors)
             _tell(part / f"rank-{self.rank}", {"bytes": shard.size, "sha256": shard.checksum})
         except OSError as error:
             _tell_failure(part, self.rank, error)
@@ -141,6 +148,10 @@ class Saver:
             told = json.loads(path.read_text(encoding="utf-8"))
             files[shard_name(rank)] = Shard(told["bytes"], told["sha256"])
         return files
+
+
+def _read(entry: _Entry) -> Tensor:
+    return entry.kept.read()[entry.local].detach()
 
 
 def _tell(path: Path, content: dict[str, Any]) -> None:
@@ -190,5 +201,6 @@ def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entr
         for place in one.places:
             if (one.key, place.box) in writes:
                 writes.remove((one.key, place.box))  # once, though a tied parameter may be here twice
-                entries.append(_Entry(f"{one.key}@{','.join(map(str, place.box.start))}", one, place.local))
+                name = f"{one.key}@{','.join(map(str, place.box.start))}"
+                entries.append(_Entry(name, place.box.shape, one, place.local))
     return entries, {key: Whole(shape, dtype, tuple(pieces[key])) for key, (shape, dtype) in wholes.items()}

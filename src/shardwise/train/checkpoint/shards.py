@@ -9,24 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.manifest import Shard
+from shardwise.train.checkpoint.stream import Bytes, write_stream
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 CHUNK_BYTES = 8 * 2**20
-MOST_BEHIND = 4  # chunks that are written and not yet summed: what they lie in stays in memory
 
 
 def shard_name(rank: int) -> str:
@@ -51,29 +49,12 @@ def write_shard(
     path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> Shard:
     """Writes contiguous tensors in CPU memory, each asked for when its turn comes, and has them on disk at the end."""
-    checksum = hashlib.sha256()  # processors have instructions for it: twice as quick as BLAKE2b or more
-    size = 0
-    behind: deque[Future[None]] = deque()
-    # The checksum is computed beside the writing: both leave Python's lock to each other.
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        for chunk in _content(entries, tensors, metadata):
-            behind.append(beside.submit(checksum.update, chunk))
-            _write_all(file, chunk)
-            size += len(chunk)
-            if len(behind) > MOST_BEHIND:
-                behind.popleft().result()
-        os.fsync(file.fileno())
-    return Shard(size, checksum.hexdigest())
-
-
-def _write_all(file: Any, chunk: memoryview) -> None:
-    while chunk:
-        chunk = chunk[file.write(chunk) :]
+    return write_stream(path, _content(entries, tensors, metadata))
 
 
 def _content(
     entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None
-) -> Iterator[memoryview]:
+) -> Iterator[Bytes]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
@@ -82,13 +63,10 @@ def _content(
         at += entry.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield memoryview(struct.pack("<Q", len(text)) + text)
+    yield np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8)
     for entry, tensor in zip(entries, tensors, strict=True):
         assert tensor.is_contiguous() and tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape
-        numbers: Any = tensor.flatten().view(torch.uint8).numpy()
-        raw = memoryview(numbers)
-        for begin in range(0, len(raw), CHUNK_BYTES):
-            yield raw[begin : begin + CHUNK_BYTES]
+        yield tensor.flatten().view(torch.uint8).numpy()
 
 
 def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
