@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from shardwise.cost.communication.data import (
     expert_ranks,
     wire_bytes,
 )
+from shardwise.cost.network import expert_data_runs, group_runs
 from shardwise.cost.states import Sharding
 from shardwise.cost.tables.book import CollectiveBook
-from shardwise.cost.tables.group import Group, ShardChoice, sharding_columns, shards_of
+from shardwise.cost.tables.group import Group, sharding_columns, shards_of
 from shardwise.spec.job import Job
 
 if TYPE_CHECKING:
@@ -39,52 +40,80 @@ class ColumnClass:
     units: Array
 
 
-def column_classes(job: Job, group: Group, book: CollectiveBook) -> list[ColumnClass]:
-    """The columns of ``group`` by how and how often they communicate; collectives are asked for, not yet priced."""
+class ColumnBook:
+    """Columns of groups; what groups of one layout share is worked out once."""
+
+    def __init__(self, job: Job, collectives: CollectiveBook) -> None:
+        """``job`` says everything but the strategy."""
+        self._job, self._collectives = job, collectives
+        self._shardings: dict[tuple[Any, ...], list[_Shared]] = {}
+
+    def classes(self, group: Group) -> list[ColumnClass]:
+        """The columns of ``group`` by how and how often they communicate; collectives are asked for, not yet priced."""
+        import numpy as np
+
+        units = np.array([self._of_parts(communication_units(one)) for one in group.ranks], dtype=float).T
+        parameters = np.array([self._of_parts((one.dense, one.experts)) for one in group.ranks]).T
+        in_layers = np.array([self._of_parts((one.layer_matrices, one.experts)) for one in group.ranks]).T
+        each = (parameters / units, in_layers / units)
+        return [
+            ColumnClass(shared.numbers, shared.sharding, self._tickets(group, shared, *each), units[..., None])
+            for shared in self._shared(group)
+        ]
+
+    def _of_parts(self, figures: tuple[Any, Any]) -> tuple[Any, ...]:
+        """Of the dense parameters and the experts, those that the model has."""
+        return figures if self._job.model.moe else figures[:1]
+
+    def _shared(self, group: Group) -> list[_Shared]:
+        base = group.base
+        runs = (group_runs(base, ("cp", "dp")), expert_data_runs(base) if self._job.model.moe else ())
+        key = (runs, base.gradient_group, base.expert_data_parallel, base.pp == 1, group.shards)
+        if key not in self._shardings:
+            self._shardings[key] = _shared_by_class(self._job, group)
+        return self._shardings[key]
+
+    def _tickets(self, group: Group, shared: _Shared, unit_parameters: Array, unit_layer: Array) -> Array:
+        """Part × line × kind × column."""
+        import numpy as np
+
+        each = zip(unit_parameters, unit_layer, shared.held)
+        tickets = [_part_tickets(self._job, group.base.pp, *part, shared.sharding, self._collectives) for part in each]
+        return np.array(tickets).transpose(0, 1, 3, 2)[..., shared.of_column]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Columns that communicate equally often, whatever the ranks hold.
+
+    ``held`` says which ranks hold the dense parameters and the experts, for every distinct number of shards;
+    ``of_column`` which of these a column has.
+    """
+
+    numbers: Array
+    sharding: Sharding
+    held: list[tuple[SharedRanks, ...]]
+    of_column: Array
+
+
+def _shared_by_class(job: Job, group: Group) -> list[_Shared]:
     import numpy as np
 
+    base = group.base
     classes: dict[tuple[bool, bool], list[int]] = {}
     for number, choice in enumerate(group.shards):
         classes.setdefault(choice.how_often, []).append(number)
     result = []
-    held = {shards: _held(job, group, shards) for shards in {shards_of(group.base, one) for one in group.shards}}
     for numbers in classes.values():
         choices = [group.shards[number] for number in numbers]
-        sharding = sharding_columns(group.base, choices)
-        result.append(ColumnClass(np.array(numbers), sharding, *_tickets(job, group, choices, sharding, held, book)))
+        shards = [shards_of(base, choice) for choice in choices]
+        distinct = list(dict.fromkeys(shards))
+        held = [tuple(dense_ranks(base, one) for one in distinct)]
+        if job.model.moe:
+            held.append(tuple(expert_ranks(base, one) for one in distinct))
+        of_column = np.array([distinct.index(one) for one in shards])
+        result.append(_Shared(np.array(numbers), sharding_columns(base, choices), held, of_column))
     return result
-
-
-def _held(job: Job, group: Group, shards: int) -> list[SharedRanks]:
-    """Which ranks hold the dense parameters and the experts, with that many shards of the dense."""
-    return [dense_ranks(group.base, shards), *([expert_ranks(group.base, shards)] if job.model.moe else [])]
-
-
-def _tickets(
-    job: Job,
-    group: Group,
-    choices: Sequence[ShardChoice],
-    sharding: Sharding,
-    held_by: Mapping[int, list[SharedRanks]],
-    book: CollectiveBook,
-) -> tuple[Array, Array]:
-    """Every distinct number of shards is looked at once, for every kind of rank."""
-    import numpy as np
-
-    shards = [shards_of(group.base, choice) for choice in choices]
-    distinct = list(dict.fromkeys(shards))
-    of_column = np.array([distinct.index(one) for one in shards])
-    held = list(zip(*(held_by[one] for one in distinct)))  # part × shards
-    units = np.array([communication_units(contents)[: len(held)] for contents in group.ranks], dtype=float).T
-    parameters = np.array([(contents.dense, contents.experts)[: len(held)] for contents in group.ranks]).T
-    in_layers = np.array([(contents.layer_matrices, contents.experts)[: len(held)] for contents in group.ranks]).T
-    each = zip(parameters / units, in_layers / units, held)
-    tickets = [_part_tickets(job, group.base.pp, *part, sharding, book) for part in each]
-    # part × line × shards × kind; part × kind
-    return (
-        np.array(tickets).transpose(0, 1, 3, 2)[..., of_column],
-        units[..., None],
-    )
 
 
 def _part_tickets(

@@ -6,7 +6,7 @@ Columns differ in what data parallelism does, ZeRO and its shard group; and ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -99,6 +99,11 @@ class Group:
         return tuple(len(ranks) for ranks in self.members)
 
     @cached_property
+    def row_cells(self) -> int:
+        """Kinds of rank × rows."""
+        return len(self.ranks) * len(self.layers) * len(self.schedules) * len(self.recomputes)
+
+    @cached_property
     def places(self) -> Places:
         base = self.base
         return Places(
@@ -127,6 +132,23 @@ class Group:
             accumulate=column.accumulate,  # type: ignore[arg-type]
             offload=offload,
         )
+
+
+def groups_alike(groups: Sequence[Group], cells: int) -> Iterator[list[int]]:
+    """Numbers of groups whose rows can be worked out together: the same ranks, schedules and kinds of traffic.
+
+    Together they have about ``cells`` (kinds of rank × rows) at most, if there is more than one.
+    """
+    gathered: dict[Any, list[int]] = {}
+    for number, group in enumerate(groups):
+        base = group.base
+        dimensions = (base.tp > 1, base.cp > 1, base.ep > 1, base.overlap.ep)
+        key = (group.members, group.ranks, group.schedules, group.recomputes, dimensions)
+        full = sum(groups[other].row_cells for other in gathered.get(key, ())) >= cells
+        if full:
+            yield gathered.pop(key)
+        gathered.setdefault(key, []).append(number)
+    yield from gathered.values()
 
 
 def shards_of(base: Strategy, choice: ShardChoice) -> int:

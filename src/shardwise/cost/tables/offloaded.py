@@ -13,7 +13,7 @@ from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_acros
 from shardwise.cost.passing import Moment, gradients_absent, moments_of
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, rank_state_bytes
-from shardwise.cost.tables.rows import RankRows, RowTable
+from shardwise.cost.tables.row_table import RankRows, RowTable
 from shardwise.cost.traffic import collective_price
 from shardwise.cost.travel import Travel
 from shardwise.spec.job import Job

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.as_run import as_run
 from shardwise.cost.communication.context import context_traffic
 from shardwise.cost.communication.expert import expert_traffic
@@ -19,29 +18,17 @@ from shardwise.cost.communication.tensor import replicated_gradient_traffic, ten
 from shardwise.cost.memory import passing_bytes
 from shardwise.cost.overlap import Pass, Window
 from shardwise.cost.passing import Moment, moments_of
-from shardwise.cost.stage_time import part_seconds
 from shardwise.cost.stages import RankContents
 from shardwise.cost.tables.group import Group, LayerChoice
+from shardwise.cost.tables.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
 from shardwise.cost.traffic import Traffic
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack as SoftwareStack
-from shardwise.spec.strategy import Strategy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
-
-MODES = ("none", "selective", "full")
-KINDS = ((), (False,), (True,), (False, True))  # of layer that a rank may have: dense, mixture of experts
-# A rank with one part: dense layer, mixture-of-experts layer, embedding, head.
-PROBES = (
-    RankContents(0, 1, 0, False, False, 0.0, 0.0, 0.0),
-    RankContents(0, 0, 1, False, False, 0.0, 0.0, 0.0),
-    RankContents(0, 0, 0, True, False, 0.0, 0.0, 0.0),
-    RankContents(0, 0, 0, False, True, 0.0, 0.0, 0.0),
-)
-FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED = range(6)
 
 
 @dataclass(frozen=True)
@@ -150,7 +137,7 @@ class PartBook:
         tokens = layer.microbatch * self._job.training.seq / base.cp
 
         def price() -> float:
-            traffic = message_traffic(_Probes(self._job, base, layer)["none"], "message")
+            traffic = message_traffic(Probes(self._job, base, layer)["none"], "message")
             assert traffic is not None
             return float(traffic.cost.seconds)
 
@@ -162,7 +149,7 @@ class PartBook:
         """What such a rank sends after the last microbatch, besides data parallelism."""
         base, places = group.base, group.places
         ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head)
-        job = _Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))
+        job = Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))
 
         def price(traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> Callable[[], float]:
             return lambda: sum(traffic.seconds for traffic in traffic_of(job["none"], contents))
@@ -178,12 +165,12 @@ class PartBook:
         import numpy as np
 
         base, places = group.base, group.places
-        jobs = _Probes(self._job, base, layer)
+        jobs = Probes(self._job, base, layer)
         tokens = layer.microbatch * self._job.training.seq / base.cp
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
         method = layer.context_method if base.cp > 1 else ""
-        seconds = self._piece("seconds", common, lambda: self._figures(jobs, SAVED, _seconds))
-        saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, _saved_bytes))
+        seconds = self._piece("seconds", common, lambda: self._figures(jobs, SAVED, probed_seconds))
+        saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
         lines: dict[LineKey, Line] = {}
         tensor = (*common, base.ep == 1, places.tensor, places.expert_tensor)
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
@@ -210,7 +197,7 @@ class PartBook:
             self._pieces[name, *key] = price()
         return self._pieces[name, *key]
 
-    def _asked(self, jobs: _Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
+    def _asked(self, jobs: Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
         """Part, modes, and the job and rank to ask about: recompute changes layers, not the ends."""
         for part, probe in enumerate(PROBES):
             if probe.moe_layers and self._job.model.moe is None:
@@ -221,7 +208,7 @@ class PartBook:
             for number, mode in enumerate(MODES):
                 yield part, number, jobs[mode], probe
 
-    def _figures(self, jobs: _Probes, width: int, of: Callable[[Job, RankContents], tuple[float, ...]]) -> Array:
+    def _figures(self, jobs: Probes, width: int, of: Callable[[Job, RankContents], tuple[float, ...]]) -> Array:
         """Part × mode × the ``width`` figures that ``of`` gives."""
         import numpy as np
 
@@ -230,7 +217,7 @@ class PartBook:
             table[part, modes] = of(job, probe)
         return table
 
-    def _lines(self, jobs: _Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, Line]:
+    def _lines(self, jobs: Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, Line]:
         """Lines of the four parts; those of a dimension that nothing hides are pooled, one for each pass."""
         import numpy as np
 
@@ -250,27 +237,6 @@ class PartBook:
         return lines
 
 
-class _Probes:
-    """The job of one microbatch with a layer choice, under each recompute mode; made when asked for."""
-
-    def __init__(self, job: Job, base: Strategy, layer: LayerChoice) -> None:
-        self._job, self._base, self._layer = job, base, layer
-        self._made: dict[str, Job] = {}
-
-    def __getitem__(self, mode: str) -> Job:
-        if mode not in self._made:
-            strategy = self._base.unchecked(
-                sequence_parallel=self._layer.sequence_parallel,
-                context_method=self._layer.context_method,
-                microbatch=self._layer.microbatch,
-                recompute=mode,
-                stage_layers="balanced",
-            )
-            training = self._job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
-            self._made[mode] = self._job.unchecked(strategy=strategy, training=training)
-        return self._made[mode]
-
-
 def _ordered(orders: Iterable[tuple[LineKey, ...]]) -> list[LineKey]:
     """All keys: by dimension, what nothing hides last, and else each after those before it in its own layer choice."""
     ordered: list[LineKey] = []
@@ -287,22 +253,3 @@ def _line_key(traffic: Traffic) -> LineKey:
     if traffic.window == "none":
         return LineKey(traffic.dimension, "exposed", traffic.in_pass, "none")
     return LineKey(traffic.dimension, traffic.what, traffic.in_pass, traffic.window)
-
-
-def _seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
-    seconds = part_seconds(job, probe)
-    return (
-        seconds.forward,
-        seconds.input_gradient,
-        seconds.weight_gradient,
-        seconds.attention.forward,
-        seconds.attention.backward,
-    )
-
-
-def _saved_bytes(job: Job, probe: RankContents) -> tuple[float, ...]:
-    if probe.has_embedding:
-        return (embedding_activation_bytes(job),)
-    if probe.has_head:
-        return (head_activation_bytes(job),)
-    return (layer_activation_bytes(job, moe=probe.moe_layers > 0),)

@@ -11,11 +11,12 @@ from shardwise.cost.communication.data import data_lines, wire_bytes
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.stage_time import optimizer_seconds
 from shardwise.cost.tables.book import CollectiveBook
-from shardwise.cost.tables.columns import ColumnClass, column_classes
+from shardwise.cost.tables.columns import ColumnBook, ColumnClass
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.offloaded import Offloaded, by_row
 from shardwise.cost.tables.parts import PartBook
-from shardwise.cost.tables.rows import RowTable, row_tables
+from shardwise.cost.tables.row_table import RowTable
+from shardwise.cost.tables.rows import row_tables
 from shardwise.cost.tables.stacking import joined_rows, stacked_contents, stacked_sharding
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
@@ -77,11 +78,12 @@ class TablePricer:
         self.job = job
         self.parts = PartBook(job)
         self.collectives = CollectiveBook(job.cluster, self.parts.links, job.strategy.collective)
+        self.columns = ColumnBook(job, self.collectives)
 
     def pieces(self, groups: Iterable[Group]) -> Iterator[Piece]:
         """The tables of all groups, in pieces that hold several small ones or part of a large one."""
         groups = list(groups)
-        classes_of = [column_classes(self.job, group, self.collectives) for group in groups]
+        classes_of = [self.columns.classes(group) for group in groups]
         self.collectives.price_all()
         gathered: dict[tuple[Any, ...], list[Block]] = {}
         for group, classes, rows in zip(groups, classes_of, row_tables(groups, self.parts)):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,9 @@ from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidde
 from shardwise.cost.passing import Moment, moments_of
 from shardwise.cost.stages import RankContents
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
-from shardwise.cost.tables.group import Group, Row, ScheduleChoice
-from shardwise.cost.tables.parts import (
+from shardwise.cost.tables.group import Group, ScheduleChoice, groups_alike
+from shardwise.cost.tables.parts import PartBook
+from shardwise.cost.tables.probes import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
     FORWARD,
@@ -22,8 +22,8 @@ from shardwise.cost.tables.parts import (
     MODES,
     SAVED,
     WEIGHT_GRADIENT,
-    PartBook,
 )
+from shardwise.cost.tables.row_table import PER_ROW, RankRows, RowTable
 from shardwise.pipeline import chunks_per_rank, peak_chunks_in_flight
 
 if TYPE_CHECKING:
@@ -34,98 +34,13 @@ if TYPE_CHECKING:
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows: what fits a processor's cache
 
 
-@dataclass(frozen=True)
-class RankRows:
-    """What the columns build on: arrays of kind of rank × row."""
-
-    lasting: dict[Pass, Array]  # seconds of a step's pass, exposed communication of its layers included
-    busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
-    once_seconds: Array  # sent after the last microbatch
-    saved_bytes: Array  # activations of one microbatch
-    activation_bytes: Array  # of all in flight; these two have an axis of moments (`cost.passing`) before
-    other_bytes: Array  # recomputed layer, buffers, temporaries
-    in_flight: Array  # microbatches
-    alone: Array  # 1 where no microbatch has gone back before that
-
-    def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
-        """``lasting`` and ``busy`` of some rows, to be held against columns: kind × 1 × row."""
-        lasting = {which: seconds[:, None, part] for which, seconds in self.lasting.items()}
-        busy = {which: {n: x[:, None, part] for n, x in links.items()} for which, links in self.busy.items()}
-        return lasting, busy
-
-    def part(self, rows: slice) -> RankRows:
-        return RankRows(
-            {which: seconds[..., rows] for which, seconds in self.lasting.items()},
-            {which: {name: x[..., rows] for name, x in links.items()} for which, links in self.busy.items()},
-            *(getattr(self, name)[..., rows] for name in _PER_ROW),
-        )
-
-
-_PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone")
-
-
-@dataclass(frozen=True)
-class RowTable:
-    """Columns over the valid rows of a group: layer × schedule × recompute choices, flattened."""
-
-    index: Array  # row → layer, schedule, recompute choice
-    sequences: Array
-    microbatches: Array
-    last_share: Array
-    pipeline_seconds: Array
-    ranks: RankRows
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def part(self, rows: slice, first_layer: int) -> RowTable:
-        """Some of the rows, their layer choices numbered from ``first_layer``."""
-        index = self.index[rows]
-        index[:, 0] -= first_layer
-        figures = (self.sequences, self.microbatches, self.last_share, self.pipeline_seconds)
-        return RowTable(index, *(one[rows] for one in figures), self.ranks.part(rows))
-
-    def row(self, group: Group, number: int) -> Row:
-        layer, schedule, recompute = (int(i) for i in self.index[number])
-        return Row(
-            group.layers[layer],
-            group.schedules[schedule],
-            group.recomputes[recompute],
-            int(self.sequences[number]),
-            int(self.microbatches[number]),
-        )
-
-
 def row_tables(groups: Sequence[Group], book: PartBook) -> list[RowTable]:
     """All valid rows of each group; those whose batch does not divide are left out."""
     tables: dict[int, RowTable] = {}
-    for numbers in _alike(groups):
+    for numbers in groups_alike(groups, CELLS_AT_ONCE):
         made = _RowBuilder([groups[number] for number in numbers], book).tables()
         tables.update(zip(numbers, made))
     return [tables[number] for number in range(len(groups))]
-
-
-def _alike(groups: Sequence[Group]) -> Iterator[list[int]]:
-    """Numbers of groups whose rows can be worked out together: the same ranks, schedules and kinds of traffic."""
-    gathered: dict[Any, list[int]] = {}
-    for number, group in enumerate(groups):
-        base = group.base
-        dimensions = (base.tp > 1, base.cp > 1, base.ep > 1, base.overlap.ep)
-        key = (group.members, group.ranks, group.schedules, group.recomputes, dimensions)
-        gathered.setdefault(key, []).append(number)
-    for numbers in gathered.values():
-        first = groups[numbers[0]]
-        each = len(first.ranks) * len(first.schedules) * len(first.recomputes)
-        together: list[int] = []
-        cells = 0
-        for number in numbers:
-            together.append(number)
-            cells += each * len(groups[number].layers)
-            if cells >= CELLS_AT_ONCE:
-                yield together
-                together, cells = [], 0
-        if together:
-            yield together
 
 
 class _RowBuilder:
@@ -178,7 +93,7 @@ class _RowBuilder:
             RankRows(
                 {which: flat(ranks.lasting[which]) for which in PASSES},
                 {which: {name: flat(x) for name, x in ranks.busy[which].items()} for which in PASSES},
-                *(flat(getattr(ranks, name)) for name in _PER_ROW),
+                *(flat(getattr(ranks, name)) for name in PER_ROW),
             ),
         )
         return self._split(table, np.count_nonzero(valid, axis=(1, 2)))

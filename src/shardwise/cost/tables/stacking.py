@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cost.overlap import PASSES
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding
-from shardwise.cost.tables.rows import RankRows, RowTable
+from shardwise.cost.tables.row_table import RankRows, RowTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
