@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from launch.running import PREFACE, QUICK, alive, launch, noted_pids, program, wait_until
+from shardwise.launch.attempts import KEPT, new_folder
 from shardwise.launch.local import supervise
-from shardwise.launch.outcome import Event
+from shardwise.launch.outcome import Commit, Event
 from shardwise.spec.errors import SpecError
 from shardwise.spec.timeouts import Timeouts
 
@@ -137,9 +138,16 @@ if attempt <= 4:
 """,
         world=1,
         restarts=1,
-        committed_step=lambda: int(steps.read_text()),
+        last_commit=lambda: Commit(int(steps.read_text())),
     )
     assert (found.status, len(found.attempts)) == (0, 5)
+
+
+def test_only_the_last_attempts_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "run" / "notes").mkdir(parents=True)
+    made = [new_folder(tmp_path / "run") for _ in range(KEPT + 2)]
+    assert sorted(tmp_path.glob("run/*")) == sorted([*made[2:], tmp_path / "run" / "notes"])
+    assert made[-1].name == f"attempt-{KEPT + 2:04d}"
 
 
 def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
@@ -272,6 +280,7 @@ outcome = supervise([sys.executable, sys.argv[1]], 2, Path(sys.argv[2]), grace_s
 print("ended", outcome.stopped, len(outcome.attempts))
 sys.exit(outcome.status)
 """
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 READY = """
 child = subprocess.Popen(["sleep", "1000"])
 (run / f"child-{rank}.pid").write_text(str(child.pid))
@@ -279,9 +288,9 @@ child = subprocess.Popen(["sleep", "1000"])
 """
 
 
-def launcher(folder: Path, body: str, grace_seconds: float) -> subprocess.Popen[str]:
+def launcher(folder: Path, body: str, grace_seconds: float, preface: str = PREFACE) -> subprocess.Popen[str]:
     """A launcher of two ranks in a process of its own, when both ranks and a child of each run."""
-    command = program(folder, body)
+    command = program(folder, body, preface)
     (folder / "launcher.py").write_text(LAUNCHER, encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, str(folder / "launcher.py"), command[1], str(folder / "run"), str(grace_seconds)],
@@ -312,7 +321,7 @@ others_wait()
 
 
 def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
-    process = launcher(tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}\nothers_wait()", 0.3)
+    process = launcher(tmp_path, f"reporter.phase('step', 3)\n{DEAF}\n{READY}\nothers_wait()", 0.3)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 75, said
@@ -320,7 +329,25 @@ def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in noted_pids(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("before", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "STOP"])
+def test_a_run_that_is_stopped_while_it_starts_has_nothing_to_save(tmp_path: Path) -> None:
+    process = launcher(tmp_path, f"{DEAF}\n{READY}\nothers_wait()", 0.3)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    assert not any(alive(pid) for pid in noted_pids(tmp_path / "run"))
+
+
+def test_a_rank_that_does_not_listen_yet_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """It is still importing, say, and dies of SIGTERM; the other one would wait for it."""
+    preface = PREFACE.replace("Reporter(place)\n", "Reporter(place) if place.rank else None\n")
+    process = launcher(tmp_path, f"if rank:\n    {DEAF}\n{READY}\nothers_wait()", 1000, preface)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    assert not any(alive(pid) for pid in noted_pids(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("before", ["", DEAF, "STOP"])
 def test_no_rank_outlives_a_launcher_that_is_killed(before: str, tmp_path: Path) -> None:
     stop = before == "STOP"
     process = launcher(tmp_path, f"{'' if stop else before}\n{READY}\nothers_wait()", 30)

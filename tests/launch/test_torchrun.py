@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from cli.running import run as shardwise
 from shardwise.launch.torchrun import torchrun_commands
 from shardwise.spec import SpecError
 from shardwise.spec.job import Job
+from shardwise.train.attempt import Place
+from shardwise.train.run_folder import RunFolder
 
 
 def job(cluster: str, **strategy: int) -> Job:
@@ -47,3 +56,51 @@ def test_what_does_not_fit_the_job(settings: dict[str, object], message: str) ->
     with pytest.raises(SpecError) as error:
         torchrun_commands(job("dgx-h100:2"), "job.yaml", **settings)  # type: ignore[arg-type]
     assert str(error.value) == message
+
+
+SMALL = ("--model", "tiny", "--cluster", "laptop:2", "--dp", "2", "--seq", "32", "--global-batch", "4")
+
+
+def printed(folder: Path, *arguments: str) -> list[str]:
+    """The command for the one host, after which the folder is ready to be trained in."""
+    found = shardwise(
+        "train", *SMALL, "--precision", "fp32", "--run-folder", str(folder), *arguments, "--print-torchrun"
+    )
+    assert found.status == 0, found.err
+    (line,) = found.out.splitlines()
+    return shlex.split(line)
+
+
+def test_what_train_prints_starts_workers_in_a_folder_that_is_ready(tmp_path: Path) -> None:
+    command = printed(tmp_path / "run", "--set", "training.tokens=1M")
+    assert command[-3:] == ["--module", "shardwise.train.worker", str(tmp_path / "run")]
+    written = Job.from_yaml((tmp_path / "run" / "job.yaml").read_text())
+    assert (written.run.steps, written.strategy.dp) == (7813, 2)  # 1,000,000 tokens, 128 in a step
+    assert not (tmp_path / "run" / "attempts").exists()
+
+
+def test_rank_0_takes_the_folder_where_no_launcher_has(tmp_path: Path) -> None:
+    worker = pytest.importorskip("shardwise.train.worker")
+    folder = RunFolder(tmp_path)
+    left = folder.checkpoints.unfinished(3, "restart-0-1")
+    left.mkdir(parents=True)
+    with worker._alone(folder, Place(0, 2, 0)):
+        assert not left.exists()  # of a start before, by the name that this one's will have
+        with pytest.raises(SpecError, match="is training in it"), worker._alone(folder, Place(0, 2, 0)):
+            pass
+        with worker._alone(folder, Place(1, 2, 1)), worker._alone(folder, Place(0, 2, 0, folder=tmp_path)):
+            pass
+
+
+@pytest.mark.slow
+def test_torchrun_trains(tmp_path: Path) -> None:
+    command = printed(tmp_path / "run", "--steps", "3")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run"] + [
+        re.sub(":29400$", f":{port}", one) for one in command[1:]
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, timeout=200)
+    assert RunFolder(tmp_path / "run").checkpoints.committed() == [3]

@@ -1,4 +1,4 @@
-"""Fields that `--set` changes: in what a file spells out, and in a model or cluster that has only a name there."""
+"""Fields of a job that follow from others, or that `--set` changes: in a file, or in a model that is only named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 from shardwise.spec.codec import Spec
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.run import Run
 
 _DESCRIBING = ("source", "published_parameters")  # what was published is no longer true of a changed one
 
@@ -50,3 +52,25 @@ def _leave_derived(model: Model, fields: dict[str, Any], changes: Mapping[str, A
         fields.pop("head_dim", None)
     if "heads" in changes and model.kv_heads == model.heads:
         fields.pop("kv_heads", None)
+
+
+def with_steps(run: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a run with as many steps as ``training.tokens`` takes; one that says otherwise is refused."""
+    training = fields.get("training")
+    if not isinstance(training, Mapping) or training.get("tokens") is None:
+        return dict(run)
+    job = Job.from_dict({name: value for name, value in fields.items() if name != "run"})
+    tokens = job.training.tokens
+    assert tokens is not None
+    needed = -(-tokens // job.tokens_per_step)
+    if "steps" in run and (steps := _steps(run["steps"])) != needed:
+        problem = f"{steps:,} of {job.tokens_per_step:,} tokens are not the {tokens:,} of training.tokens"
+        raise SpecError("run.steps", problem, f"leave one of them out, or use {needed}")
+    return {**run, "steps": needed}
+
+
+def _steps(value: Any) -> int:
+    try:
+        return Run(steps=value).steps
+    except SpecError as error:
+        raise error.under("run") from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.cli import bare
 from shardwise.cli.arguments import field_overrides
-from shardwise.cli.changes import changed, set_field
+from shardwise.cli.changes import changed, set_field, with_steps
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
@@ -33,13 +33,16 @@ _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
 
 
-def job_from(arguments: argparse.Namespace) -> Job:
+def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None) -> Job:
     """The job that a file and flags describe; flags override the file.
 
     The file may be another framework's configuration: what of it has no meaning here, and what it leaves open, is
-    said on standard error.
+    said on standard error. ``run`` has the fields of the run that flags give, of a verb that runs it.
     """
     fields, framework, notes = _job_fields(arguments)
+    given = fields.get("run", None if run is None else {})
+    if isinstance(given, Mapping):
+        fields["run"] = with_steps({**given, **(run or {})}, fields)
     job = Job.from_dict(fields)
     if framework is not None:
         for note in [*notes, *_assumptions(fields, job)]:

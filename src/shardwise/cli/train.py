@@ -12,6 +12,7 @@ from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch, whole
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight, preflight
+from shardwise.launch.resumed import changes_since_saved
 from shardwise.launch.run import Launch, prepare
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -31,7 +32,7 @@ def run(arguments: list[str]) -> int:
     parser = Parser("train", _DOES, _EXAMPLE)
     add_job_arguments(parser)
     parser.add_argument("--run-folder", metavar="DIR", help="where the run is kept (default runs/NAME of the job)")
-    parser.add_argument("--steps", metavar="N", help="steps of the whole run (default 1000)")
+    parser.add_argument("--steps", metavar="N", help="steps of the whole run (default: of training.tokens, or 1000)")
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=f"for a last checkpoint (default {GRACE})")
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
     parser.add_argument("--rehearse", metavar="N", help="N steps of the job in a folder of their own, and a verdict")
@@ -50,23 +51,28 @@ def run(arguments: list[str]) -> int:
         from shardwise.launch.torchrun import torchrun_commands
 
         with folder.checkpoints.locked():
-            prepare(job, folder, checked)
+            _make_ready(job, folder, checked)
         print(*torchrun_commands(job, folder.path), sep="\n")
         return 0
     if parsed.rehearse is not None:
         return _rehearsed(job, folder, checked, whole(parsed.rehearse, "--rehearse"), as_json=parsed.json)
     with folder.checkpoints.locked():
-        prepare(job, folder, checked)
+        _make_ready(job, folder, checked)
         outcome = _watched(Launch(job, folder, grace_seconds, parsed.debug), quiet=parsed.json)
     return _told(outcome, job, folder.metrics, parsed)
 
 
+def _make_ready(job: Job, folder: RunFolder, checked: Preflight) -> None:
+    for note in changes_since_saved(job, folder.checkpoints):
+        print(f"note: {note}", file=sys.stderr)
+    prepare(job, folder, checked)
+
+
 def _job(parsed: argparse.Namespace) -> Job:
     """The job with its run complete: the flags' steps, a folder, and paths that hold wherever a worker starts."""
-    job = job_from(parsed)
+    given = {} if parsed.steps is None else {"steps": whole(parsed.steps, "--steps")}
+    job = job_from(parsed, given)
     changes: dict[str, object] = {}
-    if parsed.steps is not None:
-        changes["steps"] = whole(parsed.steps, "--steps")
     name = Path(parsed.job).stem if parsed.job else job.model.name or "run"
     changes["folder"] = parsed.run_folder or job.run.folder or f"runs/{name}"
     data = job.run.data

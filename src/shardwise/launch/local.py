@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from shardwise.launch.attempts import new_folder
 from shardwise.launch.diagnosis import diagnose
 from shardwise.launch.outcome import (
     DONE,
@@ -18,6 +18,7 @@ from shardwise.launch.outcome import (
     MISTAKE,
     STOPPED_WITHOUT_CHECKPOINT,
     Attempt,
+    Commit,
     Event,
     EventKind,
     Failure,
@@ -25,15 +26,12 @@ from shardwise.launch.outcome import (
 )
 from shardwise.launch.ranks import Rank, Ranks
 from shardwise.launch.stalled import overdue
-from shardwise.spec.errors import SpecError
 from shardwise.spec.timeouts import Timeouts
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
 MOST_SETTLE_SECONDS = 2.0  # as long as only victims are seen: what killed them may still be ending
 END_SECONDS = 0.5  # between asking ranks to end after a failure and ending them: most wait for one that is gone
-_ATTEMPT = re.compile(r"attempt-(\d+)")
-ROOM_BYTES = 2**18
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 
 
@@ -45,23 +43,23 @@ def supervise(
     timeouts: Timeouts | None = None,
     restarts: int = 3,
     grace_seconds: float = 30,
-    committed_step: Callable[[], int] = lambda: 0,
+    last_commit: Callable[[], Commit] = Commit,
     environment: Mapping[str, str] | None = None,
     debug: bool = False,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Runs ``command`` as ``world`` ranks until they are done, with records and logs in ``folder``.
 
-    After a failure all ranks are started again, at most ``restarts`` times in a row without progress, which is what
-    ``committed_step`` says. SIGINT, SIGTERM and SIGHUP ask the ranks to stop, by SIGTERM; after ``grace_seconds``, or
+    After a failure all ranks are started again, at most ``restarts`` times in a row without progress, which is a new
+    ``last_commit``. SIGINT, SIGTERM and SIGHUP ask the ranks to stop, by SIGTERM; after ``grace_seconds``, or
     at a second signal, they are killed. Call it in the main thread: signals come there, and ranks end with it.
     """
     given = {**(DEBUG if debug else {}), **(environment or {})}
     attempts: list[Attempt] = []
-    tries, committed = 0, committed_step()
+    tries, committed = 0, last_commit()
     with _stop_requests() as stop:
         while True:
-            own_folder = _new_folder(folder)
+            own_folder = new_folder(folder)
             one = _Run(Ranks(command, world, own_folder, given), timeouts or Timeouts(), grace_seconds, stop)
             on_event(Event("started", len(attempts), f"{world} processes, logs in {own_folder}"))
             began = time.monotonic()
@@ -69,12 +67,14 @@ def supervise(
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
             if failure is None or status != FAILED or stop.requested:
                 return Outcome(status, stop.requested > 0, tuple(attempts))
-            now = committed_step()
+            now = last_commit()
             tries, committed = (1, now) if now > committed else (tries + 1, committed)
             if tries > restarts:
                 on_event(Event("failed", len(attempts) - 1, f"{failure}; no try is left of {restarts}"))
                 return Outcome(FAILED, False, tuple(attempts))
-            on_event(Event("failed", len(attempts) - 1, f"{failure}; restart {tries} of {restarts} from step {now}"))
+            on_event(
+                Event("failed", len(attempts) - 1, f"{failure}; restart {tries} of {restarts} from step {now.step}")
+            )
 
 
 class _Run:
@@ -137,14 +137,16 @@ class _Run:
         self._ranks.tell(signal.SIGTERM)
         deadline = time.monotonic() + self._grace_seconds
         while self._ranks.running and time.monotonic() < deadline and self._stop.requested == asked:
+            if any(_ended_before_it_began(rank) for rank in self._ranks.all):
+                return DONE, None  # the others would wait for it
             time.sleep(POLL_SECONDS)
             self._ranks.poll()
         if self._ranks.running:
             names = ", ".join(str(rank.number) for rank in self._ranks.running)
             tell("killing", f"still running: rank {names}")
-            return STOPPED_WITHOUT_CHECKPOINT, None
-        ended_well = all(rank.status == DONE for rank in self._ranks.all)
-        return (DONE if ended_well else STOPPED_WITHOUT_CHECKPOINT), None
+        nothing_to_save = any(_is_starting(rank) for rank in self._ranks.running)  # a step takes all ranks
+        ended_well = all(rank.status == DONE or _ended_before_it_began(rank) for rank in self._ranks.all)
+        return (DONE if ended_well or nothing_to_save else STOPPED_WITHOUT_CHECKPOINT), None
 
 
 def _failed(rank: Rank) -> bool:
@@ -152,6 +154,17 @@ def _failed(rank: Rank) -> bool:
         return rank.status != DONE
     progress = rank.progress()
     return progress is not None and progress.phase == "failed"
+
+
+def _is_starting(rank: Rank) -> bool:
+    """Whether it has not come as far as a step."""
+    progress = rank.progress()
+    return progress is None or progress.phase == "start"
+
+
+def _ended_before_it_began(rank: Rank) -> bool:
+    """Whether SIGTERM ended it before it listened for it: it is still importing then."""
+    return rank.status == -signal.SIGTERM and rank.progress() is None
 
 
 class _Stop:
@@ -180,29 +193,3 @@ def _stop_requests() -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _require_room(folder: Path) -> None:
-    """Raises OSError where the disk has no place left for what the ranks will have to say."""
-    probe = folder / "room"
-    try:
-        probe.write_bytes(bytes(ROOM_BYTES))
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _new_folder(folder: Path) -> Path:
-    """A folder for one attempt that nothing else has used."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            used = (_ATTEMPT.fullmatch(one.name) for one in folder.iterdir())
-            own = folder / f"attempt-{1 + max((int(match[1]) for match in used if match), default=0):04d}"
-            try:
-                own.mkdir()
-                _require_room(own)
-                return own.resolve()
-            except FileExistsError:  # another run in the same folder was quicker
-                continue
-    except OSError as error:
-        raise SpecError("", f"cannot write to {folder}: {error.strerror}", "name another folder") from None

@@ -12,6 +12,14 @@ EventKind = Literal["started", "failed", "stopping", "killing"]
 Cause = Literal["raised", "killed", "exited", "silent", "stuck"]
 
 
+@dataclass(frozen=True, order=True)
+class Commit:
+    """A checkpoint of ``step``; later ones compare greater, whatever their step: a newer one may be damaged."""
+
+    written_ns: int = 0
+    step: int = 0
+
+
 @dataclass(frozen=True)
 class Failure:
     """The first rank that failed, not one that failed because of it; None where no one rank stands out."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.launch.local import supervise
-from shardwise.launch.outcome import Event, Outcome
+from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
@@ -49,10 +49,11 @@ class Launch:
             timeouts=self.job.run.timeouts,
             restarts=self.job.run.restarts,
             grace_seconds=self.grace_seconds,
-            committed_step=self._committed_step,
+            last_commit=self._last_commit,
             debug=self.debug,
             on_event=tell,
         )
 
-    def _committed_step(self) -> int:
-        return max(self.folder.checkpoints.committed(), default=0)
+    def _last_commit(self) -> Commit:
+        found = self.folder.checkpoints
+        return max((Commit(found.written_ns(step), step) for step in found.committed()), default=Commit())

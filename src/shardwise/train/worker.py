@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> int:
     place = Place.from_environment()
     reporter = Reporter(place)
     try:
-        train(RunFolder(Path(arguments[0])), place, reporter, stop)
+        folder = RunFolder(Path(arguments[0]))
+        with _alone(folder, place):
+            train(folder, place, reporter, stop)
         return 0
     except SpecError as error:
         reporter.failed(error)
@@ -44,6 +46,17 @@ def main(arguments: list[str]) -> int:
         reporter.failed(error)
         _print(traceback.format_exc())
         return 1
+
+
+@contextlib.contextmanager
+def _alone(folder: RunFolder, place: Place) -> Iterator[None]:
+    """What the launcher does for its ranks, rank 0 does where there is none: no two runs are in one folder."""
+    if place.rank or place.folder is not None:
+        yield
+        return
+    with folder.checkpoints.locked():
+        folder.checkpoints.clear_unfinished()
+        yield
 
 
 def _print(text: str) -> None:

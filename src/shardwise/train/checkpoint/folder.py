@@ -43,6 +43,13 @@ class CheckpointFolder:
         """Steps of which there is a checkpoint, the newest first."""
         return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
 
+    def written_ns(self, step: int) -> int:
+        """When the checkpoint of a step was finished; 0 where it has just gone."""
+        try:
+            return (self.of_step(step) / NAME).stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def commit(self, step: int, attempt: str, manifest: bytes) -> None:
         """All shards are on disk: writes the manifest and gives the folder its name."""
         part = self._sealed(step, attempt, manifest)
