@@ -196,8 +196,7 @@ def test_tensor_parallel_layers_keep_as_planned_and_send_nothing_twice(sequence_
         for strategy in (CHEAP, FULL):
             for rank, (found, kept, planned, names) in enumerate(on_ranks(2, tensor_parallel, model, way | strategy)):
                 assert_same(found, plain[rank][0])
-                if model is LLAMA:
-                    assert kept == planned and plain[rank][1] == plain[rank][2]
+                assert kept == planned and plain[rank][1] == plain[rank][2]
                 assert (names == plain[rank][3]) == (strategy is CHEAP)
 
 

@@ -26,7 +26,8 @@ GPT = Model(layers=2, hidden=32, heads=4, ffn=64, vocab=51, positions="learned",
             attention_out_bias=True, mlp_bias=True, max_seq=16)  # fmt: skip
 LATENT = replace(LLAMA, kv_heads=4, qk_norm=False, vocab=64,
                  mla=LatentAttention(kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8, q_rank=16))  # fmt: skip
-MODELS = {"llama": LLAMA, "gpt": GPT, "latent": LATENT}
+MIXED = replace(LATENT, mla=LatentAttention(kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8))  # queries of full width
+MODELS = {"llama": LLAMA, "gpt": GPT, "latent": LATENT, "mixed": MIXED}
 
 
 def batch(model: Model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,7 +66,7 @@ def cut(model: Model, strategy: Strategy) -> tuple[float, dict[str, Any], torch.
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("gpt", 2), ("latent", 2)])
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("llama", 4), ("gpt", 2), ("latent", 2), ("mixed", 2)])
 def test_loss_gradients_and_logits_are_those_of_one_process(name: str, tp: int, sequence_parallel: bool) -> None:
     model = MODELS[name]
     loss, gradients, logits = whole(model)

@@ -18,6 +18,9 @@ SMALL = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 192, "voca
          "norm": "rmsnorm"}  # fmt: skip
 DEEPER = {**SMALL, "layers": 7}
 MIXTURE = {**SMALL, "moe": {"experts": 8, "top_k": 2, "ffn": 64}}
+LATENT = {**SMALL, "hidden": 256, "kv_heads": 8, "ffn": 512,
+          "mla": {"kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32, "q_rank": 96}}  # fmt: skip
+FULL_QUERIES = {**LATENT, "mla": {**LATENT["mla"], "q_rank": None}}
 WIDE = {**MIXTURE, "hidden": 512, "moe": {"experts": 16, "top_k": 2, "ffn": 64}}  # beside what counts tokens
 
 
@@ -45,6 +48,7 @@ QUICK = {
     "pp": job(SMALL, {"pp": 2, "dp": 4}, 16),
     "ep": job(MIXTURE, {"dp": 8, "ep": 4}, 8),
     "cp-ring": job(SMALL, {"cp": 4, "dp": 2}, 4),
+    "latent-tp": job(LATENT, {"tp": 2, "dp": 4}, 8),
 }
 SLOW = {
     "zero-1": job(SMALL, {"dp": 8, "zero": 1}, 16),
@@ -76,6 +80,10 @@ SLOW = {
         {"dp": 16, "ep": 16, "dispatch": "deduplicated"}, 16, nodes=2,
     ),
     "everything": job(SMALL, {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "zero": 2}, 8, nodes=2),
+    "latent-tp-plain": job(LATENT, {"tp": 2, "dp": 4, "sequence_parallel": False}, 8),
+    "latent-tp-selective": job(LATENT, {"tp": 2, "dp": 4, "recompute": "selective"}, 8),
+    "latent-tp-recomputed": job(FULL_QUERIES, {"tp": 2, "dp": 4, "recompute": "full"}, 8),
+    "full-queries-plain": job(FULL_QUERIES, {"tp": 2, "dp": 4, "sequence_parallel": False}, 8),
     "recompute": job(SMALL, {"tp": 2, "dp": 4, "recompute": "full"}, 8),
     "recompute-shared": job(
         {**MIXTURE, "moe": {**MIXTURE["moe"], "shared_ffn": 128}}, {"tp": 2, "dp": 4, "ep": 4, "recompute": "full"}, 8
@@ -108,6 +116,10 @@ LLAMA = {
     "gpipe": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "gpipe"}, 16, seq=4096),
     "ep": job("mixtral-8x7b", {"dp": 8, "ep": 8, "zero": 1}, 16, seq=2048),
     "ep-tp": job("mixtral-8x7b", {"tp": 2, "dp": 4, "ep": 4, "zero": 1}, 8, seq=4096),
+    "latent-tp": job("deepseek-v2-lite", {"tp": 2, "dp": 4, "ep": 4, "zero": 1}, 8, seq=4096),
+    "latent-selective": job(
+        "deepseek-v2-lite", {"tp": 2, "dp": 4, "ep": 4, "zero": 1, "recompute": "selective"}, 8, seq=4096
+    ),
     "recompute": job("llama3-8b", {"dp": 8, "zero": 1, "recompute": "full"}, 16, seq=8192),
 }
 

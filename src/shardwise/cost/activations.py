@@ -79,8 +79,9 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     key_heads = model.heads if model.mla else model.key_value_heads
     kv_heads = key_heads / min(sizes.tensor, key_heads)
     again = "up-projection" if model.mla else ""
+    queries_again = again if model.mla and model.mla.q_rank else ""  # of full width, they are no up-projection's
     tensors = [
-        SavedTensor("queries", tokens * heads * model.query_key_dim * sizes.element, again),
+        SavedTensor("queries", tokens * heads * model.query_key_dim * sizes.element, queries_again),
         SavedTensor("keys", tokens * kv_heads * model.query_key_dim * sizes.element, again),
         SavedTensor("values", tokens * kv_heads * model.value_dim * sizes.element, again),
         SavedTensor("attention output", tokens * heads * model.value_dim * sizes.linear_input),
@@ -94,9 +95,13 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         before = tokens * (heads + kv_heads) * model.query_key_dim * sizes.element
         tensors.append(SavedTensor("queries and keys before their norm", before))
     if model.mla:
-        # Inputs of the latent norms and of the up-projections; the key's rotary part besides.
-        latent = 2 * (model.mla.q_rank or 0) + 2 * model.mla.kv_rank + model.mla.rope_dim
-        tensors.append(SavedTensor("latent vectors", sizes.region_tokens * latent * sizes.element))
+        # Inputs of the latent norms, with the key's rotary part besides, and of the up-projections.
+        narrow, rotary = model.mla.narrow_features, model.mla.rope_dim
+        expanded = sizes.region_tokens * (narrow - rotary)
+        if sizes.tensor > 1 and job.stack.latents == "whole":  # the rotary part is in the same tensor
+            expanded = sizes.full_tokens * narrow
+        latent = sizes.region_tokens * narrow + expanded
+        tensors.append(SavedTensor("latent vectors", latent * sizes.element))
     return tensors
 
 

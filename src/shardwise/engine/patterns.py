@@ -19,7 +19,8 @@ class Patterns:
 
     ``regions`` take hidden states as their first argument and contain cut linear maps; ``columns`` are cut by their
     outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
-    ``rows`` by their inputs. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
+    ``rows`` by their inputs. ``headless`` modules of a region stand before its cut maps: heads of all ranks reach their
+    gradients. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
 
     What follows ``experts`` is for networks of others than ours. ``attention`` modules mix tokens by their attribute
     ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers
@@ -36,6 +37,7 @@ class Patterns:
     regions: tuple[str, ...]
     columns: dict[str, str] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
+    headless: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
     position_embedding: str = ""
     mixtures: str = ""  # modules that route tokens to experts
@@ -67,6 +69,12 @@ DECODER = Patterns(
         "layers.*.mlp.shared.up": "",
     },
     rows=("layers.*.attention.output", "layers.*.mlp.down", "layers.*.mlp.shared.down"),
+    headless=(
+        "layers.*.attention.query_down",
+        "layers.*.attention.query_down_norm",
+        "layers.*.attention.key_value_down",
+        "layers.*.attention.key_value_down_norm",
+    ),
     mixtures="layers.*.mlp",
     experts="layers.*.mlp.experts",
 )

@@ -1,8 +1,8 @@
 """Attention: grouped heads with rotary or no positions, and DeepSeek's latent attention.
 
-Both read the number of heads from the tensors, never from the model's description. ``project`` (the maps of the
-hidden states) and ``attend`` (what mixes the tokens) are attributes that anyone may replace by a callable of the same
-signature.
+Both read the number of heads from the tensors, never from the model's description. ``project`` (maps of the hidden
+states to heads), ``every_head`` (between narrow vectors and the maps that make all heads of them) and ``attend`` (what
+mixes the tokens) are attributes that anyone may replace by a callable of the same signature.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.models.norms import norm_of
-from shardwise.models.project import Project, project_each
+from shardwise.models.project import EveryHead, Project, as_they_are, project_each
 from shardwise.models.rope import Rotation, logit_factor, rotate
 from shardwise.spec.model import Model
 
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector.
 
     Each head's query and key are a part without positions and, behind it, a part that is rotated; the rotated
-    part of the key is one for all heads.
+    part of the key is one for all heads. The maps to narrow vectors and their norms know of no heads.
     """
 
     def __init__(self, model: Model) -> None:
@@ -91,13 +91,19 @@ class LatentAttention(nn.Module):
         self.output = nn.Linear(model.heads * mla.value_dim, model.hidden, bias=model.attention_out_bias)
         self.attend: Attend = dot_product_attention
         self.project: Project = project_each
+        self.every_head: EveryHead = as_they_are
 
     def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
-        queries, latent_and_key = self.project(hidden, self.first_query_map, self.key_value_down)
-        latent, key_rotated = latent_and_key.split_with_sizes((self.latent_size, self.rotated_size), dim=-1)
+        sizes = (self.latent_size, self.rotated_size)
+        latent, key_rotated = self.key_value_down(hidden).split_with_sizes(sizes, dim=-1)
+        latent = self.key_value_down_norm(latent)
         if self.compressed_query:
-            queries = self.query_down_norm(queries)
-        heads = self.expand(queries, self.key_value_down_norm(latent), key_rotated, rotation)
+            queries = self.query_down_norm(self.query_down(hidden))
+            queries, latent, key_rotated = self.every_head(queries, latent, key_rotated)
+        else:
+            (queries,) = self.project(hidden, self.query)
+            latent, key_rotated = self.every_head(latent, key_rotated)
+        heads = self.expand(queries, latent, key_rotated, rotation)
         attended = self.attend(*heads, arguments)
         mixed: Tensor = self.output(attended.flatten(-2))
         return mixed
@@ -118,7 +124,3 @@ class LatentAttention(nn.Module):
         query = torch.cat((query_plain, query_rotated), dim=-1)
         key = torch.cat((key_plain, key_rotated.expand(-1, -1, key_plain.shape[-2], -1)), dim=-1)
         return query, key, value.contiguous()  # as a view it would keep the keys' part of the product as well
-
-    @property
-    def first_query_map(self) -> nn.Linear:
-        return self.query_down if self.compressed_query else self.query

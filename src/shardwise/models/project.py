@@ -11,8 +11,14 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 Project = Callable[..., tuple[Tensor, ...]]
+EveryHead = Callable[..., tuple[Tensor, ...]]
 
 
 def project_each(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
     """Each map's outputs, in turn."""
     return tuple(one(hidden) for one in maps)
+
+
+def as_they_are(*narrow: Tensor) -> tuple[Tensor, ...]:
+    """Vectors that the maps of all heads read: one device has them and the heads."""
+    return narrow

@@ -62,6 +62,11 @@ class LatentAttention(Spec):
     value_dim: int = count()
     q_rank: int | None = count(None)
 
+    @property
+    def narrow_features(self) -> int:
+        """Of a token, before heads are made of them: compressed queries, keys and values, and the rotated key."""
+        return (self.q_rank or 0) + self.kv_rank + self.rope_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts(Spec):

@@ -26,17 +26,18 @@ class Stack(Spec):
     is not.
 
     What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same on an fp32
-    copy of the logits ("copied"), the plain one on such a copy ("plain"), one that turns the 16-bit logits into
-    their gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none
-    ("pieces"). ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept"
-    where they are weighted after they have come back to their tokens. ``gradients`` have memory from the start ("kept")
-    or are made in the backward pass, so that those of a single microbatch never meet all its activations ("made").
-    ``dummy_gradients``: an empty 16-bit gradient of every weight shape stays allocated. ``late_gradients``: 16-bit
-    gradients are added to fp32 ones after a whole backward pass. ``sharded_parameters`` in "fp32" are the master
-    weights too; in "fp32 shards" they are so beside whole 16-bit ones that are gathered from them for every step, as
-    FSDP does for every stage of ZeRO, which gathers embedding and head once for both passes and sums copies of shards
-    after the last microbatch. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass, where tensors of
-    collectives wait for the device) say what PyTorch reserves beyond its tensors.
+    copy of the logits ("copied"), the plain one on such a copy ("plain"), one that turns the 16-bit logits into their
+    gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none ("pieces").
+    ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept" where they
+    are weighted after they have come back to their tokens. ``latents``, the narrow vectors of latent attention, are
+    kept "whole" by tensor-parallel ranks, or "cut" and gathered again as Megatron-LM does. ``gradients`` have memory
+    from the start ("kept") or are made in the backward pass, so that those of a single microbatch never meet all its
+    activations ("made"). ``dummy_gradients``: an empty 16-bit gradient of every weight shape stays allocated.
+    ``late_gradients``: 16-bit gradients are added to fp32 ones after a whole backward pass. ``sharded_parameters`` in
+    "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones that are gathered from them
+    for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head once for both passes and sums
+    copies of shards after the last microbatch. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass,
+    where tensors of collectives wait for the device) say what PyTorch reserves beyond its tensors.
     """
 
     name: str = "custom"
@@ -62,6 +63,7 @@ class Stack(Spec):
     sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
     gradients: Literal["kept", "made"] = "kept"
     expert_outputs: Literal["weighted", "kept"] = "weighted"
+    latents: Literal["cut", "whole"] = "cut"
     allocator: Literal["segments", "expandable"] = "segments"
     layer_launches: int = 0
     per_parameter_shards: bool = False

@@ -3,7 +3,8 @@
 A column-parallel layer needs no communication on its output: its *input gradient* is all-reduced; the
 row-parallel layer all-reduces its output (Shoeybi et al. 2019, arXiv 1909.08053). Sequence parallelism turns
 each all-reduce into an all-gather and a reduce-scatter of the same bytes (Korthikanti et al. 2022, arXiv
-2205.05198, section 4.2.2) and gathers the saved inputs once more for the weight gradients.
+2205.05198, section 4.2.2) and gathers the saved inputs once more for the weight gradients. Latent attention makes its
+narrow vectors of a rank's own tokens and sends these instead of the hidden states.
 """
 
 from __future__ import annotations
@@ -53,36 +54,76 @@ def _blocks_of_layer(job: Job, moe: bool) -> int:
 def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Collectives around the split products of the layers."""
     blocks, again = _blocks(job, contents), fully_recomputed_share(job, contents)
-    inputs = tuple(number * (1 + again) for number in blocks)
+    reading = _reading_hidden_states(job, contents)
+    inputs = tuple(number * (1 + again) for number in reading)
     outputs = tuple(number + again * (number - left) for number, left in zip(blocks, outputs_left_out(job, contents)))
     if not job.strategy.sequence_parallel:
         reduce = CollectiveKind.ALL_REDUCE
         lines = [
-            _Line("outputs, forward", reduce, outputs, "row", "forward"),
-            _Line("input gradients, backward", reduce, blocks, "column", "weight_gradient"),
+            _Line("outputs, forward", reduce, blocks, outputs, "row", "forward"),
+            _Line("input gradients, backward", reduce, reading, reading, "column", "weight_gradient"),
         ]
     else:
         gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
         lines = [
-            _Line("inputs, forward", gather, inputs, "column", "forward"),
-            _Line("outputs, forward", scatter, outputs, "row", "forward"),
-            _Line("output gradients, backward", gather, blocks, "row", "input_gradient"),
-            _Line("input gradients, backward", scatter, blocks, "column", "weight_gradient"),
-            _Line("saved inputs, backward", gather, blocks, "column", "input_gradient"),
+            _Line("inputs, forward", gather, reading, inputs, "column", "forward"),
+            _Line("outputs, forward", scatter, blocks, outputs, "row", "forward"),
+            _Line("output gradients, backward", gather, blocks, blocks, "row", "input_gradient"),
+            _Line("input gradients, backward", scatter, reading, reading, "column", "weight_gradient"),
+            _Line("saved inputs, backward", gather, reading, reading, "column", "input_gradient"),
         ]
     products = _Products(job, contents)
-    return [_beside_its_product(job, contents, topology, line, products) for line in lines]
+    return [
+        *(_beside_its_product(job, topology, line, products) for line in lines),
+        *_latent_traffic(job, contents, topology, again),
+    ]
+
+
+def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Of the `_blocks`, those that begin with a split map of the hidden states: latent queries are no such map."""
+    dense, moe = _blocks(job, contents)
+    if job.model.mla is None or job.model.mla.q_rank is None or job.model.parallel_block:
+        return dense, moe
+    return dense - contents.dense_layers, moe - contents.moe_layers
+
+
+def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:
+    """Narrow vectors of latent attention, before the maps that make heads of them; nothing runs beside."""
+    mla, strategy, calls = job.model.mla, job.strategy, contents.layers * job.microbatches
+    if mla is None:
+        return []
+
+    def line(what: str, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
+        size = job.microbatch_tokens * features * job.training.recipe.communication
+        count = calls * (1 + again)
+        return priced("tp", what, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
+
+    narrow, gather = mla.narrow_features, CollectiveKind.ALL_GATHER
+    if not strategy.sequence_parallel:
+        return [line("latent gradients, backward", CollectiveKind.ALL_REDUCE, narrow)]
+    cut = job.stack.latents == "cut"
+    if cut and "up-projection" in job.recomputed_operators:
+        again = 1.0
+    lines = [
+        line("latents, forward", gather, narrow, again),
+        line("latent gradients, backward", CollectiveKind.REDUCE_SCATTER, narrow),
+    ]
+    if cut:
+        lines.append(line("saved latents, backward", gather, narrow - mla.rope_dim))
+    return lines
 
 
 @dataclass(frozen=True)
 class _Line:
     """A collective of every block, and the pass of the split product that it can run beside.
 
-    ``times``: how often it runs for a microbatch, in the dense and in the mixture-of-experts layers.
+    ``times``: how often it runs for a microbatch, in the dense and in the mixture-of-experts layers; ``once``: the same
+    without what recompute repeats.
     """
 
     what: str
     kind: CollectiveKind
+    once: tuple[float, ...]
     times: tuple[float, ...]
     split: Split
     beside: Literal["forward", "input_gradient", "weight_gradient"]
@@ -93,9 +134,7 @@ class _Line:
         return self.what in ("input gradients, backward", "saved inputs, backward")
 
 
-def _beside_its_product(
-    job: Job, contents: RankContents, topology: Topology, line: _Line, products: _Products
-) -> Traffic:
+def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Products) -> Traffic:
     """A line of which nothing hides but what fits beside its product.
 
     Megatron-LM starts the collectives that the next product does not depend on before it, and waits for them after
@@ -110,7 +149,7 @@ def _beside_its_product(
     whole = priced("tp", line.what, line.kind, size, times * job.microbatches, topology, strategy.collective)
     if not times:
         return whole
-    whole = replace(whole, repeated=1 - sum(_blocks(job, contents)) / times)
+    whole = replace(whole, repeated=1 - sum(line.once) / times)
     if not (at_once or strategy.overlap.tp):
         return whole
     fitting = products.share_beside(line, float(whole.cost.seconds))

@@ -13,7 +13,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.parts import Part, has_note, note_part
 from shardwise.engine.patterns import Patterns, matching, replace_module
 from shardwise.engine.tensor.linear import RowLinear, cut_columns
-from shardwise.engine.tensor.moves import copy, gather
+from shardwise.engine.tensor.moves import copy, gather, narrow_move
 from shardwise.engine.tensor.project import column_products
 from shardwise.engine.tensor.vocabulary import CutEmbedding, CutHead, cut_loss
 from shardwise.spec.model import Model
@@ -43,6 +43,8 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
     for region in regions.values():
         if hasattr(region, "project"):
             region.project = column_products(group, sequence_parallel)  # type: ignore[assignment]
+            if hasattr(region, "every_head"):
+                region.every_head = narrow_move(group, sequence_parallel)  # type: ignore[assignment]
         else:  # it keeps the gathered states, where one that names its projections keeps only a part
             region.register_forward_pre_hook(_entry(group, sequence_parallel, patterns.hidden), with_kwargs=True)
     _cut_vocabulary(root, patterns, rank, group, sequence_parallel)
@@ -104,6 +106,7 @@ def _note_the_rest(
 ) -> None:
     """Whole parameters are copies; their gradients are partial where a rank sees not all tokens, or not all heads."""
     inside = {id(module) for region in regions.values() for module in region.modules()}
+    inside -= {id(module) for pattern in patterns.headless for _, module in matching(root, pattern)}
     experts = {id(module) for _, one in matching(root, patterns.experts) for module in one.modules()}
     for module in root.modules():
         if id(module) in experts:

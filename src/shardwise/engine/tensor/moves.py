@@ -13,6 +13,7 @@ A column-parallel product needs nothing after it, a row-parallel one nothing bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ def scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def join(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     moved: Tensor = _Join.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def narrow_move(group: dist.ProcessGroup, sequence_parallel: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """For vectors, narrow enough to be kept whole, that the heads of all ranks read: one move for all of them."""
+    move = gather if sequence_parallel else copy
+
+    def moved(*narrow: Tensor) -> tuple[Tensor, ...]:
+        return move(torch.cat(narrow, -1), group).split_with_sizes([one.shape[-1] for one in narrow], -1)
+
     return moved
 
 
