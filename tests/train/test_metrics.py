@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.running import error_line, run
+from shardwise.spec.job import Job
 from shardwise.train.metrics.lines import Follower, MetricLines, cut_after, read_lines
+from shardwise.train.metrics.recorder import Recorder
 from shardwise.train.metrics.summary import summarise
 from shardwise.train.metrics.tensorboard import EventFile, _checksum
 
@@ -89,3 +94,60 @@ def test_a_summary_leaves_out_what_is_slow_for_other_reasons() -> None:
     assert (found.memory_bytes, found.predicted_seconds) == (100, 0.5)
     assert (found.first_validation, found.last_validation) == (6.0, 3.0)
     assert summarise([]).step_seconds is None
+
+
+# -- Weights & Biases, whose place another module takes ----------------------------------------------
+
+FAKE = """
+import json
+from pathlib import Path
+
+class Run:
+    def __init__(self, settings):
+        self.file = Path(settings["dir"]) / "said.jsonl"
+        self.say({"init": settings})
+    def say(self, what):
+        with self.file.open("a") as file:
+            file.write(json.dumps(what) + "\\n")
+    def log(self, values, step):
+        self.say({"step": step, **values})
+    def finish(self):
+        self.say({"finish": True})
+
+def init(**settings):
+    return Run(settings)
+"""
+
+
+def test_weights_and_biases_gets_every_number_and_one_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    logging = {"wandb": "birds", "tensorboard": False}
+    job = Job.from_dict({"model": "tiny", "cluster": "laptop:1", "run": {"logging": logging}})
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    for first in (0, 1):  # a start and a restart
+        recorder = Recorder(job, folder, first)
+        recorder.write({"step": first + 1, "loss": 2.5, "bad": "skipped", "gradient_norm": float("nan")})
+        recorder.close()
+    monkeypatch.delitem(sys.modules, "wandb")
+    said = [json.loads(line) for line in (folder / "said.jsonl").read_text().splitlines()]
+    begun, *_ = starts = [one.pop("init") for one in said if "init" in one]
+    assert starts == [begun, begun]
+    assert (begun["project"], begun["resume"], begun["config"]["model"]) == ("birds", "allow", "tiny")
+    assert begun["id"].endswith("-runs-one")
+    assert [one for one in said if one] == [
+        {"step": 1, "loss": 2.5}, {"finish": True}, {"step": 2, "loss": 2.5}, {"finish": True},
+    ]  # fmt: skip
+
+
+def test_weights_and_biases_that_is_not_there_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    small = ("--model", "tiny", "--cluster", "laptop:1", "--seq", "32", "--global-batch", "4", "--precision", "fp32")
+    settings = ("--set", "run.logging.wandb=birds", "--run-folder", str(tmp_path / "run"))
+    line = error_line(run("train", *small, *settings))
+    assert "run.logging.wandb: the package is not installed; pip install wandb" in line
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -39,6 +40,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         raise error.under("run.data") from None
     if here:
         _require_places(job)
+        _require_wandb(job)
         for name in (*job.run.data.shards, *job.run.data.validation):
             open_pair(name)
     price = candidate(job)
@@ -66,6 +68,16 @@ def _require_places(job: Job) -> None:
     if world > PROCESSES_PER_CORE * cores:
         remedy = f"plan for laptop:{cores}, or --print-torchrun for several hosts"
         raise SpecError("cluster", f"{world:,} processes on {cores} cores", remedy)
+
+
+def _require_wandb(job: Job) -> None:
+    """Rank 0 would find out in the end, when all of them have started."""
+    try:
+        there = job.run.logging.wandb is None or importlib.util.find_spec("wandb") is not None
+    except ValueError:  # a module that is imported and has no specification
+        there = False
+    if not there:
+        raise SpecError("run.logging.wandb", "the package is not installed", "pip install wandb")
 
 
 def _require_host_memory(job: Job, needed_bytes: float) -> None:
