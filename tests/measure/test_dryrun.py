@@ -88,6 +88,7 @@ SLOW = {
     "recompute-shared": job(
         {**MIXTURE, "moe": {**MIXTURE["moe"], "shared_ffn": 128}}, {"tp": 2, "dp": 4, "ep": 4, "recompute": "full"}, 8
     ),
+    "recompute-gathered": job(MIXTURE, {"dp": 8, "ep": 4, "zero": 1, "recompute": "full"}, 8),
     "recompute-selective": job(SMALL, {"tp": 2, "dp": 4, "recompute": "selective"}, 8),
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,12 +134,26 @@ def _prefetch(root: nn.Module, units: Sequence[Unit], depth: int) -> None:
         else:
             layers.append([unit.module])
     forward = [root, *(module for layer in layers for module in layer)]
+    inside = {unit.module for unit in units if unit.expert}
     for place, module in enumerate(forward):
-        module.set_modules_to_forward_prefetch(forward[place + 1 : place + 1 + depth])
+        following = forward[place + 1 : place + 1 + depth]
+        module.set_modules_to_forward_prefetch(following)
+        if module in inside:
+            module.register_forward_pre_hook(_ahead_in_forward_only(following), prepend=True)
     needless = {unit.module for unit in units if unit.by_index}
     backward = [root, *(module for layer in reversed(layers) for module in layer if module not in needless)]
     for place, module in enumerate(backward[:-1]):
         module.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + depth])
+
+
+def _ahead_in_forward_only(following: list[Any]) -> Callable[[Any, Any], None]:
+    """A recomputed layer calls its experts in the backward pass, which is done with what follows and has let it go."""
+
+    def choose(module: Any, _: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() >= 0
+        module.set_modules_to_forward_prefetch([] if in_backward else following)
+
+    return choose
 
 
 def _loss_through_head(root: nn.Module, units: Sequence[Unit]) -> None:
