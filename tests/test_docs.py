@@ -12,13 +12,15 @@ ROOT = Path(__file__).parents[1]
 # The two READMEs have the same examples: together each runs once.
 PAGES = ["README*.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 
+SLOW = ["docs/dryrun.md"]  # traces a model of eight billion parameters
+
 
 def test_the_accuracy_page_is_what_the_tables_give() -> None:
     run = subprocess.run([sys.executable, "docs/make_accuracy.py", "--check"], cwd=ROOT, check=False)
     assert run.returncode == 0, "run `python docs/make_accuracy.py` and look at what changed"
 
 
-@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("pages", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in PAGES])
 def test_every_printed_example_is_what_its_command_prints(pages: str) -> None:
     run = subprocess.run(
         [sys.executable, "docs/refresh.py", "--check", pages], cwd=ROOT, capture_output=True, text=True, check=False

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.layouts import Layout
 from engine.parity import check
+from engine.workers import on_ranks
+from shardwise.engine.engine import Engine
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention, unfused_attention
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -25,7 +27,7 @@ def with_training(layout: Layout, **fields: object) -> Job:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout.of("tiny", data="zero-0", recompute="selective"),
+        pytest.param(Layout.of("tiny", data="zero-0", recompute="selective"), marks=pytest.mark.slow),
         pytest.param(Layout.of("tiny-moe", data="zero-3", experts="ep"), marks=pytest.mark.slow),
         pytest.param(Layout.of("tiny", tensor="sp", recompute="full"), marks=pytest.mark.slow),
         pytest.param(Layout.of("tied-gpt", data="zero-1", pipeline="interleaved"), marks=pytest.mark.slow),
@@ -36,6 +38,19 @@ def with_training(layout: Layout, **fields: object) -> Job:
 )
 def test_a_compiled_run_computes_the_same(layout: Layout) -> None:
     check(with_training(layout, compile=True))
+
+
+def compiled_layers(job: Job) -> list[bool]:
+    """Of every layer whether `torch.compile` will be called; what it makes then is in test_compile.py."""
+    (decoder,) = Engine(job).stages.values()
+    return [layer._compiled_call_impl is not None for layer in decoder.layers.values()]
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["compiled", "plain"])
+def test_a_run_compiles_its_layers_if_asked(asked: bool) -> None:
+    job = with_training(Layout.of("tiny", data="zero-0"), compile=asked)
+    for found in on_ranks(job.strategy.world, compiled_layers, job):
+        assert found == [asked] * job.model.layers
 
 
 @pytest.mark.parametrize(

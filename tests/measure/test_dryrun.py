@@ -169,6 +169,8 @@ def equal(extended: DryRun, full: DryRun) -> None:
 
 
 EXTENDED = {
+    "layers": job(DEEPER, {"dp": 8, "zero": 3}, 8),
+    "microbatches": job({**SMALL, "layers": 1}, {"dp": 8, "zero": 3}, 48),
     "zero-3": job(DEEPER, {"dp": 8, "zero": 3}, 40),
     "zero-0": job(DEEPER, {"dp": 8}, 40),
     "tp": job(DEEPER, {"tp": 2, "dp": 4, "zero": 2}, 20),
@@ -182,10 +184,12 @@ EXTENDED = {
         {**MIXTURE, "layers": 11, "moe": {**MIXTURE["moe"], "dense_layers": 5}}, {"dp": 8, "ep": 4, "zero": 1}, 8
     ),
 }
+EXTENDED_QUICK = ("layers", "microbatches")  # one at a time
 
 
 @pytest.mark.parametrize(
-    "case", ["zero-3", *(pytest.param(name, marks=pytest.mark.slow) for name in EXTENDED if name != "zero-3")]
+    "case",
+    [*EXTENDED_QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in EXTENDED if one not in EXTENDED_QUICK)],
 )
 def test_a_few_layers_and_microbatches_give_the_figures_of_all(case: str) -> None:
     extended = dry_run(EXTENDED[case])

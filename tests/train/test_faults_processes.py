@@ -32,26 +32,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: str) -> tuple[
 def test_one_run_survives_what_may_happen_to_its_processes(
     tmp_path: Path, shards: str, undisturbed: tuple[Any, ...]
 ) -> None:
-    """Both ranks, in a step, in a save, and before the commit: killed, stopped, failed; one restart after the other."""
+    """Both ranks, in a step and before the commit: killed, stopped, failed; one restart after the other."""
     faults = [
-        Fault("kill", "backward", 3, rank=1, attempt=1),  # has step 2
-        Fault("kill", "writing", 4, rank=0, attempt=2),
-        Fault("stop", "backward", 3, rank=0, attempt=3),
-        Fault("kill", "sealed", 4, rank=0, attempt=4),
-        Fault("raise", "backward", 5, rank=1, attempt=5),  # has step 4
+        Fault("stop", "backward", 3, rank=1, attempt=1),  # has step 2
+        Fault("kill", "sealed", 4, rank=0, attempt=2),
+        Fault("raise", "backward", 7, rank=1, attempt=3),  # has step 6
     ]
-    patient = {"restarts": 4, "timeouts": {"start": 100, "step": LIMIT_SECONDS, "checkpoint": 60}}
+    patient = {"restarts": 2, "timeouts": {"start": 100, "step": LIMIT_SECONDS, "checkpoint": 60}}
     ended = train(small_job(shards, run=patient), tmp_path / "run", *faults)
     ended.require(
         0,
-        "rank 1 (step, step 3): killed by SIGKILL; restart 1 of 4 from step 2",
-        "rank 0 (step, step 3): no sign of life for",
-        "rank 1 (step, step 5): ArithmeticError: the moon is full; restart 1 of 4 from step 4",
+        "rank 1 (step, step 3): no sign of life for",
+        "rank 1 (step, step 7): ArithmeticError: the moon is full; restart 1 of 2 from step 6",
     )
-    assert (
-        len(re.findall(r"rank 0 \(\w+, step [3456]\): killed by SIGKILL; restart [24] of 4 from step 2", ended.said))
-        == 2
-    )
+    assert re.search(r"rank 0 \(\w+, step [456]\): killed by SIGKILL; restart 2 of 2 from step 2", ended.said)
     silent = re.search(r"no sign of life for ([\d.]+) s: stopped, or in a call", ended.said)
     assert silent
     assert LIMIT_SECONDS - 1 < float(silent[1]) < 2 * LIMIT_SECONDS
