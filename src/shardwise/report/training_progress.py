@@ -81,6 +81,8 @@ class TrainingProgress:
         for name, words in _TOLD.items():
             if record.get(name):
                 self._say_once(f"step {record['step']:,}: {words}{record[name]}")
+        if record.get("rolled_back_from"):  # the record of the step itself is soon gone
+            self._say_once(f"step {record['rolled_back_from']:,}: bad, roll back")
         if record.get("seconds") is None:
             return
         if "memory_bytes_of_ranks" not in record:

@@ -159,12 +159,13 @@ class Loop:
             raise
         self._record(figures, None if verdict is Verdict.GOOD else verdict.value)
         if verdict is Verdict.ROLL_BACK:
-            self._roll_back(figures.begun.position.batch)
+            self._roll_back(figures)
         return verdict
 
-    def _roll_back(self, batch: int) -> None:
+    def _roll_back(self, figures: Figures) -> None:
         """The newest checkpoint again, without the batch that went wrong."""
         self._late = None
+        batch = figures.begun.position.batch
         self.keeper.settle()
         self.parts.reporter.phase("checkpoint", self.position.step)
         left_out = self.position.left_out | {batch}
@@ -175,7 +176,7 @@ class Loop:
         self.agreement.again_from(self.position.step)
         if self.parts.recorder:
             self.parts.recorder.went_back(self.position.step)
-            self._tell({"rolled_back": 1, "left_out_batch": batch})
+            self._tell({"rolled_back_from": figures.number, "left_out_batch": batch})
         self._since = Moment(self.trainer.device)
 
     def _record(self, figures: Figures, bad: str | None) -> None:

@@ -107,7 +107,5 @@ def _in_its_own_format(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    """One pass over factors of another format than ``total``, which PyTorch 2.11 cannot do with fake tensors."""
+    total.addmm_(*(torch.empty((), dtype=total.dtype).expand(one.shape) for one in (left, right)))
