@@ -49,6 +49,7 @@ QUICK = {
     "ep": job(MIXTURE, {"dp": 8, "ep": 4}, 8),
     "cp-ring": job(SMALL, {"cp": 4, "dp": 2}, 4),
     "latent-tp": job(LATENT, {"tp": 2, "dp": 4}, 8),
+    "window": job({**SMALL, "sliding_window": 64}, {"dp": 8}, 8),
 }
 SLOW = {
     "zero-1": job(SMALL, {"dp": 8, "zero": 1}, 16),
@@ -84,6 +85,11 @@ SLOW = {
     "latent-tp-selective": job(LATENT, {"tp": 2, "dp": 4, "recompute": "selective"}, 8),
     "latent-tp-recomputed": job(FULL_QUERIES, {"tp": 2, "dp": 4, "recompute": "full"}, 8),
     "full-queries-plain": job(FULL_QUERIES, {"tp": 2, "dp": 4, "sequence_parallel": False}, 8),
+    "latent-ring": job(LATENT, {"cp": 4, "dp": 2}, 4),
+    "latent-all-gather": job(LATENT, {"cp": 4, "dp": 2, "context_method": "all-gather"}, 4),
+    "some-windows-ulysses": job(
+        {**SMALL, "sliding_window": 64, "sliding_window_every": 2}, {"cp": 4, "dp": 2, "context_method": "ulysses"}, 4
+    ),
     "recompute": job(SMALL, {"tp": 2, "dp": 4, "recompute": "full"}, 8),
     "recompute-shared": job(
         {**MIXTURE, "moe": {**MIXTURE["moe"], "shared_ffn": 128}}, {"tp": 2, "dp": 4, "ep": 4, "recompute": "full"}, 8
@@ -121,6 +127,8 @@ LLAMA = {
     "latent-selective": job(
         "deepseek-v2-lite", {"tp": 2, "dp": 4, "ep": 4, "zero": 1, "recompute": "selective"}, 8, seq=4096
     ),
+    "latent-ring": job("deepseek-v2-lite", {"cp": 4, "dp": 2, "ep": 8, "zero": 1}, 4, seq=8192),
+    "window": job("mistral-7b", {"dp": 8, "zero": 1}, 8, seq=16384),
     "recompute": job("llama3-8b", {"dp": 8, "zero": 1, "recompute": "full"}, 16, seq=8192),
 }
 

@@ -30,10 +30,15 @@ def document_bounds(documents: Tensor, most: int) -> Tensor:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel does: half precision on a GPU, heads of one size."""
+    """Whether the kernel does: on a GPU only."""
+    return query.is_cuda and shapes_taken(query, key, value)
+
+
+def shapes_taken(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Half precision, heads of one size."""
     features = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and features == value.shape[-1] and features <= MOST_FEATURES and features % 8 == 0
+    return half and features == value.shape[-1] and features <= MOST_FEATURES and features % 8 == 0
 
 
 def packed_attention(

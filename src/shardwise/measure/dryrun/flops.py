@@ -74,6 +74,26 @@ def _efficient_backward(_: Any, query: Any, key: Any, value: Any, *rest: Any) ->
     return 2 * _scores(query, key, value, bool(rest[7]) if len(rest) > 7 else False)
 
 
+def _of_rows(query: Any, key: Any, value: Any, longest: int, window: Any) -> float:
+    """Rows of ``longest`` tokens one behind the other, [tokens, heads, features]; a window of (before, behind)."""
+    before, behind = window or (-1, -1)
+    causal = behind == 0
+    seen = longest / 2 if causal else float(longest)
+    if before >= 0:
+        reach = float(min(longest, before + 1))
+        seen = (reach - reach * reach / (2 * longest)) * (1 if causal else 2)
+    features = int(query.shape[-1]) + int(value.shape[-1])
+    return 2.0 * float(_elements(query) // int(query.shape[-1])) * seen * features
+
+
+def _unequal(query: Any, key: Any, value: Any, *rest: Any) -> float:
+    return _of_rows(query, key, value, rest[3], rest[6])  # bounds, lengths, whether causal and the scale between
+
+
+def _unequal_backward(_: Any, query: Any, key: Any, value: Any, *rest: Any) -> float:
+    return 2 * _of_rows(query, key, value, rest[5], rest[9])
+
+
 _PRODUCTS: dict[str, Callable[..., float]] = {
     "aten::mm": _product,
     "aten::bmm": _product,
@@ -90,4 +110,6 @@ _ATTENTION: dict[str, Callable[..., float]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "torch_attn::_varlen_attn": _unequal,
+    "torch_attn::_varlen_attn_backward": _unequal_backward,
 }

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
 from shardwise.engine.reductions import SCRATCH
 from shardwise.measure.dryrun.replacing import replaced
-from shardwise.models import loss
+from shardwise.models import dot_product, loss
 from shardwise.models.norms import RMSNorm
+from shardwise.models.packed import shapes_taken
 
 aten: Any = torch.ops.aten
 
@@ -30,6 +31,7 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
         (RMSNorm, "forward", _norm_of_module),
         (F, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
+        (dot_product, "takes", shapes_taken),
         (Tensor, "softmax", _in_its_own_format(Tensor.softmax)),
         (Tensor, "log_softmax", _in_its_own_format(Tensor.log_softmax)),
         (loss, "add_product", _add_product),
@@ -38,8 +40,12 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
 
 
 def block_kernel(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
-    """The kernel that the blocks of context parallelism take on a GPU."""
-    return EFFICIENT if biased or query.dtype == torch.float32 else FLASH
+    """The kernel that the blocks of context parallelism take on a GPU.
+
+    Values narrower than keys (MLA) are cuDNN's there, which pads them no more than the memory-efficient kernel does.
+    """
+    plain = not biased and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]
+    return FLASH if plain else EFFICIENT
 
 
 def _norm_of_module(module: nn.RMSNorm, x: Tensor) -> Tensor:
