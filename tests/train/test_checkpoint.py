@@ -26,10 +26,10 @@ from shardwise.train.checkpoint.save import Saver
 from train.runs import boxes, whole
 
 
-def job(model: str = "tiny", devices: int = 1, precision: str = "fp32", **strategy: Any) -> Job:
+def job(model: str = "tiny", devices: int = 1, precision: str = "fp32", seq: int = 32, **strategy: Any) -> Job:
     # A large epsilon: where a gradient is nearly zero, Adam would make rounding a whole step.
     moves = {"learning_rate": 1e-3, "epsilon": 1e-4}
-    training = {"global_batch": 8, "seq": 32, "precision": precision, "optimization": moves}
+    training = {"global_batch": 8, "seq": seq, "precision": precision, "optimization": moves}
     return Job.from_dict({"model": model, "cluster": f"laptop:{devices}", "strategy": strategy, "training": training})
 
 
@@ -80,7 +80,7 @@ def test_saved_here_and_loaded_there(tmp_path: Path, model: str, before: dict[st
 
 
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    one = job("tiny-moe", devices=2, precision="bf16-fp32-grads", dp=2, ep=2, zero=1)
+    one = job("tiny-moe", devices=2, precision="bf16-fp32-grads", seq=8, dp=2, ep=2, zero=1)
     on_ranks(2, train, one, str(tmp_path / "a"), 2, False)
     interrupted = on_ranks(2, train, one, str(tmp_path / "a"), 1, True)
     straight = on_ranks(2, train, one, str(tmp_path / "b"), 3, False)
