@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor
 
 from shardwise.spec.model import Model
@@ -133,6 +135,27 @@ def write_megatron(
             with foreign_object() as kind:
                 state = {"args": _arguments(model, tp, pp, kind), "checkpoint_version": 3.0, "iteration": 12, **models}
                 torch.save({**state, "rng_state": [{"random_rng_state": (3, (1, 2), None)}]}, path)
+    return folder
+
+
+def write_megatron_distributed(folder: Path, model: Model, tensors: Mapping[str, Tensor]) -> Path:
+    """As mcore's GPTModel is saved with --ckpt-format torch_dist: whole tensors, those of all layers stacked."""
+    iteration = folder / "iter_0000012"
+    iteration.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("12")
+    held = _stage_tensors(model, tensors, range(model.layers), 0, 1, first=True, last=True, fused=True)
+    inner = dict.fromkeys(name.split(".", 3)[3] for name in held if name.startswith("decoder.layers."))
+    stored: dict[str, Any] = {name: one for name, one in held.items() if not name.startswith("decoder.layers.")}
+    for name in inner:
+        parts = [held[f"decoder.layers.{number}.{name}"] for number in range(model.layers)]
+        whole = name.endswith("_extra_state")
+        stored[f"decoder.layers.{name}"] = io.BytesIO(b"notes") if whole else torch.stack(parts)
+        stored[f"optimizer.state.exp_avg.decoder.layers.{name}"] = torch.zeros(3)
+    checkpoint.save(stored, checkpoint_id=iteration, no_dist=True)
+    with foreign_object() as kind:
+        state = {"args": _arguments(model, 2, 2, kind), "checkpoint_version": 3.0, "iteration": 12}
+        torch.save(state, iteration / "common.pt")
+    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return folder
 
 

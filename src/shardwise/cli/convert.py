@@ -9,9 +9,10 @@ from shardwise.cli.inputs import path_from, require_torch
 from shardwise.spec.errors import SpecError
 
 _DOES = """Reads the weights of one of our checkpoints or runs, of a Hugging Face folder, of a safetensors or torch file
-(.pt, .pth, .bin), of a DeepSpeed folder (ZeRO-1, 2, 3) or of a Megatron-LM folder (--ckpt-format torch), and writes
-full: one safetensors file; huggingface: a folder that transformers loads; checkpoint: one of ours, for run.start_from.
-Files of torch.save are never unpickled as they ask for: no code in them runs. One tensor is in memory at a time."""
+(.pt, .pth, .bin), of a folder of DeepSpeed (ZeRO-1, 2, 3), of Megatron-LM (--ckpt-format torch or torch_dist) or of
+PyTorch's distributed checkpoint (TorchTitan's among them), and writes full: one safetensors file; huggingface: a
+folder that transformers loads; checkpoint: one of ours, for run.start_from. Files of torch.save are never unpickled as
+they ask for: no code in them runs. One tensor is in memory at a time."""
 _EXAMPLE = """
 shardwise convert runs/job --to huggingface --out /tmp/model
 shardwise convert deepspeed-run --to checkpoint --out /tmp/start --model llama3-8b --dtype bf16

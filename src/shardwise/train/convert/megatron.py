@@ -1,7 +1,8 @@
-"""Folders of Megatron-LM in its classic format (``--ckpt-format torch``): tensor and pipeline ranks put together.
+"""Folders of Megatron-LM, with the names of Megatron core; the weights are in the type that was trained in.
 
-``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` holds what one rank has, under the names of Megatron core, its
-layers counted from 0. The weights are those of ``model``, in the type that was trained in.
+``--ckpt-format torch``: ``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` holds what one rank has in ``model``, its
+layers counted from 0; tensor and pipeline ranks are put together. ``torch_dist``: a distributed checkpoint of whole
+tensors, those of equal layers stacked, with the arguments in ``common.pt``.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from shardwise.interop.frameworks.megatron_model import interpret
 from shardwise.interop.frameworks.target import Reading
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
+from shardwise.train.checkpoint.whole import Lazy
+from shardwise.train.convert.distributed import is_distributed, stored_tensors
 from shardwise.train.convert.megatron_tensors import merged
 from shardwise.train.convert.torch_file import fields_of, read_torch_file
-from shardwise.train.convert.weights import Weights, complete
+from shardwise.train.convert.weights import Weights, complete, lazily
 
 LATEST = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FILE = "model_optim_rng.pt"
+_COMMON = "common.pt"  # beside the tensors of torch_dist: what all ranks share
+_NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state")
 # Settings that change what the same tensors mean; with any of these values they are not read.
 _NOT_READ = {
     "num_experts": "experts", "multi_latent_attention": "latent attention", "rotary_interleaved": "interleaved rope",
@@ -36,33 +41,66 @@ _NOT_READ = {
 # Switches whose attribute says the contrary.
 _CONTRARY = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 
-Stored = dict[str, list[Tensor]]
+Stored = dict[str, list[Lazy]]
 
 
 def is_megatron(folder: Path) -> bool:
-    return (folder / LATEST).is_file() or any(_RANK.fullmatch(one.name) for one in folder.iterdir())
+    if (folder / LATEST).is_file() or ((folder / _COMMON).is_file() and is_distributed(folder)):
+        return True
+    return any(_RANK.fullmatch(one.name) for one in folder.iterdir())
 
 
 def megatron_weights(source: Path, given: Model | None) -> Weights:
     """The weights of the newest iteration, of the model that the user names or that the checkpoint's arguments do."""
     folder = _iteration_folder(source)
+    return _of_whole_tensors(folder, given) if is_distributed(folder) else _of_ranks(folder, given)
+
+
+def _of_whole_tensors(folder: Path, given: Model | None) -> Weights:
+    common = _state(folder / _COMMON) if (folder / _COMMON).is_file() else {}
+    arguments = fields_of(common.get("args"))
+    _require_readable(arguments, folder, common.get("checkpoint_version"))
+    stored: Stored = {}
+    for name, one in stored_tensors(folder).items():
+        if name.startswith(_NO_WEIGHTS):
+            continue
+        before, stacked, after = name.partition("decoder.layers.")
+        if stacked and not after.partition(".")[0].isdigit():
+            numbers = range(one.shape[0] if one.shape else 0)
+            stored |= {f"{before}{stacked}{number}.{after}": [one.entry(number)] for number in numbers}
+        else:
+            stored[name] = [one.whole()]
+    layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
+    model = given or _model_of(arguments, folder)
+    _require_layers(len(layers), model, folder)
+    origin = f"the Megatron-LM folder {folder} (torch_dist)"
+    return complete(model, merged(model, stored, origin), origin, _iteration(common.get("iteration")))
+
+
+def _of_ranks(folder: Path, given: Model | None) -> Weights:
     ranks = _ranks(folder)
     states = {rank: _state(path) for rank, path in ranks.items()}
     arguments = fields_of(states[0, 0].get("args"))
     _require_readable(arguments, folder, states[0, 0].get("checkpoint_version"))
     stages = _stages(states, folder)
     model = given or _model_of(arguments, folder)
-    layers = sum(count for count, _ in stages)
-    if layers != model.layers:
-        raise SpecError(str(folder), f"has {layers} layers, {model.name} has {model.layers}", "name the right model")
+    _require_layers(sum(count for count, _ in stages), model, folder)
     tp, pp = (max(rank[axis] for rank in ranks) + 1 for axis in (0, 1))
     if model.key_value_heads % tp:
         problem = f"repeats its {model.key_value_heads} key-value heads over {tp} tensor ranks"
         raise SpecError(str(folder), problem, "save it with fewer tensor ranks")
     origin = f"the Megatron-LM folder {folder} (tp {tp}, pp {pp})"
-    iteration = states[0, 0].get("iteration")
-    step = iteration if type(iteration) is int and iteration >= 0 else 0
+    step = _iteration(states[0, 0].get("iteration"))
     return complete(model, merged(model, _joined(stages), origin), origin, step)
+
+
+def _require_layers(layers: int, model: Model, folder: Path) -> None:
+    if layers != model.layers:
+        raise SpecError(str(folder), f"has {layers} layers, {model.name} has {model.layers}", "name the right model")
+
+
+def _iteration(told: Any) -> int:
+    return told if type(told) is int and told >= 0 else 0
 
 
 def _iteration_folder(source: Path) -> Path:
@@ -75,9 +113,6 @@ def _iteration_folder(source: Path) -> Path:
         folder = source / (text if text == "release" else f"iter_{int(text):07d}")
         if not folder.is_dir():
             raise SpecError(str(folder), "is missing", "name the folder of an iteration that is there")
-    if (folder / ".metadata").exists() or any(folder.glob("*.distcp")):
-        remedy = "let Megatron-LM write it with --ckpt-convert-format torch first"
-        raise SpecError(str(folder), "is in the format torch_dist, which is not read", remedy)
     return folder
 
 
@@ -150,7 +185,8 @@ def _joined(stages: Sequence[tuple[int, list[dict[str, Any]]]]) -> Stored:
             if not isinstance(name, str) or not all(isinstance(part, Tensor) for part in parts):
                 continue  # Transformer Engine keeps its own notes (_extra_state) beside tensors
             match = _LAYER.fullmatch(name)
-            found[f"decoder.layers.{int(match[1]) + before}.{match[2]}" if match else name] = parts
+            whole = f"decoder.layers.{int(match[1]) + before}.{match[2]}" if match else name
+            found[whole] = [lazily(part) for part in parts]
         before += count
     return found
 

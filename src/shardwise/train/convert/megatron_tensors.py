@@ -18,7 +18,7 @@ Merge = Callable[[Sequence[Tensor]], Tensor]
 _LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 
-def merged(model: Model, stored: Mapping[str, Sequence[Tensor]], origin: str) -> dict[str, Lazy]:
+def merged(model: Model, stored: Mapping[str, Sequence[Lazy]], origin: str) -> dict[str, Lazy]:
     """Our tensors out of theirs, of which each name has one of every tensor rank.
 
     Raises SpecError for what is missing, does not fit or belongs to nothing.
@@ -41,13 +41,13 @@ def merged(model: Model, stored: Mapping[str, Sequence[Tensor]], origin: str) ->
     return found
 
 
-def _lazy(theirs: str, parts: Sequence[Tensor], merge: Merge, origin: str) -> Lazy:
+def _lazy(theirs: str, parts: Sequence[Lazy], merge: Merge, origin: str) -> Lazy:
     try:
-        shape = tuple(merge([part.to("meta") for part in parts]).shape)
+        shape = tuple(merge([torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts]).shape)
     except RuntimeError:
         shapes = ", ".join(str(list(part.shape)) for part in parts)
         raise SpecError(theirs, f"of {shapes} in {origin} does not fit the model", "name the right --model") from None
-    return Lazy(shape, parts[0].dtype, lambda: merge(parts))
+    return Lazy(shape, parts[0].dtype, lambda: merge([part.read() for part in parts]))
 
 
 def _source(name: str, model: Model) -> tuple[list[str], Merge]:

@@ -23,6 +23,7 @@ from shardwise.train.checkpoint.manifest import NAME as MANIFEST
 from shardwise.train.checkpoint.manifest import read_manifest
 from shardwise.train.checkpoint.whole import Lazy, whole_tensors
 from shardwise.train.convert.deepspeed import deepspeed_weights, is_deepspeed
+from shardwise.train.convert.distributed import is_distributed, model_tensors
 from shardwise.train.convert.megatron import is_megatron, megatron_weights
 from shardwise.train.convert.state_dict import Description, described, files_of_folder, named_weights, torch_files
 from shardwise.train.convert.weights import Weights, complete
@@ -31,7 +32,7 @@ MODEL_KEY = "shardwise.model"  # where a file that we write says of which model 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _READ = (
     "name a checkpoint or run of ours, a Hugging Face folder, a .safetensors or torch (.pt, .pth, .bin) file, or a "
-    "folder of DeepSpeed or Megatron-LM"
+    "folder of DeepSpeed, Megatron-LM or PyTorch's distributed checkpoint"
 )
 
 
@@ -48,8 +49,10 @@ def open_weights(source: Path, given: str | None = None) -> Weights:
         return _from_checkpoint(newest_at(source), given)
     if is_deepspeed(source):
         return deepspeed_weights(source, described(given, source))
-    if is_megatron(source) or any(source.glob("*.distcp")):
+    if is_megatron(source):
         return megatron_weights(source, None if given is None else model_from(given))
+    if is_distributed(source):
+        return named_weights(model_tensors(source), described(given, source), f"the distributed checkpoint {source}")
     if (source / "config.json").is_file() and any((source / name).is_file() for name in (SAFE_INDEX, SAFE_SINGLE)):
         return _from_huggingface(source, given)
     if files := files_of_folder(source):

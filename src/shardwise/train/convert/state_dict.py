@@ -15,6 +15,7 @@ from shardwise.models.huggingface.naming import Naming
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 from shardwise.train.checkpoint.whole import Lazy
+from shardwise.train.convert.meta_names import from_meta, has_meta_names
 from shardwise.train.convert.torch_file import read_torch_file
 from shardwise.train.convert.weights import Weights, complete, from_family, lazily
 
@@ -43,13 +44,15 @@ def described(given: str | None, beside: Path) -> Description | None:
 
 
 def named_weights(stored: Mapping[str, Lazy], about: Description | None, origin: str, step: int = 0) -> Weights:
-    """Tensors under our names or under those of a Hugging Face family."""
+    """Tensors under our names, those of a Hugging Face family, or Meta's of Llama."""
     if about is None:
         remedy = f"name one, or a config.json: {origin} does not say of which model its tensors are"
         raise SpecError("--model", "is missing", remedy)
     stored = without_wrappers(stored)
     if "embedding.weight" in stored:
         return complete(about.model, stored, origin, step)
+    if has_meta_names(stored):
+        return from_meta(about.model, stored, origin, step)
     naming = Naming.of_model(about.model) if about.config is None else Naming.of_config(about.config, about.model)
     return from_family(naming, stored, origin, step)
 

@@ -7,10 +7,12 @@ that keeps what it was given. The numbers stay in the file, which is mapped, unt
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,30 +79,59 @@ def fields_of(one: Any) -> dict[str, Any]:
 
 def read_torch_file(path: Path) -> Any:
     """The content of a file of ``torch.save`` (zip format); raises SpecError, in one line, for everything else."""
-    _require_sound_archive(path)
+    if not path.is_file():
+        raise SpecError(str(path), "is no file", "check the path")
+    return _read(str(path), path, mmap=True)
+
+
+def read_torch_bytes(content: bytes, where: Path) -> Any:
+    """The same of bytes that ``torch.save`` wrote into the midst of the file ``where``."""
+    return _read(io.BytesIO(content), where, mmap=False)
+
+
+def read_pickle(path: Path) -> Any:
+    """The content of a small plain pickle without tensors."""
+    with _as_spec_error(path, "a pickle"):
+        if path.stat().st_size > MOST_PICKLE_BYTES:
+            raise _RefusedError("is larger than 1 GiB")
+        with path.open("rb") as file:
+            return _Unpickler(file).load()
+
+
+def _read(file: str | io.BytesIO, path: Path, *, mmap: bool) -> Any:
+    _require_sound_archive(file, path)
+    with _as_spec_error(path, "a file of torch.save"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
+        return torch.load(
+            _from_its_start(file), map_location="cpu", pickle_module=module, mmap=mmap, weights_only=False
+        )
+
+
+@contextmanager
+def _as_spec_error(path: Path, kind: str) -> Iterator[None]:
+    """Whatever goes wrong with a stranger's file is told in one line."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module = SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
-            return torch.load(str(path), map_location="cpu", pickle_module=module, mmap=True, weights_only=False)
+        yield
     except _RefusedError as error:
         raise SpecError(str(path), f"{error}; nothing of it was run", _TRUST) from None
     except Exception as error:
-        problem = f"cannot be read as a file of torch.save ({shown(str(error))})"
+        problem = f"cannot be read as {kind} ({shown(str(error))})"
         raise SpecError(str(path), problem, "save it again with a current torch") from None
 
 
-def _require_sound_archive(path: Path) -> None:
+def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
     """Looks at the archive itself: no code in it, nothing compressed, every record as it was written."""
     try:
-        if not zipfile.is_zipfile(path):
-            problem = "is no zip archive, or is cut off" if path.is_file() else "is no file"
+        if not zipfile.is_zipfile(file):
+            problem = "is no zip archive, or is cut off"
             raise SpecError(str(path), problem, "load and save it once with torch 1.6 or newer")
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
             names = [record.filename.rpartition("/")[2] for record in records]
             # Asked of torch's own reader: by what that sees torch.load decides whether to run the file's code.
-            is_script = "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
+            reader: Any = torch._C.PyTorchFileReader
+            is_script = "constants.pkl" in reader(_from_its_start(file)).get_all_records()
             if names.count("data.pkl") != 1 or is_script:
                 raise SpecError(str(path), "is no file of torch.save (or TorchScript, which is code)", _TRUST)
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -120,6 +151,12 @@ def _require_sound_archive(path: Path) -> None:
         raise SpecError(str(path), f"cannot be read ({error.strerror})", "check the file") from None
     except (EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         raise SpecError(str(path), f"is damaged ({shown(str(error))})", "take another copy") from None
+
+
+def _from_its_start(file: str | io.BytesIO) -> str | io.BytesIO:
+    if not isinstance(file, str):
+        file.seek(0)
+    return file
 
 
 class _RefusedError(pickle.UnpicklingError):
