@@ -65,6 +65,15 @@ def test_other_data_is_told(changes: dict[str, Any], said: str, folder: Checkpoi
     assert note.startswith(said)
 
 
+def test_what_is_told_is_shown_and_the_run_made_ready(folder: CheckpointFolder) -> None:
+    path = folder.path.parent
+    told = ("--set", "run.data.held_out=10%", "--print-torchrun")
+    found = run("train", *FLAGS, "--run-folder", str(path), *told)
+    assert found.status == 0, found.err
+    assert "note: run.data.held_out is 0.1, and was 0.02 when this run was saved" in found.err
+    assert Job.from_yaml((path / "job.yaml").read_text()).run.data.held_out == 0.1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
