@@ -177,17 +177,20 @@ def test_a_full_disk_leaves_nothing(made: tuple[Path, dict[str, Any]], tmp_path:
     """The disk says no in the middle of a file, or has too little before it begins."""
     from unittest import mock
 
-    from shardwise.train.checkpoint import shards, whole
+    from shardwise.train.checkpoint import stream, whole
 
-    def full(file: Any, chunk: memoryview) -> None:
-        if len(chunk) < 100_000 and file.tell() > 200_000:
+    written = []
+
+    def full(file: int, block: memoryview) -> None:
+        written.append(len(block))
+        if len(written) == 2:
             raise OSError(28, "No space left on device")
-        file.write(chunk)
 
     out = tmp_path / "out"
     arguments = ("checkpoint", "reshard", str(made[0]), "--out", str(out), "--shards", "2")
-    with mock.patch.object(shards, "_write_all", full):
+    with mock.patch.object(stream, "write_block", full):
         assert "No space left on device" in error_line(run(*arguments))
+    assert len(written) == 2
     assert [path.name for path in out.iterdir()] == [".lock"]
     with mock.patch.object(whole.shutil, "disk_usage", return_value=mock.Mock(free=1000)):
         assert "are to be written" in error_line(run(*arguments))
