@@ -66,6 +66,7 @@ SLOW = {
     "zbv": job(SMALL, {"pp": 2, "dp": 4, "schedule": "zbv"}, 16),
     "dualpipev": job(SMALL, {"pp": 2, "dp": 4, "schedule": "dualpipev"}, 16),
     "tied-pp": job({**SMALL, "tied_embeddings": True}, {"pp": 2, "dp": 4}, 16),
+    "tied-pp-zero-3": job({**SMALL, "tied_embeddings": True}, {"pp": 2, "dp": 4, "zero": 3}, 16),
     "ep-tp": job(MIXTURE, {"tp": 2, "dp": 4, "ep": 4}, 8),
     "ep-split": job(WIDE, {"tp": 2, "dp": 4, "ep": 2, "expert_tp": 2}, 8),
     "ep-tp-plain": job(WIDE, {"tp": 2, "dp": 4, "ep": 4, "expert_tp": 1, "sequence_parallel": False}, 8),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.cost.network import group_runs, spanned
 from shardwise.cost.stages import RankContents, embedding_on_both_ends
+from shardwise.cost.states import divided_over
 from shardwise.cost.traffic import Traffic, collective_price, priced
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.pipeline import chunks_per_rank
@@ -65,12 +66,23 @@ def _followed_by(first: CollectiveCost, second: CollectiveCost) -> CollectiveCos
 
 def embedding_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Gradients of the token embedding where both ends of the pipeline hold it (Shoeybi et al. 2019, section 3)."""
+    return tied_traffic(job, contents, tied_bytes(job, divided_over(job.strategy)))
+
+
+def tied_bytes(job: Job, shards: float) -> float:
+    """What each end sends: a whole gradient; of FSDP its fp32 shard, when the data-parallel ranks have reduced it."""
+    parameters = job.model.vocab * job.model.hidden / job.strategy.tp
+    if shards > 1 and job.recipe.fp32_shards:
+        return 4 * parameters / shards
+    return parameters * job.training.recipe.gradient
+
+
+def tied_traffic(job: Job, contents: RankContents, size: float) -> list[Traffic]:
+    """The sum over both ends, of ``size`` bytes."""
     over = boundary(job)
     apart = contents.has_embedding != contents.has_head and job.strategy.schedule != "dualpipe"
     if over is None or not (apart and embedding_on_both_ends(job)):
         return []
-    parameters = job.model.vocab * job.model.hidden / job.strategy.tp
-    size = parameters * job.training.recipe.gradient
     # An all-reduce of two ranks is one exchange of the whole buffer.
     what = "embedding gradients of both ends"
     return [priced("pp", what, CollectiveKind.SEND_RECV, size, 1, over, job.strategy.collective, once=True)]

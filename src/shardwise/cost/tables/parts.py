@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cost.as_run import as_run
 from shardwise.cost.communication.context import context_traffic
 from shardwise.cost.communication.expert import expert_traffic
-from shardwise.cost.communication.pipeline import embedding_traffic, message_traffic
+from shardwise.cost.communication.pipeline import message_traffic, tied_bytes, tied_traffic
 from shardwise.cost.communication.tensor import replicated_gradient_traffic, tensor_traffic
 from shardwise.cost.memory import passing_bytes
 from shardwise.cost.overlap import Pass, Window
 from shardwise.cost.passing import Moment, moments_of
 from shardwise.cost.stages import RankContents
+from shardwise.cost.states import Sharding
 from shardwise.cost.tables.group import Group, LayerChoice
 from shardwise.cost.tables.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
 from shardwise.cost.traffic import Traffic
@@ -146,19 +147,30 @@ class PartBook:
         return seconds
 
     def once_seconds(self, group: Group, contents: RankContents, sequence_parallel: bool) -> float:
-        """What such a rank sends after the last microbatch, besides data parallelism."""
+        """What such a rank sends after the last microbatch, whatever data parallelism and the other end do."""
         base, places = group.base, group.places
-        ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head)
-        job = Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))
+        ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding)
+        jobs = Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))
 
-        def price(traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> Callable[[], float]:
-            return lambda: sum(traffic.seconds for traffic in traffic_of(job["none"], contents))
+        def price() -> float:
+            return sum(traffic.seconds for traffic in replicated_gradient_traffic(jobs["none"], contents))
 
-        unsplit = (base.tp, sequence_parallel, ends[:3], places.tensor)
-        tied = (base.tp, ends[2:], places.pipeline, base.schedule)
-        seconds: float = self._piece("unsplit", unsplit, price(replicated_gradient_traffic))
-        seconds += self._piece("tied", tied, price(embedding_traffic))
+        unsplit = (base.tp, sequence_parallel, ends, places.tensor)
+        seconds: float = self._piece("unsplit", unsplit, price)
         return seconds
+
+    def tied_seconds(self, group: Group, contents: RankContents, sharding: Sharding) -> list[float]:
+        """What such a rank sends to the other end of the pipeline, for every column of ``sharding``."""
+        base, ends = group.base, (contents.has_embedding, contents.has_head)
+        job = Probes(self._job, base, LayerChoice(True, "ring", 1))["none"]
+
+        def price(size: float) -> float:
+            key = (base.tp, ends, group.places.pipeline, base.schedule, size)
+            of_size = lambda: sum(one.seconds for one in tied_traffic(job, contents, size))  # noqa: E731
+            seconds: float = self._piece("tied", key, of_size)
+            return seconds
+
+        return [price(tied_bytes(job, shards)) for shards in sharding.shards.tolist()]
 
     def _priced(self, group: Group, layer: LayerChoice) -> Parts:
         """Every piece is looked up by the little that it depends on."""

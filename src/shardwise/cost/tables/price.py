@@ -10,6 +10,7 @@ from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.data import data_lines, wire_bytes
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.stage_time import optimizer_seconds
+from shardwise.cost.stages import embedding_on_both_ends
 from shardwise.cost.tables.book import CollectiveBook
 from shardwise.cost.tables.columns import ColumnBook, ColumnClass
 from shardwise.cost.tables.group import Group
@@ -110,7 +111,7 @@ class _Batch:
         self.base = blocks[0].group.base
         self.sharding = stacked_sharding([block.columns.sharding for block in blocks])
         self.contents = stacked_contents([block.group.ranks for block in blocks])
-        self.optimizer_seconds = optimizer_seconds(self.job, self.contents, self.sharding)
+        self.end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
         # part × line × kind × column × block
         tickets = np.stack([block.columns.tickets for block in blocks], axis=-1)
         self.units = np.stack([block.columns.units for block in blocks], axis=-1)
@@ -129,6 +130,18 @@ class _Batch:
         self.offloads = [
             Offloaded(self.job, self.base, self.contents, self.sharding, one) for one in blocks[0].group.offloads
         ]
+
+    def _tied_seconds(self, parts: PartBook) -> Any:
+        """Of the sum over both ends of a pipeline: kind × column × block."""
+        import numpy as np
+
+        if self.base.pp == 1 or not embedding_on_both_ends(self.job):
+            return 0.0
+        seconds = [
+            [parts.tied_seconds(block.group, contents, block.columns.sharding) for contents in block.group.ranks]
+            for block in self.blocks
+        ]
+        return np.moveaxis(np.array(seconds), 0, -1)
 
     def _on_links(self, tickets: Array, units: Array, pricer: TablePricer) -> dict[str, Array]:
         """Seconds of one line on every link that it uses."""
@@ -173,7 +186,7 @@ class _Batch:
         ranks = self.rows.ranks
         transfers = self._data_transfers(part, lengths)
         hidden = hidden_across_layers(transfers, *ranks.windows(part))
-        tail = ranks.once_seconds[:, None, part] + by_row(self.optimizer_seconds, lengths)
+        tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths)
         for transfer, under in zip(transfers, hidden):
             if transfer.window == "none":
                 tail = tail + transfer.seconds
