@@ -21,7 +21,7 @@ import torch
 
 from shardwise.cost.memory import memory_of_rank
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload.states import local
+from shardwise.engine.offload.rows import local
 from shardwise.engine.world import joined
 from shardwise.measure.sample import sample_batch
 from shardwise.spec.job import Job

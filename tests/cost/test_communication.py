@@ -386,7 +386,7 @@ def test_offloaded_weights_come_up_in_both_passes_of_every_microbatch() -> None:
 
 def test_offloaded_weights_gradients_and_activations_move_every_microbatch() -> None:
     for share in ("weights", "gradients", "activations"):
-        once, four = (offload({share: 1}, training={"global_batch": 8 * m}) for m in (1, 4))
+        once, four = (offload({share: 1}, zero=3, training={"global_batch": 8 * m}) for m in (1, 4))
         assert sent(four) == pytest.approx(4 * sent(once))
     once, four = (offload({"optimizer": 1}, training={"global_batch": 8 * m}) for m in (1, 4))
     assert sent(four) == sent(once)

@@ -21,8 +21,6 @@ def job(model: str, **strategy: Any) -> Job:
 @pytest.mark.parametrize(
     ("model", "strategy", "field"),
     [
-        ("tiny", {"dp": 4, "zero": 3, "offload": {"weights": 0.5}}, "strategy.offload.weights"),
-        ("tiny", {"dp": 4, "zero": 2, "offload": {"optimizer": 1, "gradients": 1}}, "strategy.offload.gradients"),
         ("tiny", {"tp": 2, "dp": 2, "overlap": {"tp": True}}, "strategy.overlap.tp"),
         (
             "tiny-moe",

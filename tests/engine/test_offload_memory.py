@@ -11,7 +11,7 @@ import torch
 from engine.workers import on_ranks
 from shardwise.cost.memory import memory_of_rank
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload.states import local
+from shardwise.engine.offload.rows import local
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 from shardwise.train.metrics.tensor_bytes import TensorBytes
@@ -20,24 +20,26 @@ MODEL = {"name": "deep", "layers": 8, "hidden": 128, "heads": 4, "kv_heads": 4, 
 STEPS = 10
 
 
-def job(**offload: Any) -> Job:
+def job(layout: dict[str, Any] | None = None, **offload: Any) -> Job:
     training = {"global_batch": 8, "seq": 128, "precision": "fp32"}
-    strategy = {"microbatch": 8, "offload": {**offload, "target": "nvme"}}
-    return Job.from_dict({"model": MODEL, "cluster": "laptop:1", "strategy": strategy, "training": training})
+    strategy = {"microbatch": 8, **(layout or {}), "offload": {**offload, "target": "nvme"}}
+    cluster = f"laptop:{strategy.get('dp', 1)}"
+    return Job.from_dict({"model": MODEL, "cluster": cluster, "strategy": strategy, "training": training})
 
 
 def trained(one: Job) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes of tensors at the most in the last of some steps, and the weights after it."""
     engine = Engine(one)
+    data = engine.mesh.rank("dp"), engine.mesh.size("dp")
     for step in range(STEPS - 1):
-        engine.step(sample_batch(one, step, 0))
+        engine.step(sample_batch(one, step, 0).share(*data))
     gc.collect()
     with TensorBytes() as memory:
-        memory.watch(held.parameter for held in engine.parameters)
+        memory.watch(local(held.parameter) for held in engine.parameters)
         memory.watch(local(state) for states in engine.optimizer.state.values() for state in states.values())
         memory.reset_peak()
-        engine.step(sample_batch(one, STEPS - 1, 0))
-    return memory.peak, {held.name: held.parameter.detach().clone() for held in engine.parameters}
+        engine.step(sample_batch(one, STEPS - 1, 0).share(*data))
+    return memory.peak, {held.name: engine.optimizer.read(held.parameter, "master") for held in engine.parameters}
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +56,23 @@ def test_the_peak_falls_as_planned(offload: dict[str, float], plain: tuple[int, 
     assert plain[0] - peak == pytest.approx(planned, rel=0.1)
     for name, tensor in plain[1].items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+DIVIDED = {"dp": 2, "zero": 3, "microbatch": 1}
+
+
+@pytest.fixture(scope="module")
+def divided() -> list[tuple[int, dict[str, torch.Tensor]]]:
+    return on_ranks(2, trained, job(DIVIDED))
+
+
+@pytest.mark.parametrize(
+    "offload", [{"optimizer": 1, "weights": 1}, {"optimizer": 1, "weights": 0.5}, {"optimizer": 1, "gradients": 1}]
+)
+def test_with_zero(offload: dict[str, float], divided: list[tuple[int, dict[str, torch.Tensor]]]) -> None:
+    one, plain = job(DIVIDED, **offload), job(DIVIDED)
+    planned = memory_of_rank(plain, 0).total - memory_of_rank(one, 0).total
+    for (before, expected), (peak, weights) in zip(divided, on_ranks(2, trained, one)):
+        assert before - peak == pytest.approx(planned, rel=0.1)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)

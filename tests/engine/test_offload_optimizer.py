@@ -14,6 +14,7 @@ from shardwise.cost.communication.offload import offload_traffic
 from shardwise.cost.stages import rank_contents
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
+from shardwise.engine.offload.rows import local
 from shardwise.engine.offload.store import Store
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
@@ -46,7 +47,7 @@ def trained(one: Job, shares: tuple[float, ...] = ()) -> tuple[dict[str, torch.T
         for held in engine.parameters
         for name in ("master", *optimizer.state[held.parameter])
     }
-    found |= {f"{held.name} computed": states.local(held.parameter).clone() for held in engine.parameters}
+    found |= {f"{held.name} computed": local(held.parameter).clone() for held in engine.parameters}
     return found, dict(engine.store.lanes.moved) if engine.store is not None else {}
 
 

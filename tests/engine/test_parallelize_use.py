@@ -19,7 +19,7 @@ from shardwise.engine.parallelize import gather_state_dict, parallelize
 from shardwise.engine.parts import Part
 from shardwise.engine.patterns import Patterns
 from shardwise.spec.errors import SpecError
-from shardwise.spec.strategy import Strategy
+from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import Training
 
 transformers = pytest.importorskip("transformers")
@@ -235,6 +235,25 @@ def softened() -> str:
 
 def test_a_network_that_changes_its_logits_needs_its_own_loss() -> None:
     assert on_ranks(1, softened)[0].startswith("patterns.head: the network changes what its head gives")
+
+
+def exported(strategy: Strategy, precision: str) -> dict[str, Tensor]:
+    parallel = parallelize(build("llama"), strategy, training=replace(TRAINING, precision=precision))
+    batch = make_batch("llama", 2, 0)
+    for _ in range(2):
+        parallel.step(parallel.share(batch))
+    return gather_state_dict(parallel)
+
+
+@pytest.mark.parametrize(("zero", "precision", "weights"), [(0, "fp16", 0.0), (3, "fp32", 0.6)])
+def test_what_is_offloaded_is_exported_as_it_is_trained(zero: Any, precision: str, weights: float) -> None:
+    here = Strategy(dp=2, zero=zero)
+    there = replace(here, offload=Offload(optimizer=0.8, weights=weights))
+    expected, found = (on_ranks(2, exported, one, precision)[0] for one in (here, there))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
 
 
 def test_the_names_are_public() -> None:

@@ -1,4 +1,4 @@
-"""The least offload that fits: optimizer states first, then activations, else one line that says why not."""
+"""The least offload that fits: optimizer states first, activations last, else one line that says why not."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def test_one_sixteenth_less_would_not_fit() -> None:
 def test_activations_follow() -> None:
     found = smallest_offload(JOB, STATES - 2**30).strategy.offload
     assert found.optimizer == 1 and 0 < found.activations < 1
+
+
+def test_gradients_and_weights_go_where_zero_has_divided_them() -> None:
+    divided = JOB.with_strategy(zero=3)
+    states = peak_memory(divided.with_strategy(offload={"optimizer": 1, "gradients": 1})).total
+    found = smallest_offload(divided, states - 2**28).strategy.offload
+    assert found.optimizer == found.gradients == 1 and 0 < found.weights < 1 and found.activations == 0
 
 
 def test_what_cannot_fit_is_refused() -> None:

@@ -60,6 +60,11 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"devices": 2, "dp": 2, "zero": 1, "offload": {"optimizer": 0.6, "target": "nvme"}},
         {"devices": 2, "tp": 2, "offload": {"optimizer": 0.3}},
     ),
+    (
+        "tiny",
+        {"devices": 2, "dp": 2, "zero": 3, "offload": {"optimizer": 1, "weights": 0.6, "gradients": 1}},
+        {"devices": 1, "zero": 3, "offload": {"optimizer": 1, "weights": 1}},
+    ),
     ("tiny-mla", {"devices": 2, "pp": 2}, {"devices": 4, "dp": 2, "tp": 2, "ep": 2, "zero": 2}),
 ]
 

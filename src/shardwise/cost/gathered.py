@@ -22,7 +22,7 @@ def gathered_bytes(
     """
     unit = divided_units(contents, sharding, tied=tied)
     if recipe.fp32_shards:
-        return gathered_at(unit, sharding, recipe, moment)
+        return gathered_at(unit, sharding, recipe, moment) + _travelling(unit, sharding, moment)
     gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
     parameters = (select(sharding.keep_parameters, unit.layers, 2 * unit.layer) + unit.ends) * recipe.gathered
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
@@ -30,8 +30,10 @@ def gathered_bytes(
 
 def divided_units(contents: RankContents, sharding: Sharding, *, tied: bool) -> Units:
     """What is gathered and reduced together. Experts that no other device holds are whole already."""
-    layers = contents.layer_matrices * (sharding.shards > 1) + contents.experts * (sharding.expert_shards > 1)
-    ends = contents.others * (sharding.shards > 1)
+    alone = sharding.offload.weights + sharding.offload.gradients > 0  # then they come and go by units all the same
+    dense, experts = (alone | (shards > 1) for shards in (sharding.shards, sharding.expert_shards))
+    layers = contents.layer_matrices * dense + contents.experts * experts
+    ends = contents.others * dense
     both_ends = contents.has_embedding * contents.has_head * (not tied)
     return units(layers, contents.layers, ends, contents.has_embedding, both_ends)
 
@@ -63,6 +65,12 @@ def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment)
         return gathered + left_over(unit, sharding, recipe)
     reduced = maximum(unit.layer, unit.end) * recipe.gradient if sharding.gradients_sharded else 0.0
     return gathered + (sharding.zero >= 2) * reduced
+
+
+def _travelling(unit: Units, sharding: Sharding, moment: Moment) -> Any:
+    """fp32 shards of one layer that come to be gathered, and in the backward pass of one whose gradients leave."""
+    share = sharding.offload.weights + (sharding.offload.gradients if moment == "layer" else 0.0)
+    return 4 * share * unit.layer / sharding.shards
 
 
 def left_over(unit: Units, sharding: Sharding, recipe: Recipe) -> Any:

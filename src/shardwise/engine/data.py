@@ -7,11 +7,13 @@ loss of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.patterns import DECODER, Patterns, matching
 from shardwise.engine.precision import FP32, Precision
 from shardwise.engine.replicated import Replicated
@@ -47,6 +49,19 @@ class DataParallel:
         for parameter in parameters:
             for part in self.parts.values():
                 part.masters.pop(parameter, None)
+
+    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
+        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
+        for part in self.parts.values():
+            if isinstance(part, Sharded):
+                part.offload(stored, stay)
+
+    def settle_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None] | None:
+        """Waits until those that leave have left; norms of those that are elsewhere, None where all are here."""
+        away = [part.gradients for part in self.parts.values() if isinstance(part, Sharded) and part.gradients]
+        for one in away:
+            one.settle()
+        return [away[0].stored.summed.get(parameter) for parameter in parameters] if away else None
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -104,6 +119,7 @@ def _apply(
     experts_apart = not (mesh.same("replicate", "expert_replicate") and mesh.same("shard", "expert_shard"))
     units = units_of(root, layers, patterns, experts_apart)
     divided = mesh.size("shard") > 1 or (experts_apart and mesh.size("expert_shard") > 1)
-    if mesh.strategy.zero and divided:
+    offload = mesh.strategy.offload
+    if mesh.strategy.zero and (divided or offload.weights or offload.gradients):
         return Sharded(root, units, mesh, precision, prefetch)
     return Replicated(root, units, mesh, precision)

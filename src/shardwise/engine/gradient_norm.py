@@ -29,8 +29,15 @@ class GradientNorm:
         self.group = group
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor | None], refused: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        gradients: Sequence[Tensor | None],
+        refused: Tensor | None = None,
+        elsewhere: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
         """``gradients`` are local tensors in the order of ``copies``; None where there is none in this step.
+
+        ``elsewhere`` are norms of those that are not on the device, in the same order.
 
         It is REFUSED where ``refused`` is true on any rank and all gradients are finite.
         """
@@ -38,6 +45,8 @@ class GradientNorm:
         with named("gradients: norm"):
             norms = iter(torch._foreach_norm(there, 2, dtype=torch.float32)) if there else iter(())
             each = torch.stack([self.zero if one is None else next(norms) for one in gradients] or [self.zero])
+            if elsewhere is not None:
+                each = each + torch.stack([torch.zeros(()) if one is None else one for one in elsewhere]).to(each)
             total = (each * each * self.weights).sum() if len(gradients) else self.zero.clone()
             if refused is not None:
                 total = total + torch.where(refused, REFUSED, self.zero)

@@ -16,12 +16,15 @@ from shardwise.engine.elementwise import STATES as _ELEMENTWISE
 from shardwise.engine.elementwise import Update
 from shardwise.engine.muon import muon_update
 from shardwise.engine.names import named
-from shardwise.engine.offload.states import MASTER, StoredStates, local, rows_of
+from shardwise.engine.offload.rows import local, rows_of, whole_rows
+from shardwise.engine.offload.states import MASTER, StoredStates
 from shardwise.engine.offload.store import Store
 from shardwise.spec.errors import SpecError
 from shardwise.spec.optimization import Optimization
+from shardwise.spec.strategy import Offload
 from shardwise.spec.training import Training
 
+NOWHERE = Offload()
 STATES = {**_ELEMENTWISE, "muon": ("momentum_buffer",)}
 CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
 
@@ -32,12 +35,12 @@ def build_optimizer(
     *,
     masters: Mapping[nn.Parameter, Tensor] | None = None,
     store: Store | None = None,
-    share: float = 0.0,
+    offload: Offload = NOWHERE,
 ) -> LocalOptimizer:
     """The optimizer of a job for the parameters of this rank, by their names in the whole model.
 
-    ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`). A
-    ``share`` of all states is kept in the ``store``.
+    ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`). What
+    ``offload`` says of all states, weights and gradients is kept in the ``store``.
     """
     settings = training.optimization
     if training.optimizer == "adam8bit":
@@ -57,7 +60,7 @@ def build_optimizer(
         settings,
         dict(masters or {}),
         store,
-        share,
+        offload,
     )
 
 
@@ -74,8 +77,8 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 class LocalOptimizer(torch.optim.Optimizer):
     """Looks like any of `torch.optim`, so that schedules of the learning rate and checkpoints work.
 
-    All states are there from the beginning: memory does not grow with the first step. Those of a ``share`` of all
-    elements are in a ``store``; of a parameter that is cut by it, what is left on the device is a flat tensor.
+    All states are there from the beginning: memory does not grow with the first step. Those that ``offload`` says are
+    in a ``store``; of a parameter that is cut by it, what is left on the device is a flat tensor.
     """
 
     def __init__(
@@ -84,28 +87,30 @@ class LocalOptimizer(torch.optim.Optimizer):
         settings: Optimization,
         masters: dict[nn.Parameter, Tensor],
         store: Store | None = None,
-        share: float = 0.0,
+        offload: Offload = NOWHERE,
     ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.masters = settings, masters
         self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
         for group in self.param_groups:
             group["step"] = _step_counter(group["params"])
-        self.stored = self._room(store, share) if store is not None else None
+        self.stored = self._room(store, offload) if store is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._begin(parameter, STATES[group["kind"]])
 
-    def _room(self, store: Store, share: float) -> StoredStates:
+    def _room(self, store: Store, offload: Offload) -> StoredStates | None:
         kinds = {group["kind"] for group in self.param_groups}
         if "muon" in kinds:
-            raise SpecError(
-                "strategy.offload.optimizer", "muon moves whole matrices, not single elements", "optimizer: adamw"
-            )
+            if offload.optimizer:
+                problem = "muon moves whole matrices, not single elements"
+                raise SpecError("strategy.offload.optimizer", problem, "optimizer: adamw")
+            return None
         names = [name for kind in sorted(kinds) for name in STATES[kind]]
         rows = rows_of(self.param_groups)
-        elements = round(share * sum(row.size for row in rows))
-        return StoredStates(rows, [*names, *([MASTER] if self.masters else [])], store, elements)
+        elements = round(offload.optimizer * sum(row.size for row in rows))
+        weights, gradients = (whole_rows(rows, share, elements) for share in (offload.weights, offload.gradients))
+        return StoredStates(rows, [*names, *([MASTER] if self.masters else [])], store, elements, weights, gradients)
 
     def _begin(self, parameter: nn.Parameter, names: Iterable[str]) -> None:
         values, state = self._values(parameter), self.state[parameter]
@@ -114,6 +119,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         if parameter in self.masters:
             state[MASTER] = self.masters[parameter]
         self._push_out(parameter, 0)
+        if self.stored is not None and self._is_away(parameter):
+            self.stored.write(parameter, MASTER, local(parameter))
 
     def _push_out(self, parameter: nn.Parameter, before: int) -> None:
         """Into the store what belongs there now, of which the first ``before`` elements are there."""
@@ -148,9 +155,17 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, bad: Tensor | None = None, divisor: Tensor | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        bad: Tensor | None = None,
+        divisor: Tensor | None = None,
+        stored_factor: Tensor | None = None,
     ) -> None:
-        """One update from the gradients divided by ``divisor``; none where ``bad`` is 1 (both are scalars)."""
+        """One update from the gradients divided by ``divisor``; none where ``bad`` is 1 (both are scalars).
+
+        Gradients in the store are multiplied by ``stored_factor`` before.
+        """
         assert closure is None, "gradients are there already: nothing is evaluated again"
         stored = self.stored is not None and self.stored.elements > 0
         if stored and bad is not None:
@@ -173,7 +188,8 @@ class LocalOptimizer(torch.optim.Optimizer):
                     self._update(update, some, gradients)
             if stored and self.stored is not None:
                 with named("optimizer: offloaded states"):
-                    self.stored.update([one.on(torch.device("cpu")) for one in updates])
+                    factor = None if stored_factor is None else stored_factor.cpu()
+                    self.stored.update([one.on(torch.device("cpu")) for one in updates], factor)
             self._publish()
 
     def _update(self, update: Update, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
@@ -212,6 +228,8 @@ class LocalOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def read(self, parameter: nn.Parameter, name: str) -> Tensor:
         """The local values of a state (``master``: the fp32 values); the tensor itself where it is on the device."""
+        if name == MASTER and self.stored is not None and self._is_away(parameter):
+            return self.stored.read(parameter, MASTER).view(local(parameter).shape)
         if name == MASTER and parameter not in self._tails:
             return self.values(parameter)
         stored, shape = self._stored_of(parameter), local(parameter).shape
@@ -224,7 +242,11 @@ class LocalOptimizer(torch.optim.Optimizer):
     def write(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
         """What `read` gave, changed; the weights that are computed with follow their masters."""
         stored = self._stored_of(parameter)
-        if stored and self.stored is not None and name in self.state[parameter]:
+        if name == MASTER and self.stored is not None and self._is_away(parameter):
+            self.stored.write(parameter, MASTER, values.flatten())
+            if local(parameter).untyped_storage().nbytes():  # until the first step it is on the device as well
+                local(parameter).copy_(values)
+        elif stored and self.stored is not None and name in self.state[parameter]:
             flat = values.flatten()
             self.stored.write(parameter, name, flat[:stored])
             self.state[parameter][name].copy_(flat[stored:])
@@ -247,6 +269,10 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def _values(self, parameter: nn.Parameter) -> Tensor:
         return self.masters.get(parameter, parameter)
+
+    def _is_away(self, parameter: nn.Parameter) -> bool:
+        """Whether the device keeps no weights of it."""
+        return self.stored is not None and self.stored.has_weights(parameter)
 
     def _stored_of(self, parameter: nn.Parameter) -> int:
         return 0 if self.stored is None else self.stored.count(parameter)

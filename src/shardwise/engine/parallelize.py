@@ -7,14 +7,17 @@ module that was given: it *is* the parallel module afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.data import apply_data
 from shardwise.engine.mesh import build_mesh
+from shardwise.engine.offload.states import MASTER
 from shardwise.engine.own_model.checks import (
     require_described,
     require_matching,
@@ -161,8 +164,18 @@ class Parallel(Trainer[Any]):
             pieces |= kept_buffers(stage)
         for one in self.parameters:
             if one.part.counted:
-                pieces[one.name] = one.part, self.data.masters.get(one.parameter, one.parameter)
+                dtype = self.optimizer.dtype(one.parameter, MASTER)
+                pieces[one.name] = Piece(one.part, dtype, partial(self._trained, one.parameter))
         yield from whole_tensors(pieces, self.aliases)
+
+    def _trained(self, parameter: nn.Parameter) -> Tensor:
+        """The values that the optimizer moves, divided as the parameter is."""
+        values = self.optimizer.read(parameter, MASTER).to(self.device)
+        if not isinstance(parameter, DTensor):
+            return values
+        return DTensor.from_local(
+            values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
 
     def microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:
         rows = self.job.strategy.microbatch

@@ -13,10 +13,6 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
 
 _LACKING: tuple[tuple[str, Callable[[Strategy], bool], str, str], ...] = (
-    ("strategy.offload.weights", lambda one: one.offload.weights > 0,
-     "this engine keeps weights on the device", "zero: 3 divides them"),
-    ("strategy.offload.gradients", lambda one: one.offload.gradients > 0,
-     "this engine keeps gradients on the device", "zero: 2 divides them"),
     ("strategy.overlap.tp", lambda one: one.overlap.tp and one.tp > 1,
      "this engine does not hide tensor parallelism under its products", "overlap.tp: false"),
     ("strategy.overlap.ep", lambda one: one.overlap.ep and one.ep > 1,

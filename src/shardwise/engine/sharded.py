@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from shardwise.engine.fsdp_collectives import Unfinished, install, parameter_groups
 from shardwise.engine.mesh import Mesh
+from shardwise.engine.offload.gradients import TravellingGradients
+from shardwise.engine.offload.states import StoredStates
+from shardwise.engine.offload.weights import TravellingWeights
 from shardwise.engine.precision import Precision
 from shardwise.engine.units import Unit
 
@@ -39,7 +43,10 @@ class Sharded:
         _loss_through_head(root, units)
         self.unfinished = Unfinished()
         self.reductions = [one for module in self.units for one in install(module, self.unfinished)]
-        _prefetch(root, units, prefetch)
+        self.passes = _passes(root, units)
+        _prefetch(*self.passes, units, prefetch)
+        self.weights: TravellingWeights | None = None
+        self.gradients: TravellingGradients | None = None
         if mesh.device == "cpu":
             self.units[-1]._set_unshard_async_op(True)  # without streams only a gather in the background overlaps
 
@@ -61,6 +68,16 @@ class Sharded:
         if unit.by_index:
             sharded.set_unshard_in_backward(False)
 
+    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
+        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
+        if stored.weights:
+            self.weights = TravellingWeights(*self.passes, stored)
+        if stored.gradients:
+            self.gradients = TravellingGradients(self.units, stored, stay)
+            for reduction in self.reductions:
+                if any(stored.has_gradients(one.sharded_param) for one in reduction.fsdp_parameters):
+                    reduction.unfinished = None  # what leaves has to be complete
+
     def start(self) -> None:
         """The shards are masters as they are."""
 
@@ -74,6 +91,10 @@ class Sharded:
             parameter.grad = None
         for reduction in self.reductions:
             reduction.total = None
+        if self.weights is not None:
+            self.weights.settle()
+        if self.gradients is not None:
+            self.gradients.stored.summed.clear()
 
     # For a pipeline: a module is given its settings between its passes.
 
@@ -122,11 +143,9 @@ def _sharding_mesh(mesh: Mesh, expert: bool) -> DeviceMesh:
     return mesh.sharding("expert_replicate", "expert_shard") if expert else mesh.sharding("replicate", "shard")
 
 
-def _prefetch(root: nn.Module, units: Sequence[Unit], depth: int) -> None:
-    """Every unit starts the gathers of the next ``depth`` in the order of the pass, which is reversed by layers only:
-    a layer's backward pass begins before that of the experts in it."""
-    if depth == 0:
-        return
+def _passes(root: nn.Module, units: Sequence[Unit]) -> tuple[list[Any], list[Any]]:
+    """What each pass gathers, in its order. That of the backward pass is reversed by layers only: a layer's begins
+    before that of the experts in it."""
     layers: list[list[Any]] = []
     for unit in units:
         if unit.expert:
@@ -134,14 +153,20 @@ def _prefetch(root: nn.Module, units: Sequence[Unit], depth: int) -> None:
         else:
             layers.append([unit.module])
     forward = [root, *(module for layer in layers for module in layer)]
+    needless = {unit.module for unit in units if unit.by_index}
+    return forward, [root, *(module for layer in reversed(layers) for module in layer if module not in needless)]
+
+
+def _prefetch(forward: Sequence[Any], backward: Sequence[Any], units: Sequence[Unit], depth: int) -> None:
+    """Every unit starts the gathers of the next ``depth``."""
+    if depth == 0:
+        return
     inside = {unit.module for unit in units if unit.expert}
     for place, module in enumerate(forward):
         following = forward[place + 1 : place + 1 + depth]
         module.set_modules_to_forward_prefetch(following)
         if module in inside:
             module.register_forward_pre_hook(_ahead_in_forward_only(following), prepend=True)
-    needless = {unit.module for unit in units if unit.by_index}
-    backward = [root, *(module for layer in reversed(layers) for module in layer if module not in needless)]
     for place, module in enumerate(backward[:-1]):
         module.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + depth])
 

@@ -14,7 +14,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.context import cut_sequence
 from shardwise.engine.data import DataParallel
 from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
-from shardwise.engine.gradients import held, ranks_with_copy, sum_partial
+from shardwise.engine.gradients import Held, held, ranks_with_copy, sum_partial
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named
 from shardwise.engine.offload.activations import offload_activations
@@ -69,9 +69,11 @@ class Trainer(ABC, Generic[Given]):
         self.store = Store(offload, device) if offload.any else None
         self.optimizer = build_optimizer(
             [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
-            store=self.store, share=offload.optimizer,
+            store=self.store, offload=offload,
         )  # fmt: skip
         data.forget_masters(self.optimizer.cut)
+        if self.optimizer.stored is not None:
+            data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
         self.gradient_norm = GradientNorm([ranks_with_copy(one.part, mesh) for one in self.parameters], device)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
 
@@ -104,15 +106,17 @@ class Trainer(ABC, Generic[Given]):
         where one of them has ``refused`` it.
         """
         gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
-        norm, scale = self.gradient_norm(gradients, refused), None
+        elsewhere = self.data.settle_gradients(one.parameter for one in self.parameters)
+        norm, scale = self.gradient_norm(gradients, refused, elsewhere), None
         bad = (~torch.isfinite(norm)).float()
         if self.scaler is not None:
             scale = self.scaler.scale.clone()
             self.scaler.update(bad if refused is None else bad * (norm != REFUSED))
             norm = norm / scale
-        if largest is not None:
-            scale_gradients(gradients, clip_factor(norm, largest))
-        self.optimizer.step(bad=bad, divisor=scale)
+        factor = None if largest is None else clip_factor(norm, largest)
+        if factor is not None:
+            scale_gradients(gradients, factor)
+        self.optimizer.step(bad=bad, divisor=scale, stored_factor=factor)
         self.after_update()
         self.data.after_step()
         self.optimizer.zero_grad()
@@ -123,6 +127,13 @@ class Trainer(ABC, Generic[Given]):
         share = self.job.strategy.offload.activations
         if self.store is not None and share:
             offload_activations(list(self.stages.values()), patterns, self.store, share)
+
+    def _stays(self, one: Held) -> bool:
+        """Whether something is added to the gradient after data parallelism has reduced it."""
+        ends = () if self.tied is None else (self.tied.embedding, self.tied.head)
+        return bool(one.part.partial) or any(
+            one.parameter is tied for end in ends if end is not None for tied in end.parameters()
+        )
 
     def offload_optimizer(self, share: float) -> None:
         """Between two steps: another share of the optimizer's states is kept outside of the device's memory.

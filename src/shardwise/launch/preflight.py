@@ -10,7 +10,7 @@ from typing import Literal
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.offload_share import smallest_offload
+from shardwise.planner.offload_share import KINDS, smallest_offload
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError
@@ -109,8 +109,8 @@ def _with_offload(job: Job) -> str:
         require_runs(job.with_strategy(offload=offload))
     except SpecError:
         return "nothing fits these devices: use more of them (`shardwise plan`)"
-    shares = f"{{optimizer: {offload.optimizer:g}, activations: {offload.activations:g}, target: {offload.target}}}"
-    return f"the least that fits: strategy.offload: {shares}"
+    shares = ", ".join(f"{kind}: {getattr(offload, kind):g}" for kind in KINDS if getattr(offload, kind))
+    return f"the least that fits: strategy.offload: {{{shares}, target: {offload.target}}}"
 
 
 def _changes(one: Strategy, other: Strategy) -> int:

@@ -1,6 +1,7 @@
 """The least offload with which a job fits: what a run that does not fit is told (`launch.preflight`).
 
-Optimizer states go first, since they move once a step; then activations, which move with every microbatch.
+Optimizer states go first, since they move once a step; then what moves with every microbatch: gradients and weights where
+ZeRO has divided them, and activations.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from typing import Any
 from shardwise.cost.memory import peak_memory
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.support import verdict
 
 STEPS = 16  # shares are tried in sixteenths
+KINDS = ("optimizer", "gradients", "weights", "activations")
 
 
 def smallest_offload(job: Job, memory_bytes: float | None = None) -> Job:
     """The job with the smallest shares of its offload that fit a device, or ``memory_bytes`` of it.
 
-    What the job offloads already is the least it will; raises SpecError where all of both is not enough.
+    What the job offloads already is the least it will; raises SpecError where all of everything is not enough.
     """
     limit = memory_bytes if memory_bytes is not None else job.cluster.device.memory
-    for kind in ("optimizer", "activations"):
+    for kind in (kind for kind in KINDS if _may_go(job, kind)):
         for share in _shares(getattr(job.strategy.offload, kind)):
             tried = _with_share(job, kind, share)
             if peak_memory(tried).total <= limit:
@@ -29,9 +32,16 @@ def smallest_offload(job: Job, memory_bytes: float | None = None) -> Job:
         job = tried
     needed = peak_memory(job).total
     problem = (
-        f"a device needs {needed / 2**30:,.1f} GiB with optimizer and activations offloaded, of {limit / 2**30:,.1f}"
+        f"a device needs {needed / 2**30:,.1f} GiB with all offloaded that may be, of {limit / 2**30:,.1f}"
     )
     raise SpecError("strategy.offload", problem, "plan for another layout, or a smaller microbatch")
+
+
+def _may_go(job: Job, kind: str) -> bool:
+    """Gradients and weights leave only under ZeRO."""
+    if kind in ("optimizer", "activations"):
+        return True
+    return verdict(_with_share(_with_share(job, "optimizer", 1.0), kind, 1.0)).status == "runs"
 
 
 def _shares(least: float) -> list[float]:

@@ -22,7 +22,7 @@ _SCHEDULE = (*SCHEDULES, "own-stages", "tied-ends-on-one-rank")
 _RECOMPUTE = ("recompute-selective", "recompute-full")
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
 _OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
-            "offload-nvme", "gradients-beyond-optimizer")  # fmt: skip
+            "offload-nvme", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
 _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
 
 

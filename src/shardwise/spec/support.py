@@ -184,6 +184,25 @@ MATRIX: tuple[Finding, ...] = (
         "weights come back layer by layer with the gather of ZeRO-3", "zero: 3", ("strategy.zero", 3),
     ),
     Finding(
+        ("weights-beyond-optimizer",), "needs", "the optimizer updates where its weights are",
+        "offload.optimizer at least as large as offload.weights", ("strategy.offload.optimizer", 1.0),
+    ),
+    *_each(
+        ("offload-gradients",), ("zero-0", "zero-1"), "needs",
+        "whole gradients are added up on the device, where they are summed; those of ZeRO-2 leave as they are reduced",
+        "zero: 2", ("strategy.zero", 2),
+    ),
+    Finding(
+        ("offload-gradients", "accumulate-local"), "needs",
+        "whole gradients stay on the device until the last microbatch", "accumulate: sharded",
+        ("strategy.accumulate", "sharded"),
+    ),
+    Finding(
+        ("offload-gradients", "hybrid-shard"), "priced only",
+        "shards stay on the device until they are summed over the groups, with the last microbatch",
+        "shard_group: all data-parallel ranks, or offload.gradients: 0",
+    ),
+    Finding(
         ("offload-optimizer", "muon"), "needs", "muon moves whole matrices: its states cannot be updated in pieces",
         "optimizer: adamw, or offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
     ),

@@ -120,6 +120,7 @@ TECHNIQUES: dict[str, Uses] = {
     "offload-activations": lambda s, t, m: s.offload.activations > 0,
     "offload-cpu": lambda s, t, m: s.offload.any & (s.offload.target == "cpu"),
     "offload-nvme": lambda s, t, m: s.offload.any & (s.offload.target == "nvme"),
+    "weights-beyond-optimizer": lambda s, t, m: s.offload.weights > s.offload.optimizer,
     "gradients-beyond-optimizer": lambda s, t, m: s.offload.gradients > s.offload.optimizer,
     # numbers
     **{name: _precision(name) for name in RECIPES},

@@ -54,30 +54,49 @@ def state_lines(
     """Every transfer of weights, gradients and optimizer results that there may be.
 
     Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
-    gradients. That is this project's engine, which moves both when the norm of all gradients is known, by which a step
-    may be left out: no pass is left to hide them under.
+    gradients, unless they are on the host anyway. That is this project's engine, which moves both when the norm of all
+    gradients is known, by which a step may be left out: no pass is left to hide them under.
     """
     offload, m = sharding.offload, microbatches
-    owned = owned_parameters(contents, sharding)
-    moved = owned * offload.optimizer  # less what lives on the host anyway
-    weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * offload.weights
+    owned, disk = owned_parameters(contents, sharding), offload.target == "nvme"
+    weights, again = _gathered_weights(contents, sharding, recipe)
     gradients = (owned if sharding.gradients_sharded else contents.total) * recipe.gradient * offload.gradients
+    if recipe.fp32_shards:
+        gradients = owned * 4 * offload.gradients
     gradient, weight, master = _update_elements(sharding, recipe)
-    down, up = moved * (1 - offload.gradients) * gradient, moved * (1 - offload.weights) * weight
-    masters = moved * (1 - offload.weights) * master
-    on_disk, hidden = states.stored * (offload.target == "nvme"), not recipe.fp32_shards
+    apart = owned * max(0.0, offload.optimizer - offload.weights)  # updated on the host, computed with on the device
+    down, up = owned * max(0.0, offload.optimizer - offload.gradients) * gradient, apart * weight
+    hidden = not recipe.fp32_shards
+    on_disk = (states.stored + (0.0 if hidden else weights)) * disk
+    gathers = 1 if sharding.gathers_once else m
     return [
         OffloadLine(
             "gradients to host, after the last microbatch", down, 1, "backward", 1 / m, True, hidden, link="cpu"
         ),
-        OffloadLine("weights to host, for the update", masters, 1, "backward", hidden=False, link="cpu"),
+        OffloadLine("weights to host, for the update", apart * master, 1, "backward", hidden=False, link="cpu"),
         OffloadLine("states from disk", on_disk, 1, "backward", hidden=False),
         OffloadLine("states to disk", on_disk, 1, "forward", hidden=False),
         OffloadLine("updated weights from host", up, 1, "forward", 1 / m, True, hidden, link="cpu"),
-        OffloadLine("weights from host, forward", weights, m, "forward"),
-        OffloadLine("weights from host, backward", weights, m, "backward"),
+        OffloadLine("weights from host, forward", weights, gathers, "forward"),
+        OffloadLine("weights from host, backward", again, gathers, "backward"),
         OffloadLine("gradients to host", gradients, m, "backward"),
+        # Each microbatch is added to what was written before, and all are read for the update.
+        OffloadLine("gradients from disk", gradients * (disk and not hidden), m, "backward"),
     ]
+
+
+def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe) -> tuple[Any, Any]:
+    """Bytes that come for a forward pass, and for a backward pass, of one microbatch.
+
+    This project's engine brings fp32 shards, and for the backward pass those of the layers: the ends of the network
+    stay gathered, or are not needed.
+    """
+    owned, share = owned_parameters(contents, sharding), sharding.offload.weights
+    if not recipe.fp32_shards:
+        weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * share
+        return weights, weights
+    layers = contents.layer_matrices / sharding.shards + contents.experts / sharding.expert_shards
+    return owned * 4 * share, layers * 4 * share * (not sharding.gathers_once)
 
 
 def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]:

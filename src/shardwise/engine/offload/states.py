@@ -2,86 +2,97 @@
 
 That is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840); with the states on a disk, of which a few are in host memory
 at a time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters stand in one
-row, in the order of the optimizer's groups; the states of the first ones are here. AdamW and SGD work on single
-elements, so any cut is exact.
+row, in the order of the optimizer's groups; the states of the first ones are here, and of the first of these the
+weights (`weights`) and the sums of gradients (`gradients`) may be here too. AdamW and SGD work on single elements, so
+any cut is exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.elementwise import Update
+from shardwise.engine.offload.lanes import Copy
+from shardwise.engine.offload.rows import Row, local
 from shardwise.engine.offload.store import Region, Store
 
-CHUNK_ELEMENTS = 2**20  # updated at a time: 4 MiB of every state, which a disk reads at full speed
+# Updated at a time: 4 MiB of every state, which a disk reads at full speed; less where that is much of all.
+CHUNK_ELEMENTS = 2**20
+FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 MASTER = "master"
+GRADIENT = "gradient"
 BYTES = 4  # states are fp32
 
 
-@dataclass(frozen=True)
-class Row:
-    """A parameter's local elements in the row of all: ``begin`` to ``begin + size``, of group ``group``."""
-
-    parameter: nn.Parameter
-    begin: int
-    size: int
-    group: int
-
-
-def rows_of(groups: Sequence[dict[str, Any]]) -> list[Row]:
-    rows: list[Row] = []
-    begin = 0
-    for number, group in enumerate(groups):
-        for parameter in group["params"]:
-            assert local(parameter).is_contiguous(), "parts of it are written as parts of a row"
-            size = local(parameter).numel()
-            rows.append(Row(parameter, begin, size, number))
-            begin += size
-    return rows
-
-
 class StoredStates:
-    """States ``names`` of the first ``elements`` of the ``rows``, in a region of the store."""
+    """States ``names`` of the first ``elements`` of the ``rows``, in a region of the store.
 
-    def __init__(self, rows: Sequence[Row], names: Sequence[str], store: Store, elements: int) -> None:
-        self.rows, self.names, self.store = rows, tuple(names), store
+    Of the first ``weights`` elements the device keeps no weights, of the first ``gradients`` no gradients: they are
+    here. Both are whole parameters.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], names: Sequence[str], store: Store, elements: int, weights: int = 0,
+        gradients: int = 0,
+    ) -> None:  # fmt: skip
+        self.rows, self.states, self.store = rows, tuple(names), store
+        self.weights, self.gradients = weights, gradients
         self.elements = 0
+        self.summed: dict[nn.Parameter, Tensor] = {}  # norms of the gradients that are here in this step
         self._row = {row.parameter: row for row in rows}
+        self._starts: dict[str, int] = {}  # where in the region, in elements
         self._region: Region | None = None
         self.resize(elements)
 
     def count(self, parameter: nn.Parameter) -> int:
-        """How many of a parameter's first local elements are here."""
+        """Of how many of a parameter's first local elements the states are here."""
+        return self._first(parameter, self.elements)
+
+    def has_weights(self, parameter: nn.Parameter) -> bool:
+        return self._first(parameter, self.weights) > 0
+
+    def has_gradients(self, parameter: nn.Parameter) -> bool:
+        return self._first(parameter, self.gradients) > 0
+
+    def _first(self, parameter: nn.Parameter, elements: int) -> int:
         row = self._row.get(parameter)
-        return 0 if row is None else min(max(self.elements - row.begin, 0), row.size)
+        return 0 if row is None else min(max(elements - row.begin, 0), row.size)
+
+    def _sizes(self, elements: int) -> dict[str, int]:
+        """Elements of everything that is here."""
+        apart = {MASTER: self.weights, GRADIENT: self.gradients}
+        return dict.fromkeys(self.states, elements) | {name: size for name, size in apart.items() if size}
 
     def resize(self, elements: int) -> None:
         """Room for ``elements``: what is in both stays, what is new is zero.
 
         It is written at once: a disk that is too full says so before the first step.
         """
-        old, had = self._region, self.elements
-        self.elements = elements if self.names else 0
-        new = self._region = self.store.region(BYTES * elements * len(self.names)) if self.elements else None
-        for name in self.names if new is not None else ():
-            for begin, end in _parts(0, elements):
+        old, starts, had = self._region, self._starts, self._sizes(self.elements)
+        sizes = self._sizes(elements)
+        self.elements = elements if sizes else 0
+        self._starts = dict(zip(sizes, accumulate(sizes.values(), initial=0)))
+        new = self._region = self.store.region(BYTES * sum(sizes.values())) if self.elements else None
+        for name, size in sizes.items() if new is not None else ():
+            for begin, end in _parts(0, size, CHUNK_ELEMENTS):
                 values = torch.zeros(end - begin)
-                if old is not None and begin < had:
-                    kept = values[: min(end, had) - begin]
-                    old.read(BYTES * (self.names.index(name) * had + begin), kept).wait()
+                if old is not None and begin < had[name]:
+                    kept = values[: min(end, had[name]) - begin]
+                    old.read(BYTES * (starts[name] + begin), kept).wait()
                 new.write(self._place(name, begin), values).wait()  # type: ignore[union-attr]
         if old is not None:
             self.store.take_back(old)
 
     def read(self, parameter: nn.Parameter, name: str, start: int = 0) -> Tensor:
         """The elements that are here from ``start`` on, as a copy in host memory."""
-        values = torch.empty(self.count(parameter) - start)
+        count = self._row[parameter].size if name == MASTER and self.weights else self.count(parameter)
+        values = torch.empty(count - start)
         if self._region is not None and values.numel():
             self._region.read(self._place(name, self._row[parameter].begin + start), values).wait()
         return values
@@ -91,8 +102,21 @@ class StoredStates:
             values = values.detach().to(torch.float32).contiguous()
             self._region.write(self._place(name, self._row[parameter].begin + start), values).wait()
 
-    def update(self, updates: Sequence[Update]) -> None:
-        """One step of every group, in host memory: chunk k+1 comes and chunk k−1 leaves while k is computed."""
+    def bring_weights(self, parameter: nn.Parameter) -> Copy:
+        """Starts to copy the weights that are here into the parameter's own memory."""
+        assert self._region is not None
+        return self._region.read(self._place(MASTER, self._row[parameter].begin), local(parameter))
+
+    def gradient_place(self, parameter: nn.Parameter) -> tuple[Region, int]:
+        """Where the sum of a parameter's gradients is."""
+        assert self._region is not None
+        return self._region, self._place(GRADIENT, self._row[parameter].begin)
+
+    def update(self, updates: Sequence[Update], factor: Tensor | None = None) -> None:
+        """One step of every group, in host memory: chunk k+1 comes and chunk k−1 leaves while k is computed.
+
+        Gradients that are here are multiplied by ``factor``; those of the device were.
+        """
         chunks = list(self._chunks())
         slots: list[_Slot] = []
         for number, chunk in enumerate(chunks):
@@ -103,18 +127,26 @@ class StoredStates:
                 if len(slots) > 1:
                     slots.pop(0).left()
                 slots.append(_Slot(self, chunks[number + 1]))
-            (slots[-2] if number + 1 < len(chunks) else slots[-1]).update(updates[chunk.group])
+            (slots[-2] if number + 1 < len(chunks) else slots[-1]).update(updates[chunk.group], factor)
         for slot in slots:
             slot.left()
 
     def _place(self, name: str, element: int) -> int:
-        return BYTES * (self.names.index(name) * self.elements + element)
+        return BYTES * (self._starts[name] + element)
 
     def _chunks(self) -> Iterator[_Chunk]:
         for group in sorted({row.group for row in self.rows}):
             rows = [row for row in self.rows if row.group == group]
-            for begin, end in _parts(rows[0].begin, min(rows[-1].begin + rows[-1].size, self.elements)):
-                yield _Chunk(begin, end, group, tuple(_pieces(rows, begin, end)))
+            first, last = rows[0].begin, min(rows[-1].begin + rows[-1].size, self.elements)
+            cuts = sorted({first, last, *(one for one in (self.weights, self.gradients) if first < one < last)})
+            at_once = min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, self.elements // FEWEST_CHUNKS))
+            for start, stop in pairwise(cuts):
+                for begin, end in _parts(start, stop, at_once):
+                    yield _Chunk(begin, end, group, tuple(_pieces(rows, begin, end)))
+
+    def _names(self, chunk: _Chunk) -> list[str]:
+        """What is here of a chunk."""
+        return [name for name, size in self._sizes(self.elements).items() if chunk.begin < size]
 
     def _fetch(self, name: str, begin: int, end: int) -> tuple[Tensor, Any]:
         """States of some elements in host memory; those of a disk with the copy that brings them."""
@@ -124,7 +156,7 @@ class StoredStates:
         if there is not None:
             return there.view(torch.float32), None
         values = torch.empty(end - begin)
-        self.store.lanes.moved["states from disk"] += size
+        self.store.lanes.moved[f"{'gradients' if name == GRADIENT else 'states'} from disk"] += size
         return values, self._region.read(place, values)
 
     def _send(self, name: str, begin: int, values: Tensor) -> Any:
@@ -166,9 +198,10 @@ class _Slot:
 
     def __init__(self, stored: StoredStates, chunk: _Chunk) -> None:
         self.stored, self.chunk = stored, chunk
-        self.pieces = [one for one in chunk.pieces if one.parameter.grad is not None]
-        found = {name: stored._fetch(name, chunk.begin, chunk.end) for name in stored.names}
+        self.pieces = [one for one in chunk.pieces if one.parameter.grad is not None or one.parameter in stored.summed]
+        found = {name: stored._fetch(name, chunk.begin, chunk.end) for name in stored._names(chunk)}
         self.states = {name: values for name, (values, _) in found.items()}
+        self.summed = self.states.pop(GRADIENT, torch.empty(0))
         self.copies = [copy for _, copy in found.values() if copy is not None]
         gradients = [(one, one.of(one.parameter.grad)) for one in self.pieces if one.parameter.grad is not None]
         self.gradient = self._down("gradients to host, after the last microbatch", gradients)
@@ -179,15 +212,23 @@ class _Slot:
                 "weights to host, for the update", [(one, one.of(one.parameter)) for one in self.pieces]
             )
 
-    def update(self, update: Update) -> None:
+    def update(self, update: Update, factor: Tensor | None) -> None:
         self._wait()
         if self.pieces:
-            gradient, cut = self.gradient.float(), [one.inside for one in self.pieces]
+            gradients, cut = self._gradients(factor), [one.inside for one in self.pieces]
             states = {name: [values[one] for one in cut] for name, values in self.states.items() if name != MASTER}
-            update([self.values[one] for one in cut], [gradient[one] for one in cut], states)
+            update([self.values[one] for one in cut], gradients, states)
         self._up()
         sent = (self.stored._send(name, self.chunk.begin, values) for name, values in self.states.items())
         self.copies += [copy for copy in sent if copy is not None]
+
+    def _gradients(self, factor: Tensor | None) -> list[Tensor]:
+        down, found = self.gradient.float(), []
+        for one in self.pieces:
+            here = one.parameter in self.stored.summed
+            gradient = (self.summed if here else down)[one.inside]
+            found.append(gradient * factor if here and factor is not None else gradient)
+        return found
 
     def left(self) -> None:
         """Waits until everything is where it belongs."""
@@ -200,8 +241,10 @@ class _Slot:
 
     def _down(self, what: str, pieces: list[tuple[_Piece, Tensor]]) -> Tensor:
         lanes = self.stored.store.lanes
-        dtype = pieces[0][1].dtype if pieces else torch.float32
         pinned = lanes.device.type == "cuda"
+        if not pieces:
+            return torch.empty(0)
+        dtype = pieces[0][1].dtype
         values = torch.empty(self.chunk.end - self.chunk.begin, dtype=dtype, pin_memory=pinned)
         targets = [(values[one.inside], tensor) for one, tensor in pieces]
         lanes.moved[what] += sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
@@ -209,18 +252,14 @@ class _Slot:
         return values
 
     def _up(self) -> None:
-        if not self.pieces:
+        pieces = [one for one in self.pieces if not self.stored.has_weights(one.parameter)]
+        if not pieces:
             return
-        lanes, dtype = self.stored.store.lanes, self.pieces[0].parameter.dtype
+        lanes, dtype = self.stored.store.lanes, pieces[0].parameter.dtype
         values = self.values.to(dtype)
-        targets = [(one.of(one.parameter), values[one.inside]) for one in self.pieces]
+        targets = [(one.of(one.parameter), values[one.inside]) for one in pieces]
         lanes.moved["updated weights from host"] += sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
         self.copies.append(lanes.back(lambda: _copy_all(targets), values))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that data parallelism may have divided."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _copy_all(targets: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -228,9 +267,9 @@ def _copy_all(targets: Sequence[tuple[Tensor, Tensor]]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _parts(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    for start in range(begin, end, CHUNK_ELEMENTS):
-        yield start, min(start + CHUNK_ELEMENTS, end)
+def _parts(begin: int, end: int, elements: int) -> Iterator[tuple[int, int]]:
+    for start in range(begin, end, elements):
+        yield start, min(start + elements, end)
 
 
 def _pieces(rows: Sequence[Row], begin: int, end: int) -> Iterator[_Piece]:

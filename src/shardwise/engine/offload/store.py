@@ -6,6 +6,7 @@ process ends.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -32,6 +33,10 @@ class Region(ABC):
 
     @abstractmethod
     def read(self, at: int, into: Tensor) -> Copy: ...
+
+    @abstractmethod
+    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> Copy:
+        """Adds an fp32 tensor to the sum that is there, unless it ``is_first``; ``norm`` becomes that of the sum."""
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
         """The bytes themselves, where the host can compute with them."""
@@ -80,6 +85,17 @@ class _HostRegion(Region):
         place = self.bytes[at : at + target.numel()]
         return self.lanes.back(lambda: _copy(target, place), target)
 
+    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> Copy:
+        source = tensor.detach().view(-1)
+        total = self.bytes[at : at + source.nbytes].view(torch.float32)
+
+        def add() -> None:
+            # On the host, so that it waits for what comes from a GPU.
+            total.copy_(source) if is_first else total.add_(source.cpu())
+            norm.copy_(torch.linalg.vector_norm(total))
+
+        return self.lanes.out(add, source)
+
     def in_memory(self, at: int, size: int) -> Tensor:
         return self.bytes[at : at + size]
 
@@ -98,6 +114,20 @@ class _FileRegion(Region):
         if target.device.type == "cpu":
             return self.lanes.back(lambda: self.file.read(target, start), target)
         return self.lanes.back(lambda: self._read_through_host(target, start), target)
+
+    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> Copy:
+        source, start = tensor.detach().view(-1), self.start + at
+
+        def add() -> None:
+            total = source.cpu()
+            if not is_first:
+                before = torch.empty_like(total)
+                self.file.read(as_bytes(before), start)
+                total = before.add_(total)
+            self.file.write(as_bytes(total), start)
+            norm.copy_(torch.linalg.vector_norm(total))
+
+        return self.lanes.out(add, source)
 
     def _read_through_host(self, target: Tensor, start: int) -> None:
         through = host_tensor(target.numel(), torch.uint8, target.device)
@@ -146,8 +176,8 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def _all_of(tensor: Tensor, start: int, move: Callable[[Any, int], int]) -> None:
     """A disk may take a part of what it is given."""
-    numbers: Any = tensor.numpy()
-    left = memoryview(numbers)
+    # Not `tensor.numpy()`, after which a storage can never be let go by its size.
+    left = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
     while left:
         done = move(left, start)
         if done == 0:

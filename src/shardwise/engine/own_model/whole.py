@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.parts import Part, plain_name
 
-Piece = tuple[Part, Tensor]
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a tensor: ``read`` gives it, which may be outside of the device's memory until then."""
+
+    part: Part
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
 
 def whole_tensors(pieces: dict[str, Piece], aliases: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -21,9 +30,9 @@ def whole_tensors(pieces: dict[str, Piece], aliases: dict[str, str]) -> Iterator
     """
     rank = dist.get_rank()
     described: list[dict[str, tuple[Part, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(described, {name: (part, value.dtype) for name, (part, value) in pieces.items()})
+    dist.all_gather_object(described, {name: (one.part, one.dtype) for name, one in pieces.items()})
     for name in dict.fromkeys(name for one in described for name in one):
-        mine = _undivided(pieces[name][1]) if name in pieces else None  # together with all that share it
+        mine = _undivided(pieces[name].read()) if name in pieces else None  # together with all that share it
         owners = _owners(name, described)
         if rank == 0:
             whole = _collected(name, owners, described, mine)
@@ -66,7 +75,8 @@ def kept_buffers(root: nn.Module) -> dict[str, Piece]:
     for prefix, module in root.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[plain_name(f"{prefix}.{name}" if prefix else name)] = (Part(tuple(buffer.shape)), buffer)
+                piece = Piece(Part(tuple(buffer.shape)), buffer.dtype, partial(_same, buffer))
+                found[plain_name(f"{prefix}.{name}" if prefix else name)] = piece
     return found
 
 
@@ -79,6 +89,10 @@ def second_names(module: nn.Module) -> dict[str, str]:
         if known != name:
             others[name] = known
     return others
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _undivided(tensor: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""Shards of parameters outside of the device's memory: a unit's come before they are gathered, and go right after.
+
+While a unit is gathered those of the next one come, so that one unit's shards at a time are on the device. That is
+ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). PyTorch's own `CPUOffloadPolicy` copies when it gathers, with
+nothing ahead, takes all of a unit, and knows no disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.fsdp_collectives import parameter_groups
+from shardwise.engine.offload.lanes import Copy
+from shardwise.engine.offload.rows import local
+from shardwise.engine.offload.states import StoredStates
+
+
+class TravellingWeights:
+    """``forward`` and ``backward`` are the units under `fully_shard`, in the order in which each pass gathers them."""
+
+    def __init__(self, forward: Sequence[nn.Module], backward: Sequence[nn.Module], stored: StoredStates) -> None:
+        self.shards: dict[nn.Module, _Shards] = {}
+        for module in forward:
+            for group in parameter_groups(module):
+                away = [one for one in group.fsdp_params if stored.has_weights(one.sharded_param)]
+                if away:
+                    self.shards[module] = _Shards(group, away, stored)
+        for is_backward, order in ((False, forward), (True, backward)):
+            there = [self.shards[module] for module in order if module in self.shards]
+            for one, after in pairwise(there):
+                one.after[is_backward] = after
+
+    def settle(self) -> None:
+        """Nothing is on the device that the optimizer would not see."""
+        for one in self.shards.values():
+            one.let_go()
+
+
+class _Shards:
+    """Those of a unit whose weights are in the store.
+
+    FSDP has no public way to be told before it gathers, so that two methods of its record of the unit are replaced.
+    """
+
+    def __init__(self, group: Any, away: Sequence[Any], stored: StoredStates) -> None:
+        self.group, self.away, self.stored = group, away, stored
+        self.after: dict[bool, _Shards] = {}
+        self._is_here = True  # until they are gathered for the first time: FSDP may still move them before
+        self._coming: list[Copy] = []
+        self._sizes = [0] * len(away)
+        self._unshard, self._wait_for_unshard = group.unshard, group.wait_for_unshard
+        group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
+
+    def unshard(self, async_op: bool = False) -> None:
+        group, is_backward = self.group, self._is_backward
+        if not self._will_gather(is_backward):
+            return self._unshard(async_op)  # type: ignore[no-any-return]
+        self.come(is_backward)
+        self._arrive()
+        self._unshard(async_op)
+        if not self._is_alone:
+            stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+            self.let_go(stream)
+        after = self.after.get(is_backward)
+        if after is not None and after._will_gather(is_backward):
+            after.come(is_backward)
+        return None
+
+    def wait_for_unshard(self) -> None:
+        """A rank that shares with nobody copies here what it would have gathered."""
+        pending = self.group._all_gather_result is not None
+        self._wait_for_unshard()
+        if pending and self._is_alone:
+            self.let_go()
+
+    def come(self, is_backward: bool) -> None:
+        """Starts to bring them."""
+        if self._is_here or self._coming:
+            return
+        moved = self.stored.store.lanes.moved
+        for one, size in zip(self.away, self._sizes):
+            shard = local(one.sharded_param)
+            shard.untyped_storage().resize_(size)
+            if shard.numel():
+                self._coming.append(self.stored.bring_weights(one.sharded_param))
+            moved[f"weights from host, {'backward' if is_backward else 'forward'}"] += shard.nbytes
+
+    def let_go(self, reader: Any = None) -> None:
+        """``reader``: the stream of a GPU that was told to read them last."""
+        self._arrive()
+        if not self._is_here:
+            return
+        self._is_here = False
+        for place, one in enumerate(self.away):
+            shard = local(one.sharded_param)
+            if shard.is_cuda and reader is not None:
+                shard.record_stream(reader)
+            self._sizes[place] = shard.untyped_storage().nbytes()
+            shard.untyped_storage().resize_(0)
+
+    def _arrive(self) -> None:
+        for copy in self._coming:
+            copy.wait()
+        self._is_here, self._coming = self._is_here or bool(self._coming), []
+
+    @property
+    def _is_backward(self) -> bool:
+        return bool(self.group._training_state.name == "PRE_BACKWARD")
+
+    @property
+    def _is_alone(self) -> bool:
+        return bool(self.group._all_gather_process_group.size() == 1)
+
+    def _will_gather(self, is_backward: bool) -> bool:
+        group = self.group
+        needed = group.unshard_in_backward or not is_backward
+        return bool(needed and group._all_gather_result is None and not group.is_unsharded)
