@@ -27,7 +27,12 @@ def trained(folder: Path, offload: dict[str, Any], precision: str) -> tuple[int,
     """Bytes allocated at the most in the last of some steps, and the weights after those that are compared."""
     training = {"global_batch": 8, "seq": 512, "precision": precision}
     job = Job.from_dict(
-        {"model": MODEL, "cluster": "laptop:1", "strategy": {"microbatch": 4, "offload": offload}, "training": training}
+        {
+            "model": MODEL,
+            "cluster": "laptop:1",
+            "strategy": {"microbatch": 4, "zero": 3, "offload": offload},
+            "training": training,
+        }
     )
     with joined(0, 1, str(folder / "meeting"), device="cuda"):
         engine = Engine(job, device="cuda")
@@ -44,12 +49,12 @@ def trained(folder: Path, offload: dict[str, Any], precision: str) -> tuple[int,
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("target", ["cpu", "nvme"])
-@pytest.mark.parametrize("kind", ["optimizer", "activations"])
-def test_equal_weights_with_less_memory(tmp_path: Path, kind: str, target: str, precision: str) -> None:
+@pytest.mark.parametrize("kinds", [("optimizer",), ("activations",), ("optimizer", "weights", "gradients")])
+def test_equal_weights_with_less_memory(tmp_path: Path, kinds: tuple[str, ...], target: str, precision: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     here, expected = trained(tmp_path / "a", {}, precision)
-    there, found = trained(tmp_path / "b", {kind: 1.0, "target": target}, precision)
+    there, found = trained(tmp_path / "b", {**dict.fromkeys(kinds, 1.0), "target": target}, precision)
     assert there < 0.9 * here
     for one, other in zip(found, expected, strict=True):
         # Sums of gradients come in another order every run, and AdamW makes a step of the smallest of them.

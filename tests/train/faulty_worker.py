@@ -156,4 +156,4 @@ if __name__ == "__main__":
     from shardwise.train import worker
 
     wrap(Faults())
-    os._exit(worker.main(sys.argv[1:]))
+    os._exit(worker.main(sys.argv[1:], worker.train))

@@ -48,7 +48,7 @@ _FIELD_FLAGS = (
     ("--zero", "strategy.zero", "ZeRO stage: 0, 1, 2 or 3"),
     ("--shard-group", "strategy.shard_group", "ranks ZeRO shards over (hybrid sharding)"),
     ("--order", "strategy.order", "rank order, innermost first: tp,cp,dp,pp"),
-    ("--microbatch", "strategy.microbatch", "sequences per microbatch"),
+    ("--microbatch", "strategy.microbatch", "sequences per microbatch, or auto: the largest that fits"),
     ("--schedule", "strategy.schedule", "pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, ..."),
     ("--interleave", "strategy.interleave", "model chunks per pipeline rank"),
     ("--stage-layers", "strategy.stage_layers", "even, balanced, or layers per stage: 7,8,8,7"),

@@ -15,6 +15,7 @@ from shardwise.cli import bare
 from shardwise.cli.arguments import field_overrides
 from shardwise.cli.changes import changed, set_field, with_steps
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
+from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
@@ -43,7 +44,7 @@ def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None
     given = fields.get("run", None if run is None else {})
     if isinstance(given, Mapping):
         fields["run"] = with_steps({**given, **(run or {})}, fields)
-    job = Job.from_dict(fields)
+    job = decided(Job.from_dict(fields))
     if framework is not None:
         for note in [*notes, *_assumptions(fields, job)]:
             print(f"note: {note}", file=sys.stderr)

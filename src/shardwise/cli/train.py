@@ -43,10 +43,12 @@ def run(arguments: list[str]) -> int:
     job = _job(parsed)
     require_torch("train")
     checked = preflight(job, here=not parsed.print_torchrun)
-    for note in checked.notes:
-        print(f"note: {note}", file=sys.stderr)
     assert job.run.folder is not None
     folder = RunFolder(Path(job.run.folder))
+    if not parsed.print_torchrun:
+        job, checked = _tried(job, folder, checked)
+    for note in checked.notes:
+        print(f"note: {note}", file=sys.stderr)
     if parsed.print_torchrun:
         from shardwise.launch.torchrun import torchrun_commands
 
@@ -60,6 +62,14 @@ def run(arguments: list[str]) -> int:
         _make_ready(job, folder, checked)
         outcome = _watched(Launch(job, folder, grace_seconds, parsed.debug), quiet=parsed.json)
     return _told(outcome, job, folder.metrics, parsed)
+
+
+def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Preflight]:
+    """What the job leaves open is tried before it begins."""
+    from shardwise.launch.dry_step import confirmed
+
+    found = confirmed(job, folder, lambda text: print(f"note: {text}", file=sys.stderr))
+    return found, checked if found == job else preflight(found)
 
 
 def _make_ready(job: Job, folder: RunFolder, checked: Preflight) -> None:

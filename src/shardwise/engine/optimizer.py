@@ -17,7 +17,7 @@ from shardwise.engine.elementwise import Update
 from shardwise.engine.muon import muon_update
 from shardwise.engine.names import named
 from shardwise.engine.offload.rows import local, rows_of, whole_rows
-from shardwise.engine.offload.states import MASTER, StoredStates
+from shardwise.engine.offload.states import BYTES, MASTER, StoredStates
 from shardwise.engine.offload.store import Store
 from shardwise.spec.errors import SpecError
 from shardwise.spec.optimization import Optimization
@@ -211,6 +211,11 @@ class LocalOptimizer(torch.optim.Optimizer):
                 for name, value in state_dict["state"].get(number, {}).items():
                     local(self.state[parameter][name]).copy_(local(value))
         self._publish()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all states that may be offloaded, wherever they are."""
+        return 0 if self.stored is None else BYTES * len(self.stored.states) * sum(row.size for row in self.stored.rows)
 
     @torch.no_grad()
     def offload(self, share: float) -> None:

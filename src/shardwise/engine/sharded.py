@@ -171,12 +171,12 @@ def _prefetch(forward: Sequence[Any], backward: Sequence[Any], units: Sequence[U
         module.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + depth])
 
 
-def _ahead_in_forward_only(following: list[Any]) -> Callable[[Any, Any], None]:
+def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], None]:
     """A recomputed layer calls its experts in the backward pass, which is done with what follows and has let it go."""
 
     def choose(module: Any, _: Any) -> None:
         in_backward = torch._C._current_graph_task_id() >= 0
-        module.set_modules_to_forward_prefetch([] if in_backward else following)
+        module.set_modules_to_forward_prefetch([] if in_backward else list(following))
 
     return choose
 

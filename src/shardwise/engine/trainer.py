@@ -66,7 +66,8 @@ class Trainer(ABC, Generic[Given]):
         data.start()
         self.parameters = held(stages.values())
         offload = job.strategy.offload
-        self.store = Store(offload, device) if offload.any else None
+        may_offload = offload.any or "optimizer" in job.run.automatic
+        self.store = Store(offload, device) if may_offload else None
         self.optimizer = build_optimizer(
             [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
             store=self.store, offload=offload,

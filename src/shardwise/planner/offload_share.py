@@ -1,11 +1,12 @@
 """The least offload with which a job fits: what a run that does not fit is told (`launch.preflight`).
 
-Optimizer states go first, since they move once a step; then what moves with every microbatch: gradients and weights where
-ZeRO has divided them, and activations.
+Optimizer states go first, since they move once a step; then what moves with every microbatch: gradients and weights
+where ZeRO has divided them, and activations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +19,20 @@ STEPS = 16  # shares are tried in sixteenths
 KINDS = ("optimizer", "gradients", "weights", "activations")
 
 
-def smallest_offload(job: Job, memory_bytes: float | None = None) -> Job:
-    """The job with the smallest shares of its offload that fit a device, or ``memory_bytes`` of it.
+def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequence[str] = KINDS) -> Job:
+    """The job with the smallest shares of its offload, of these ``kinds``, that fit a device or ``memory_bytes`` of it.
 
     What the job offloads already is the least it will; raises SpecError where all of everything is not enough.
     """
     limit = memory_bytes if memory_bytes is not None else job.cluster.device.memory
-    for kind in (kind for kind in KINDS if _may_go(job, kind)):
+    for kind in (kind for kind in kinds if _may_go(job, kind)):
         for share in _shares(getattr(job.strategy.offload, kind)):
             tried = _with_share(job, kind, share)
             if peak_memory(tried).total <= limit:
                 return tried
         job = tried
     needed = peak_memory(job).total
-    problem = (
-        f"a device needs {needed / 2**30:,.1f} GiB with all offloaded that may be, of {limit / 2**30:,.1f}"
-    )
+    problem = f"a device needs {needed / 2**30:,.1f} GiB with all offloaded that may be, of {limit / 2**30:,.1f}"
     raise SpecError("strategy.offload", problem, "plan for another layout, or a smaller microbatch")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from shardwise.spec import presets, rules
+from shardwise.spec.automatic import without_auto
 from shardwise.spec.clusters import cluster_from, cluster_short
 from shardwise.spec.codec import Spec, reference
 from shardwise.spec.files import dump_yaml, parse_yaml
@@ -31,6 +33,11 @@ class Job(Spec):
     training: Training = field(default_factory=Training)
     stack: Stack = reference(stack_from, presets.shorten, default_factory=default_stack)
     run: Run = Run()
+
+    @classmethod
+    def from_dict(cls, data: object, path: str = "") -> Self:
+        """As every noun's; `auto` for the microbatch and for offload is kept in ``run.automatic``."""
+        return super().from_dict(without_auto(data) if isinstance(data, Mapping) else data, path)
 
     def check(self) -> None:
         rules.check_model_fits(self.model, self.strategy, self.training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.spec.automatic import Automatic
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run_checkpoints import Checkpoints
@@ -42,7 +43,9 @@ class Logging(Spec):
 class Run(Spec):
     """``folder`` keeps everything of the run: started again with the same one, it goes on where it was.
 
-    ``start_from`` is a Hugging Face folder, a checkpoint or another run's folder whose weights are taken at step 0.
+    ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run, and of the
+    optimizer's offload what memory is measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or
+    another run's folder whose weights are taken at step 0.
     It pauses at ``stop_at``, if given, as if somebody had stopped it. ``seed`` is that of weights and data. After a
     failure ``restarts`` in a row are tried without a new checkpoint.
     """
@@ -62,6 +65,7 @@ class Run(Spec):
     restarts: int = count(3, minimum=0)
     logging: Logging = Logging()
     start_from: str | None = None
+    automatic: tuple[Automatic, ...] = ()
 
     def check(self) -> None:
         try:

@@ -21,10 +21,11 @@ from shardwise.train.evaluation import batch_of, evaluate
 from shardwise.train.health import Health, Verdict
 from shardwise.train.keeper import Keeper
 from shardwise.train.late import Begun, Figures, LateResult
-from shardwise.train.metrics.memory import device_memory, resident_bytes, tensors_counted
+from shardwise.train.metrics.memory import device_memory, peak_during, resident_bytes
 from shardwise.train.metrics.recorder import Recorder
 from shardwise.train.moment import Moment
 from shardwise.train.position import Position
+from shardwise.train.pressure import Pressure
 from shardwise.train.start import State, load_newest, state_numbers
 from shardwise.train.stop import StopSignal
 
@@ -63,6 +64,7 @@ class Loop:
         self.keeper = Keeper(self.trainer, job.run, parts.folder, parts.attempt, self._checkpoint_ended)
         self.keeper.last_begun = self.first_step if state.saved else None
         self.agreement = Agreement(self.first_step)
+        self.pressure = Pressure(self.trainer) if "optimizer" in job.run.automatic else None
         self._late: LateResult | None = None
         self._since = Moment(self.trainer.device)  # when the step before ended, or what came between the two
         optimization = job.training.optimization
@@ -206,15 +208,12 @@ class Loop:
 
     def _counted_step(self, batch: Any) -> tuple[StepResult, dict[str, Any]]:
         """A step, and the memory of every rank: from its allocator, or on a CPU with its tensors counted."""
-        if self.trainer.device.type == "cuda":
-            result = self._step(batch)
-            peak = torch.cuda.max_memory_allocated(self.trainer.device)
-        else:
-            with tensors_counted() as memory:
-                result = self._step(batch)
-            peak = memory.peak
+        result, peak = peak_during(self.trainer.device, lambda: self._step(batch))
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
+        share = self.pressure.after(max(peaks)) if self.pressure is not None else None
+        if share is not None:
+            self._tell({"offload_optimizer": share, "memory_bytes": max(peaks)})
         return result, {"memory_bytes": max(peaks), "memory_bytes_of_ranks": peaks}
 
     # -- the ends ------------------------------------------------------------------------------------

@@ -25,6 +25,11 @@ class RunFolder:
         return self.path / "prediction.json"
 
     @property
+    def peak(self) -> Path:
+        """The most bytes that a rank has held, after a dry step."""
+        return self.path / "peak.json"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -27,8 +28,11 @@ from shardwise.train.run_folder import RunFolder
 from shardwise.train.start import State, load_newest, start_from
 from shardwise.train.stop import StopSignal
 
+Work = Callable[[RunFolder, Place, Reporter, StopSignal], None]
 
-def main(arguments: list[str]) -> int:
+
+def main(arguments: list[str], work: Work) -> int:
+    """Does ``work`` as the rank that the environment says; the status to exit with."""
     stop = StopSignal()
     stop.listen()
     place = Place.from_environment()
@@ -36,7 +40,7 @@ def main(arguments: list[str]) -> int:
     try:
         folder = RunFolder(Path(arguments[0]))
         with _alone(folder, place):
-            train(folder, place, reporter, stop)
+            work(folder, place, reporter, stop)
         return 0
     except SpecError as error:
         reporter.failed(error)
@@ -68,17 +72,8 @@ def _print(text: str) -> None:
 def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal) -> None:
     """Takes part in the run of ``folder`` until it is done."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
-    device = job.run_device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
-    _share_cores(place, device)
     training, validation = mixtures_of(job, folder.path)
-    timeouts = job.run.timeouts
-    # The launcher watches each phase by its own limit; this one is for who is started without it.
-    longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
-    meeting = None if place.meeting is None else str(place.meeting)
-    with joined(place.rank, place.world, meeting, device=device, seconds=longest):
-        engine = Engine(job, device=device, seed=job.run.seed)
+    with engine_of(job, place) as engine:
         damaged: list[str] = []
         state = _begun(engine, folder, damaged.append)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
@@ -91,6 +86,21 @@ def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal)
         Loop(parts, state).run()
         if recorder:
             recorder.close()
+
+
+@contextlib.contextmanager
+def engine_of(job: Job, place: Place) -> Iterator[Engine]:
+    """This rank's part of the job, in the process group of all."""
+    device = job.run_device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
+    _share_cores(place, device)
+    timeouts = job.run.timeouts
+    # The launcher watches each phase by its own limit; this one is for who is started without it.
+    longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
+    meeting = None if place.meeting is None else str(place.meeting)
+    with joined(place.rank, place.world, meeting, device=device, seconds=longest):
+        yield Engine(job, device=device, seed=job.run.seed)
 
 
 def _begun(engine: Engine, folder: RunFolder, damaged: Callable[[str], None]) -> State:
@@ -110,11 +120,15 @@ def _share_cores(place: Place, device: str) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
 
 
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
+def leave(status: int) -> NoReturn:
+    """Ends this process."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     if status:
         os._exit(status)  # threads of a broken communication would keep the process
     sys.exit(0)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:], train))

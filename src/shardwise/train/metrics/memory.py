@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.train.metrics.tensor_bytes import TensorBytes, is_wrapper
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -24,6 +27,16 @@ def tensors_counted() -> Iterator[TensorBytes]:
     memory.reset_peak()
     with memory:
         yield memory
+
+
+def peak_during(device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
+    """What ``work`` gives, and the most bytes while it ran; on a GPU since the start, or the last time it was reset."""
+    if device.type == "cuda":
+        result = work()
+        return result, torch.cuda.max_memory_allocated(device)
+    with tensors_counted() as memory:
+        result = work()
+    return result, memory.peak
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
