@@ -63,9 +63,10 @@ if TYPE_CHECKING:
     from shardwise.engine.patterns import Patterns
     from shardwise.interop.jobs import read_job
     from shardwise.spec.errors import SpecError
-    from shardwise.spec.hardware import Cluster, Device, Link
+    from shardwise.spec.hardware import Cluster, Device
     from shardwise.spec.job import Job
     from shardwise.spec.model import Model
+    from shardwise.spec.network import Link
     from shardwise.spec.optimization import Optimization
     from shardwise.spec.strategy import Strategy
     from shardwise.spec.training import Training

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.spec import presets
-from shardwise.spec.hardware import Cluster, Device, Link
+from shardwise.spec.hardware import Cluster, Device
+from shardwise.spec.network import Link
 
 DEVICES = {name: presets.load("device", Device, name) for name in presets.names("device")}
 LINKS = {name: presets.load("link", Link, name) for name in presets.names("link")}

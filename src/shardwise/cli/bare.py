@@ -8,8 +8,9 @@ from typing import Any
 
 from shardwise.spec.clusters import parse_shape
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.hardware import Cluster, NetworkLevel
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
+from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import parse
 
 TOPOLOGIES = ("line", "ring", "tree", "hierarchical", "switch", "mesh", "torus", "fully-connected")

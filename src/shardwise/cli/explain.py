@@ -12,7 +12,8 @@ from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, model_from, whole
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.hardware import Device, Link
+from shardwise.spec.hardware import Device
+from shardwise.spec.network import Link
 from shardwise.spec.units import parse
 
 if TYPE_CHECKING:

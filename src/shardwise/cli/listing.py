@@ -8,8 +8,9 @@ from typing import Any
 from shardwise.cli.arguments import Parser
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name
-from shardwise.spec.hardware import Cluster, Device, Link
+from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.model import Model
+from shardwise.spec.network import Link
 from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.stack import Stack
 from shardwise.spec.units import readable_bytes, readable_count, readable_rate, readable_seconds

@@ -11,7 +11,8 @@ from shardwise.collectives import Level, Topology, place
 from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Shape, Switch, Tree
 from shardwise.collectives.topology import InNetwork
 from shardwise.spec.errors import SpecError
-from shardwise.spec.hardware import Cluster, NetworkLevel
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.network import NetworkLevel
 from shardwise.spec.strategy import Strategy
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from math import lcm
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.hardware import Cluster, NetworkLevel
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.network import NetworkLevel
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 

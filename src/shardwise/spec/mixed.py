@@ -13,7 +13,8 @@ from shardwise.spec.clusters import cluster_from, cluster_short
 from shardwise.spec.codec import Spec, reference
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
-from shardwise.spec.hardware import Cluster, Link, NetworkLevel
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.network import Link, NetworkLevel
 
 MOST_KINDS = 3
 

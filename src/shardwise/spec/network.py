@@ -1,0 +1,119 @@
+"""Links, and the levels of a network that they make."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from shardwise.spec import presets
+from shardwise.spec.codec import Spec, count, quantity, reference
+from shardwise.spec.errors import SpecError
+
+TopologyName = Literal["line", "ring", "tree", "switch", "mesh", "torus", "fully-connected"]
+GRIDS = ("line", "ring", "mesh", "torus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link(Spec):
+    """A connection of one device: bytes/s in one direction after line coding, seconds per message."""
+
+    bandwidth: float = quantity("bytes/s")
+    latency: float = quantity("seconds", minimum=0)
+    name: str = "custom"
+    kind: str = ""
+    efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InNetworkReduction(Spec):
+    """Switches that reduce and multicast (NVLS, SHARP): cost only, no schedule of ours runs on them."""
+
+    kind: Literal["nvls", "sharp"] = "nvls"
+    efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    ramp: float = quantity("bytes", 0, minimum=0)
+    startup: float = quantity("seconds", 0, minimum=0)
+
+
+def link_of(value: Any) -> Link:
+    return presets.resolve("link", Link, value)
+
+
+def short(noun: Any) -> Any:
+    return presets.shorten(noun)
+
+
+def short_or_none(noun: Any) -> Any:
+    return None if noun is None else presets.shorten(noun)
+
+
+def link_or_none(value: Any) -> Link | None:
+    return None if value is None else link_of(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkLevel(Spec):
+    """One level of the network: ``size`` members of the level below, joined in a topology.
+
+    ``bandwidth`` is of one link on a line, ring, mesh, torus or fully connected level, and of one
+    device's port on a switch or tree. ``ports`` are shared by all devices below one member (omitted:
+    every device has its own). ``startup`` is paid once per collective, ``latency`` per step (per hop on a
+    grid), and V bytes over the busiest link take (V + sqrt(ramp·V)) / (bandwidth·efficiency).
+    """
+
+    name: str = "network"
+    topology: TopologyName = "switch"
+    size: int | None = count(None)
+    shape: tuple[int, ...] = field(default=(), metadata={"minimum": 1})
+    wrap_multiple: int = count(1)
+    link: Link | None = reference(link_or_none, short_or_none, default=None)
+    bandwidth: float | None = quantity("bytes/s", None)
+    latency: float | None = quantity("seconds", None, minimum=0)
+    efficiency: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    startup: float = quantity("seconds", 0, minimum=0)
+    ramp: float = quantity("bytes", 0, minimum=0)
+    ports: int | None = count(None)
+    in_network: InNetworkReduction | None = None
+
+    def check(self) -> None:
+        if self.topology in ("mesh", "torus") and not self.shape:
+            raise SpecError("shape", f"is missing for a {self.topology}", "give it like [8, 8]")
+        if self.topology not in ("mesh", "torus") and self.shape:
+            raise SpecError("shape", f"does not belong to a {self.topology}", "use size, or topology: torus")
+        if self.shape and self.size not in (None, math.prod(self.shape)):
+            shape = "x".join(map(str, self.shape))
+            raise SpecError("shape", f"{shape} is {math.prod(self.shape)} devices, not {self.size}", "leave size out")
+        if not self.shape and self.size is None:
+            raise SpecError("size", "is missing", "say how many members the level joins")
+        if self.link is None and (self.bandwidth is None or self.latency is None):
+            raise SpecError("link", "is missing", "name a link or give bandwidth and latency")
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape) if self.shape else self.size or 1
+
+    @property
+    def bandwidth_per_direction(self) -> float:
+        assert self.bandwidth is not None or self.link is not None
+        return self.bandwidth if self.bandwidth is not None else self.link.bandwidth  # type: ignore[union-attr]
+
+    @property
+    def latency_per_step(self) -> float:
+        assert self.latency is not None or self.link is not None
+        return self.latency if self.latency is not None else self.link.latency  # type: ignore[union-attr]
+
+    @property
+    def reached_share(self) -> float:
+        """Share of the bandwidth that large messages reach."""
+        if self.efficiency is not None:
+            return self.efficiency
+        return self.link.efficiency if self.link is not None and self.bandwidth is None else 1.0
+
+    def with_speed(self, bandwidth: float, latency: float) -> NetworkLevel:
+        """The level with other links, of which large messages reach the same share."""
+        return replace(self, bandwidth=bandwidth, latency=latency, efficiency=self.reached_share)
+
+    def wraps(self, axis_size: int) -> bool:
+        """Whether an axis of this torus closes to a ring (TPU pods: only whole multiples do)."""
+        return self.topology in ("ring", "torus") and axis_size % self.wrap_multiple == 0
