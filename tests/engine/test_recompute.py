@@ -38,6 +38,7 @@ from shardwise.models.moe import MixtureOfExperts
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.stack import default_stack
 from shardwise.spec.training import Training
 
 FULL: dict[str, Any] = {"recompute": "full"}
@@ -177,7 +178,7 @@ class Collectives(TorchDispatchMode):
 
 
 def tensor_parallel(model: Model, strategy: dict[str, Any]) -> tuple[Any, float, float, list[str]]:
-    job = job_of(model, tp=2, **strategy)
+    job = replace(job_of(model, tp=2, **strategy), stack=default_stack())
     mesh = build_mesh(job.strategy, key_value_heads=model.key_value_heads)
     decoder = decoder_of(job)
     apply_tensor(decoder, mesh, DECODER, model)

@@ -91,6 +91,7 @@ SLOW = {
     "some-windows-ulysses": job(
         {**SMALL, "sliding_window": 64, "sliding_window_every": 2}, {"cp": 4, "dp": 2, "context_method": "ulysses"}, 4
     ),
+    "latent-ulysses": job(LATENT, {"cp": 4, "dp": 2, "context_method": "ulysses", "recompute": "selective"}, 4),
     "recompute": job(SMALL, {"tp": 2, "dp": 4, "recompute": "full"}, 8),
     "recompute-shared": job(
         {**MIXTURE, "moe": {**MIXTURE["moe"], "shared_ffn": 128}}, {"tp": 2, "dp": 4, "ep": 4, "recompute": "full"}, 8

@@ -84,13 +84,15 @@ class Job(Spec):
         """What selective recompute would run again.
 
         FlashAttention rebuilds its scores inside its own backward kernel, so there ``attention`` alone means the
-        cheap operators around it: norms, activation functions and the up-projections of latent attention.
+        cheap operators around it: norms, activation functions and the up-projections of latent attention. Not the
+        latter with Ulysses, which exchanges their results: what came back is kept, and nothing reads what left.
         """
         named: tuple[str, ...] = self.strategy.recompute_operators
         if self.training.attention == "flash":
             named = tuple(operator for operator in named if operator != "attention")
-            return named or ("norm", "activation", *(("up-projection",) if self.model.mla else ()))
-        return named
+            named = named or ("norm", "activation", *(("up-projection",) if self.model.mla else ()))
+        exchanged = self.strategy.cp > 1 and self.strategy.context_method == "ulysses"
+        return tuple(operator for operator in named if not (exchanged and operator == "up-projection"))
 
     def with_strategy(self, **changes: Any) -> Job:
         return replace(self, strategy=replace(self.strategy, **changes))

@@ -181,10 +181,11 @@ class PartBook:
         tokens = layer.microbatch * self._job.training.seq / base.cp
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
         method = layer.context_method if base.cp > 1 else ""
-        seconds = self._piece("seconds", common, lambda: self._figures(jobs, SAVED, probed_seconds))
+        exchanged = method == "ulysses"  # up-projections of latent attention are not run again then
+        seconds = self._piece("seconds", (*common, exchanged), lambda: self._figures(jobs, SAVED, probed_seconds))
         saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
         lines: dict[LineKey, Line] = {}
-        tensor = (*common, base.ep == 1, places.tensor, places.expert_tensor)
+        tensor = (*common, exchanged, base.ep == 1, places.tensor, places.expert_tensor)
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
         if base.cp > 1:
             context = (tokens, base.tp, base.cp, layer.context_method, places.context)
