@@ -15,11 +15,15 @@ SHARD_GROUPS = 5  # sizes of a hybrid shard group that are tried beside all rank
 # ZeRO stage, parameters kept, gradients accumulated.
 SHARDINGS = ((0, False, "sharded"), (1, False, "sharded"), (2, False, "sharded"), (3, False, "sharded"),
              (3, True, "sharded"), (3, True, "local"))  # fmt: skip
+LEAVING = ((2, False, "sharded"), (3, False, "sharded"))
 LOCAL = ((2, False, "local"), (3, False, "local"))  # only where gradients are asked to be accumulated so
 
 
-def shard_choices(job: Job, constraints: Constraints, base: Strategy) -> tuple[ShardChoice, ...]:
-    """Every way to divide the states of the layout ``base``."""
+def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_leave: bool) -> tuple[ShardChoice, ...]:
+    """Every way to divide the states of the layout ``base``.
+
+    Over one rank all are the same, but that ZeRO-2 and 3 let gradients and weights leave, where ``states_leave``.
+    """
     group = base.gradient_group
     sizes = constraints.candidates("shard_group", (*shard_groups(base), group))
     shardable = [size for size in sizes if _shardable(job, base, size)]
@@ -32,9 +36,11 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy) -> tuple[S
         for zero, keeps, accumulate in (*SHARDINGS, *(LOCAL if constraints.names("accumulate") else ()))
         if zero in stages and keeps in kept and accumulate in accumulated
     ]
+    if group == 1:
+        wanted = [*wanted[:1], *(one for one in wanted[1:] if states_leave and one in LEAVING)]
     choices = [
         ShardChoice(zero, None if size == group else size, keeps, accumulate)
-        for zero, keeps, accumulate in (wanted if group > 1 else wanted[:1])  # over one rank all are the same
+        for zero, keeps, accumulate in wanted
         for size in (shardable if zero else undivided)
     ]
     return tuple(dict.fromkeys(choices))

@@ -167,8 +167,9 @@ class Space:
 
     def _groups_of(self, base: Strategy) -> Iterator[Group]:
         layers = self._layers(base)
-        shards = shard_choices(self.job, self.constraints, base)
         offloads = self._offloads
+        leaves = any(one.gradients or one.weights for one in offloads)
+        shards = shard_choices(self.job, self.constraints, base, states_leave=leaves)
         if not layers or not shards or not offloads:
             return
         alike_by: dict[Any, list[ScheduleChoice]] = {}
