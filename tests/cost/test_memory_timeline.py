@@ -34,9 +34,8 @@ def parts_meet(case: Job) -> bool:
     """Whether all parts that the formula adds exist at one time: a split backward makes its gradients later."""
     strategy = case.strategy
     one_pass = strategy.pp == 1 or strategy.schedule in FULL_BACKWARD
-    return (one_pass or not strategy.gradients_sharded) and (
-        strategy.pp == 1 or strategy.schedule not in LOSS_BESIDE_THE_PEAK
-    )
+    passing = strategy.gradients_sharded or strategy.offload.gradients or strategy.offload.weights
+    return (one_pass or not passing) and (strategy.pp == 1 or strategy.schedule not in LOSS_BESIDE_THE_PEAK)
 
 
 @settings(max_examples=200, deadline=None)

@@ -63,6 +63,7 @@ SLOW = {
     "gpipe": job(SMALL, {"pp": 2, "dp": 4, "schedule": "gpipe"}, 16),
     "interleaved": job(SMALL, {"pp": 2, "dp": 4, "schedule": "interleaved", "interleave": 2}, 16),
     "zb-h1": job(SMALL, {"pp": 2, "dp": 4, "schedule": "zb-h1"}, 16),
+    "zb-h1-recomputed": job(SMALL, {"pp": 2, "tp": 2, "dp": 2, "schedule": "zb-h1", "recompute": "full"}, 16),
     "zbv": job(SMALL, {"pp": 2, "dp": 4, "schedule": "zbv"}, 16),
     "dualpipev": job(SMALL, {"pp": 2, "dp": 4, "schedule": "dualpipev"}, 16),
     "tied-pp": job({**SMALL, "tied_embeddings": True}, {"pp": 2, "dp": 4}, 16),
@@ -123,6 +124,9 @@ LLAMA = {
     "cp-ulysses": job("llama3-8b", {"cp": 8, "zero": 1, "context_method": "ulysses"}, 2, seq=16384),
     "pp": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1}, 16, seq=4096),
     "gpipe": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "gpipe"}, 16, seq=4096),
+    "zb-h1-recomputed": job(
+        "llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "zb-h1", "recompute": "full"}, 32, seq=8192
+    ),
     "ep": job("mixtral-8x7b", {"dp": 8, "ep": 8, "zero": 1}, 16, seq=2048),
     "ep-tp": job("mixtral-8x7b", {"tp": 2, "dp": 4, "ep": 4, "zero": 1}, 8, seq=4096),
     "latent-tp": job("deepseek-v2-lite", {"tp": 2, "dp": 4, "ep": 4, "zero": 1}, 8, seq=4096),

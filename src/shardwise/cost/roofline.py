@@ -45,6 +45,11 @@ class Seconds:
     def __mul__(self, factor: float) -> Seconds:
         return Seconds(self.forward * factor, self.input_gradient * factor, self.weight_gradient * factor)
 
+    def with_weights_at_once(self, share: float) -> Seconds:
+        """A ``share`` of the weight gradients is computed with those of the inputs, whatever the schedule says."""
+        moved = self.weight_gradient * share
+        return Seconds(self.forward, self.input_gradient + moved, self.weight_gradient - moved)
+
 
 def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     """What ``operator`` takes on ``device`` in the formats of ``recipe``, as ``stack`` runs it."""

@@ -69,7 +69,7 @@ def part_seconds(job: Job, contents: RankContents) -> StageSeconds:
             continue
         for operator in layer_operators(job.model, shape, moe=moe):
             seconds = _seconds(job, operator) * count
-            passes += seconds
+            passes += seconds.with_weights_at_once(share)
             if operator.kind == "attention":
                 attention += seconds
             again += seconds.forward * share_run_again(job, operator, share)

@@ -23,6 +23,7 @@ Waiting = list[tuple[tuple[Tensor, ...], Compute]]
 
 # One backward pass runs at a time in a process; on a GPU it runs on a thread of its own, so no thread-local value.
 _waiting: Waiting | None = None
+_at_once = False
 
 
 @contextmanager
@@ -35,6 +36,22 @@ def put_off() -> Iterator[Waiting]:
         yield waiting
     finally:
         _waiting = None
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Of forward passes inside no weight gradient is put off: a layer that is recomputed would keep all for it."""
+    global _at_once
+    before, _at_once = _at_once, True
+    try:
+        yield
+    finally:
+        _at_once = before
+
+
+def may_be_put_off() -> bool:
+    """Whether weight gradients of the running forward pass may be; for the backward to remember."""
+    return not _at_once
 
 
 def later(compute_now: Compute, *weights: Tensor) -> Sequence[Tensor | None]:
@@ -82,7 +99,9 @@ class Deferrable(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         replacement = _REPLACEMENTS.get(func)
-        if replacement is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if replacement is None or _at_once:
+            return func(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             result = replacement(self, *args, **kwargs)
             if result is not None:
                 return result

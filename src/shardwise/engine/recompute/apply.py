@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.recompute.products import all_but_cheap, every_second_product, nothing_kept
 from shardwise.engine.recompute.remade import Forgotten, Function
+from shardwise.engine.weight_gradients import at_once
 from shardwise.models.moe import MixtureOfExperts
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -56,12 +57,17 @@ def _recompute_whole(layer: nn.Module) -> None:
     mixtures = [one for one in layer.modules() if isinstance(one, MixtureOfExperts)]
 
     @wraps(forward)
+    def with_gradients_at_once(*arguments: Any, **named: Any) -> Any:
+        with at_once():
+            return forward(*arguments, **named)
+
+    @wraps(forward)
     def forward_twice(*arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
-            named["context_fn"] = nothing_kept
-        elif mixtures:
+            return checkpoint(forward, *arguments, use_reentrant=False, context_fn=nothing_kept, **named)
+        if mixtures:
             named["context_fn"] = lambda: (nullcontext(), _loads_kept(mixtures))
-        return checkpoint(forward, *arguments, use_reentrant=False, **named)
+        return checkpoint(with_gradients_at_once, *arguments, use_reentrant=False, **named)
 
     layer.forward = forward_twice
 

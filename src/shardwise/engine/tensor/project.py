@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.engine.tensor.moves import SequenceGather, SequenceScatter, Sum
-from shardwise.engine.weight_gradients import are_put_off, later
+from shardwise.engine.weight_gradients import are_put_off, later, may_be_put_off
 
 Project = Callable[..., tuple[Tensor, ...]]
 
@@ -37,7 +37,7 @@ class _Products(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_be_put_off()
         ctx.weights, ctx.biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(hidden)
         whole = SequenceGather(hidden, group).wait() if sequence_parallel else hidden
@@ -47,7 +47,8 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,), group = ctx.saved_tensors, ctx.group
         flat = [gradient.flatten(0, -2) for gradient in gradients]
-        early = SequenceGather(hidden, group) if ctx.sequence_parallel and not are_put_off() else None
+        waits = ctx.deferrable and are_put_off()
+        early = SequenceGather(hidden, group) if ctx.sequence_parallel and not waits else None
         pending = None
         if ctx.needs_input_grad[0]:
             of_whole = torch.unflatten(sum_of_products(flat, ctx.weights), 0, gradients[0].shape[:-1])
@@ -58,7 +59,7 @@ class _Products(torch.autograd.Function):
             whole = (gather.wait() if gather else hidden).flatten(0, -2)
             return [gradient.T @ whole for gradient in flat]
 
-        weight_gradients = later(of_weights, *ctx.weights)
+        weight_gradients = later(of_weights, *ctx.weights) if waits else of_weights()
         bias_gradients = [None if bias is None else one.sum(0) for bias, one in zip(ctx.biases, flat)]
         of_maps = [one for pair in zip(weight_gradients, bias_gradients) for one in pair]
         return (pending.wait() if pending else None, None, None, *of_maps)
