@@ -1,4 +1,5 @@
-"""What offload to a disk saves of the peak of tensors: what the planner says, with equal weights after ten steps."""
+"""What recompute and offload to a disk save of the peak of tensors: what the planner says, with equal weights after
+ten steps."""
 
 from __future__ import annotations
 
@@ -48,9 +49,18 @@ def plain() -> tuple[int, dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("offload", [{"activations": 0.5}, {"activations": 1}, {"optimizer": 1}])
-def test_the_peak_falls_as_planned(offload: dict[str, float], plain: tuple[int, dict[str, torch.Tensor]]) -> None:
-    one = job(**offload)
+SAVERS: list[dict[str, Any]] = [
+    {"activations": 0.5},
+    {"activations": 1},
+    {"optimizer": 1},
+    {"layout": {"recompute": "selective"}},
+    {"layout": {"recompute": "full"}},
+]
+
+
+@pytest.mark.parametrize("saver", SAVERS, ids=str)
+def test_the_peak_falls_as_planned(saver: dict[str, Any], plain: tuple[int, dict[str, torch.Tensor]]) -> None:
+    one = job(**saver)
     ((peak, weights),) = on_ranks(1, trained, one)
     planned = memory_of_rank(job(), 0).total - memory_of_rank(one, 0).total
     assert plain[0] - peak == pytest.approx(planned, rel=0.1)
