@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # The two READMEs have the same examples: together each runs once.
 PAGES = ["README*.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 
-SLOW = ["docs/dryrun.md"]  # traces a model of eight billion parameters
+SLOW = ["docs/dryrun.md", "docs/plan.md"]  # traces a model of eight billion parameters; searches a dozen times
 
 
 def test_the_accuracy_page_is_what_the_tables_give() -> None:

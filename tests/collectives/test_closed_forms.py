@@ -17,11 +17,12 @@ from collectives.agreement import (
     shapes,
     single,
 )
+from effort import examples
 from shardwise.collectives import Axis, CollectiveKind, Grid, Level, Topology
 from shardwise.collectives.table import rows_for_level_of_hierarchy
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-LONG = settings(QUICK, max_examples=600)
+QUICK = settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+LONG = settings(QUICK, max_examples=examples(600))
 
 GRIDS = [
     (1, 1), (2, 2), (3, 2), (2, 3), (1, 5), (4, 3), (3, 4), (5, 3), (7, 2), (4, 4), (6, 2), (2, 6), (8, 4), (5, 7),
@@ -45,32 +46,32 @@ def test_grids(name: str, shape: tuple[int, ...]) -> None:
     assert_all_agree(getattr(Topology, name)(shape, 1e9, 1e-4))
 
 
-@settings(QUICK, max_examples=120)
+@settings(QUICK, max_examples=examples(120))
 @given(shapes(8, strides=(1, 2, 3, 4)), st.sampled_from((0.0, 2e-5, 1e-3)), st.sampled_from((1.0, 3e4, 4e6)))
 def test_strided_and_mixed_shapes(shape, latency: float, size: float) -> None:
     topology = Topology((Level(shape, 1e9, latency or 1e-5, ramp_bytes=1e3),))
     assert_all_agree(topology, size)
 
 
-@settings(QUICK, max_examples=150)
+@settings(QUICK, max_examples=examples(150))
 @given(hierarchies(60))
 def test_hierarchies(topology: Topology) -> None:
     assert_all_agree(topology)
 
 
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=examples(20))
 @given(grids)
 def test_uneven_grids(shape: Grid) -> None:
     assert_all_agree(Topology((Level(shape, 1e9, 1e-4),)))
 
 
-@settings(QUICK, max_examples=60)
+@settings(QUICK, max_examples=examples(60))
 @given(placed_hierarchies(24))
 def test_strided_hierarchies(topology: Topology) -> None:
     assert_all_agree(topology)
 
 
-@settings(QUICK, max_examples=200)
+@settings(QUICK, max_examples=examples(200))
 @given(st.data())
 def test_any_algorithm_on_any_level(data: st.DataObject) -> None:
     some = st.lists(levels(5).filter(lambda level: level.size > 1), min_size=2, max_size=3)

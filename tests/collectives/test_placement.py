@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from collectives.agreement import SIZE, assert_agrees, buildable
+from effort import examples
 from shardwise.collectives import (
     Axis,
     CollectiveKind,
@@ -58,7 +59,7 @@ def uneven_ports(topology: Topology, stride: int) -> bool:
     return False
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=examples(800), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.data())
 def test_one_group_sees_what_all_groups_do(data: st.DataObject) -> None:
     made = data.draw(st.lists(LEVELS, min_size=1, max_size=3))

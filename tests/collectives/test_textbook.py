@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectives.agreement import SINGLE, hierarchies, same, shapes, single
+from effort import examples
 from shardwise.collectives import (
     CollectiveKind,
     Grid,
@@ -27,7 +28,7 @@ from shardwise.collectives import (
 )
 from shardwise.collectives.cost import algorithm_names
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 A, B, M = 3e-6, 50e9, 2.0**26
 b = 1 / B
 

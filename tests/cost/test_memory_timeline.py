@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from cost.builders import GPT, LLAMA, MLA_MOE, job
 from cost.jobs import valid_jobs
+from effort import examples
 from shardwise.cost.activations import head_activation_bytes, logits_temporary_bytes
 from shardwise.cost.memory import memory_of_rank, peak_memory
 from shardwise.cost.memory_timeline import AFTER, BETWEEN, MemoryOverTime, RankMemory, memory_over_time
@@ -38,7 +39,7 @@ def parts_meet(case: Job) -> bool:
     return (one_pass or not passing) and (strategy.pp == 1 or strategy.schedule not in LOSS_BESIDE_THE_PEAK)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=valid_jobs())
 def test_the_peak_is_the_formulas_and_never_more(case: Job) -> None:
     over = memory_over_time(case)
@@ -52,7 +53,7 @@ def test_the_peak_is_the_formulas_and_never_more(case: Job) -> None:
         assert over.fullest.peak.held.total == pytest.approx(peak_memory(case).total, rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=valid_jobs())
 def test_spans_follow_each_other_to_the_end_of_the_step(case: Job) -> None:
     over = memory_over_time(case)

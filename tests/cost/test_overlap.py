@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cost.builders import LLAMA, job, switched
 from cost.jobs import valid_jobs, with_faster_level
+from effort import examples
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.analysis import analyze
 from shardwise.cost.communication import step_traffic
@@ -18,7 +19,7 @@ from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import IN_LAYER, ComputeWindows, Traffic, priced, with_exposed_seconds
 from shardwise.spec.job import Job
 
-PROPERTY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+PROPERTY = settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 SLACK = 1 + 1e-9
 
 

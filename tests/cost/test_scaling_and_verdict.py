@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from cost.builders import GIB, GPT, LLAMA, MOE, job, switched
 from cost.jobs import valid_jobs
+from effort import examples
 from shardwise.cost.analysis import analyze
 from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
@@ -17,7 +18,7 @@ from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 
-PROPERTY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+PROPERTY = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 def scaled_job() -> Job:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cost.builders import GPT, LLAMA, MLA_MOE, job
 from cost.jobs import valid_jobs
+from effort import examples
 from shardwise.cost.prediction import Prediction, predict
 from shardwise.cost.simulation import pipeline_times, simulated_step
 from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents
@@ -43,7 +44,7 @@ class FixedRank:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(case=valid_jobs())
 def test_any_job_can_be_simulated(case: Job) -> None:
     prediction = predict(case)
@@ -58,7 +59,7 @@ def test_any_job_can_be_simulated(case: Job) -> None:
     assert (step.timeline is None) == (case.strategy.pp == 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(case=valid_jobs())
 def test_the_stages_of_a_rank_take_what_the_rank_takes(case: Job) -> None:
     prediction = predict(case)
@@ -105,7 +106,7 @@ def test_gpipe_with_a_slower_last_stage_equals_the_closed_form(microbatches: int
     assert simulated_step(prediction).pipeline_seconds == pytest.approx(prediction.pipeline_seconds, rel=1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     schedule=st.sampled_from(sorted(set(SCHEDULES) - set(TWO_CHUNKS))),
     pp=st.sampled_from((2, 4, 8)),

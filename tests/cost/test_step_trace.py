@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from cost.builders import GPT, MOE, job, switched
 from cost.jobs import HOST, valid_jobs
+from effort import examples
 from shardwise.cost.prediction import predict
 from shardwise.cost.simulation import rank_predictions, simulated_step
 from shardwise.cost.step_trace import step_trace
@@ -36,7 +37,7 @@ def total(events: list[Event], category: str, word: str) -> float:
     return sum(e["dur"] for e in events if e["cat"] == category and word in e["name"]) / 1e6
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(case=valid_jobs())
 def test_the_longest_rank_takes_the_step(case: Job) -> None:
     step = simulated_step(predict(case), whole=True)
@@ -52,7 +53,7 @@ def test_the_longest_rank_takes_the_step(case: Job) -> None:
         assert end / 1e6 == pytest.approx(step.step_seconds, rel=1e-6)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(case=valid_jobs())
 def test_all_that_is_waited_for_is_drawn(case: Job) -> None:
     prediction = predict(case)
@@ -70,7 +71,7 @@ def test_all_that_is_waited_for_is_drawn(case: Job) -> None:
             assert total(events, name, "exposed") == pytest.approx(rank.exposed(name), rel=1e-6, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=valid_jobs())
 def test_slices_of_a_thread_nest_or_follow_each_other(case: Job) -> None:
     """Viewers lose a slice that begins inside another and outlasts it."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from cost.jobs import valid_jobs
+from effort import examples
 from shardwise.cost.memory import device_memories, peak_memory
 from shardwise.cost.prediction import predict
 from shardwise.cost.stages import rank_kinds
@@ -56,7 +57,7 @@ def table_of(job: Job) -> tuple[float, float, float]:
     return float(piece.step_seconds.item()), float(piece.memory_bytes.item()), float(np.max(piece.host_bytes))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(valid_jobs())
 def test_a_table_of_one_equals_the_job(job: Job) -> None:
     seconds, memory, host = table_of(job)

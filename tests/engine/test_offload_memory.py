@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from engine.workers import on_ranks
 from shardwise.cost.memory import memory_of_rank
+from shardwise.engine import reductions
 from shardwise.engine.engine import Engine
+from shardwise.engine.fsdp_collectives import IN_FLIGHT
 from shardwise.engine.offload.rows import local
+from shardwise.engine.reductions import SCRATCH
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
+from shardwise.spec.parameters import layer_parameters
 from shardwise.train.metrics.tensor_bytes import TensorBytes
 
 MODEL = {"name": "deep", "layers": 8, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "vocab": 256}
@@ -30,6 +35,12 @@ def job(layout: dict[str, Any] | None = None, **offload: Any) -> Job:
 
 def trained(one: Job) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes of tensors at the most in the last of some steps, and the weights after it."""
+    # How much memory gloo's exchanges keep for the next one is a matter of time; here they keep none.
+    with mock.patch.object(reductions, "TEMPORARY_BYTES", 2**18), mock.patch.object(SCRATCH, "free", []):
+        return _trained(one)
+
+
+def _trained(one: Job) -> tuple[int, dict[str, torch.Tensor]]:
     engine = Engine(one)
     data = engine.mesh.rank("dp"), engine.mesh.size("dp")
     for step in range(STEPS - 1):
@@ -82,7 +93,9 @@ def divided() -> list[tuple[int, dict[str, torch.Tensor]]]:
 def test_with_zero(offload: dict[str, float], divided: list[tuple[int, dict[str, torch.Tensor]]]) -> None:
     one, plain = job(DIVIDED, **offload), job(DIVIDED)
     planned = memory_of_rank(plain, 0).total - memory_of_rank(one, 0).total
+    # What two of gloo's exchanges have received waits to be added, but not where the sums leave at once.
+    received = IN_FLIGHT * 4 * layer_parameters(one.model, moe=False).total / 2 if "gradients" in offload else 0
     for (before, expected), (peak, weights) in zip(divided, on_ranks(2, trained, one)):
-        assert before - peak == pytest.approx(planned, rel=0.1)
+        assert before - peak - received == pytest.approx(planned, rel=0.1)
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)

@@ -49,12 +49,12 @@ def trained(one: Job) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     return found, moved
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS: list[Any] = [
     {"dp": 2, "zero": 3},
-    {"dp": 2, "zero": 3, "precision": "fp16", "microbatch": 2},
-    {"dp": 2, "zero": 3, "keep_parameters": True},
+    pytest.param({"dp": 2, "zero": 3, "precision": "fp16", "microbatch": 2}, marks=pytest.mark.slow),
+    pytest.param({"dp": 2, "zero": 3, "keep_parameters": True}, marks=pytest.mark.slow),
     {"dp": 1, "zero": 3, "microbatch": 4},
-    {"dp": 2, "pp": 2, "zero": 3},
+    pytest.param({"dp": 2, "pp": 2, "zero": 3}, marks=pytest.mark.slow),
 ]
 
 
@@ -71,13 +71,15 @@ def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any]) -> None:
         assert _both_passes(moved) == priced(asked, world)
 
 
-SHARES: list[tuple[dict[str, Any], dict[str, float]]] = [
-    ({"dp": 2, "zero": 3}, {"optimizer": 0.7, "weights": 0.4}),
+SHARES: list[Any] = [
+    pytest.param({"dp": 2, "zero": 3}, {"optimizer": 0.7, "weights": 0.4}, marks=pytest.mark.slow),
     ({"dp": 2, "zero": 2, "microbatch": 2}, {"optimizer": 0.8, "gradients": 0.6}),
-    ({"dp": 4, "zero": 3, "shard_group": 2}, {"optimizer": 1.0, "weights": 0.5}),
-    ({"model": "tiny-moe", "dp": 2, "ep": 2, "zero": 3}, {**ALL, "weights": 0.5}),
+    pytest.param({"dp": 4, "zero": 3, "shard_group": 2}, {"optimizer": 1.0, "weights": 0.5}, marks=pytest.mark.slow),
+    pytest.param(
+        *({"model": "tiny-moe", "dp": 2, "ep": 2, "zero": 3}, {**ALL, "weights": 0.5}), marks=pytest.mark.slow
+    ),
     ({"dp": 2, "tp": 2, "zero": 3}, ALL),
-    ({"dp": 2, "zero": 3, "recompute": "full"}, {**ALL, "gradients": 0.3}),
+    pytest.param({"dp": 2, "zero": 3, "recompute": "full"}, {**ALL, "gradients": 0.3}, marks=pytest.mark.slow),
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.pipeline import NAMES, ActionKind, build, chunks_per_rank, equal_stages, simulate, verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import SCHEDULES
@@ -28,7 +29,7 @@ def test_every_schedule_that_a_job_can_name_has_a_builder():
     assert set(SCHEDULES) <= set(NAMES)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(name=st.sampled_from(NAMES), ranks=st.integers(1, 9), microbatches=st.integers(1, 22))
 def test_every_built_schedule_is_valid(name, ranks, microbatches):
     schedule = any_build(name, ranks, microbatches)

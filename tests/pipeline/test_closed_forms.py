@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.pipeline import (
     bubble_is_exact,
     bubble_seconds,
@@ -45,7 +46,7 @@ def simulated_bubble(name, ranks, microbatches, chunks, times, comm=0.0):
     return simulate(schedule, equal_stages(schedule.stages, *times), comm).bubble_seconds
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(pipeline=pipelines(ANY_TIMES), times=st.tuples(seconds, seconds, seconds))
 def test_bubbles_with_any_times(pipeline, times):
     name, ranks, microbatches, _ = pipeline
@@ -54,7 +55,7 @@ def test_bubbles_with_any_times(pipeline, times):
         assert bubble_seconds(*pipeline, *times) == pytest.approx(expected, abs=1e-9)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     pipeline=pipelines(ANY_TIMES),
     times=st.tuples(seconds, seconds, seconds),
@@ -67,7 +68,7 @@ def test_bubbles_with_messages(pipeline, times, comm):
         assert bubble_seconds(*pipeline, *times, comm) == pytest.approx(expected, abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(pipeline=pipelines())
 def test_bubbles_with_equal_passes(pipeline):
     name, ranks, microbatches, _ = pipeline
@@ -131,7 +132,7 @@ def test_automatic_schedules_have_no_form():
         bubble_seconds("zb-h3", 4, 8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(pipeline=pipelines())
 def test_peaks_equal_the_schedule(pipeline):
     ranks = pipeline[1]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.pipeline import Place, layers_of, partition, partition_kinds, partition_over
 from shardwise.spec.errors import SpecError
 
@@ -49,7 +50,7 @@ def problems(draw):
     return layers, [draw(place) for _ in range(stages)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(problem=problems())
 def test_no_split_is_better(problem):
     layers, places = problem

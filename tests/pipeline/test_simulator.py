@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.pipeline import (
     Action,
     ActionKind,
@@ -100,7 +101,7 @@ def longest_paths(schedule: PipelineSchedule, times, comm, blocking, overhead):
 seconds = st.integers(0, 8).map(lambda n: n / 4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schedule=random_schedules(), data=st.data(), blocking=st.booleans(), overhead=seconds)
 def test_the_simulator_equals_a_longest_path_search(schedule, data, blocking, overhead):
     verify(schedule)
@@ -114,7 +115,7 @@ def test_the_simulator_equals_a_longest_path_search(schedule, data, blocking, ov
             assert (timeline.starts[rank][i], timeline.ends[rank][i]) == pytest.approx(expected[rank, i])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(schedule=random_schedules(), released=st.sampled_from([0.0, 0.25, 1.0]), data=st.data())
 def test_peaks_equal_counting_what_is_alive_at_every_instant(schedule, released, data):
     sizes = [data.draw(st.integers(1, 5)) for _ in range(schedule.stages)]
@@ -138,7 +139,7 @@ def test_peaks_equal_counting_what_is_alive_at_every_instant(schedule, released,
         assert peak == pytest.approx(max(alive))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(schedule=random_schedules())
 def test_everything_is_released_at_the_end(schedule):
     timeline = simulate(schedule, equal_stages(schedule.stages))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.pipeline import bubble_is_exact, bubble_seconds, build, chunks_per_rank, equal_stages, simulate, steady
 from shardwise.pipeline.steady import repetition, simulated_pipeline
 from shardwise.pipeline.times import StageTimes, stage_times
@@ -51,7 +52,7 @@ def slower_last(times: StageTimes, factor: float) -> StageTimes:
     return stage_times(*([*own[:-1], own[-1] * factor] for own in (times.forward, times.input_grad, times.weight_grad)))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(pipeline=pipelines(), data=st.data(), message=st.sampled_from((0.0, 0.01, 0.3, 2.0)))
 def test_extrapolation_equals_the_whole_simulation(pipeline, data, message):
     times = data.draw(any_times(pipeline[1] * pipeline[3]))
@@ -63,7 +64,7 @@ def test_extrapolation_equals_the_whole_simulation(pipeline, data, message):
         assert seconds == pytest.approx(expected, rel=1e-14)  # sums are exact, but for the last rounding
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(pipeline=pipelines(), message=st.sampled_from((0.0, 0.05)), factor=st.sampled_from((1.0, 1.2)))
 def test_it_is_used_where_stages_are_as_in_a_model(pipeline, message, factor):
     """Else the test above would prove nothing: equal stages, the last one with the loss."""
@@ -72,7 +73,7 @@ def test_it_is_used_where_stages_are_as_in_a_model(pipeline, message, factor):
     assert timeline is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(pipeline=pipelines(rounds=st.integers(1, 6)), data=st.data(), message=st.sampled_from((0.0, 0.01, 0.3)))
 def test_rounding_the_times_changes_next_to_nothing(pipeline, data, message):
     name, ranks, microbatches, chunks = pipeline
@@ -81,7 +82,7 @@ def test_rounding_the_times_changes_next_to_nothing(pipeline, data, message):
     assert simulated_pipeline(*pipeline, times, message)[0] == pytest.approx(plain, rel=1e-10)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     pipeline=pipelines(EXACT, st.integers(1, 40)),
     passes=st.tuples(*[st.integers(1, 12).map(lambda n: n / 7)] * 3),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.pipeline import Action, ActionKind, InvalidPipelineSchedule, build, verify
 from shardwise.pipeline.schedule import PipelineSchedule, one_copy
 
@@ -54,7 +55,7 @@ def can_run(schedule: PipelineSchedule) -> bool:
     return done == len(waits)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_any_swap_is_judged_as_a_graph_search_judges_it(name, data):
     schedule = build(name, 4, 4)
@@ -70,7 +71,7 @@ def test_any_swap_is_judged_as_a_graph_search_judges_it(name, data):
             verify(broken)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     name=st.sampled_from(NAMES),
     how=st.sampled_from(["drop", "twice", "other rank", "other microbatch"]),

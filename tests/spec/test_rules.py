@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.spec import Cluster, Job, Model, SpecError
 from shardwise.spec.rules import divisors, stage_layer_counts
 
@@ -131,7 +132,7 @@ def broken_jobs(draw: st.DrawFn) -> dict[str, Any]:
 FIELDS = ("tp", "cp", "pp", "ep", "expert_tp", "shard_group", "interleave")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(broken_jobs(), st.data())
 def test_following_the_remedies_leads_to_a_job_that_builds(fields: dict[str, Any], data: st.DataObject) -> None:
     """Each remedy ends the complaint it answers, and no field is complained about twice in the same words."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from interop.random_jobs import drawn
 from shardwise.pipeline import build
 from shardwise.spec import Cluster, Job
@@ -263,13 +264,13 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
 # -- any job at all ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_any_job_gets_a_verdict(candidate: Job) -> None:
     check(candidate)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 10**6))
 def test_any_mixture_of_techniques_gets_a_verdict(seed: int) -> None:
     for candidate in drawn(None, seed, number=3):

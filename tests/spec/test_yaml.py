@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from effort import examples
 from shardwise.interop.jobs import read_job
 from shardwise.spec import Cluster, Device, Job, Link, Model, SpecError, presets
 from shardwise.spec.files import parse_yaml, read_yaml
@@ -17,7 +18,7 @@ LINK = "bandwidth: 12GB/s\nlatency: 3us\n"
 MODEL = "layers: 4\nhidden: 64\nheads: 4\nffn: 256\nvocab: 1000\n"
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_a_job_survives_the_file(job: Job) -> None:
     assert Job.from_yaml(job.to_yaml()) == job

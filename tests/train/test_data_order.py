@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from shardwise.spec.errors import SpecError
 from shardwise.train.data.mixture import Mixture
 from shardwise.train.data.pair import Pair, PairWriter, check_sums, open_pair
@@ -84,7 +85,7 @@ def test_a_part_of_the_documents_stays_there(tmp_path: Path) -> None:
     assert places.max() + SEQ + 1 <= 200
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(0, 100))
 def test_a_mixture_takes_by_weight_and_leaves_nothing_out(weights: list[float], seed: int) -> None:
     mixture = Mixture([None] * len(weights), weights, seed)  # type: ignore[list-item]
