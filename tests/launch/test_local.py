@@ -295,6 +295,8 @@ def launcher(folder: Path, body: str, grace_seconds: float, preface: str = PREFA
     process = subprocess.Popen(
         [sys.executable, str(folder / "launcher.py"), command[1], str(folder / "run"), str(grace_seconds)],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        # Tests that a shell runs in the background inherit that it is ignored, which a launcher respects.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     wait_until(lambda: len(noted_pids(folder / "run")) == 4)
     return process
