@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
-from shardwise.cost.communication.offload import offload_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.offload.rows import local
@@ -41,12 +40,7 @@ def trained(one: Job, shares: tuple[float, ...] = ()) -> tuple[dict[str, torch.T
         if shares:
             engine.offload_optimizer(shares[step])
         engine.step(sample_batch(one, step, 0).share(engine.mesh.rank("dp"), engine.mesh.size("dp")))
-    optimizer = engine.optimizer
-    found = {
-        f"{held.name} {name}": optimizer.read(held.parameter, name).clone()
-        for held in engine.parameters
-        for name in ("master", *optimizer.state[held.parameter])
-    }
+    found = states_of(engine)
     found |= {f"{held.name} computed": local(held.parameter).clone() for held in engine.parameters}
     return found, dict(engine.store.lanes.moved) if engine.store is not None else {}
 
@@ -70,24 +64,10 @@ def test_the_same_weights_and_the_priced_bytes(world: int, layout: dict[str, Any
         one = job(**layout, offload={"optimizer": share, "target": target})
         there = on_ranks(world, trained, one)
         for (expected, _), (found, _) in zip(here, there):
-            assert_equal(found, expected)
+            assert_equal(found, expected, 1e-6)
         moved: Counter[str] = sum((Counter(counted) for _, counted in there), Counter())
-        assert dict(moved) == priced(one, world)
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7, msg=name)
-
-
-def priced(one: Job, world: int) -> dict[str, Any]:
-    """Bytes of all ranks and steps, by the words of the price."""
-    found: Counter[str] = Counter()
-    for stage in range(one.strategy.pp):
-        for line in offload_traffic(one, rank_contents(one, stage)):
-            found[line.what] += STEPS * line.count * line.size_bytes * world / one.strategy.pp
-    return {what: pytest.approx(size, rel=2e-3) for what, size in found.items()}
+        priced = priced_bytes(one, STEPS)
+        assert dict(moved) == {what: pytest.approx(size, rel=2e-3) for what, size in priced.items()}
 
 
 @pytest.mark.parametrize("layout", [{"precision": "fp16"}, {"dp": 2, "zero": 2}])
@@ -96,7 +76,7 @@ def test_states_move_between_steps(layout: dict[str, Any]) -> None:
     here = on_ranks(world, trained, job(**layout))
     there = on_ranks(world, trained, job(**layout, offload={"optimizer": 0.5}), (0.2, 0.9, 0.0))
     for (expected, _), (found, _) in zip(here, there):
-        assert_equal(found, expected)
+        assert_equal(found, expected, 1e-6)
 
 
 def left_out() -> bool:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
-from shardwise.cost.communication.offload import offload_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.refuse import require_runs
@@ -38,12 +37,7 @@ def trained(one: Job) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         if engine.store is not None and step == 1:  # in the first step weights are on the device already
             engine.store.lanes.moved.clear()
         engine.step(sample_batch(one, step, 0).share(engine.mesh.rank("dp"), engine.mesh.size("dp")))
-    optimizer = engine.optimizer
-    found = {
-        f"{held.name} {name}": optimizer.read(held.parameter, name).clone()
-        for held in engine.parameters
-        for name in ("master", *optimizer.state[held.parameter])
-    }
+    found = states_of(engine)
     moved = dict(engine.store.lanes.moved) if engine.store is not None else {}
     found["loss"] = engine.evaluate(sample_batch(one, STEPS, 0).share(engine.mesh.rank("dp"), engine.mesh.size("dp")))
     return found, moved
@@ -66,9 +60,9 @@ def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any]) -> None:
     for asked in (one, other):
         there = on_ranks(world, trained, asked)
         for (expected, _), (found, _) in zip(here, there):
-            assert_equal(found, expected)
+            assert_equal(found, expected, 1e-5)
         moved: Counter[str] = sum((Counter(counted) for _, counted in there), Counter())
-        assert _both_passes(moved) == priced(asked, world)
+        assert _both_passes(moved) == priced(asked)
 
 
 SHARES: list[Any] = [
@@ -88,22 +82,12 @@ def test_the_same_weights_with_a_share(layout: dict[str, Any], offload: dict[str
     one = job(**layout, offload={**offload, "target": "nvme"})
     there = on_ranks(one.strategy.world, trained, one)
     for (expected, _), (found, _) in zip(on_ranks(one.strategy.world, trained, job(**layout)), there):
-        assert_equal(found, expected)
+        assert_equal(found, expected, 1e-5)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def priced(one: Job, world: int) -> dict[str, Any]:
-    """Bytes of all ranks and steps but the first, by the words of the price."""
-    found: Counter[str] = Counter()
-    for stage in range(one.strategy.pp):
-        for line in offload_traffic(one, rank_contents(one, stage)):
-            found[line.what] += (STEPS - 1) * line.count * line.size_bytes * world / one.strategy.pp
-    return {what: pytest.approx(size, rel=5e-3) for what, size in _both_passes(found).items()}
+def priced(one: Job) -> dict[str, Any]:
+    """Bytes of all ranks and steps but the first."""
+    return {what: pytest.approx(size, rel=5e-3) for what, size in _both_passes(priced_bytes(one, STEPS - 1)).items()}
 
 
 def _both_passes(moved: Counter[str]) -> dict[str, float]:

@@ -28,7 +28,8 @@ def apply_compile(
     A layer that is compiled whole recomputes all that is cheap wherever selective recompute names any of it.
     """
     if torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # the compiler does so in the middle of a pass, which checkpointing refuses
+        # The compiler would do so in the middle of a pass, which checkpointing refuses.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     settings: dict[str, Any] = {"backend": backend, "fullgraph": True}
     for part in [stages] if isinstance(stages, nn.Module) else stages:
         for _, layer in matching(part, patterns.layers):

@@ -65,8 +65,7 @@ class StoredTensor:
             tensor = torch.empty(wanted.shape, dtype=self.dtype)
             for one in self.boxes:
                 common = one.box.common(wanted)
-                if common is not None or not self.shape:
-                    common = common or wanted
+                if common is not None:
                     tensor[common.inside(wanted)] = one.read(self.dtype)[common.inside(one.box)]
             return tensor.reshape(shape)
 
@@ -152,7 +151,7 @@ def _require_whole(name: str, shape: tuple[int, ...], boxes: list[Box], folder: 
     """The boxes lie in the tensor, do not meet, and fill it."""
     whole = Box((0,) * len(shape), shape)
     inside = all(len(box.start) == len(box.shape) == len(shape) for box in boxes)
-    inside = inside and all(not box.elements or not shape or box.common(whole) == box for box in boxes)
-    meet = inside and any(a.common(b) for number, a in enumerate(boxes) for b in boxes[:number] if shape)
+    inside = inside and all(not box.elements or box.common(whole) == box for box in boxes)
+    meet = inside and any(a.common(b) for number, a in enumerate(boxes) for b in boxes[:number])
     if not inside or meet or sum(box.elements for box in boxes) != whole.elements:
         raise SpecError(name, f"in {folder / METADATA} is not whole", _AGAIN)
