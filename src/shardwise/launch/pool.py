@@ -56,7 +56,7 @@ class Pool:
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
-        self._workers: list[_Worker] = []
+        self._workers: dict[int, _Worker] = {}  # by rank
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
         self._calls = 0
 
@@ -71,7 +71,7 @@ class Pool:
         self._start(world)
         self._calls += 1
         meeting = str(Path(self._folder.name) / f"call-{self._calls}")
-        taking_part = self._workers[:world]
+        taking_part = [self._workers[rank] for rank in range(world)]
         for rank, worker in enumerate(taking_part):
             worker.calls += 1
             worker.connection.send((function, Place(rank, world, meeting), arguments))
@@ -84,16 +84,22 @@ class Pool:
         return results
 
     def close(self) -> None:
-        self._end(self._workers)
+        self._end(list(self._workers.values()))
         self._folder.cleanup()
 
+    def first(self, rank: int) -> Callable[[], None] | None:
+        """What the worker of ``rank`` does before its first call; it travels there."""
+        return None
+
     def _start(self, world: int) -> None:
-        while len(self._workers) < world:
+        for rank in range(world):
+            if rank in self._workers:
+                continue
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self.first(rank)), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append(_Worker(process, ours))
+            self._workers[rank] = _Worker(process, ours)
 
     def _collect(self, workers: list[_Worker], timeout_seconds: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -129,15 +135,17 @@ class Pool:
         return None
 
     def _end(self, workers: Sequence[_Worker]) -> None:
-        for worker in list(workers):
+        for worker in workers:
             worker.process.kill()
             worker.process.join()
             worker.connection.close()
-            self._workers.remove(worker)
+        self._workers = {rank: one for rank, one in self._workers.items() if one not in workers}
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, first: Callable[[], None] | None) -> None:
     """The life of a worker: take a call, answer it, until nobody asks any more."""
+    if first is not None:
+        first()
     gc.collect()
     gc.freeze()  # what was preloaded stays, and need not be looked at again
     while True:

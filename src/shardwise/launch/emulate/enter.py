@@ -1,0 +1,23 @@
+"""Runs a command inside a network namespace, as the same process; it runs as a script, by `-I`.
+
+Its arguments are a path to the namespace and the command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_CLONE_NEWNET = 0x40000000
+
+
+def main() -> None:
+    handle = os.open(sys.argv[1], os.O_RDONLY | os.O_CLOEXEC)
+    if ctypes.CDLL(None).setns(handle, _CLONE_NEWNET):
+        sys.exit(f"cannot enter the network namespace {sys.argv[1]}")
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

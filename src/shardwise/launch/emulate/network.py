@@ -1,0 +1,123 @@
+"""Virtual nodes for the time of a `with` statement: started, changed while they run, and gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardwise.launch.emulate import enter, tap
+from shardwise.launch.emulate.namespace import INTERFACE, address
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.errors import SpecError
+
+_ANSWER_SECONDS = 20.0
+
+
+class Network:
+    """``emulation.nodes`` nodes that reach each other; made by `emulated`."""
+
+    def __init__(self, emulation: Emulation, process: subprocess.Popen[bytes]) -> None:
+        self.emulation = emulation
+        self._process = process
+        answer = self._answer()
+        if "error" in answer:
+            raise SpecError("emulate", f"no network namespaces here ({answer['error']})", _REMEDY)
+        self._namespaces = [f"/proc/{process.pid}/fd/{handle}" for handle in answer["namespaces"]]
+
+    @property
+    def switch_pid(self) -> int:
+        return self._process.pid
+
+    def namespace(self, node: int) -> str:
+        """A path to the node's namespace, for `namespace.enter` and `nsenter --net=`; as long as the network is up."""
+        return self._namespaces[node]
+
+    def environment(self, node: int) -> dict[str, str]:
+        """What a process of the node finds in its environment."""
+        assert 0 <= node < self.emulation.nodes
+        return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, "SHARDWISE_NODE": str(node)}
+
+    def address(self, node: int) -> str:
+        return address(node)
+
+    def command(self, node: int, command: list[str]) -> list[str]:
+        """``command`` as it is started outside to run inside the node, as the same process."""
+        return [sys.executable, "-I", "-S", enter.__file__, self.namespace(node), *command]
+
+    def reshape(
+        self,
+        *,
+        rate: float | None = None,
+        delay: float | None = None,
+        loss: float | None = None,
+        pair: tuple[int, int] | None = None,
+    ) -> None:
+        """Other bytes/s, seconds one way or share lost, from now on; of all links, or of one ``pair`` of nodes."""
+        self._tell({"reshape": {"rate": rate, "delay": delay, "loss": loss, "pair": pair}})
+
+    def partition(self, one: int, other: int) -> None:
+        """Nothing passes between two nodes any more."""
+        self._tell({"partition": (one, other)})
+
+    def heal(self) -> None:
+        """Ends all partitions."""
+        self._tell({"heal": True})
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        self._answer()
+
+    def _answer(self) -> Any:
+        """The switch's next line; "ok" is {}."""
+        assert self._process.stdout is not None
+        ready = select.select([self._process.stdout], [], [], _ANSWER_SECONDS)[0]
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
+            raise RuntimeError("the switch of the emulated network has ended")
+        return {} if line == b"ok\n" else json.loads(line)
+
+
+@contextmanager
+def emulated(emulation: Emulation) -> Iterator[Network]:
+    """A network of virtual nodes; it is gone afterwards, also where this process is killed."""
+    require_emulation()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwise.launch.emulate.switch", str(emulation)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+    )  # fmt: skip
+    network = None
+    try:
+        network = Network(emulation, process)
+        yield network
+    finally:
+        if network is not None:
+            network.close()
+        else:
+            process.kill()
+            process.wait()
+
+
+_REMEDY = "run as root, outside a container or in one that may make network namespaces"
+
+
+def require_emulation() -> None:
+    """Raises SpecError, in one line, where this machine cannot make virtual nodes."""
+    if not sys.platform.startswith("linux"):
+        raise SpecError("emulate", f"needs Linux, this is {sys.platform}", "emulate in a virtual machine")
+    if os.geteuid() != 0:
+        raise SpecError("emulate", "needs root to make network namespaces", "run the command with sudo")
+    if not os.access(tap.DEVICE, os.R_OK | os.W_OK):
+        raise SpecError("emulate", f"there is no {tap.DEVICE}", "modprobe tun, or give the container that device")

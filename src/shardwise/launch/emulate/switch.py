@@ -1,0 +1,146 @@
+"""The process between the nodes: it holds their namespaces, and hands packets on when they have arrived.
+
+It runs as a module with an `Emulation` as its argument, says in one line of JSON where the namespaces are, and then
+takes lines with changes. When its input ends, whoever started it is gone: it ends, and with it all that it made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import heapq
+import itertools
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from shardwise.launch.emulate import tap
+from shardwise.launch.emulate.namespace import (
+    configure,
+    current_namespace,
+    enter_open,
+    forbid_ipv6,
+    new_namespace,
+    tune_tcp,
+)
+from shardwise.launch.emulate.wires import Wires
+from shardwise.spec.emulation import Emulation
+
+_EARLY_SECONDS = 30e-6  # a packet may arrive: less than it takes to sleep and wake
+_BATCH = 64  # packets of one node, before the others have their turn
+_IDLE_SECONDS = 1.0
+_ACKNOWLEDGED_SECONDS = 1e-3  # beside the delay, until a sender knows that a packet has arrived
+_PR_SET_TIMERSLACK = 29
+
+
+class Switch:
+    """The nodes' interfaces and the wires between them."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self.wires = Wires(emulation.nodes, emulation.rate, emulation.delay, emulation.loss)
+        self.namespaces: list[int] = []
+        self._taps: list[int] = []
+        home = current_namespace()
+        for node in range(emulation.nodes):
+            self.namespaces.append(new_namespace())
+            forbid_ipv6()
+            self._taps.append(tap.open_tap())
+            configure(node)
+        enter_open(home)
+        os.close(home)
+        self._adapt()
+
+    def change(self, request: dict[str, Any]) -> None:
+        """One of reshape, partition and heal, with its values."""
+        if "reshape" in request:
+            self.wires.reshape(**request["reshape"])
+            self._adapt()
+        if "partition" in request:
+            self.wires.partition(request["partition"])
+        if "heal" in request:
+            self.wires.heal()
+
+    def forward(self, control: int) -> None:
+        """Hands packets on until ``control`` ends."""
+        node_of = {handle: node for node, handle in enumerate(self._taps)}
+        watched = [control, *self._taps]
+        under_way: list[tuple[float, int, int, int, int, bytes]] = []
+        numbers = itertools.count()
+        while True:
+            now = time.monotonic()
+            while under_way and under_way[0][0] <= now + _EARLY_SECONDS:
+                _, _, source, destination, size, packet = heapq.heappop(under_way)
+                self.wires.arrived(source, size)
+                with contextlib.suppress(OSError):  # nobody listens there: as lost as on any wire
+                    os.write(self._taps[destination], packet)
+            wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else _IDLE_SECONDS
+            for handle in select.select(watched, [], [], wait)[0]:
+                if handle == control:
+                    if not self._controlled(control):
+                        return
+                    continue
+                source = node_of[handle]
+                for packet in _packets(handle):
+                    destination = tap.destination(packet)
+                    if not 0 <= destination < len(self._taps) or destination == source:
+                        continue
+                    size = tap.wire_bytes(packet)
+                    at = self.wires.arrival(source, destination, size, time.monotonic())
+                    if at is not None:
+                        heapq.heappush(under_way, (at, next(numbers), source, destination, size, packet))
+
+    def _controlled(self, control: int) -> bool:
+        """Takes one line of changes; False where there is none any more."""
+        line = os.read(control, 2**16)
+        for one in line.splitlines():
+            self.change(json.loads(one))
+            print("ok", flush=True)
+        return bool(line)
+
+    def _adapt(self) -> None:
+        """Makes the nodes fit their wires: losses are of single packets; a full pipe needs its buffers."""
+        home = current_namespace()
+        for namespace, handle in zip(self.namespaces, self._taps):
+            enter_open(namespace)
+            tune_tcp(self.wires.most_under_way + self.wires.port_rate * _ACKNOWLEDGED_SECONDS)
+            tap.take_whole(handle, not self.wires.lossy)
+        enter_open(home)
+        os.close(home)
+
+
+def _packets(handle: int) -> Any:
+    for _ in range(_BATCH):
+        try:
+            yield os.read(handle, tap.MOST_BYTES)
+        except BlockingIOError:
+            return
+
+
+def _come_first() -> None:
+    """On busy cores a switch that waits for its turn would be a slower link: it needs little, but at once."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds: wake up when it is time, not soon after
+    gc.disable()
+
+
+def main() -> None:
+    _come_first()
+    try:
+        switch = Switch(Emulation.parse(sys.argv[1]))
+    except OSError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    print(json.dumps({"namespaces": switch.namespaces}), flush=True)
+    switch.forward(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main()
