@@ -57,7 +57,7 @@ def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: 
         return _product(operator, device, recipe, stack)
     if operator.kind == "attention":
         return _attention(operator, device, recipe, stack)
-    return _traffic(operator, device, stack)
+    return _traffic(operator, device, recipe, stack)
 
 
 def _launch(device: Device, stack: Stack) -> float:
@@ -110,7 +110,8 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
     efficiency, peak = device.efficiency, device.peak_flops(recipe.wide)
     if stack.attention == "unfused":
         return _stored_scores_attention(operator, device, recipe, stack)
-    flops = operator.flops * operator.attended
+    scores = operator.rows * operator.columns * operator.heads
+    flops = (operator.flops + efficiency.score_flops * scores) * operator.attended
     older = efficiency.older_attention if stack.attention == "flash-2" else 1.0
     launch = _launch(device, stack)
     # The backward kernel makes five products where the forward one makes two (Dao 2023, arXiv 2307.08691).
@@ -139,9 +140,10 @@ def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe,
     return Seconds(products + forward + launch, 2 * products + backward + launch)
 
 
-def _traffic(operator: Operator, device: Device, stack: Stack) -> Seconds:
+def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     efficiency = device.efficiency
-    memory = device.memory_bandwidth * efficiency.memory
+    # Bytes are counted in 16 bit.
+    memory = device.memory_bandwidth * efficiency.memory * 2 / recipe.activation
     passes = 1.0
     if operator.name == "permute":
         passes = 1.0 if stack.fused_permute else 3.0

@@ -111,7 +111,7 @@ def _seconds_per_token(job: Job) -> float:
 def _with_link(index: int) -> Change:
     def change(job: Job, factor: float) -> Job:
         level = job.cluster.levels[index]
-        faster = level.with_speed(level.bandwidth_per_direction * factor, level.latency_per_step)
+        faster = level.with_speed(level.bandwidth_per_direction * factor, level.wire_latency)
         return job.unchecked(cluster=job.cluster.with_level(index, faster))
 
     return change

@@ -60,7 +60,7 @@ def changed_cluster(cluster: Cluster, change: str) -> Cluster:
     if what == "latency":
         new = old.with_speed(old.bandwidth_per_direction, units.parse(value, "seconds", f"--what-if {name}"))
     else:
-        new = old.with_speed(units.parse(value, "bytes/s", f"--what-if {name}"), old.latency_per_step)
+        new = old.with_speed(units.parse(value, "bytes/s", f"--what-if {name}"), old.wire_latency)
     return cluster.with_level(index, new)
 
 

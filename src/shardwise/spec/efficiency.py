@@ -18,7 +18,8 @@ class Efficiency(Spec):
     ``gemm`` is the share of the peak that matrix products sustain in a long step, per data type;
     ``gemm_rolloff`` the inner dimension at which half of it is left. ``operand_traffic`` is the share of the
     operands' bytes that is not hidden under the product. ``attention_*`` are shares of the 16-bit peak that a
-    fused kernel of the newest class reaches; ``older_attention`` is what the class before it reaches of that.
+    fused kernel of the newest class reaches; ``older_attention`` is what the class before it reaches of that. A score
+    costs ``score_flops`` besides its products (its exponential): on CPUs much, where heads are narrow.
     ``exchange`` is the share of a link's bandwidth that an all-to-all of expert tokens reaches;
     ``overlapped_tp_exposed`` what stays exposed of tensor-parallel communication that is sent tile by tile.
     """
@@ -32,6 +33,7 @@ class Efficiency(Spec):
     attention_forward: float = field(default=0.6, metadata=_SHARE)
     attention_backward: float = field(default=0.5, metadata=_SHARE)
     older_attention: float = field(default=0.6, metadata=_SHARE)
+    score_flops: float = field(default=0.0, metadata={"minimum": 0})
     stored_scores_traffic: float = field(default=1.0, metadata={"minimum": 0})
     exchange: float = field(default=0.3, metadata=_SHARE)
     overlapped_tp_exposed: float = field(default=0.2, metadata={"minimum": 0, "maximum": 1})

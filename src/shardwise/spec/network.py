@@ -60,6 +60,8 @@ class NetworkLevel(Spec):
     device's port on a switch or tree. ``ports`` are shared by all devices below one member (omitted:
     every device has its own). ``startup`` is paid once per collective, ``latency`` per step (per hop on a
     grid), and V bytes over the busiest link take (V + sqrt(ramp·V)) / (bandwidth·efficiency).
+    ``latency`` is the wire's; a step of a library that shakes hands before it sends waits for it ``trips`` times, and
+    takes ``overhead`` in its software. Both are what `calibrate` finds, and stay when the wire changes.
     """
 
     name: str = "network"
@@ -71,6 +73,8 @@ class NetworkLevel(Spec):
     bandwidth: float | None = quantity("bytes/s", None)
     latency: float | None = quantity("seconds", None, minimum=0)
     efficiency: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    trips: float = field(default=1.0, metadata={"minimum": 0})
+    overhead: float = quantity("seconds", 0, minimum=0)
     startup: float = quantity("seconds", 0, minimum=0)
     ramp: float = quantity("bytes", 0, minimum=0)
     ports: int | None = count(None)
@@ -99,9 +103,13 @@ class NetworkLevel(Spec):
         return self.bandwidth if self.bandwidth is not None else self.link.bandwidth  # type: ignore[union-attr]
 
     @property
-    def latency_per_step(self) -> float:
+    def wire_latency(self) -> float:
         assert self.latency is not None or self.link is not None
         return self.latency if self.latency is not None else self.link.latency  # type: ignore[union-attr]
+
+    @property
+    def latency_per_step(self) -> float:
+        return self.trips * self.wire_latency + self.overhead
 
     @property
     def reached_share(self) -> float:

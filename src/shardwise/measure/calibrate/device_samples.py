@@ -1,0 +1,158 @@
+"""Measures one device: products, attention, memory, and whole steps of small models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from shardwise.engine.batch import Batch
+from shardwise.engine.engine import Engine
+from shardwise.engine.world import joined
+from shardwise.launch.pool import Place
+from shardwise.measure.calibrate.samples import (
+    AttentionSample,
+    CopySample,
+    DeviceSamples,
+    ProductSample,
+    Shape,
+    StepSample,
+)
+from shardwise.measure.calibrate.step_job import step_job
+from shardwise.measure.calibrate.timing import Together, seconds_of
+from shardwise.models.dot_product import AttentionArguments, dot_product_attention
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: as large as the device's jobs usually are, and in another ratio each."""
+
+    precisions: tuple[str, ...]
+    products: tuple[tuple[int, int, int], ...]  # rows, inner, columns
+    attentions: tuple[tuple[int, int, int, int], ...]  # batch, seq, heads, features
+    copies: tuple[int, ...]  # bytes
+    steps: tuple[Shape, ...]
+
+
+# Products lie around 1 ms on one core, and a step under a second.
+CPU = Sizes(
+    ("fp32",),
+    ((2048, 96, 96), (1024, 96, 256), (1024, 256, 96), (512, 512, 512), (256, 1024, 256), (2048, 32, 256),
+     (4096, 128, 32), (256, 160, 2048)),
+    ((8, 96, 8, 8), (4, 256, 4, 16), (2, 256, 4, 32), (1, 512, 4, 64), (16, 64, 8, 16), (2, 384, 2, 128)),
+    (2**25, 2**26),
+    (Shape(2, 96, 6, 256, 1024, 4, 96), Shape(2, 160, 5, 448, 768, 4, 192), Shape(6, 48, 6, 128, 256, 8, 128),
+     Shape(3, 128, 4, 384, 384, 2, 256), Shape(2, 64, 8, 128, 2048, 16, 64)),
+)  # fmt: skip
+GPU = Sizes(
+    ("bf16", "fp32"),
+    ((8192, 2048, 2048), (8192, 2048, 8192), (8192, 8192, 2048), (4096, 4096, 4096), (8192, 1024, 4096),
+     (2048, 4096, 14336), (16384, 512, 2048)),
+    ((4, 4096, 16, 128), (8, 2048, 16, 64), (1, 16384, 8, 128), (16, 1024, 16, 128)),
+    (2**28, 2**30),
+    (Shape(4, 2048, 16, 8192, 32768, 4, 2048), Shape(4, 1024, 16, 4096, 16384, 8, 2048),
+     Shape(2, 4096, 32, 14336, 32768, 1, 4096), Shape(8, 512, 8, 2048, 8192, 4, 1024)),
+)  # fmt: skip
+
+
+def measure_device(place: Place, device_type: str, threads: int) -> DeviceSamples:
+    """On every process of a node at once: what one device gives while its neighbours work."""
+    torch.set_num_threads(threads)
+    index = place.rank % max(1, torch.cuda.device_count()) if device_type == "cuda" else 0
+    device = torch.device(device_type, index) if device_type == "cuda" else torch.device("cpu")
+    sizes, together = (GPU if device_type == "cuda" else CPU), Together(place.meeting_file, place.world)
+    products = tuple(one for name in sizes.precisions for one in _products(name, sizes, device, together))
+    attentions = tuple(_attentions(sizes.precisions[0], sizes, device, together))
+    copies = tuple(_copies(sizes, device, together))
+    steps = tuple(_steps(place, sizes, device, together))
+    return DeviceSamples(
+        _name(device), threads, _memory(device, place.world), products, attentions, copies, steps,
+        tuple(_host_copies(device, together)),
+    )  # fmt: skip
+
+
+def _products(name: str, sizes: Sizes, device: torch.device, together: Together) -> Iterator[ProductSample]:
+    dtype = TYPES[name]
+    for rows, inner, columns in sizes.products:
+        left = torch.randn(rows, inner, device=device).to(dtype)
+        right = torch.randn(columns, inner, device=device).to(dtype).T  # as a linear layer holds its weight
+        seconds = seconds_of(partial(torch.mm, left, right), device, together)
+        yield ProductSample(name, rows, inner, columns, seconds)
+
+
+def _attentions(name: str, sizes: Sizes, device: torch.device, together: Together) -> Iterator[AttentionSample]:
+    for batch, seq, heads, features in sizes.attentions:
+        shape = (batch, seq, heads, features)
+        query, key, value = (torch.randn(shape, device=device).to(TYPES[name]).requires_grad_() for _ in range(3))
+        arguments = AttentionArguments(causal=True, window=None, scale=features**-0.5)
+        forward = partial(dot_product_attention, query, key, value, arguments)
+        output = forward()
+        gradient = torch.randn_like(output)
+        backward = partial(torch.autograd.grad, output, (query, key, value), gradient, retain_graph=True)
+        yield AttentionSample(
+            name, *shape, seconds_of(forward, device, together), seconds_of(backward, device, together)
+        )
+
+
+def _copies(sizes: Sizes, device: torch.device, together: Together) -> Iterator[CopySample]:
+    for size in sizes.copies:
+        source = torch.ones(size // 4, device=device)
+        target = torch.empty_like(source)
+        yield CopySample(size, seconds_of(partial(target.copy_, source), device, together))
+
+
+def _host_copies(device: torch.device, together: Together) -> Iterator[CopySample]:
+    if device.type != "cuda":
+        return
+    for size in (2**24, 2**28):
+        source = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(size, dtype=torch.uint8, device=device)
+        yield CopySample(size, seconds_of(partial(target.copy_, source, non_blocking=True), device, together))
+
+
+def _steps(place: Place, sizes: Sizes, device: torch.device, together: Together) -> Iterator[StepSample]:
+    """In a process group of this process alone."""
+    with joined(0, 1, f"{place.meeting_file}-alone-{place.rank}"):
+        for shape in sizes.steps:
+            job = step_job(shape, sizes.precisions[0])
+            engine = Engine(job, device=str(device))
+            tokens = torch.randint(0, shape.vocab, (shape.sequences, shape.seq), device=device)
+            batch = Batch.of(tokens, tokens)
+            engine.step(batch)
+            both = seconds_of(partial(engine.step, batch), device, together)
+            engine.forward_backward(batch)
+            update = seconds_of(partial(_update_again, engine), device, together)
+            yield StepSample(shape, sizes.precisions[0], max(both - update, 1e-9), update)
+            del engine
+
+
+def _update_again(engine: Engine) -> None:
+    """An update with the gradients of the pass before, which it lets go: they are put back."""
+    kept = [(one.parameter, one.parameter.grad) for one in engine.parameters]
+    engine.update()
+    for parameter, gradient in kept:
+        parameter.grad = gradient
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        models = [line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name")]
+    except OSError:
+        models = []
+    return models[0] if models else os.uname().machine
+
+
+def _memory(device: torch.device, world: int) -> int:
+    """Of one device: a process has its part of a host's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
