@@ -16,6 +16,7 @@ from shardwise.launch.resumed import changes_since_saved
 from shardwise.launch.run import Launch, prepare
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.profile import Profile
 from shardwise.spec.units import parse
 from shardwise.train.run_folder import RunFolder
 
@@ -36,6 +37,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=f"for a last checkpoint (default {GRACE})")
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
     parser.add_argument("--rehearse", metavar="N", help="N steps of the job in a folder of their own, and a verdict")
+    parser.add_argument("--profile", metavar="STEPS", help="record these steps for `compare`, such as steps=10:12")
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
     parser.add_argument("--json", action="store_true", help="the summary for a machine")
     parsed = parser.parse(arguments)
@@ -85,6 +87,8 @@ def _job(parsed: argparse.Namespace) -> Job:
     changes: dict[str, object] = {}
     name = Path(parsed.job).stem if parsed.job else job.model.name or "run"
     changes["folder"] = parsed.run_folder or job.run.folder or f"runs/{name}"
+    if parsed.profile is not None:
+        changes["profile"] = Profile.parse(parsed.profile, "--profile")
     data = job.run.data
     changes["data"] = replace(data, shards=_absolute(data.shards), validation=_absolute(data.validation))
     if job.run.start_from is not None:
