@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.spec.automatic import Automatic
-from shardwise.spec.codec import Spec, count
+from shardwise.spec.codec import Spec, count, reference
+from shardwise.spec.emulation import Emulation, emulation_from, emulation_text
 from shardwise.spec.errors import SpecError
 from shardwise.spec.profile import Profile
 from shardwise.spec.run_checkpoints import Checkpoints
@@ -49,7 +50,8 @@ class Run(Spec):
     another run's folder whose weights are taken at step 0.
     ``profile`` names steps whose every phase and collective is recorded on all ranks, for `shardwise compare`.
     It pauses at ``stop_at``, if given, as if somebody had stopped it. ``seed`` is that of weights and data. After a
-    failure ``restarts`` in a row are tried without a new checkpoint.
+    failure ``restarts`` in a row are tried without a new checkpoint. ``emulate`` puts the ranks on virtual nodes of
+    this machine, like "2x2,1Gbit,1ms".
     """
 
     steps: int = count(1000)
@@ -69,6 +71,7 @@ class Run(Spec):
     profile: Profile | None = None
     start_from: str | None = None
     automatic: tuple[Automatic, ...] = ()
+    emulate: Emulation | None = reference(emulation_from, emulation_text, default=None)
 
     def check(self) -> None:
         try:
