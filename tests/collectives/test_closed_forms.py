@@ -18,7 +18,17 @@ from collectives.agreement import (
     single,
 )
 from effort import examples
-from shardwise.collectives import Axis, CollectiveKind, Grid, Level, Topology
+from shardwise.collectives import (
+    Axis,
+    CollectiveKind,
+    Grid,
+    Level,
+    Topology,
+    build_schedule,
+    collective_cost,
+    price_schedule,
+    verify,
+)
 from shardwise.collectives.table import rows_for_level_of_hierarchy
 
 QUICK = settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -57,6 +67,23 @@ def test_strided_and_mixed_shapes(shape, latency: float, size: float) -> None:
 @given(hierarchies(60))
 def test_hierarchies(topology: Topology) -> None:
     assert_all_agree(topology)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("ratio", [1, 5, 100])
+def test_overlapped_levels_cost_at_least_the_slowest(sizes: tuple[int, ...], ratio: float) -> None:
+    """Where the rounds of a level fill its ports, as rings through a switch do; and no more than levels in turn."""
+    rates = [1e10 / ratio**index for index in range(len(sizes))]
+    topology = Topology.hierarchical(sizes, rates, [1e-5] * len(sizes))
+    for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
+        for size in (1e4, 1e6, 1e8):
+            schedule = build_schedule(kind, topology, "hierarchical_pipelined", size)
+            verify(schedule)
+            priced = price_schedule(schedule, topology, size)
+            floor = collective_cost(kind, size, topology, "hierarchical_pipelined")
+            in_turn = collective_cost(kind, size, topology, "hierarchical")
+            assert floor.bandwidth_seconds * (1 - 1e-9) <= priced.bandwidth_seconds
+            assert priced.seconds <= in_turn.seconds * 1.2
 
 
 @settings(QUICK, max_examples=examples(20))

@@ -67,7 +67,7 @@ def test_constructors() -> None:
     (lambda: collective_cost("ar", 1, Topology.hierarchical([2, 2], [1, 1], [0, 0]), "tree"), "several levels"),
     (lambda: collective_cost("ar", 1, Topology.hierarchical([2, 2], [1, 1], [0, 0]), "hierarchical(ring)"), "2 levels"),
     (lambda: build_schedule("ar", Topology.ring(4, 1), chunks=0), "chunks: 0"),
-    (lambda: build_schedule("ar", Topology.hierarchical([2, 2], [1, 1], [0, 0]), "hierarchical_pipelined"), "schedule"),
+    (lambda: build_schedule("ar", Topology.hierarchical([2, 2], [1, 1], [0, 0]), "parallel_rings"), "schedule"),
     (lambda: crossovers("ar", Topology.ring(4, 1), []), "no algorithm"),
 ])  # fmt: skip
 def test_mistakes_are_named(make, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,17 +10,19 @@ from shardwise.collectives.algorithms.base import Algorithm
 from shardwise.collectives.algorithms.direct import direct_schedule
 from shardwise.collectives.algorithms.ring import ring_build
 from shardwise.collectives.arrays import checked_size
-from shardwise.collectives.cost import algorithm_names, parse_composite, textbook_name, without_unit_levels
-from shardwise.collectives.hierarchy import stages
+from shardwise.collectives.cost import parse_composite, textbook_name, without_unit_levels
+from shardwise.collectives.hierarchy import hierarchical_cost, stages
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.nesting import nest
+from shardwise.collectives.pipelining import pipelined
 from shardwise.collectives.schedule import Schedule, schedule_of
 from shardwise.collectives.shapes import Switch
-from shardwise.collectives.table import choose, rows_for
+from shardwise.collectives.table import LEVELS_ROWS, choose, rows_for
 from shardwise.collectives.topology import Level, Topology
 from shardwise.spec.errors import SpecError, shown
 
 DEFAULT_CHUNKS = 4
+MOST_PIECES = 16
 
 
 def build_schedule(
@@ -59,19 +62,19 @@ def _on_level(algorithm: Algorithm, kind: CollectiveKind, level: Level, size: An
 
 
 def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, chunks: int | None) -> Schedule:
-    names = [
-        known for known in algorithm_names(kind, topology) if known not in ("hierarchical_pipelined", "parallel_rings")
-    ]
-    per_level = parse_composite(name) if "hierarchical" in names else None
-    if per_level is not None and not name.startswith("hierarchical_pipelined"):
+    names = [row.name for row in LEVELS_ROWS if kind in row.kinds and row.built]
+    per_level = parse_composite(name)
+    overlapped = name.startswith("hierarchical_pipelined")
+    if per_level is not None and name.partition("(")[0] in names:
         turns = stages(kind, topology, per_level)
 
         def build(index: int, part: CollectiveKind) -> Schedule:
             turn = turns[index]
             own = None if size is None else size * turn.size_fraction
-            return _on_level(turn.row.algorithm, part, turn.level, own, chunks)
+            return _on_level(turn.row.algorithm, part, turn.level, own, None if overlapped else chunks)
 
-        return nest(kind, topology, build, name)
+        made = nest(kind, topology, build, name)
+        return pipelined(made, chunks or _pieces(kind, topology, per_level, size)) if overlapped else made
     if name not in names:
         problem = f"{shown(name)} has no schedule for {kind} on several levels"
         raise SpecError("algorithm", problem, "choose one of " + ", ".join(names))
@@ -79,3 +82,14 @@ def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, c
         return direct_schedule(kind, topology.size)
     ring = ring_build(kind, Level(Switch(topology.size), 1.0), 1)
     return replace(ring, algorithm="flat_ring")
+
+
+def _pieces(kind: CollectiveKind, topology: Topology, per_level: list[str], size: Any) -> int:
+    """Into how many pieces levels are cut that overlap: with k pieces the time that hides shrinks to 1/k, and every
+    piece adds the latency of a round."""
+    if size is None:
+        return DEFAULT_CHUNKS
+    in_turn = hierarchical_cost(kind, size, topology, per_level)
+    hidden = in_turn.bandwidth_seconds - hierarchical_cost(kind, size, topology, per_level, True).bandwidth_seconds
+    latency = max(level.latency for level in topology.levels)
+    return max(1, round(math.sqrt(min(hidden, latency * MOST_PIECES**2) / latency))) if latency else MOST_PIECES

@@ -27,6 +27,7 @@ WHY_NOT: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("binomial", _POINT_TO_POINT, "far partners: a round takes up to n/2 hops and every link on the way"),
     ("bruck", (*_POINT_TO_POINT, "tree"), "distances of n/2 put n/2 messages on the middle links at once"),
     ("halving_doubling", (*_POINT_TO_POINT, "tree"), "distances of n/2 put n/2 messages on the middle links at once"),
+    ("recursive_doubling", (*_POINT_TO_POINT, "tree"), "distances of n/2 put n/2 messages on the middle links at once"),
     ("double_binary_tree", (*_POINT_TO_POINT, "tree"), "the two trees' edges collide on shared links"),
     ("double_binary_tree", ("fully_connected",), "direct is never slower where every pair has a link"),
     ("pairwise", (*_POINT_TO_POINT, "tree"), "a step at distance d loads every link d times; use direct"),

@@ -14,7 +14,7 @@ from shardwise.collectives.algorithms.bucket import BUCKET, DIMENSION_ORDERED
 from shardwise.collectives.algorithms.chain import CHAIN, SPANNING_TREE
 from shardwise.collectives.algorithms.direct import DIRECT, PAIRWISE
 from shardwise.collectives.algorithms.double_tree import DOUBLE_BINARY_TREE
-from shardwise.collectives.algorithms.halving import BRUCK, HALVING_DOUBLING
+from shardwise.collectives.algorithms.halving import BRUCK, HALVING_DOUBLING, RECURSIVE_DOUBLING
 from shardwise.collectives.algorithms.in_network import NVLS, SHARP
 from shardwise.collectives.algorithms.ring import BIDIRECTIONAL_RING, LINE, RING
 from shardwise.collectives.algorithms.scatter_gather import SCATTER_ALL_GATHER
@@ -86,6 +86,7 @@ ROWS: tuple[Row, ...] = (
     Row(BRUCK, (AG, RS), _STAR, "qa + (n-1)/n mb", BRUCKS),
     Row(BRUCK, (AR,), _STAR, "2qa + 2(n-1)/n mb", BRUCKS),
     Row(HALVING_DOUBLING, (AR,), _STAR, "2 log2(p)a + 2(p-1)/p mb, + 2(a + mb) if n is no power of two", RABENSEIFNER),
+    Row(RECURSIVE_DOUBLING, (AR,), _STAR, "log2(p)(a + mb), + 2(a + mb) if n is no power of two", THAKUR),
     Row(DOUBLE_BINARY_TREE, (AR,), _STAR, "(2q-1+k)(a + 2mb/k), best k", SANDERS, UPPER),
     Row(BINOMIAL, (AR,), _STAR, "2q(a + mb)", THAKUR),
     # broadcast, reduce
@@ -154,11 +155,11 @@ LEVELS_ROWS: tuple[LevelsRow, ...] = (
     LevelsRow("flat_ring", (AR,), "2(n-1)(max a + m/n max b)", NCCL_TESTS),
     LevelsRow("parallel_rings", (AG, RS, AR), "(n-k)a1 + (k-1)a2 + max((n-1)(g-1)/(ng) mb1, (n-1)/(ng) mb2), all-reduce"
               " twice", TUNING, MODEL, built=False),
-    LevelsRow("direct", (AG, RS), "max a + max((g-1)/n mb1, (k-1)g/n mb2), ports shared", LINKS),
     LevelsRow("direct", (A2A,), "max a + max((g-1)/n mb1, (k-1)g/n mb2), ports shared", LINKS),
     LevelsRow("direct", (P2P,), "max a + m max b, every rank to the next", THAKUR),
-    LevelsRow("hierarchical_pipelined", (AR, AG, RS, BCAST, REDUCE, GATHER, SCATTER, A2A), _OVERLAP, TUNING, LOWER,
-              built=False),
+    # A lower bound where a level's rounds fill its ports (rings through switches); else pieces fill the gaps too.
+    LevelsRow("hierarchical_pipelined", (AR, AG, RS), _OVERLAP, TUNING, LOWER),
+    LevelsRow("hierarchical_pipelined", (BCAST, REDUCE, GATHER, SCATTER, A2A), _OVERLAP, TUNING, LOWER, built=False),
 )  # fmt: skip
 
 # What runs on a level of a hierarchy unless one asks otherwise: the first that the level's shape has.

@@ -20,10 +20,10 @@ def verify(schedule: Schedule) -> None:
     """Raise InvalidSchedule unless every rank ends with the right chunks, each contribution in exactly once."""
     if schedule.chunk_count < 1 or schedule.chunk_count % _blocks(schedule):
         raise InvalidSchedule(f"{schedule.chunk_count} chunks do not cut the buffer into even blocks")
-    state = _start(schedule)
+    state = starts(schedule)
     for index, one in enumerate(schedule.rounds):
         _run(one, state, f"round {index}")
-    for rank, wanted in enumerate(_goal(schedule)):
+    for rank, wanted in enumerate(goals(schedule)):
         for chunk, mask in wanted.items():
             held = state[rank].get(chunk)
             if held != mask:
@@ -76,7 +76,8 @@ def _blocks(schedule: Schedule) -> int:
     }.get(schedule.kind, schedule.n)
 
 
-def _start(schedule: Schedule) -> State:
+def starts(schedule: Schedule) -> State:
+    """What each rank holds before the first round."""
     n, chunks = schedule.n, range(schedule.chunk_count)
     match schedule.kind:
         case CollectiveKind.BROADCAST | CollectiveKind.SCATTER:
@@ -87,7 +88,8 @@ def _start(schedule: Schedule) -> State:
             return [dict.fromkeys(_block(schedule, rank), 1 << rank) for rank in range(n)]
 
 
-def _goal(schedule: Schedule) -> State:
+def goals(schedule: Schedule) -> State:
+    """What each rank must hold after the last round; shorter than the ranks where only the root gets anything."""
     n, chunks = schedule.n, range(schedule.chunk_count)
     everyone = (1 << n) - 1
     per_rank = schedule.chunk_count // n

@@ -98,16 +98,17 @@ def all_gather(
 
 def on_gloo(group: dist.ProcessGroup, device: str) -> bool:
     """Whether gloo carries what ``group`` sends of tensors on ``device``."""
-    return _backend(group, device) == "gloo"
+    return backend_of(group, device) == "gloo"
 
 
 def _is_ours(group: dist.ProcessGroup, tensor: torch.Tensor, in_fp32: bool) -> bool:
     """Not on the fake backend, which shows what a GPU would send."""
-    backend = _backend(group, tensor.device.type)
+    backend = backend_of(group, tensor.device.type)
     return backend == "gloo" or (backend == "nccl" and in_fp32 and tensor.dtype in NARROW)
 
 
-def _backend(group: dist.ProcessGroup, device: str) -> str:
+def backend_of(group: dist.ProcessGroup, device: str) -> str:
+    """The backend that carries what ``group`` sends of tensors on ``device``."""
     entries = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return next((name for kind, name in entries if kind == device), "")
 

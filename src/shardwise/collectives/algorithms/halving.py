@@ -44,6 +44,29 @@ def halving_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
 HALVING_DOUBLING = Algorithm("halving_doubling", halving_work, halving_build)
 
 
+def doubling_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
+    """log2(p)(a + mb), p = 2^floor(log2 n), + 2(a + mb) to fold other n in (Thakur et al. 2005)."""
+    n, power = level.size, log2_floor(level.size)
+    p = 2**power
+    folded = 0 if n == p else 1
+    rounds = power + 2 * folded
+    busiest = (power + folded) * size
+    return Work(rounds, rounds * size, rounds, busiest, busiest, (p * power + 2 * (n - p)) * size)
+
+
+def doubling_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
+    """Partners swap all they have and both add: a + b and b + a, so that all end with equal bits."""
+    n, power = level.size, log2_floor(level.size)
+    p = 2**power
+    fold = [Transfer(p + i, i, (0,), reduce=True) for i in range(n - p)]
+    unfold = [Transfer(i, p + i, (0,)) for i in range(n - p)]
+    swaps = [[Transfer(i, i ^ 2**j, (0,), reduce=True) for i in range(p)] for j in range(power)]
+    return schedule_of(kind, n, 1, [fold, *swaps, unfold], "recursive_doubling")
+
+
+RECURSIVE_DOUBLING = Algorithm("recursive_doubling", doubling_work, doubling_build)
+
+
 def bruck_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
     """ceil(log2 n) rounds for any n (Bruck et al. 1997)."""
     n = level.size

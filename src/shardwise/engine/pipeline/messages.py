@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.names import sent, waited
+from shardwise.engine.names import sent
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,15 @@ class Mailbox:
         assert work is not None
         self.leaving.append((work, tensor))
 
-    def receive(self, rank: int, what: str) -> Arrival:
+    def receive(self, rank: int) -> Arrival:
         buffer = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.message.device)
         work = dist.irecv(buffer, group=self.group, group_src=rank)
-        return Arrival(buffer, work, what)
+        return Arrival(buffer, work)
 
     def finish(self) -> None:
         """Everything has left: on a GPU for what the device does next, not for the host."""
-        with waited("pp", "all sends"):
-            for work, _ in self.leaving:
-                work.wait()
+        for work, _ in self.leaving:
+            work.wait()
         self.leaving.clear()
 
 
@@ -63,10 +62,8 @@ class Arrival:
 
     tensor: Tensor
     work: dist.Work | None = None
-    what: str = ""
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with waited("pp", self.what):
-                self.work.wait()
+            self.work.wait()
         return self.tensor

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.names import sent, waited
+from shardwise.engine.names import sent
 from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 
 SEQUENCE = 1  # of [batch, sequence, features]
@@ -139,8 +139,7 @@ class Sum:
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            with waited("tp", "all-reduce"):
-                self.pending.wait()
+            self.pending.wait()
         return self.tensor
 
 
@@ -155,8 +154,7 @@ class SequenceGather:
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            with waited("tp", "all-gather"):
-                self.pending.wait()
+            self.pending.wait()
         if self.dimension == 0:
             return self.stacked
         apart = torch.unflatten(self.stacked, 0, (self.size, -1)).movedim(0, self.dimension)
@@ -175,6 +173,5 @@ class SequenceScatter:
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            with waited("tp", "reduce-scatter"):
-                self.pending.wait()
+            self.pending.wait()
         return self.mine

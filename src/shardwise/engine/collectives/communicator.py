@@ -1,0 +1,210 @@
+"""Runs schedules on the tensors of a process group, by messages from rank to rank."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.schedule import Schedule
+from shardwise.engine.collectives.layout import IN_PLACE, INPUT, OUTPUT, STAGING, Region
+from shardwise.engine.collectives.order import Add, Arrived, Post, Sent, Start, Step, ordered
+from shardwise.engine.collectives.program import OwnRound, Program, program_of
+from shardwise.engine.reductions import NARROW, Pending, backend_of
+
+MOST_PROGRAMS = 256
+KEPT_STAGING_BYTES = 128 * 2**20
+# Tags of gloo: apart from those of other messages of the group, and different for collectives that follow one another.
+FIRST_TAG, MESSAGES, COLLECTIVES = 2**24, 2**12, 2**10
+
+
+class Communicator:
+    """Collectives of one group, in the order in which they are asked for: the same one on all ranks.
+
+    On gloo a collective that is asked for with ``async_op`` runs on a thread of its own, which mostly waits without
+    holding Python's lock, so that the backward pass computes meanwhile. On a GPU everything is put on the current
+    stream.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._programs: dict[tuple[int, int], _Prepared] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._count = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def run(
+        self, schedule: Schedule, input: Tensor | None, output: Tensor | None = None, async_op: bool = False
+    ) -> Pending | None:
+        """What the backend's own collective of the schedule's kind would do, sums only.
+
+        All-reduce, broadcast and reduce change ``input``; on other ranks than its root a reduce leaves it as it was.
+        All-gather, reduce-scatter and all-to-all go from ``input`` to ``output``, in equal blocks; gather has an
+        output on the root only and scatter an input; send_recv passes every input on to the next rank. The root is
+        rank 0 of the group.
+        """
+        assert schedule.n == self.group.size()
+        tensors = _flat(schedule.kind, input, output)
+        prepared = self._prepare(schedule, _elements(schedule, tensors))
+        on_cpu = next(iter(tensors.values())).device.type == "cpu"
+        if not on_cpu or backend_of(self.group, "cpu") != "gloo":
+            self._in_rounds(prepared.program, tensors)
+            return _Done() if async_op else None
+        self._count += 1
+        tag = FIRST_TAG + self._count % COLLECTIVES * MESSAGES
+        if not async_op and (self._last is None or self._last.done()):
+            self._step(prepared, tensors, tag)
+            return None
+        self._thread = self._thread or ThreadPoolExecutor(1, "collectives")
+        self._last = self._thread.submit(self._step, prepared, tensors, tag)
+        if async_op:
+            return _Running(self._last)
+        self._last.result()
+        return None
+
+    def _prepare(self, schedule: Schedule, elements: int) -> _Prepared:
+        key = id(schedule), elements
+        prepared = self._programs.get(key)
+        if prepared is None:
+            while len(self._programs) >= MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            prepared = self._programs[key] = _Prepared(schedule, self.group.rank(), elements)
+        return prepared
+
+    def _with_staging(self, program: Program, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        like = next(iter(tensors.values()))
+        needed = program.staging_elements * like.element_size()
+        if like.device.type != "cpu":
+            return {**tensors, STAGING: like.new_empty(program.staging_elements)}
+        staging = self._staging
+        if staging.numel() < needed:
+            staging = torch.empty(needed, dtype=torch.uint8)
+            if needed <= KEPT_STAGING_BYTES:
+                self._staging = staging
+        return {**tensors, STAGING: staging[:needed].view(like.dtype)}
+
+    def _step(self, prepared: _Prepared, tensors: dict[str, Tensor], tag: int) -> None:
+        """gloo: as messages come; a receive is known by its number, whoever waits for it."""
+        buffers = self._with_staging(prepared.program, tensors)
+        works: dict[Any, Any] = {}
+        with torch.no_grad():
+            for step in prepared.steps:
+                match step:
+                    case Post(receive):
+                        into = [_part(buffers, receive.region)]
+                        works[receive] = self.group.recv(into, receive.peer, tag + receive.number % MESSAGES), into
+                    case Start(send):
+                        source = [_packed(buffers, send.source, send.packed)]
+                        works[send] = self.group.send(source, send.peer, tag + send.number % MESSAGES), source
+                    case Arrived(one) | Sent(one):
+                        works.pop(one)[0].wait()
+                    case Add(target, sources):
+                        _add(_part(buffers, target), [_part(buffers, one) for one in sources])
+
+    def _in_rounds(self, program: Program, tensors: dict[str, Tensor]) -> None:
+        """NCCL: the messages of a round as one operation, in the order of the stream; the host waits for nothing."""
+        buffers = self._with_staging(program, tensors)
+        with torch.no_grad():
+            for copy in program.copies:
+                _add(_part(buffers, copy.target), [_part(buffers, copy.source)])
+            for one in program.rounds:
+                self._round(one, buffers)
+
+    def _round(self, one: OwnRound, buffers: dict[str, Tensor]) -> None:
+        operations = []
+        for send in one.sends:
+            source = _packed(buffers, send.source, send.packed)
+            operations.append(dist.P2POp(dist.isend, source, group=self.group, group_peer=send.peer))
+        for receive in one.receives:
+            into = _part(buffers, receive.region)
+            operations.append(dist.P2POp(dist.irecv, into, group=self.group, group_peer=receive.peer))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        for arrival in one.arrivals:
+            if arrival.sources:
+                _add(_part(buffers, arrival.target), [_part(buffers, region) for region in arrival.sources])
+
+
+def run_schedule(
+    schedule: Schedule,
+    input: Tensor | None,
+    output: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """One collective, once; who runs many on a group keeps a `Communicator`, which translates a schedule once."""
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None
+    Communicator(chosen).run(schedule, input, output)
+
+
+class _Prepared:
+    """A schedule for one rank and size; ``schedule`` is kept so that no other takes its identity."""
+
+    def __init__(self, schedule: Schedule, rank: int, elements: int) -> None:
+        self.schedule = schedule
+        self.program = program_of(schedule, rank, elements)
+        self.steps: tuple[Step, ...] = ordered(self.program)
+
+
+class _Running:
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+class _Done:
+    def wait(self) -> None:
+        """It is on the stream."""
+
+
+def _flat(kind: CollectiveKind, input: Tensor | None, output: Tensor | None) -> dict[str, Tensor]:
+    if kind in IN_PLACE:
+        assert input is not None
+        return {OUTPUT: input.detach().view(-1)}
+    given = {INPUT: input, OUTPUT: output}
+    return {name: one.detach().view(-1) for name, one in given.items() if one is not None}
+
+
+def _elements(schedule: Schedule, tensors: dict[str, Tensor]) -> int:
+    """Of the tensor, or of one block."""
+    kind = schedule.kind
+    if kind in IN_PLACE or kind in (CollectiveKind.SCATTER, CollectiveKind.REDUCE_SCATTER):
+        return tensors[OUTPUT].numel()
+    elements = tensors[INPUT].numel()
+    return elements // schedule.n if kind is CollectiveKind.ALL_TO_ALL else elements
+
+
+def _part(buffers: dict[str, Tensor], region: Region) -> Tensor:
+    return buffers[region.buffer][region.start : region.stop]
+
+
+def _packed(buffers: dict[str, Tensor], source: Region, pieces: tuple[Region, ...]) -> Tensor:
+    part = _part(buffers, source)
+    if pieces:
+        torch.cat([_part(buffers, piece) for piece in pieces], out=part)
+    return part
+
+
+def _add(target: Tensor, sources: list[Tensor]) -> None:
+    """In order; more than two 16-bit numbers in fp32, rounded once. ``target`` may be one of the two first."""
+    if len(sources) == 1:
+        if target.data_ptr() != sources[0].data_ptr():
+            target.copy_(sources[0])
+        return
+    if len(sources) > 2 and target.dtype in NARROW:
+        total = sources[0].float()
+        for one in sources[1:]:
+            total += one
+        target.copy_(total)
+        return
+    torch.add(sources[0], sources[1], out=target)
+    for one in sources[2:]:
+        target += one

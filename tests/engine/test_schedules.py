@@ -1,0 +1,48 @@
+"""Every schedule on real processes against the reference: random sizes, formats and groups; equal bits on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.schedule_cases import run_all, schedules
+from engine.workers import on_ranks
+from shardwise.collectives import CollectiveKind, Topology, Transfer, build_schedule, verify
+from shardwise.collectives.bits import same_bits
+from shardwise.collectives.pipelining import pipelined
+from shardwise.collectives.schedule import schedule_of
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+def test_every_schedule_does_what_its_collective_does(world: int) -> None:
+    results = on_ranks(world, run_all, world, False)
+    assert [one.wrong for one in results] == [[]] * world
+    assert len({one.bits[0] for one in results}) == 1
+    assert len({one.bits[1] for one in results} - {0}) == 1
+
+
+def test_every_schedule_runs_in_rounds() -> None:
+    """As on NCCL, where a round is one operation."""
+    results = on_ranks(4, run_all, 7, True)
+    assert [one.wrong for one in results] == [[]] * 4
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_every_schedule_ends_with_equal_bits(n: int) -> None:
+    for schedule in schedules(n):
+        assert same_bits(schedule), schedule
+        verify(pipelined(schedule, 3))
+
+
+def test_sums_in_different_orders_are_found() -> None:
+    """Each of three ranks adds the others' numbers to its own: all have the sum, not all the same bits."""
+    everything = [Transfer(src, dst, (0,), reduce=True) for src in range(3) for dst in range(3) if src != dst]
+    schedule = schedule_of(CollectiveKind.ALL_REDUCE, 3, 1, [everything], "everyone adds")
+    verify(schedule)
+    assert not same_bits(schedule)
+
+
+def test_a_piece_follows_the_other() -> None:
+    whole = build_schedule("all_reduce", Topology.hierarchical([2, 2], [1e9, 1e8], [0, 0]))
+    cut = pipelined(whole, 4)
+    assert len(cut.rounds) == len(whole.rounds) + 3
+    verify(cut)
