@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from required import require
-from shardwise.launch.emulate.network import Network, emulated, require_emulation
+from shardwise.launch.emulate.network import Network, emulated, why_not
 from shardwise.launch.emulate.wires import QUEUE_BYTES, Wires
 from shardwise.launch.pool import Place
 from shardwise.spec.emulation import Emulation
-from shardwise.spec.errors import SpecError
 
 SERVE = """
 import socket
@@ -45,12 +44,7 @@ with socket.create_connection((sys.argv[1], 7777)) as connection:
 def machine(request: pytest.FixtureRequest) -> None:
     if "anywhere" in request.fixturenames:
         return
-    missing = None
-    try:
-        require_emulation()
-    except SpecError as error:
-        missing = str(error)
-    require("emulate", missing)
+    require("emulate", why_not())
 
 
 @pytest.fixture

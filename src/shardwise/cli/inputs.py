@@ -17,6 +17,7 @@ from shardwise.cli.changes import changed, set_field, with_steps
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from
+from shardwise.spec.emulation import Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -27,6 +28,7 @@ from shardwise.spec.units import parse
 __all__ = ["job_from", "model_from", "path_from", "whole"]
 
 DEFAULT_CLUSTER = "dgx-h100"
+EMULATED_ON = "laptop"
 PLANNED_SEQ = 8192
 PLANNED_BATCH = "4M-tokens"
 _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
@@ -40,7 +42,7 @@ def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None
     The file may be another framework's configuration: what of it has no meaning here, and what it leaves open, is
     said on standard error. ``run`` has the fields of the run that flags give, of a verb that runs it.
     """
-    fields, framework, notes = _job_fields(arguments)
+    fields, framework, notes = _job_fields(arguments, (run or {}).get("emulate"))
     given = fields.get("run", None if run is None else {})
     if isinstance(given, Mapping):
         fields["run"] = with_steps({**given, **(run or {})}, fields)
@@ -76,8 +78,13 @@ def planning_job(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         raise error.under("training") from None
 
 
-def _job_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None, list[str]]:
-    """The fields of a job, the framework whose configuration they come from, and what to tell about that."""
+def _job_fields(
+    arguments: argparse.Namespace, emulation: Emulation | None = None
+) -> tuple[dict[str, Any], str | None, list[str]]:
+    """The fields of a job, the framework whose configuration they come from, and what to tell about that.
+
+    An ``emulation`` is a cluster too, where none is given.
+    """
     overrides = field_overrides(arguments)
     bare.check_unused(arguments)
     framework = other_framework(arguments.job) if arguments.job else None
@@ -95,6 +102,9 @@ def _job_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | No
             raise SpecError(f"--{path}", problem, "give one of them")
         if path.partition(".")[0] not in named or "." not in path:
             set_field(fields, path, value)
+    nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
+    if nodes is not None and fields.get("cluster") is None and not _is_named(arguments, fields, "cluster"):
+        fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
     fields["model"] = changed(_model(arguments, fields), "model", overrides if "model" in named else {})
     fields["cluster"] = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
@@ -102,6 +112,10 @@ def _job_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | No
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
     return fields, framework, notes
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _is_named(arguments: argparse.Namespace, fields: Mapping[str, Any], kind: str) -> bool:

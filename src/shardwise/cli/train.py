@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch, whole
@@ -14,13 +15,16 @@ from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resumed import changes_since_saved
 from shardwise.launch.run import Launch, prepare
+from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.profile import Profile
 from shardwise.spec.units import parse
 from shardwise.train.run_folder import RunFolder
 
 _EXAMPLE = """
 shardwise train --model tiny --cluster laptop:2 --dp 2 --seq 128 --global-batch 8 --precision fp32 --steps 50
+shardwise train --model tiny --emulate 2x1,200Mbit,1ms --seq 128 --global-batch 8 --precision fp32 --steps 50
 """
 _DOES = """Prices the job, starts one process per device, trains, shows progress, and starts again after a failure.
 What it keeps is in the run's folder: started once more with the same folder, it goes on from its last checkpoint.
@@ -34,14 +38,19 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--run-folder", metavar="DIR", help="where the run is kept (default runs/NAME of the job)")
     parser.add_argument("--steps", metavar="N", help="steps of the whole run (default: of training.tokens, or 1000)")
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=f"for a last checkpoint (default {GRACE})")
+    emulate = "on virtual nodes of this machine: 2x2,1Gbit,1ms are 2 of 2 ranks (as root; docs/emulate.md)"
+    parser.add_argument("--emulate", metavar="NODES", help=emulate)
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
     parser.add_argument("--rehearse", metavar="N", help="N steps of the job in a folder of their own, and a verdict")
+    parser.add_argument("--profile", metavar="STEPS", help="record these steps for `compare`, such as steps=10:12")
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
     parser.add_argument("--json", action="store_true", help="the summary for a machine")
     parsed = parser.parse(arguments)
     grace_seconds = float(parse(parsed.grace, "seconds", "--grace"))
     job = _job(parsed)
     require_torch("train")
+    if job.run.emulate is not None:
+        _check_emulation(job, parsed)
     checked = preflight(job, here=not parsed.print_torchrun)
     assert job.run.folder is not None
     folder = RunFolder(Path(job.run.folder))
@@ -64,6 +73,19 @@ def run(arguments: list[str]) -> int:
     return _told(outcome, job, folder.metrics, parsed)
 
 
+def _check_emulation(job: Job, parsed: argparse.Namespace) -> None:
+    from shardwise.launch.emulate.network import require_emulation
+
+    emulation = job.run.emulate
+    assert emulation is not None
+    if parsed.print_torchrun:
+        raise SpecError("--print-torchrun", "starts no virtual nodes", "leave --emulate out")
+    require_emulation()
+    if job.cluster.node_devices != emulation.ranks_per_node:
+        there = f"{job.cluster.name} has nodes of {job.cluster.node_devices}"
+        print(f"note: {there}: what is predicted is not for {emulation}", file=sys.stderr)
+
+
 def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Preflight]:
     """What the job leaves open is tried before it begins."""
     from shardwise.launch.dry_step import confirmed
@@ -80,11 +102,15 @@ def _make_ready(job: Job, folder: RunFolder, checked: Preflight) -> None:
 
 def _job(parsed: argparse.Namespace) -> Job:
     """The job with its run complete: the flags' steps, a folder, and paths that hold wherever a worker starts."""
-    given = {} if parsed.steps is None else {"steps": whole(parsed.steps, "--steps")}
+    given: dict[str, Any] = {} if parsed.steps is None else {"steps": whole(parsed.steps, "--steps")}
+    if parsed.emulate is not None:
+        given["emulate"] = Emulation.parse(parsed.emulate, "--emulate")
     job = job_from(parsed, given)
     changes: dict[str, object] = {}
     name = Path(parsed.job).stem if parsed.job else job.model.name or "run"
     changes["folder"] = parsed.run_folder or job.run.folder or f"runs/{name}"
+    if parsed.profile is not None:
+        changes["profile"] = Profile.parse(parsed.profile, "--profile")
     data = job.run.data
     changes["data"] = replace(data, shards=_absolute(data.shards), validation=_absolute(data.validation))
     if job.run.start_from is not None:

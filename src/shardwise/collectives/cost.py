@@ -133,7 +133,8 @@ def _options(kind: CollectiveKind, size: Size, topology: Topology) -> list[tuple
     if len(topology.levels) < 2 or kind is CollectiveKind.SEND_RECV:
         return [(name, True) for name in offered(topology.library, kind, names, str)]
     if not runs_levels_in_turn(topology.library, kind):
-        return [(name, True) for name in names if not name.startswith("hierarchical")]
+        flat = [name for name in names if not name.startswith("hierarchical")] or names
+        return [(name, True) for name in offered(topology.library, kind, flat, str)]
     if topology.library != "any":
         options = [(name, True) for name in names if name == "parallel_rings"]
         if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):

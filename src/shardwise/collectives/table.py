@@ -155,6 +155,7 @@ LEVELS_ROWS: tuple[LevelsRow, ...] = (
     LevelsRow("flat_ring", (AR,), "2(n-1)(max a + m/n max b)", NCCL_TESTS),
     LevelsRow("parallel_rings", (AG, RS, AR), "(n-k)a1 + (k-1)a2 + max((n-1)(g-1)/(ng) mb1, (n-1)/(ng) mb2), all-reduce"
               " twice", TUNING, MODEL, built=False),
+    LevelsRow("direct", (AG, RS), "max a + max((g-1)/n mb1, (k-1)g/n mb2), ports shared", LINKS),
     LevelsRow("direct", (A2A,), "max a + max((g-1)/n mb1, (k-1)g/n mb2), ports shared", LINKS),
     LevelsRow("direct", (P2P,), "max a + m max b, every rank to the next", THAKUR),
     # A lower bound where a level's rounds fill its ports (rings through switches); else pieces fill the gaps too.

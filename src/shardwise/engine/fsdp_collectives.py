@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import fully_shard
 
-from shardwise.engine.names import sent
+from shardwise.engine.names import sent, waited
 from shardwise.engine.reductions import SCRATCH, Pending, all_gather, on_gloo, reduce_scatter_sum
 
 IN_FLIGHT = 2
@@ -127,7 +127,8 @@ class GradientReduceScatter:
             self.unfinished.add(_Reduction(work, input_tensor, output_tensor, self.total))
         else:
             self.unfinished.finish_started()
-            work.wait()
+            with waited("dp", "reduce-scatter of gradients"):
+                work.wait()
 
     def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
         """Where FSDP converts the output, or nobody would wait for it later, it is needed at once."""
@@ -149,6 +150,7 @@ class _Reduction:
         self.work, self.sent, self.output, self.total = work, sent, output, total
 
     def finish(self) -> None:
-        self.work.wait()
+        with waited("dp", "reduce-scatter of gradients"):
+            self.work.wait()
         if self.total is not None:
             self.total += self.output

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.names import named
+from shardwise.engine.names import named, sent
 from shardwise.engine.reductions import all_reduce_sum
 
 REFUSED = -torch.inf  # the norm of a step that a rank wants left out, whatever its gradients are
@@ -52,7 +52,8 @@ class GradientNorm:
                 total = total + torch.where(refused, REFUSED, self.zero)
             group = self.group or dist.group.WORLD  # None without processes
             if group is not None:
-                all_reduce_sum(total, group)
+                with sent("world", "sum of the gradients' norm", total):
+                    all_reduce_sum(total, group)
             return total.sqrt() if refused is None else torch.where(total == REFUSED, REFUSED, total.sqrt())
 
 

@@ -16,3 +16,11 @@ def named(phase: str) -> AbstractContextManager[object]:
 def sent(dimension: str, what: str, tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Marks a collective with its dimension and the bytes that this rank gives it."""
     return record_function(f"{dimension}: {what} {tensor.numel() * tensor.element_size()} B")
+
+
+def waited(dimension: str, what: str) -> AbstractContextManager[object]:
+    """Marks where this rank's host stands still for a collective that it began before, or for another rank's message.
+
+    ``what`` is the collective's own name, or the message's; the waits of one name come in the order of its beginnings.
+    """
+    return record_function(f"{dimension}: wait for {what}")

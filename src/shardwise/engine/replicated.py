@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.names import sent
+from shardwise.engine.names import sent, waited
 from shardwise.engine.precision import Precision
 from shardwise.engine.reductions import Pending, all_reduce_sum
 from shardwise.engine.units import Unit, own_parameters
@@ -210,7 +210,8 @@ class _Bucket:
 
     def wait(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            with waited("dp", "all-reduce of gradients"):
+                self.work.wait()
             self.work = None
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ from shardwise.engine.data import DataParallel
 from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.gradients import Held, held, ranks_with_copy, sum_partial
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.names import named
+from shardwise.engine.names import named, sent
 from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.store import Store
 from shardwise.engine.optimizer import build_optimizer
@@ -172,7 +172,8 @@ class Trainer(ABC, Generic[Given]):
         """The sum over all ranks that hold other tokens of the step."""
         for name in ("cp", "dp"):
             if self.mesh.size(name) > 1:
-                all_reduce_sum(number, self.mesh.group(name))
+                with sent(name, "sum over the batch", number):
+                    all_reduce_sum(number, self.mesh.group(name))
         return number
 
     def require_rows(self, rows: int, exactly: bool) -> None:

@@ -3,6 +3,7 @@
 One rank's end makes others fail within milliseconds, with messages about connections. These are victims: they are
 named only where nothing else is found. A rank that does not move makes all others wait in their next collective, and
 give up at last; it is told from them by its silence, by what it was doing when all were asked, or by being behind.
+Where hosts do not answer each other no rank is to blame.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from shardwise.launch.desynchronised import different_collectives
 from shardwise.launch.outcome import MISTAKE, STOPPED_WITHOUT_CHECKPOINT, Failure
 from shardwise.launch.ranks import Rank
 from shardwise.launch.stalled import nobody_moves, overdue, silent_rank, waited_for
+from shardwise.launch.unanswered import cut_off
 from shardwise.spec.errors import shown
 from shardwise.spec.timeouts import Timeouts
 from shardwise.train.records import FailureRecord, log_path
@@ -55,7 +57,7 @@ def diagnose(ranks: Sequence[Rank], timeouts: Timeouts) -> Diagnosis | None:
         return None
     still = silent_rank(running)
     if still is None and (gave_up or late):
-        still = waited_for(running, gave_up, timeouts)
+        still = cut_off(running) or waited_for(running, gave_up, timeouts)
     if still is not None:
         return Diagnosis(still, certain=True)
     return Diagnosis(_own_failure(first[0], records) if first else nobody_moves(running), certain=False)

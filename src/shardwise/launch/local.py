@@ -12,6 +12,7 @@ from types import FrameType
 
 from shardwise.launch.attempts import new_folder
 from shardwise.launch.diagnosis import diagnose
+from shardwise.launch.emulate.network import Network
 from shardwise.launch.outcome import (
     DONE,
     FAILED,
@@ -45,10 +46,13 @@ def supervise(
     grace_seconds: float = 30,
     last_commit: Callable[[], Commit] = Commit,
     environment: Mapping[str, str] | None = None,
+    network: Network | None = None,
     debug: bool = False,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Runs ``command`` as ``world`` ranks until they are done, with records and logs in ``folder``.
+
+    With a ``network`` each rank runs on its virtual node.
 
     After a failure all ranks are started again, at most ``restarts`` times in a row without progress, which is a new
     ``last_commit``. SIGINT, SIGTERM and SIGHUP ask the ranks to stop, by SIGTERM; after ``grace_seconds``, or
@@ -60,7 +64,8 @@ def supervise(
     with _stop_requests() as stop:
         while True:
             own_folder = new_folder(folder)
-            one = _Run(Ranks(command, world, own_folder, given), timeouts or Timeouts(), grace_seconds, stop)
+            ranks = Ranks(command, world, own_folder, given, network)
+            one = _Run(ranks, timeouts or Timeouts(), grace_seconds, stop)
             on_event(Event("started", len(attempts), f"{world} processes, logs in {own_folder}"))
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))

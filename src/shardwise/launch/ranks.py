@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.launch import guard
+from shardwise.launch.emulate.network import Network
 from shardwise.train.attempt import STACKS_SIGNAL
 from shardwise.train.records import (
     FailureRecord,
@@ -86,10 +87,21 @@ class Rank:
 
 
 class Ranks:
-    """All processes of one attempt; `end` leaves none of them, nor of what they started, however they behave."""
+    """All processes of one attempt; `end` leaves none of them, nor of what they started, however they behave.
 
-    def __init__(self, command: Sequence[str], world: int, folder: Path, environment: Mapping[str, str]) -> None:
+    They start on this machine as it is, or each on its virtual node of a ``network``.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        world: int,
+        folder: Path,
+        environment: Mapping[str, str],
+        network: Network | None = None,
+    ) -> None:
         self.folder = folder
+        self._network = network
         self.all: list[Rank] = []
         self._meeting = _meeting_file(folder)
         self._guard = subprocess.Popen(
@@ -104,10 +116,13 @@ class Ranks:
             raise
 
     def _start(self, command: Sequence[str], number: int, world: int, environment: Mapping[str, str]) -> Rank:
+        own = {**_environment(number, world, self.folder, self._meeting), **environment}
+        if self._network is not None:
+            own |= self._network.environment_of_rank(number)
+            command = self._network.command(self._network.emulation.node_of(number), command)
         with log_path(self.folder, number).open("wb") as log:
             process = subprocess.Popen(
-                list(command),
-                env=_environment(number, world, self.folder, self._meeting, environment),
+                list(command), env=own,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self._tell_guard(f"+{process.pid}")
@@ -174,8 +189,8 @@ def _meeting_file(folder: Path) -> Path:
     return Path(path)
 
 
-def _environment(number: int, world: int, folder: Path, meeting: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """What a rank finds in its environment: its place, quiet defaults, and last what the caller gives."""
+def _environment(number: int, world: int, folder: Path, meeting: Path) -> dict[str, str]:
+    """What a rank finds in its environment: its place, and quiet defaults."""
     loopback = {name: one for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (one := loopback_interface())}
     own_place = {
         "RANK": str(number),
@@ -191,7 +206,7 @@ def _environment(number: int, world: int, folder: Path, meeting: Path, given: Ma
         "PYTHONUNBUFFERED": "1",  # what a killed process said last is in its log
         "PYTHONFAULTHANDLER": "1",
     }
-    return {**defaults, **os.environ, **loopback, **own_place, **given}
+    return {**defaults, **os.environ, **loopback, **own_place}
 
 
 def loopback_interface() -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from shardwise.launch.emulate.network import Network, emulated
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
@@ -42,6 +44,12 @@ class Launch:
 
     def supervised(self, tell: Callable[[Event], None] = lambda event: None) -> Outcome:
         """Trains until the run is done, was stopped, or has failed too often."""
+        emulation = self.job.run.emulate
+        with nullcontext() if emulation is None else emulated(emulation) as network:
+            return self.supervised_on(network, tell)
+
+    def supervised_on(self, network: Network | None, tell: Callable[[Event], None] = lambda event: None) -> Outcome:
+        """As `supervised`, on the virtual nodes of a network that is there."""
         return supervise(
             [sys.executable, "-m", WORKER, str(self.folder.path.resolve())],
             self.job.strategy.world,
@@ -50,6 +58,7 @@ class Launch:
             restarts=self.job.run.restarts,
             grace_seconds=self.grace_seconds,
             last_commit=self._last_commit,
+            network=network,
             debug=self.debug,
             on_event=tell,
         )

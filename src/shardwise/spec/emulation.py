@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardwise.spec.codec import Spec, count, quantity
 from shardwise.spec.errors import SpecError, shown
@@ -65,6 +66,17 @@ class Emulation(Spec):
         """Text that `parse` reads back."""
         loss = f",loss={self.loss:.6g}" if self.loss else ""
         return f"{self.nodes}x{self.ranks_per_node},{_rate_text(self.rate)},{render(self.delay, 'seconds')}{loss}"
+
+
+def emulation_from(value: Any, where: str = "") -> Emulation | None:
+    """What a user's text or mapping describes; None where there is neither."""
+    if value is None or isinstance(value, Emulation):
+        return value
+    return Emulation.parse(value, where) if isinstance(value, str) else Emulation.from_dict(value, where)
+
+
+def emulation_text(emulation: Emulation | None) -> str | None:
+    return None if emulation is None else str(emulation)
 
 
 def _rate(text: str) -> float:

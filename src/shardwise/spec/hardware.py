@@ -122,7 +122,7 @@ class Cluster(Spec):
     host_memory: float | None = quantity("bytes", None)
     host_link: Link | None = reference(link_or_none, short_or_none, default=None)
     pipelined_levels: bool = False
-    library: Literal["any", "nccl"] = "any"
+    library: Literal["any", "nccl", "gloo"] = "any"
     storage: tuple[Storage, ...] = ()
     source: str = ""
 
@@ -213,6 +213,10 @@ class Cluster(Spec):
 
     def _one_node(self) -> Cluster:
         return replace(self, levels=(self.levels[0], *(replace(level, size=1) for level in self.levels[1:])))
+
+    def run_by_schedules(self) -> Cluster:
+        """The same cluster where this project's executor sends, which runs every schedule."""
+        return replace(self, levels=tuple(level.run_by_schedules() for level in self.levels), library="any")
 
     def with_level(self, index: int, level: NetworkLevel) -> Cluster:
         """The same cluster with another level in the place of one."""

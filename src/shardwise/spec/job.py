@@ -43,6 +43,7 @@ class Job(Spec):
         rules.check_model_fits(self.model, self.strategy, self.training)
         object.__setattr__(self, "strategy", rules.completed_strategy(self.cluster, self.strategy))
         rules.check_job(self.model, self.cluster, self.strategy, self.training)
+        rules.check_emulation(self.run.emulate, self.strategy)
 
     @property
     def recipe(self) -> Recipe:

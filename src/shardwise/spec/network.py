@@ -53,6 +53,17 @@ def link_or_none(value: Any) -> Link | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transport(Spec):
+    """How messages use a level, where it is not as its own fields say; see `NetworkLevel` for each."""
+
+    trips: float = field(default=1.0, metadata={"minimum": 0})
+    overhead: float = quantity("seconds", 0, minimum=0)
+    startup: float = quantity("seconds", 0, minimum=0)
+    efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
+    ramp: float = quantity("bytes", 0, minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkLevel(Spec):
     """One level of the network: ``size`` members of the level below, joined in a topology.
 
@@ -61,7 +72,8 @@ class NetworkLevel(Spec):
     every device has its own). ``startup`` is paid once per collective, ``latency`` per step (per hop on a
     grid), and V bytes over the busiest link take (V + sqrt(ramp·V)) / (bandwidth·efficiency).
     ``latency`` is the wire's; a step of a library that shakes hands before it sends waits for it ``trips`` times, and
-    takes ``overhead`` in its software. Both are what `calibrate` finds, and stay when the wire changes.
+    takes ``overhead`` in its software. Both are what `calibrate` finds, and stay when the wire changes. ``schedules``
+    says the same of this project's own executor of schedules, where it is not as quick or slow as the library.
     """
 
     name: str = "network"
@@ -79,6 +91,7 @@ class NetworkLevel(Spec):
     ramp: float = quantity("bytes", 0, minimum=0)
     ports: int | None = count(None)
     in_network: InNetworkReduction | None = None
+    schedules: Transport | None = None
 
     def check(self) -> None:
         if self.topology in ("mesh", "torus") and not self.shape:
@@ -121,6 +134,16 @@ class NetworkLevel(Spec):
     def with_speed(self, bandwidth: float, latency: float) -> NetworkLevel:
         """The level with other links, of which large messages reach the same share."""
         return replace(self, bandwidth=bandwidth, latency=latency, efficiency=self.reached_share)
+
+    def run_by_schedules(self) -> NetworkLevel:
+        """The level as our executor's messages find it."""
+        if self.schedules is None:
+            return self
+        own = self.schedules
+        return replace(
+            self, trips=own.trips, overhead=own.overhead, startup=own.startup, ramp=own.ramp,
+            efficiency=own.efficiency, schedules=None,
+        )  # fmt: skip
 
     def wraps(self, axis_size: int) -> bool:
         """Whether an axis of this torus closes to a ring (TPU pods: only whole multiples do)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
@@ -40,6 +41,15 @@ def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Trai
     _check_experts(model, strategy)
     _check_sharding(strategy)
     _check_batch(training, strategy)
+
+
+def check_emulation(emulation: Emulation | None, strategy: Strategy) -> None:
+    """Raises SpecError where virtual nodes have other places than the job has ranks."""
+    if emulation is None or emulation.world == strategy.world:
+        return
+    shape = f"{emulation.nodes}x{emulation.ranks_per_node}"
+    problem = f"{shape} are {emulation.world} ranks, but the job has {strategy.world}"
+    raise SpecError("run.emulate", problem, f"use a cluster of {emulation.world} devices, or other nodes")
 
 
 def _check_world(cluster: Cluster, strategy: Strategy) -> None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.spec.automatic import Automatic
-from shardwise.spec.codec import Spec, count
+from shardwise.spec.codec import Spec, count, reference
+from shardwise.spec.emulation import Emulation, emulation_from, emulation_text
 from shardwise.spec.errors import SpecError
+from shardwise.spec.profile import Profile
 from shardwise.spec.run_checkpoints import Checkpoints
 from shardwise.spec.run_data import Data
 from shardwise.spec.run_health import NonFinite, Spikes
@@ -46,8 +48,10 @@ class Run(Spec):
     ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run, and of the
     optimizer's offload what memory is measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or
     another run's folder whose weights are taken at step 0.
+    ``profile`` names steps whose every phase and collective is recorded on all ranks, for `shardwise compare`.
     It pauses at ``stop_at``, if given, as if somebody had stopped it. ``seed`` is that of weights and data. After a
-    failure ``restarts`` in a row are tried without a new checkpoint.
+    failure ``restarts`` in a row are tried without a new checkpoint. ``emulate`` puts the ranks on virtual nodes of
+    this machine, like "2x2,1Gbit,1ms".
     """
 
     steps: int = count(1000)
@@ -64,14 +68,18 @@ class Run(Spec):
     timeouts: Timeouts = Timeouts()
     restarts: int = count(3, minimum=0)
     logging: Logging = Logging()
+    profile: Profile | None = None
     start_from: str | None = None
     automatic: tuple[Automatic, ...] = ()
+    emulate: Emulation | None = reference(emulation_from, emulation_text, default=None)
 
     def check(self) -> None:
         try:
             self.schedule.check_against(self.steps)
         except SpecError as error:
             raise error.under("schedule") from None
+        if self.profile is not None and self.profile.last > self.steps:
+            raise SpecError("profile", f"step {self.profile.last} is after the last, {self.steps}", "name earlier ones")
         if self.evaluation.batches and not self.data.validation and not self.data.held_out:
             remedy = "name run.data.validation, hold out some (run.data.held_out: 2%), or evaluation.batches: 0"
             raise SpecError("evaluation", "there is no held-out data", remedy)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.engine.names import named
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -26,6 +28,7 @@ from shardwise.train.metrics.recorder import Recorder
 from shardwise.train.moment import Moment
 from shardwise.train.position import Position
 from shardwise.train.pressure import Pressure
+from shardwise.train.profile.profiler import Profiler
 from shardwise.train.start import State, load_newest, state_numbers
 from shardwise.train.stop import StopSignal
 
@@ -45,6 +48,7 @@ class Parts:
     attempt: str
     reporter: Reporter
     recorder: Recorder | None = None  # of rank 0
+    profiler: Profiler | None = None
     stop: StopSignal = field(default_factory=StopSignal)
 
 
@@ -89,9 +93,13 @@ class Loop:
     def advance(self) -> bool:
         """One step; or, at the end of the run or where ranks agree to stop, its last figures: then false."""
         if not self._agreed_to_stop() and self.position.step < self.run_spec.last_step:
-            self._one_step()
+            with self._profiled():
+                self._one_step()
             return True
         return self._read_last() is Verdict.ROLL_BACK
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parts.profiler is None else self.parts.profiler.step(self.position.step + 1)
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -99,7 +107,8 @@ class Loop:
         position = self.position
         self.parts.reporter.phase("data", position.step)
         waited_before = self.loader.waited_seconds
-        batch = batch_of(self.loader.take(position.batch), self.trainer.device)
+        with named("data"):
+            batch = batch_of(self.loader.take(position.batch), self.trainer.device)
         self.parts.reporter.phase("step", position.step, self._first_step_seconds)
         rate = self._set_learning_rate(position.step)
         # What is drawn at random in a step is a function of the seed and the step, as the data is.
@@ -204,6 +213,9 @@ class Loop:
     # -- memory --------------------------------------------------------------------------------------
 
     def _counts_memory(self, step: int) -> bool:
+        """Not in a step that is profiled, which it would slow."""
+        if self.parts.profiler is not None and self.parts.profiler.covers(step + 1):
+            return False
         return (step - self.first_step) % self.run_spec.logging.memory == COUNTED_STEP % self.run_spec.logging.memory
 
     def _counted_step(self, batch: Any) -> tuple[StepResult, dict[str, Any]]:
@@ -239,12 +251,15 @@ class Loop:
     def _evaluate(self) -> None:
         assert self.held_out is not None
         self.parts.reporter.phase("evaluation", self.position.step)
-        self._tell({"validation_loss": evaluate(self.trainer, self.held_out, self.run_spec.evaluation.batches)})
+        with named("evaluation"):
+            loss = evaluate(self.trainer, self.held_out, self.run_spec.evaluation.batches)
+        self._tell({"validation_loss": loss})
 
     def _save(self, *, wait: bool = False) -> None:
         self.parts.reporter.phase("checkpoint", self.position.step)
         numbers = state_numbers(State(self.position, tuple(self.health.losses)), self.job)
-        self.keeper.save(self.position.step, numbers, wait=wait)
+        with named("checkpoint"):
+            self.keeper.save(self.position.step, numbers, wait=wait)
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:
         self._tell({"checkpoint_failed": problem} if problem else {"checkpoint": step})

@@ -30,6 +30,11 @@ class RunFolder:
         return self.path / "peak.json"
 
     @property
+    def profile(self) -> Path:
+        """What every rank recorded of the steps that were profiled."""
+        return self.path / "profile"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

@@ -24,6 +24,7 @@ from shardwise.train.attempt import Place, Reporter
 from shardwise.train.data.of_run import mixtures_of
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.metrics.recorder import Recorder
+from shardwise.train.profile.profiler import Profiler
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.start import State, load_newest, start_from
 from shardwise.train.stop import StopSignal
@@ -80,8 +81,9 @@ def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal)
         if recorder:
             for problem in damaged:
                 recorder.write({"step": state.position.step, "checkpoint_damaged": problem})
+        profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, folder.profile)
         parts = Parts(
-            job, engine, training, validation, folder.checkpoints, place.attempt, reporter, recorder, stop
+            job, engine, training, validation, folder.checkpoints, place.attempt, reporter, recorder, profiler, stop
         )  # fmt: skip
         Loop(parts, state).run()
         if recorder:

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.engine.context.across import AcrossRanks, Call
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.kernels import KernelChoice
-from shardwise.engine.names import sent
+from shardwise.engine.names import sent, waited
 from shardwise.engine.reductions import all_gather, reduce_scatter_sum
 from shardwise.models.dot_product import AttentionArguments
 
@@ -134,7 +134,8 @@ class _Gather:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, whole seq, heads, features] in the order of time."""
         if self.work is not None:
-            self.work.wait()
+            with waited("cp", "all-gather keys and values"):
+                self.work.wait()
         halves = self.stacked.chunk(2 * self.size)
         in_time = torch.cat([*halves[0::2], *reversed(halves[1::2])])
         del self.stacked

@@ -21,7 +21,7 @@ from shardwise.engine.context.across import AcrossRanks, Call
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.kernels import KernelChoice
 from shardwise.engine.context.sequence import cut_sequence
-from shardwise.engine.names import sent
+from shardwise.engine.names import sent, waited
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
 
@@ -176,6 +176,7 @@ class _Exchange:
         return self.received[(self.started - 1) % 2]
 
     def _wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with waited("cp", f"send {self.what}"):
+            for work in self.works:
+                work.wait()
         self.works, self.sending = [], None

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.names import sent
+from shardwise.engine.names import sent, waited
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,16 @@ class Mailbox:
         assert work is not None
         self.leaving.append((work, tensor))
 
-    def receive(self, rank: int) -> Arrival:
+    def receive(self, rank: int, what: str) -> Arrival:
         buffer = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.message.device)
         work = dist.irecv(buffer, group=self.group, group_src=rank)
-        return Arrival(buffer, work)
+        return Arrival(buffer, work, what)
 
     def finish(self) -> None:
         """Everything has left: on a GPU for what the device does next, not for the host."""
-        for work, _ in self.leaving:
-            work.wait()
+        with waited("pp", "all sends"):
+            for work, _ in self.leaving:
+                work.wait()
         self.leaving.clear()
 
 
@@ -62,8 +63,10 @@ class Arrival:
 
     tensor: Tensor
     work: dist.Work | None = None
+    what: str = ""
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            self.work.wait()
+            with waited("pp", self.what):
+                self.work.wait()
         return self.tensor

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from shardwise.engine.batch import Batch
+from shardwise.engine.names import named
 from shardwise.engine.pipeline.messages import Arrival, Mailbox
 from shardwise.engine.pipeline.reduction import Reduction
 from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, put_off
@@ -55,7 +56,7 @@ class Stage(_PipelineStageBase):
         inputs = batch.tokens if self.is_first else self.inputs.pop(fwd_chunk_id).wait()
         if not self.is_first and self.has_backward:
             inputs.requires_grad_()
-        with self.mode:
+        with named(f"forward {fwd_chunk_id} of stage {self.stage_index}"), self.mode:
             output = self.call(self.submod, inputs, batch, self.is_last)
         if self._crosses(self.stage_index + 1):
             self.outputs[fwd_chunk_id] = output
@@ -73,22 +74,24 @@ class Stage(_PipelineStageBase):
             root, gradient = get_gradient_edge(loss), torch.ones_like(loss)
         else:
             gradient = self.output_gradients.pop(bwd_chunk_id).wait()
-        if full_backward:
-            self.reduction.before_backward(self.submod, last_backward)
-            self._backward(root, gradient)
-        else:
-            self.reduction.before_input_gradients(self.submod)
-            with put_off() as waiting:
+        with named(f"backward {bwd_chunk_id} of stage {self.stage_index}"):
+            if full_backward:
+                self.reduction.before_backward(self.submod, last_backward)
                 self._backward(root, gradient)
-            self.weights_to_do[bwd_chunk_id] = waiting
+            else:
+                self.reduction.before_input_gradients(self.submod)
+                with put_off() as waiting:
+                    self._backward(root, gradient)
+                self.weights_to_do[bwd_chunk_id] = waiting
         if not self.is_first:
             assert inputs.grad is not None
             self.input_gradients[bwd_chunk_id] = inputs.grad
             inputs.grad = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        compute(self.weights_to_do.pop(bwd_chunk_id))
-        self.reduction.after_weight_gradients(self.submod, last_backward)
+        with named(f"weight gradients {bwd_chunk_id} of stage {self.stage_index}"):
+            compute(self.weights_to_do.pop(bwd_chunk_id))
+            self.reduction.after_weight_gradients(self.submod, last_backward)
 
     def _backward(self, root: GradientEdge, gradient: Tensor) -> None:
         # From an edge: begun at a tensor, PyTorch 2.13 gives the call to the mode, which is off while it has it.
@@ -104,12 +107,13 @@ class Stage(_PipelineStageBase):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         source = self.stage_index_to_group_rank[self.stage_index - 1]
-        self.inputs[fwd_chunk_id] = self.mailbox.receive(source)
+        self.inputs[fwd_chunk_id] = self.mailbox.receive(source, f"stage {self.stage_index - 1}'s output")
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         source = self.stage_index_to_group_rank[self.stage_index + 1]
-        self.output_gradients[bwd_chunk_id] = self.mailbox.receive(source)
+        what = f"stage {self.stage_index + 1}'s input gradient"
+        self.output_gradients[bwd_chunk_id] = self.mailbox.receive(source, what)
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

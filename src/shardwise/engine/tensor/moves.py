@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.names import sent
+from shardwise.engine.names import sent, waited
 from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 
 SEQUENCE = 1  # of [batch, sequence, features]
@@ -139,7 +139,8 @@ class Sum:
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            self.pending.wait()
+            with waited("tp", "all-reduce"):
+                self.pending.wait()
         return self.tensor
 
 
@@ -154,7 +155,8 @@ class SequenceGather:
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            self.pending.wait()
+            with waited("tp", "all-gather"):
+                self.pending.wait()
         if self.dimension == 0:
             return self.stacked
         apart = torch.unflatten(self.stacked, 0, (self.size, -1)).movedim(0, self.dimension)
@@ -173,5 +175,6 @@ class SequenceScatter:
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            self.pending.wait()
+            with waited("tp", "reduce-scatter"):
+                self.pending.wait()
         return self.mine

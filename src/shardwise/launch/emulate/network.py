@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,12 +41,20 @@ class Network:
     def environment(self, node: int) -> dict[str, str]:
         """What a process of the node finds in its environment."""
         assert 0 <= node < self.emulation.nodes
-        return {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE, "SHARDWISE_NODE": str(node)}
+        # NCCL would find that all nodes are one machine, and go past the link between them.
+        nccl = {"NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_HOSTID": f"node-{node}", "NCCL_IB_DISABLE": "1"}
+        return {"GLOO_SOCKET_IFNAME": INTERFACE, **nccl}
+
+    def environment_of_rank(self, rank: int) -> dict[str, str]:
+        """The environment of the rank's node, and its place there."""
+        per_node = self.emulation.ranks_per_node
+        place = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+        return {**self.environment(self.emulation.node_of(rank)), **place}
 
     def address(self, node: int) -> str:
         return address(node)
 
-    def command(self, node: int, command: list[str]) -> list[str]:
+    def command(self, node: int, command: Sequence[str]) -> list[str]:
         """``command`` as it is started outside to run inside the node, as the same process."""
         return [sys.executable, "-I", "-S", enter.__file__, self.namespace(node), *command]
 
@@ -121,3 +129,12 @@ def require_emulation() -> None:
         raise SpecError("emulate", "needs root to make network namespaces", "run the command with sudo")
     if not os.access(tap.DEVICE, os.R_OK | os.W_OK):
         raise SpecError("emulate", f"there is no {tap.DEVICE}", "modprobe tun, or give the container that device")
+
+
+def why_not() -> str | None:
+    """What this machine lacks for virtual nodes."""
+    try:
+        with emulated(Emulation(nodes=2, ranks_per_node=1, rate=1e9)):
+            return None
+    except SpecError as error:
+        return str(error)

@@ -37,7 +37,7 @@ class EmulatedPool(Pool):
 
     def first(self, rank: int) -> Callable[[], None]:
         node = self.network.emulation.node_of(rank)
-        return partial(_move, self.network.namespace(node), self.network.environment(node))
+        return partial(_move, self.network.namespace(node), self.network.environment_of_rank(rank))
 
 
 def _move(namespace: str, environment: Mapping[str, str]) -> None:

@@ -1,0 +1,158 @@
+"""The same collective as all its ranks saw it: who came when, and how long it took once all were there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.measure.compare.labels import label_of
+from shardwise.measure.compare.segments import Step
+from shardwise.train.profile.record import Range, RankRecord
+
+SEND = "send "
+_WHOLE_BATCH = "sum over the batch"
+
+
+@dataclass
+class Taking:
+    """One rank's part in a collective: when it began, where its host stood still for it, when it was done."""
+
+    rank: int
+    bytes: int
+    begin: float
+    blocked: list[Range] = field(default_factory=list)
+    ends: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective of ``members``, or a message from the first of two to the second."""
+
+    dimension: str
+    what: str
+    step: int
+    members: tuple[int, ...]
+    bytes: int
+    complete: float  # when the last rank had begun
+    end: float
+    blocked: Mapping[int, tuple[Range, ...]]  # where each rank's host stood still
+
+    @property
+    def seconds(self) -> float:
+        """Once all were there."""
+        return max(0.0, self.end - self.complete)
+
+    def waited_for_others(self, rank: int) -> float:
+        """Seconds that a rank stood still before the last one had begun."""
+        return sum(max(0.0, min(one.end, self.complete) - one.start) for one in self.blocked.get(rank, ()))
+
+    @property
+    def shows_the_link(self) -> bool:
+        """Whether it ended while somebody waited for it: else it may have been there long before."""
+        standing = [one.end - max(one.start, self.complete) for ranges in self.blocked.values() for one in ranges]
+        return max(standing, default=0.0) > 0.5 * self.seconds
+
+
+def exchanges_of(records: Sequence[RankRecord], steps: Sequence[Sequence[Step]]) -> tuple[Exchange, ...]:
+    """Of all steps; ``steps[r]`` are rank r's. What some ranks of a group did not take part in is left out."""
+    found: list[Exchange] = []
+    for of_step in zip(*steps):
+        begun = [_takings(record, step) for record, step in zip(records, of_step)]
+        found += _collectives(records, begun, of_step[0].number)
+        found += _messages(records, begun, of_step)
+    return tuple(found)
+
+
+Takings = dict[tuple[str, str], list[Taking]]
+
+
+def _takings(record: RankRecord, step: Step) -> Takings:
+    """What a rank began, by dimension and name, each with the waits and the backend's work that belong to it."""
+    found: Takings = defaultdict(list)
+    waits: dict[tuple[str, str], int] = defaultdict(int)
+    newest: list[tuple[float, Taking]] = []
+    for one in step.ranges:
+        label = label_of(one.name)
+        key = label.dimension, label.what
+        if label.kind == "begin":
+            taking = Taking(record.rank, label.bytes, one.start, [one], one.end)
+            found[key].append(taking)
+            newest.append((one.start, taking))
+        elif label.kind == "wait" and waits[key] < len(found.get(key, ())):
+            taking = found[key][waits[key]]
+            waits[key] += 1
+            taking.blocked.append(one)
+            taking.ends = max(taking.ends, one.end)
+            newest.append((one.start, taking))
+    _note_backend(newest, step)
+    return found
+
+
+def _note_backend(newest: Sequence[tuple[float, Taking]], step: Step) -> None:
+    """The backend may be done long before somebody waits: what it ran last says when."""
+    ended: dict[int, tuple[Taking, float]] = {}
+    place = 0
+    for work in sorted(step.beside, key=lambda one: one.start):
+        if work.name in ("gloo:send", "gloo:recv"):  # end when they are waited for
+            continue
+        while place + 1 < len(newest) and newest[place + 1][0] <= work.start:
+            place += 1
+        if newest and newest[place][0] <= work.start:
+            taking = newest[place][1]
+            before = ended.get(id(taking), (taking, 0.0))[1]
+            ended[id(taking)] = taking, max(before, work.end)
+    for taking, end in ended.values():
+        taking.ends = min(taking.ends, end) if len(taking.blocked) > 1 else taking.ends
+
+
+def members_of(record: RankRecord, dimension: str, what: str, world: int) -> tuple[int, ...]:
+    """The ranks that take part in what a rank began."""
+    if dimension == "world":
+        return tuple(range(world))
+    if dimension == "dp" and what != _WHOLE_BATCH:
+        shard = record.groups["shard"]
+        return shard if len(shard) > 1 else record.groups["replicate"]
+    return record.groups.get(dimension, (record.rank,))
+
+
+def _collectives(records: Sequence[RankRecord], begun: Sequence[Takings], step: int) -> Iterator[Exchange]:
+    world = len(records)
+    for record, mine in zip(records, begun):
+        for (dimension, what), takings in mine.items():
+            members = members_of(record, dimension, what, world)
+            if dimension == "pp" and what.startswith(SEND):
+                continue
+            if dimension == "pp":  # the ends of a pipeline alone share some
+                members = tuple(rank for rank in members if (dimension, what) in begun[rank])
+            if record.rank != min(members) or len(members) < 2:
+                continue
+            everyone = [begun[rank].get((dimension, what), []) for rank in members]
+            if any(len(one) != len(takings) for one in everyone):
+                continue
+            for together in zip(*everyone):
+                complete = max(one.begin for one in together)
+                end = max(one.ends for one in together)
+                blocked = {one.rank: tuple(one.blocked) for one in together}
+                yield Exchange(dimension, what, step, members, together[0].bytes, complete, end, blocked)
+
+
+def _messages(records: Sequence[RankRecord], begun: Sequence[Takings], of_step: Sequence[Step]) -> Iterator[Exchange]:
+    """Between the stages of a pipeline: what one rank sends is what another waits for, in the same order."""
+    for record, mine in zip(records, begun):
+        for (dimension, what), sends in mine.items():
+            if dimension != "pp" or not what.startswith(SEND):
+                continue
+            message = what.removeprefix(SEND)
+            for receiver in record.groups["pp"]:
+                waits = [
+                    one
+                    for one in of_step[receiver].ranges
+                    if (label := label_of(one.name)).kind == "wait" and label.what == message
+                ]
+                if receiver == record.rank or len(waits) != len(sends):
+                    continue
+                for send, wait in zip(sends, waits):
+                    members, blocked = (record.rank, receiver), {receiver: (wait,)}
+                    step = of_step[0].number
+                    yield Exchange("pp", message, step, members, send.bytes, send.begin, wait.end, blocked)

@@ -1,0 +1,133 @@
+"""Where the time of a rank's steps went, by the parts that the planner prices."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.measure.compare.exchanges import Exchange, exchanges_of
+from shardwise.measure.compare.labels import label_of
+from shardwise.measure.compare.segments import Segment, Step, steps_of
+from shardwise.spec.errors import SpecError
+from shardwise.train.profile.record import Range, RankRecord
+
+BUBBLE, LATE = "bubble", "late ranks"
+WAITS = (BUBBLE, LATE)
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of a step, as means over those that were profiled; ``parts`` add up to ``step_seconds``.
+
+    ``hidden``: what a dimension's communication took beside the computation. ``layers``: the forward pass of every
+    layer, without what it sends; the median of all.
+    """
+
+    rank: int
+    node: int
+    step_seconds: float
+    parts: dict[str, float]
+    hidden: dict[str, float]
+    layers: dict[int, float]
+
+    @property
+    def waits(self) -> float:
+        """For other ranks."""
+        return sum(self.parts.get(name, 0.0) for name in WAITS)
+
+    @property
+    def layer_seconds(self) -> float | None:
+        """A layer of this rank, in the middle."""
+        return statistics.median(self.layers.values()) if self.layers else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks recorded of the same steps."""
+
+    records: tuple[RankRecord, ...]
+    steps: tuple[tuple[Step, ...], ...]  # of every rank
+    exchanges: tuple[Exchange, ...]
+    ranks: tuple[RankTimes, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(step.number for step in self.steps[0])
+
+    @property
+    def busiest(self) -> RankTimes:
+        """The rank that waits least for others: they wait for it."""
+        return min(self.ranks, key=lambda one: one.waits)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.busiest.step_seconds
+
+
+def measured(records: Sequence[RankRecord], *, pipelined: bool) -> Measured:
+    """``pipelined``: to wait for others is then what a schedule does, too."""
+    steps = tuple(steps_of(record) for record in records)
+    if not steps[0] or any([one.number for one in own] != [one.number for one in steps[0]] for own in steps):
+        raise SpecError("profile", "the ranks did not record the same steps", "profile the run again")
+    exchanges = exchanges_of(records, steps)
+    ranks = tuple(_times(record, own, exchanges, pipelined) for record, own in zip(records, steps))
+    return Measured(tuple(records), steps, exchanges, ranks)
+
+
+def _times(record: RankRecord, steps: Sequence[Step], exchanges: Sequence[Exchange], pipelined: bool) -> RankTimes:
+    parts: dict[str, float] = defaultdict(float)
+    hidden: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for segment in step.segments:
+            parts[segment.part] += segment.seconds
+        for part, seconds in _hidden(step).items():
+            hidden[part] += seconds
+    for one in exchanges:
+        waited = one.waited_for_others(record.rank)
+        if waited:
+            part = "ep" if one.dimension == "expert_tp" else one.dimension
+            waited = min(waited, parts[part])
+            parts[part] -= waited
+            parts[BUBBLE if pipelined and part in ("pp", "world") else LATE] += waited
+    parts["optimizer"] += parts.pop("world", 0.0)  # what is left of the sum of the norm
+    count = len(steps)
+    return RankTimes(
+        record.rank,
+        record.node,
+        sum(step.seconds for step in steps) / count,
+        {part: seconds / count for part, seconds in parts.items() if seconds > 0},
+        {part: seconds / count for part, seconds in hidden.items() if seconds > 0},
+        _layers(steps),
+    )
+
+
+def _hidden(step: Step) -> dict[str, float]:
+    """Seconds that the backend worked for each dimension while the host did not stand still for it."""
+    found: dict[str, float] = defaultdict(float)
+    begun = [(one.start, label.part) for one in step.ranges if (label := label_of(one.name)).kind in ("begin", "wait")]
+    for work in step.beside:
+        if work.name in ("gloo:send", "gloo:recv"):  # last until they are waited for, whenever that is
+            continue
+        part = next((part for start, part in reversed(begun) if start <= work.start), None)
+        if part is not None and part != "world":
+            found[part] += work.seconds - _standing(step.segments, work, part)
+    return found
+
+
+def _standing(segments: Sequence[Segment], work: Range, part: str) -> float:
+    return sum(max(0.0, min(one.end, work.end) - max(one.start, work.start)) for one in segments if one.part == part)
+
+
+def _layers(steps: Sequence[Step]) -> dict[int, float]:
+    """The median forward pass of each layer: others of it may have been interrupted."""
+    each: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        passes: dict[Range, float] = defaultdict(float)
+        for segment in step.segments:
+            if segment.layer is not None and segment.part == "compute":
+                passes[segment.layer] += segment.seconds
+        for layer, seconds in passes.items():
+            each[label_of(layer.name).number].append(seconds)
+    return {layer: statistics.median(seconds) for layer, seconds in sorted(each.items())}

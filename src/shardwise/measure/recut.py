@@ -1,0 +1,199 @@
+"""A pipeline cut again by what its ranks measured: slow ranks get fewer layers, and sit in one stage where they can."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from shardwise.cost.stages import chunk_of_rank
+from shardwise.measure.compare.labels import label_of
+from shardwise.measure.compare.measured import Measured, RankTimes
+from shardwise.measure.compare.segments import Step
+from shardwise.pipeline import Place, StageTimes, stage_times
+from shardwise.pipeline.steady import simulated_pipeline
+from shardwise.planner.candidate import candidate
+from shardwise.planner.pieces import Piece, Pieces, in_flight, pieces_of, room_for_pieces
+from shardwise.planner.stages import divisions, fits
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.rules import stage_layer_counts
+from shardwise.spec.strategy import DIMENSIONS
+
+WORTH = 0.01  # of the step: below that a cut is not worth another checkpoint layout
+_PASSES = ("forward", "backward", "weight gradients")
+_AROUND = ("data", "optimizer", "checkpoint", "host", "dp")  # not the pipeline
+
+
+@dataclass(frozen=True)
+class Recut:
+    """``job`` is as good as the old one or better; ``slowness`` of every rank, 1 being the usual one's."""
+
+    old: Job
+    job: Job
+    slowness: tuple[float, ...]
+    step_seconds: float  # measured
+    expected_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """How many times faster the step is expected to be."""
+        return self.step_seconds / self.expected_seconds
+
+    def new_run(self) -> Job:
+        """The job as a run of its own: not in the old one's folder, and not only as far as that went."""
+        return replace(self.job, run=replace(self.job.run, folder=None, stop_at=None))
+
+    @property
+    def layers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of every stage, before and after."""
+        before, after = (stage_layer_counts(one.model, one.strategy) for one in (self.old, self.job))
+        return before, after
+
+
+def recut(job: Job, found: Measured) -> Recut:
+    """The best cut, and order of the dimensions, for ranks as fast as they were measured to be."""
+    if job.strategy.pp == 1:
+        problem = "the run has one pipeline stage: no layer can move to another rank"
+        raise SpecError("strategy.pp", problem, "`shardwise compare` names a slow rank")
+    priced = pieces_of(job)
+    slowness = rank_slowness(found, priced)
+    pieces = measured_pieces(job, found, priced, slowness)
+    forward = _forward_share(job, found)
+    now = _simulated(job, pieces, slowness, forward)
+    best, seconds = job, now
+    for other in _proposals(job, pieces, slowness):
+        moved = 0.0 if other.strategy.order == job.strategy.order else _priced_difference(other, job)
+        simulated = _simulated(other, pieces, slowness, forward) + moved
+        if simulated < seconds:
+            best, seconds = other, simulated
+    measured = found.step_seconds
+    pipeline = measured - sum(found.busiest.parts.get(part, 0.0) for part in _AROUND)
+    expected = measured - pipeline * (1 - seconds / now)
+    if expected > measured * (1 - WORTH):
+        best, expected = job, measured
+    return Recut(job, best, slowness, measured, expected)
+
+
+def rank_slowness(found: Measured, priced: Pieces) -> tuple[float, ...]:
+    """How much longer each rank takes for a layer than the usual rank, layers that differ compared by their price."""
+    ratios = [_ratio(one, priced) for one in found.ranks]
+    usual = statistics.median_low(ratios)
+    return tuple(ratio / usual for ratio in ratios)
+
+
+def _ratio(one: RankTimes, priced: Pieces) -> float:
+    if not one.layers:
+        remedy = "profile it with training.compile: false"
+        raise SpecError("profile", f"rank {one.rank} has recorded no layer", remedy)
+    return statistics.median(seconds / priced.layers[layer].seconds for layer, seconds in one.layers.items())
+
+
+def measured_pieces(job: Job, found: Measured, priced: Pieces, slowness: Sequence[float]) -> Pieces:
+    """What the pieces of the model take on a usual rank: layers by their share of the forward passes, ends the rest."""
+    last = job.strategy.pp * job.strategy.chunks_per_rank - 1
+    layers, ends = [], {0: 0.0, last: 0.0}
+    for record, steps, one in zip(found.records, found.steps, found.ranks):
+        for stage, (forward, all_passes) in _stage_seconds(steps).items():
+            usual = all_passes / slowness[record.rank]
+            held = record.stages[stage]
+            in_layers = min(1.0, sum(one.layers[layer] for layer in held) / forward) if held else 0.0
+            if held:
+                layers.append(usual * in_layers / sum(priced.layers[layer].seconds for layer in held))
+            if stage in ends:
+                ends[stage] = max(ends[stage], usual * (1 - in_layers))
+    scale = statistics.median(layers)
+    return Pieces(
+        replace(priced.embedding, seconds=ends[0]),
+        tuple(replace(layer, seconds=scale * layer.seconds) for layer in priced.layers),
+        replace(priced.head, seconds=ends[last] if last else 0.0),
+    )
+
+
+def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
+    """Of every stage of a rank: the forward pass of a microbatch, and all its passes, without what is sent."""
+    seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        for one in step.ranges:
+            name, _, stage = one.name.partition(" of stage ")
+            kind = next((kind for kind in _PASSES if name.startswith(kind)), None)
+            if kind is None or not stage.isdecimal():
+                continue
+            sent = sum(
+                inner.seconds
+                for inner in step.ranges
+                if label_of(inner.name).kind in ("begin", "wait") and one.start <= inner.start and inner.end <= one.end
+            )
+            seconds[int(stage)][kind].append(one.seconds - sent)
+    return {
+        stage: (statistics.median(passes["forward"]), sum(statistics.median(some) for some in passes.values()))
+        for stage, passes in seconds.items()
+    }
+
+
+def _forward_share(job: Job, found: Measured) -> float:
+    """The forward passes' share of all passes."""
+    stages = [seconds for steps in found.steps for seconds in _stage_seconds(steps).values()]
+    return sum(forward for forward, _ in stages) / sum(whole for _, whole in stages)
+
+
+def _speeds(job: Job, slowness: Sequence[float]) -> list[float]:
+    """Of every pipeline rank, which is as fast as its slowest member."""
+    stride, pp = job.strategy.stride("pp"), job.strategy.pp
+    slowest = [1e-9] * pp
+    for rank, slow in enumerate(slowness):
+        place = rank // stride % pp
+        slowest[place] = max(slowest[place], slow)
+    return [1 / slow for slow in slowest]
+
+
+def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]:
+    """Other cuts, in this order of the dimensions and in those that bring slow ranks together."""
+    capacity, found = job.cluster.device.memory, []
+    for order in [job.strategy.order, *permutations(DIMENSIONS)]:
+        try:
+            laid_out = job.with_strategy(order=order)
+            speeds = _speeds(laid_out, slowness)
+            rooms = [room_for_pieces(laid_out, pieces, rank, capacity) for rank in range(job.strategy.pp)]
+            places = [
+                Place(speed, max(1.0, room), in_flight(laid_out, rank))
+                for rank, (speed, room) in enumerate(zip(speeds, rooms))
+            ]
+            cuts = [laid_out.with_strategy(stage_layers=cut) for cut in divisions(laid_out, pieces, places)]
+        except SpecError:
+            continue  # a layout that this cluster or model has not
+        found += [one for one in cuts if fits(one, capacity)]
+    return found
+
+
+def _simulated(job: Job, pieces: Pieces, slowness: Sequence[float], forward_share: float) -> float:
+    strategy = job.strategy
+    price = candidate(job)
+    seconds, _ = simulated_pipeline(
+        strategy.schedule,
+        strategy.pp,
+        job.microbatches,
+        strategy.chunks_per_rank,
+        _stage_times(job, pieces, _speeds(job, slowness), forward_share),
+        price.prediction.slowest.message_seconds,
+    )
+    return seconds
+
+
+def _stage_times(job: Job, pieces: Pieces, speeds: Sequence[float], forward_share: float) -> StageTimes:
+    counts = stage_layer_counts(job.model, job.strategy)
+    seconds = [0.0] * len(counts)
+    for rank, speed in enumerate(speeds):
+        for stage in chunk_of_rank(job, rank):
+            held: Piece = pieces.stage(counts, stage)
+            seconds[stage] = held.seconds / speed
+    backward = [(1 - forward_share) / 2 * one for one in seconds]
+    return stage_times([forward_share * one for one in seconds], backward, backward)
+
+
+def _priced_difference(one: Job, other: Job) -> float:
+    """What another order of the dimensions costs or saves on the network, by price."""
+    same_cut = one.with_strategy(stage_layers=stage_layer_counts(other.model, other.strategy))
+    return candidate(same_cut).step_seconds - candidate(other).step_seconds

@@ -1,0 +1,51 @@
+"""A pipeline that was cut again, for people and for machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.report.console import console, table
+from shardwise.spec.units import readable_seconds
+
+if TYPE_CHECKING:
+    from shardwise.measure.recut import Recut
+
+SLOW = 1.1  # times the usual rank's time for a layer: below that nothing is said
+
+
+def recut_data(found: Recut) -> dict[str, Any]:
+    before, after = found.layers
+    return {
+        "layers_before": before,
+        "layers_after": after,
+        "order_before": found.old.strategy.order,
+        "order_after": found.job.strategy.order,
+        "slowness_of_ranks": found.slowness,
+        "step_seconds": found.step_seconds,
+        "expected_seconds": found.expected_seconds,
+        "gain": found.gain,
+    }
+
+
+def print_recut(found: Recut, written: Path) -> None:
+    out = console()
+    before, after = found.layers
+    rows = [
+        (str(stage), str(old), str(new), f"{new - old:+d}" if new != old else "")
+        for stage, (old, new) in enumerate(zip(before, after))
+    ]
+    out.print(table("Layers of every stage", ("stage", "measured run", "new cut", ""), rows))
+    slow = [(rank, one) for rank, one in enumerate(found.slowness) if one >= SLOW]
+    if slow:
+        words = ", ".join(f"rank {rank} {one:.2f} times" for rank, one in slow)
+        out.print(f"Time for a layer, of the usual rank's: {words}.")
+    if found.job.strategy.order != found.old.strategy.order:
+        order = ", ".join(found.job.strategy.order)
+        out.print(f"Ranks are moved: order [{order}] puts slow ranks into the same stages.")
+    if found.job == found.old:
+        out.print("The stages are as even as whole layers allow: nothing is gained by another cut.")
+    else:
+        old, new = readable_seconds(found.step_seconds), readable_seconds(found.expected_seconds)
+        out.print(f"Step time {old} → {new} expected, {found.gain:.2f} times faster.")
+    out.print(f"Written: {written}")

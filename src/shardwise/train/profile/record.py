@@ -1,0 +1,93 @@
+"""A rank's record of the steps that were profiled: named ranges of time on a clock that all ranks share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.spec.errors import SpecError
+
+HOST = 0  # the lane of the thread that trains
+
+
+@dataclass(frozen=True)
+class Range:
+    """``lane`` tells threads (or streams of a GPU) apart; on one lane ranges lie inside or beside each other."""
+
+    name: str
+    start: float  # seconds since the first rank's record began
+    end: float
+    lane: int = HOST
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """``groups``: the ranks with which this one communicates, by the name of the group (`engine.mesh.Mesh`).
+
+    Its clock agrees with rank 0's to about ``clock_error`` seconds. ``memory`` has the bytes of this rank's states.
+    """
+
+    rank: int
+    node: int
+    device: str
+    clock_error: float
+    groups: Mapping[str, tuple[int, ...]]
+    stages: Mapping[int, tuple[int, ...]]  # the layers of every stage that this rank holds
+    memory: Mapping[str, int]
+    ranges: tuple[Range, ...]
+
+    def write(self, folder: Path) -> None:
+        content = {
+            "rank": self.rank,
+            "node": self.node,
+            "device": self.device,
+            "clock_error": self.clock_error,
+            "groups": self.groups,
+            "stages": self.stages,
+            "memory": self.memory,
+            "ranges": [(one.name, round(one.start, 7), round(one.end, 7), one.lane) for one in self.ranges],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"rank-{self.rank}.part"
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(path_of(folder, self.rank))
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def read_records(folder: Path, world: int) -> tuple[RankRecord, ...]:
+    """The records of all ranks; raises SpecError where there are none, or not all of them."""
+    paths = [path_of(folder, rank) for rank in range(world)]
+    there = [path for path in paths if path.is_file()]
+    if not there:
+        remedy = "train with --profile steps=10:12 (a run that is done goes on with more --steps)"
+        raise SpecError(str(folder), "this run was not profiled", remedy)
+    if len(there) < world:
+        missing = next(path.name for path in paths if path not in there)
+        raise SpecError(str(folder), f"{missing} is missing", "copy the records of all hosts into this folder")
+    return tuple(_read(path) for path in paths)
+
+
+def _read(path: Path) -> RankRecord:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return RankRecord(
+            content["rank"],
+            content["node"],
+            content["device"],
+            content["clock_error"],
+            {name: tuple(ranks) for name, ranks in content["groups"].items()},
+            {int(stage): tuple(layers) for stage, layers in content["stages"].items()},
+            content["memory"],
+            tuple(Range(*one) for one in content["ranges"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(str(path), f"is no record of a rank ({error})", "profile the run again") from None
