@@ -45,6 +45,7 @@ QUICK = {
     "zero-0": job(SMALL, {"dp": 8}, 16),
     "zero-3": job(SMALL, {"dp": 8, "zero": 3}, 16),
     "tp-sp": job(SMALL, {"tp": 2, "dp": 4, "zero": 1}, 8),
+    "int8-gradients": job(SMALL, {"dp": 8, "compression": "int8"}, 16),
     "pp": job(SMALL, {"pp": 2, "dp": 4}, 16),
     "ep": job(MIXTURE, {"dp": 8, "ep": 4}, 8),
     "cp-ring": job(SMALL, {"cp": 4, "dp": 2}, 4),
@@ -53,6 +54,8 @@ QUICK = {
 }
 SLOW = {
     "zero-1": job(SMALL, {"dp": 8, "zero": 1}, 16),
+    "1-bit-gradients": job(SMALL, {"dp": 4, "tp": 2, "compression": "1bit"}, 16),
+    "powersgd": job(MIXTURE, {"dp": 8, "ep": 2, "compression": "powersgd"}, 16),
     "zero-2": job(SMALL, {"dp": 8, "zero": 2}, 16),
     "zero-3-kept": job(SMALL, {"dp": 8, "zero": 3, "keep_parameters": True}, 16),
     "accumulate-local": job(SMALL, {"dp": 8, "zero": 3, "accumulate": "local"}, 16),

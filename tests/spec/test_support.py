@@ -48,6 +48,9 @@ USING: dict[str, Fields] = {
     "zero-3-kept": {"zero": 3, "keep_parameters": True},
     "hybrid-shard": {"zero": 1, "shard_group": 2},
     "accumulate-local": {"zero": 2, "accumulate": "local"},
+    "buckets": {"bucket": "1MiB"},
+    "compression": {"compression": {"method": "int8", "error_feedback": False}},
+    "error-feedback": {"compression": {"method": "int8"}},
     "tp": {"tp": 2},
     "sp": {"tp": 2},
     "tp-plain": {"tp": 2, "sequence_parallel": False},
@@ -254,7 +257,8 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
     scalars_only = {"uneven-kv-heads", "ragged-widths", "ragged-experts", "own-stages", "rank-order",
-                    "named-collective", "in-network-collective", "experts-across-tp"}  # fmt: skip
+                    "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
+                    "error-feedback"}  # fmt: skip
     for name, uses in TECHNIQUES.items():
         if name not in scalars_only:
             expected = [bool(uses(one.strategy, training, model)) for one in cases]

@@ -29,6 +29,8 @@ __all__ = ["job_from", "model_from", "path_from", "whole"]
 
 DEFAULT_CLUSTER = "dgx-h100"
 EMULATED_ON = "laptop"
+# The algorithm of collectives, what selective recompute names, and what changes the numbers that are computed.
+NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression")
 PLANNED_SEQ = 8192
 PLANNED_BATCH = "4M-tokens"
 _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
@@ -56,11 +58,11 @@ def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None
 def planning_job(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
     """The job whose strategy is to be found, and what was assumed about it.
 
-    Its strategy says only what no search varies: the collective algorithm and what selective recompute names.
+    Its strategy says only what no search varies (`NOT_SEARCHED`).
     """
     fields, _, notes = _job_fields(arguments)
     given = fields.pop("strategy", None) or {}
-    fields["strategy"] = {name: given[name] for name in ("collective", "recompute_operators") if name in given}
+    fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
     training = dict(fields.get("training") or {})
     batch = training.pop("global_batch", None)
     model: Model = fields["model"]

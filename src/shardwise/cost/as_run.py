@@ -37,7 +37,7 @@ def _units_taken(job: Job, traffic: Traffic) -> float:
         return taken.copies  # its pieces are copied between symmetric buffers
     if job.strategy.collective in ("nvls", "sharp"):
         return taken.in_network
-    if traffic.kind is CollectiveKind.ALL_TO_ALL:
+    if traffic.kind is CollectiveKind.ALL_TO_ALL and traffic.dimension != "dp":
         return taken.of_exchanges()
     units = taken.of_messages() if traffic.kind is CollectiveKind.SEND_RECV else taken.collectives
     return units * float(busy_share(job.cluster.levels[0].name, traffic.level_seconds))

@@ -84,12 +84,13 @@ def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> A
     """The optimizer step: owned states are read and written in fp32, local weights and gradients touched once.
 
     30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written) and 8 per
-    local one (gradient norm and zeroing), at the memory's sustained speed; plus what a step costs besides.
+    local one (gradient norm and zeroing), and what compressing gradients moves, at the memory's sustained speed; plus
+    what a step costs besides.
     """
     device = job.cluster.device
     owned = owned_parameters(contents, sharding)
     local = owned if sharding.gradients_sharded else contents.total
-    moved = 30 * owned + 8 * local
+    moved = 30 * owned + 8 * local + sharding.moved_bytes * contents.total
     seconds = moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds
     if job.stack.per_parameter_shards:
         matrices = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))

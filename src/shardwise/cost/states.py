@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives.arrays import select
+from shardwise.cost.less_communication import kept_bytes, moved_bytes
 from shardwise.cost.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
@@ -31,6 +32,8 @@ class Sharding:
     keep_parameters: Any
     offload: Any  # shares per kind of state, as in `Offload`
     sums_once: Any = False  # copies of shards are summed after the last microbatch, where the stack does so
+    kept_bytes: Any = 0.0  # of each parameter, for sending less (`less_communication`)
+    moved_bytes: Any = 0.0
 
     @property
     def divided(self) -> Any:
@@ -48,6 +51,8 @@ def sharding_of(strategy: Strategy) -> Sharding:
         strategy.keep_parameters,
         strategy.offload,
         sums_once(strategy, divided_over(strategy)),
+        kept_bytes(strategy),
+        moved_bytes(strategy),
     )
 
 
@@ -143,7 +148,8 @@ def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str 
         )
 
     dense = part(contents.layer_matrices, contents.others, sharding.shards)
-    return dense + part(contents.experts, 0.0, sharding.expert_shards)
+    kept = StateBytes(0.0, 0.0, sharding.kept_bytes * contents.total)
+    return dense + part(contents.experts, 0.0, sharding.expert_shards) + kept
 
 
 def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:

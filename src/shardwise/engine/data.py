@@ -44,6 +44,17 @@ class DataParallel:
         """fp32 values of whole parameters that are computed with in 16 bits; divided parameters are fp32 themselves."""
         return {parameter: master for part in self.parts.values() for parameter, master in part.masters.items()}
 
+    @property
+    def feedback(self) -> dict[str, Tensor]:
+        """What compressed sums of gradients keep from one step to the next: of this rank alone."""
+        whole = [(number, part) for number, part in enumerate(self.parts.values()) if isinstance(part, Replicated)]
+        return {f"{number}.{name}": state for number, part in whole for name, state in part.feedback.items()}
+
+    @property
+    def compressed_bytes(self) -> int:
+        """What has left this rank in compressed sums until now."""
+        return sum(part.compressed_bytes for part in self.parts.values() if isinstance(part, Replicated))
+
     def forget_masters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Somebody else keeps the fp32 values of these from now on."""
         for parameter in parameters:

@@ -15,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from shardwise.engine.compression import CompressedSum, compressed_sum
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import sent, waited
 from shardwise.engine.precision import Precision
 from shardwise.engine.reductions import Pending, all_reduce_sum
 from shardwise.engine.units import Unit, own_parameters
+from shardwise.spec.less_communication import Compression
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel, unless the strategy says otherwise
 
 
 def _out_of_graphs(method: Method) -> Method:
@@ -56,11 +58,24 @@ class Replicated:
             for parameter in self.root.parameters():
                 self._lower(parameter)
         self.buckets = _buckets(self.root, self.units, self.mesh)
+        for bucket in self.buckets:
+            bucket.compress(self.mesh.strategy.compression)
         for module in {bucket.complete_after for bucket in self.buckets}:
             if module is not None:
                 module.register_forward_pre_hook(self._mark, with_kwargs=True)
         if self.buckets:
             self.root.register_forward_hook(self._see_backward)
+
+    @property
+    def feedback(self) -> dict[str, Tensor]:
+        """What compressed sums keep from one step to the next, by bucket."""
+        compressed = [(number, one.compressed) for number, one in enumerate(self.buckets) if one.compressed]
+        return {f"{number}.{name}": state for number, one in compressed for name, state in one.states.items()}
+
+    @property
+    def compressed_bytes(self) -> int:
+        """What has left this rank in compressed sums until now."""
+        return sum(bucket.compressed.sent_bytes for bucket in self.buckets if bucket.compressed)
 
     @torch.no_grad()
     def _lower(self, parameter: nn.Parameter) -> None:
@@ -103,15 +118,16 @@ class Replicated:
         if bucket.started:
             return
         bucket.started = True
-        flat = bucket.collect()
-        with sent("dp", "all-reduce of gradients", flat):
-            if flat.device.type != "cuda":
-                bucket.work = all_reduce_sum(flat, bucket.group, async_op=True, in_fp32=True)
-                return
-            self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._beside):
-                all_reduce_sum(flat, bucket.group, in_fp32=True)
+        bucket.collect()
+        if bucket.device.type != "cuda":
+            bucket.work = bucket.reduce()
+            return
+        self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            work = bucket.reduce()
+            if work is not None:
+                work.wait()
 
     @_out_of_graphs
     def _mark(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -180,12 +196,30 @@ class _Bucket:
         self.parameters: list[nn.Parameter] = []
         self.complete_after: nn.Module | None = None
         self.flat: Tensor | None = None
+        self.compressed: CompressedSum | None = None
         self.collected = self.started = False
         self.work: Pending | None = None
 
     @property
     def bytes(self) -> int:
         return sum(one.numel() * one.element_size() for one in self.parameters)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def compress(self, compression: Compression) -> None:
+        """Before the first sum, if at all."""
+        shapes = [one.shape for one in self.parameters]
+        self.compressed = compressed_sum(compression, shapes, self.group, self.device)
+
+    def reduce(self) -> Pending | None:
+        """Begins the sum of what was collected."""
+        flat = self.collect()
+        if self.compressed is not None:
+            return self.compressed.start(flat)
+        with sent("dp", "all-reduce of gradients", flat):
+            return all_reduce_sum(flat, self.group, async_op=True, in_fp32=True)
 
     @torch.no_grad()
     def collect(self) -> Tensor:
@@ -228,7 +262,7 @@ def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh) -> list[_Bucket
         for unit, parameters, after in _completed(root, units):
             if (unit is not None and unit.expert) != expert:
                 continue
-            if bucket.bytes >= BUCKET_BYTES:
+            if bucket.bytes >= (mesh.strategy.bucket or BUCKET_BYTES):
                 buckets.append(bucket)
                 bucket = _Bucket(mesh.group(name))
             bucket.parameters += [one for one in parameters if one.requires_grad]

@@ -25,6 +25,8 @@ def strategy_words(strategy: Strategy) -> str:
     words.append(recompute_words(strategy))
     if strategy.offload.any:
         words.append(f"offload {offload_name(strategy.offload)}")
+    if strategy.compression.is_used:
+        words.append(f"{strategy.compression.method} gradients")
     if strategy.order[-1] != "pp" and strategy.pp > 1:
         words.append("-".join(strategy.order))
     return " · ".join(word for word in words if word)

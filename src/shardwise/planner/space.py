@@ -44,6 +44,8 @@ def plain_strategy(job: Job) -> Strategy:
         dispatch=job.stack.dispatch,
         recompute_operators=job.strategy.recompute_operators,
         collective=job.strategy.collective,
+        bucket=job.strategy.bucket,
+        compression=job.strategy.compression,
     )
 
 

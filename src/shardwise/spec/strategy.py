@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from shardwise.spec.codec import Spec, count
+from shardwise.spec.codec import Spec, count, quantity, reference
 from shardwise.spec.errors import SpecError
+from shardwise.spec.less_communication import Compression, compression_from, compression_short
 
 Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
@@ -69,7 +70,8 @@ class Strategy(Spec):
     parallelism, innermost first. ``zero`` shards optimizer states (1), gradients (2), parameters (3)
     over ``shard_group`` data-parallel ranks (default all of them; fewer is hybrid sharding).
     With ``accumulate: sharded`` ZeRO-2 and 3 reduce gradients after every microbatch; ``local`` keeps them
-    whole and reduces once. ``keep_parameters`` keeps what ZeRO-3 gathered until the step ends.
+    whole and reduces once. ``keep_parameters`` keeps what ZeRO-3 gathered until the step ends. Without ZeRO, gradients
+    are summed in pieces of about ``bucket`` bytes (25 MiB), and may be compressed on their way.
     """
 
     tp: int = count(1)
@@ -96,6 +98,8 @@ class Strategy(Spec):
     overlap: Overlap = field(default_factory=Overlap)
     offload: Offload = field(default_factory=Offload)
     collective: str = "auto"
+    bucket: float | None = quantity("bytes", None)
+    compression: Compression = reference(compression_from, compression_short, default=Compression())
 
     def check(self) -> None:
         if sorted(self.order) != sorted(DIMENSIONS):

@@ -155,6 +155,16 @@ MATRIX: tuple[Finding, ...] = (
         "muon works on whole matrices and these are cut; the gather it takes is neither priced nor run",
         "zero: 1 without tensor parallelism, or optimizer: adamw",
     ),
+    *_each(
+        ("buckets", "compression"), ("zero-1", "zero-2", "zero-3", "zero-3-kept"), "needs",
+        "gradients are summed in buckets, and compressed there, where every rank has all of them",
+        "zero: 0, or neither bucket nor compression", ("strategy.zero", 0),
+    ),
+    Finding(
+        ("error-feedback", "fp16"), "needs",
+        "what is kept of a gradient is in the scale of the loss of its step, which changes",
+        "compression.error_feedback: false, or precision: bf16", ("training.precision", "bf16"),
+    ),
     # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
     Finding(
         ("fp8", "ragged-widths"), "refused", "8-bit products take widths that are multiples of 16 on every rank",

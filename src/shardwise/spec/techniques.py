@@ -83,6 +83,9 @@ TECHNIQUES: dict[str, Uses] = {
     "zero-3-kept": lambda s, t, m: (s.zero == 3) & (s.keep_parameters == 1),
     "hybrid-shard": lambda s, t, m: (s.zero > 0) & (s.sharding_group < s.gradient_group),
     "accumulate-local": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "local"),
+    "buckets": lambda s, t, m: s.bucket is not None,
+    "compression": lambda s, t, m: s.compression.is_used,
+    "error-feedback": lambda s, t, m: s.compression.keeps_errors,
     # tensor
     "tp": lambda s, t, m: s.tp > 1,
     "sp": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 1),

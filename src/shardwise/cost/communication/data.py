@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import minimum
+from shardwise.cost.communication.thin import ThinElements, thin_elements
 from shardwise.cost.network import Run, expert_data_runs, group_runs, part_of, spanned
 from shardwise.cost.overlap import Pass
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, divided_over, expert_shards, sharding_of
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
+from shardwise.spec.less_communication import Compression
 from shardwise.spec.strategy import Strategy
 
 
@@ -52,24 +54,59 @@ def _shared(runs: tuple[Run, ...], shards: int) -> SharedRanks:
 def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives over the ranks that hold the same parameters: cp·dp, and expert data parallelism."""
     strategy, shards = job.strategy, divided_over(job.strategy)
-    dense_units, expert_units = communication_units(contents)
-    dense, layers, experts = contents.dense, contents.layer_matrices, contents.experts
-    traffics = _group_traffic(job, "", dense, layers, dense_units, dense_ranks(strategy, shards))
-    if experts:
-        traffics += _group_traffic(job, "expert ", experts, experts, expert_units, expert_ranks(strategy, shards))
+    dense_units, expert_units = communication_units(job, contents)
+    dense, experts = sent_parameters(job, strategy, contents)
+    traffics = _group_traffic(job, "", dense.over(dense_units), dense_units, dense_ranks(strategy, shards))
+    if contents.experts:
+        each = experts.over(expert_units)
+        traffics += _group_traffic(job, "expert ", each, expert_units, expert_ranks(strategy, shards))
     return traffics
 
 
-def communication_units(contents: RankContents) -> tuple[int, int]:
-    """Pieces of the dense parameters and of the experts that are reduced or gathered one after the other: layers."""
-    return max(1, contents.layers), max(1, contents.moe_layers)
+class SentParameters(NamedTuple):
+    """Parameters that are sent together: all, those of them in layers, and their thin factors under powersgd.
+
+    Numbers, or arrays of several kinds of rank.
+    """
+
+    all: Any
+    in_layers: Any
+    first_factors: Any = 0.0
+    second_factors: Any = 0.0
+
+    def over(self, units: Any) -> SentParameters:
+        """Those of one of so many equal units."""
+        return SentParameters(*(figure / units for figure in self))
+
+
+def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tuple[SentParameters, SentParameters]:
+    """Of the dense parameters and of the experts of a rank."""
+    thin = (ThinElements(0.0, 0.0), ThinElements(0.0, 0.0))
+    if job.strategy.compression.method == "powersgd":
+        thin = thin_elements(job.model, strategy, contents)
+    dense = SentParameters(contents.dense, contents.layer_matrices, *thin[0])
+    return dense, SentParameters(contents.experts, contents.experts, *thin[1])
+
+
+def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Pieces of the dense parameters and of the experts that are reduced or gathered one after the other.
+
+    They are layers; where the strategy has a size for its buckets, as many layers together as fill one.
+    """
+    layers, moe_layers = max(1, contents.layers), max(1, contents.moe_layers)
+    bucket, weight = job.strategy.bucket, job.training.recipe.weight
+    if bucket is None:
+        return layers, moe_layers
+    each = (contents.dense * weight / layers, contents.experts * weight / moe_layers)
+    dense, experts = (math.ceil(bucket / size) if size else 1 for size in each)
+    return math.ceil(layers / dense), math.ceil(moe_layers / experts)
 
 
 class Wire(NamedTuple):
     """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather.
 
     ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
-    summed once a step, however often they are made.
+    summed once a step, however often they are made. ``compression`` is that of whole gradients.
     """
 
     gradient: float
@@ -77,6 +114,7 @@ class Wire(NamedTuple):
     gather_hides: bool
     ends_once: bool = False
     sums_once: bool = False
+    compression: Compression = Compression()
 
 
 def wire_bytes(job: Job, pp: int) -> Wire:
@@ -85,7 +123,9 @@ def wire_bytes(job: Job, pp: int) -> Wire:
     gradient = min(recipe.gradient, 2.0) if stack.gradient_reduce == "bf16" else recipe.gradient
     narrow = stack.parameter_gather == "fp8" and recipe.compute in ("fp8", "fp4")
     fsdp = stack.sharded_parameters == "fp32 shards"
-    return Wire(gradient, 1.0 if narrow else recipe.weight, not stack.per_parameter_shards, fsdp, fsdp and pp == 1)
+    gathered = 1.0 if narrow else recipe.weight
+    late, compression = not stack.per_parameter_shards, job.strategy.compression
+    return Wire(gradient, gathered, late, fsdp, fsdp and pp == 1, compression)
 
 
 @dataclass(frozen=True)
@@ -107,8 +147,7 @@ class DataLine:
 
 def data_lines(
     sharding: Sharding,
-    unit_parameters: Any,
-    unit_layer: Any,
+    unit: SentParameters,
     shards: Any,
     wire: Wire,
     microbatches: Any,
@@ -116,15 +155,14 @@ def data_lines(
 ) -> list[DataLine]:
     """What one group of parameters sends; ``last`` is the share of a pass in which gradients are complete.
 
-    ``unit_layer`` are those of a unit's parameters that are in layers. Numbers of one strategy, or columns of a table
-    of them.
+    Numbers of one strategy, or columns of a table of them.
     """
     gradient, weight = wire.gradient, wire.weight
     reductions, share = (microbatches, 1.0) if sharding.gradients_sharded else (1, last)
     gathers, gather_share = (1, last if wire.gather_hides else 0.0) if sharding.gathers_once else (microbatches, 1.0)
-    whole, part = unit_parameters * gradient, unit_parameters * gradient / shards
-    gathered = unit_parameters * weight
-    gather, scatter, reduce = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE
+    whole, part = unit.all * gradient, unit.all * gradient / shards
+    gathered = unit.all * weight
+    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     late = not sharding.gradients_sharded
     sums, sum_share, sums_late = (1, last, True) if wire.sums_once else (reductions, share, late)
     lines = [
@@ -132,13 +170,37 @@ def data_lines(
         DataLine(
             "parameters, forward", gather, "shards", gathered, gathers, "forward", gather_share, sharding.gathers_once
         ),
-        DataLine("gradient shards, backward", reduce, "replicas", part, sums, "backward", sum_share, sums_late),
+        *(
+            DataLine(what, kind, "replicas", size, sums, "backward", sum_share, sums_late)
+            for what, kind, size in _sums(unit, part, wire.compression)
+        ),
     ]
     if not sharding.gathers_once:
-        once_more = unit_layer * weight if wire.ends_once else gathered
+        once_more = unit.in_layers * weight if wire.ends_once else gathered
         again = DataLine("parameters, backward", gather, "shards", once_more, microbatches, "backward", 1.0, False)
         lines.insert(0, again)
     return lines
+
+
+def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tuple[str, CollectiveKind, Any]]:
+    """What sums gradients over copies of the same parameters: one all-reduce, or what compression makes of it.
+
+    Codes are exchanged and added by the owners of pieces, whose sums are gathered as codes; of thin factors the second
+    are made from the sum of the first.
+    """
+    reduce = CollectiveKind.ALL_REDUCE
+    if not compression.is_used:
+        return [("gradient shards, backward", reduce, part)]
+    if compression.method == "powersgd":
+        return [
+            ("first factors, backward", reduce, 4 * unit.first_factors),
+            ("second factors, backward", reduce, 4 * unit.second_factors),
+        ]
+    codes = unit.all * compression.element_bytes
+    return [
+        ("gradient codes, backward", CollectiveKind.ALL_TO_ALL, codes),
+        ("codes of sums, backward", CollectiveKind.ALL_GATHER, codes),
+    ]
 
 
 def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
@@ -146,9 +208,7 @@ def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
     return minimum(1.0, (pp if schedule == "interleaved" else 1) / microbatches)
 
 
-def _group_traffic(
-    job: Job, name: str, parameters: float, in_layers: float, units: int, ranks: SharedRanks
-) -> list[Traffic]:
+def _group_traffic(job: Job, name: str, unit: SentParameters, units: int, ranks: SharedRanks) -> list[Traffic]:
     strategy, m = job.strategy, job.microbatches
     last = last_share(strategy.pp, strategy.schedule, m)
     over = {
@@ -156,12 +216,12 @@ def _group_traffic(
         "replicas": spanned(job.cluster, ranks.replicas, "strategy.dp"),
     }
     traffics = []
-    each, layer, wire = parameters / units, in_layers / units, wire_bytes(job, strategy.pp)
-    for line in data_lines(sharding_of(strategy), each, layer, ranks.shards, wire, m, last):
+    wire = wire_bytes(job, strategy.pp)
+    for line in data_lines(sharding_of(strategy), unit, ranks.shards, wire, m, last):
         topology = over[line.over]
         if topology is None:
             continue
-        what = "gradients, backward" if line.over == "replicas" and ranks.shards == 1 else line.what
+        what = "gradients, backward" if line.what.startswith("gradient shards") and ranks.shards == 1 else line.what
         traffics.append(
             priced(
                 "dp",

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.communication.data import (
+    SentParameters,
     SharedRanks,
     communication_units,
     data_lines,
     dense_ranks,
     expert_ranks,
+    sent_parameters,
     wire_bytes,
 )
 from shardwise.cost.network import expert_data_runs, group_runs
@@ -52,12 +54,13 @@ class ColumnBook:
         """The columns of ``group`` by how and how often they communicate; collectives are asked for, not yet priced."""
         import numpy as np
 
-        units = np.array([self._of_parts(communication_units(one)) for one in group.ranks], dtype=float).T
-        parameters = np.array([self._of_parts((one.dense, one.experts)) for one in group.ranks]).T
-        in_layers = np.array([self._of_parts((one.layer_matrices, one.experts)) for one in group.ranks]).T
-        each = (parameters / units, in_layers / units)
+        job, base = self._job, group.base
+        units = np.array([self._of_parts(communication_units(job, one)) for one in group.ranks], dtype=float).T
+        # part × figure × kind
+        sent = np.array([self._of_parts(sent_parameters(job, base, one)) for one in group.ranks]).transpose(1, 2, 0)
+        each = [SentParameters(*figures).over(number) for figures, number in zip(sent, units)]
         return [
-            ColumnClass(shared.numbers, shared.sharding, self._tickets(group, shared, *each), units[..., None])
+            ColumnClass(shared.numbers, shared.sharding, self._tickets(group, shared, each), units[..., None])
             for shared in self._shared(group)
         ]
 
@@ -73,12 +76,12 @@ class ColumnBook:
             self._shardings[key] = _shared_by_class(self._job, group)
         return self._shardings[key]
 
-    def _tickets(self, group: Group, shared: _Shared, unit_parameters: Array, unit_layer: Array) -> Array:
+    def _tickets(self, group: Group, shared: _Shared, units: list[SentParameters]) -> Array:
         """Part × line × kind × column."""
         import numpy as np
 
-        each = zip(unit_parameters, unit_layer, shared.held)
-        tickets = [_part_tickets(self._job, group.base.pp, *part, shared.sharding, self._collectives) for part in each]
+        each, pp = zip(units, shared.held), group.base.pp
+        tickets = [_part_tickets(self._job, pp, *part, shared.sharding, self._collectives) for part in each]
         return np.array(tickets).transpose(0, 1, 3, 2)[..., shared.of_column]
 
 
@@ -119,8 +122,7 @@ def _shared_by_class(job: Job, group: Group) -> list[_Shared]:
 def _part_tickets(
     job: Job,
     pp: int,
-    unit_parameters: Array,
-    unit_layer: Array,
+    unit: SentParameters,
     held: Sequence[SharedRanks],
     sharding: Sharding,
     book: CollectiveBook,
@@ -130,8 +132,8 @@ def _part_tickets(
 
     shards = np.array([ranks.shards for ranks in held])[:, None]
     tickets = []
-    for line in data_lines(sharding, unit_parameters, unit_layer, shards, wire_bytes(job, pp), 1, 1.0):
-        sizes = np.broadcast_to(line.unit_bytes, (len(held), len(unit_parameters))).tolist()
+    for line in data_lines(sharding, unit, shards, wire_bytes(job, pp), 1, 1.0):
+        sizes = np.broadcast_to(line.unit_bytes, (len(held), len(unit.all))).tolist()
         runs = [ranks.sharded if line.over == "shards" else ranks.replicas for ranks in held]
         tickets.append([book.tickets(line.kind, *one) for one in zip(runs, sizes)])
     return tickets

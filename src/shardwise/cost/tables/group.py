@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from shardwise.cost.less_communication import kept_bytes, moved_bytes
 from shardwise.cost.network import Run, expert_runs, expert_tensor_runs, group_runs
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, expert_shards, sums_once
@@ -177,4 +178,6 @@ def sharding_columns(base: Strategy, choices: Sequence[ShardChoice]) -> Sharding
         keep_parameters=np.array([choice.keep_parameters for choice in choices]),
         offload=WITHOUT_OFFLOAD,
         sums_once=np.array([summed[degree] for degree in shards]),
+        kept_bytes=np.full(len(shards), kept_bytes(base)),
+        moved_bytes=np.full(len(shards), moved_bytes(base)),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.as_run import busy_share
-from shardwise.cost.communication.data import data_lines, wire_bytes
+from shardwise.cost.communication.data import SentParameters, data_lines, wire_bytes
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.stage_time import optimizer_seconds
 from shardwise.cost.stages import embedding_on_both_ends
@@ -197,7 +197,7 @@ class _Batch:
     def _data_transfers(self, part: slice, lengths: Array) -> list[Transfer]:
         """The lines of the dense parameters and of the experts; those that nowhere cost anything are left out."""
         m, last = self.rows.microbatches[part], self.rows.last_share[part]
-        lines = data_lines(self.sharding, 0.0, 0.0, 1, wire_bytes(self.job, self.base.pp), m, last)
+        lines = data_lines(self.sharding, SentParameters(0.0, 0.0), 1, wire_bytes(self.job, self.base.pp), m, last)
         transfers = []
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[number]

@@ -33,6 +33,8 @@ def stacked_sharding(shardings: list[Sharding]) -> Sharding:
         stacked("keep_parameters"),
         first.offload,
         stacked("sums_once"),
+        stacked("kept_bytes"),
+        stacked("moved_bytes"),
     )
 
 

@@ -32,6 +32,8 @@ _ESSENTIAL = (
 )
 _EVERYWHERE = {
     "strategy.collective": "the communication library chooses its algorithm (NCCL_ALGO)",
+    "strategy.bucket": "buckets are of the framework's own size",
+    "strategy.compression": "gradients travel as they are",
     "training.checkpoint_interval": "counted in steps, by the training script",
 }
 

@@ -59,6 +59,7 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     """Fills a trainer of any layout; raises SpecError, before a tensor is touched, for another model's checkpoint."""
     manifest = read_manifest(folder)
     wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]
+    wanted = [one for one in wanted if not one.optional or _is_there(one, manifest)]
     _require_same_model(manifest, wanted, folder)
     reader = ShardReader(folder)
     try:
@@ -71,6 +72,11 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     else:
         take_numbers(trainer, manifest.numbers)
     return manifest
+
+
+def _is_there(one: Kept, manifest: Manifest) -> bool:
+    whole = manifest.tensors.get(one.key)
+    return whole is not None and whole.shape == one.shape
 
 
 def _require_same_model(manifest: Manifest, wanted: Sequence[Kept], folder: Path) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -27,6 +28,7 @@ class Kept:
     """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here.
 
     ``read`` gives the tensor, or a copy of one that is kept outside of the device's memory; ``write`` takes it back.
+    ``optional``: begins anew where a checkpoint has none of that shape, one of another layout or method.
     """
 
     key: str
@@ -35,10 +37,12 @@ class Kept:
     dtype: torch.dtype
     read: Callable[[], Tensor]
     write: Callable[[Tensor], None]
+    optional: bool = False
 
 
 def kept(trainer: Trainer[Any]) -> list[Kept]:
-    """Weights (fp32 masters where there are), optimizer states and the buffers that balance experts."""
+    """Weights (fp32 masters where there are), optimizer states, the buffers that balance experts, and what compression
+    has left out on this rank."""
     tied, optimizer = trainer.job.model.tied_embeddings, trainer.optimizer
     found = []
     read: Callable[[], Tensor]
@@ -53,6 +57,18 @@ def kept(trainer: Trainer[Any]) -> list[Kept]:
     for name, buffer in _buffers(trainer):
         read, write = partial(_same, buffer), partial(_copy, buffer)
         found.append(Kept(f"buffer/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write))
+    return found + _feedback(trainer)
+
+
+def _feedback(trainer: Trainer[Any]) -> list[Kept]:
+    """Every rank's own, which means something to the same rank of the same layout only."""
+    strategy = trainer.job.strategy
+    layout = "x".join(str(strategy.degree(name)) for name in strategy.order)
+    found = []
+    for name, state in trainer.data.feedback.items():
+        key = f"feedback/{strategy.compression.method}.{layout}.{dist.get_rank()}.{name}"
+        read, write = partial(_same, state), partial(_copy, state)
+        found.append(Kept(key, tuple(state.shape), tuple(_all(state)), state.dtype, read, write, optional=True))
     return found
 
 

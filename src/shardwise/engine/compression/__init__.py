@@ -1,0 +1,7 @@
+"""Gradients that travel in fewer bytes than they have, with the same sum on every rank."""
+
+from __future__ import annotations
+
+from shardwise.engine.compression.reduction import CompressedSum, compressed_sum
+
+__all__ = ["CompressedSum", "compressed_sum"]

@@ -1,0 +1,105 @@
+"""Blocks of fp32 numbers as bytes, and back: rounding, 8-bit codes and signs, each block with a scale of its own.
+
+A number that is not finite makes its block not finite, so that all ranks leave the step out.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.less_communication import SCALE_BYTES, Compression
+
+
+class Codec(Protocol):
+    """``bytes_per_block`` are what a row of ``block`` elements takes."""
+
+    block: int
+    bytes_per_block: int
+
+    def encode(self, values: Tensor) -> Tensor:
+        """uint8 [blocks, bytes_per_block] of fp32 [blocks, block]."""
+        ...
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        """fp32 [blocks, block]: the same on every rank that has the same bytes."""
+        ...
+
+
+class Rounded:
+    """Every element in 16 bits, a block of its own: off by 2^-9 of itself in bf16, by 2^-12 in fp16 (above 6e-5)."""
+
+    block = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.bytes_per_block = dtype, dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype).view(torch.uint8)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        return encoded.view(self.dtype).float()
+
+
+class Scaled:
+    """Eight bits an element, as parts of the block's largest one.
+
+    An element of int8 is off by at most 1/254 of the largest of its block; one of fp8 (e4m3) by 1/16 of itself, or
+    where that is more by 2^-10/448 of the largest.
+    """
+
+    def __init__(self, block: int, dtype: torch.dtype) -> None:
+        self.block, self.dtype, self.bytes_per_block = block, dtype, block + SCALE_BYTES
+        self.largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+    def encode(self, values: Tensor) -> Tensor:
+        scale = values.abs().amax(dim=1, keepdim=True) / self.largest
+        parts = (values / torch.where(scale > 0, scale, 1.0)).clamp(-self.largest, self.largest)
+        if self.dtype == torch.int8:
+            parts = torch.where(torch.isfinite(scale), parts.round(), 1.0)
+        return _with_scale(parts.to(self.dtype).view(torch.uint8), scale)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        codes, scale = _without_scale(encoded)
+        return codes.view(self.dtype).float() * scale
+
+
+class Signs:
+    """One bit an element: the sign, times the mean size of the block's elements (Seide et al. 2014)."""
+
+    def __init__(self, block: int) -> None:
+        self.block, self.bytes_per_block = block, block // 8 + SCALE_BYTES
+
+    def encode(self, values: Tensor) -> Tensor:
+        scale = values.abs().mean(dim=1, keepdim=True)
+        bits = (values >= 0).view(-1, self.block // 8, 8)
+        places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
+        return _with_scale((bits * places).sum(dim=2, dtype=torch.uint8), scale)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        codes, scale = _without_scale(encoded)
+        places = torch.arange(8, dtype=torch.uint8, device=encoded.device)
+        bits = (codes.unsqueeze(2) >> places) & 1
+        return (bits.view(-1, self.block).float() * 2 - 1) * scale
+
+
+def codec_of(compression: Compression) -> Codec:
+    """Of every method that sends element by element."""
+    method, block = compression.method, compression.block
+    if method == "1bit":
+        return Signs(block)
+    if method in ("bf16", "fp16"):
+        return Rounded(torch.bfloat16 if method == "bf16" else torch.float16)
+    return Scaled(block, torch.int8 if method == "int8" else torch.float8_e4m3fn)
+
+
+def _with_scale(codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat([codes, scale.view(torch.uint8)], dim=1)
+
+
+def _without_scale(encoded: Tensor) -> tuple[Tensor, Tensor]:
+    codes = encoded[:, :-SCALE_BYTES].contiguous()
+    scale = encoded.new_empty(len(encoded), SCALE_BYTES).copy_(encoded[:, -SCALE_BYTES:])  # at an address of its own
+    return codes, scale.view(torch.float32)

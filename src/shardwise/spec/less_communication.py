@@ -1,0 +1,67 @@
+"""Ways to send less between data-parallel ranks: smaller numbers, fewer pieces, fewer meetings.
+
+Unlike every other choice of a strategy these change what is computed, so no search makes them by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from shardwise.spec.codec import Spec, count
+from shardwise.spec.errors import SpecError
+
+CompressionMethod = Literal["none", "bf16", "fp16", "int8", "fp8", "powersgd", "1bit"]
+COMPRESSIONS: tuple[str, ...] = get_args(CompressionMethod)
+SCALE_BYTES = 4  # of a block of int8, fp8 or 1-bit codes
+_CODE_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "1bit": 1 / 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression(Spec):
+    """How gradients travel between ranks that hold the same parameters.
+
+    ``bf16`` and ``fp16`` round them; ``int8``, ``fp8`` and ``1bit`` send codes and one fp32 scale for every ``block``
+    of elements; ``powersgd`` sends two thin matrices of ``rank`` columns for every matrix. With ``error_feedback`` what
+    a rank could not send is added to its next gradient.
+    """
+
+    method: CompressionMethod = "none"
+    rank: int = count(4)
+    block: int = count(256, minimum=8, maximum=65536)
+    error_feedback: bool = True
+
+    def check(self) -> None:
+        if self.block % 8:
+            nearest = 8 * max(1, round(self.block / 8))
+            raise SpecError("block", f"{self.block} is no multiple of 8, the codes of a byte", f"use {nearest}")
+
+    @property
+    def is_used(self) -> bool:
+        return self.method != "none"
+
+    @property
+    def keeps_errors(self) -> bool:
+        return self.is_used and self.error_feedback
+
+    @property
+    def element_bytes(self) -> float:
+        """What an element costs on the wire, its part of the scale included; of all methods but powersgd."""
+        scale = 0.0 if self.method in ("bf16", "fp16") else SCALE_BYTES / self.block
+        return _CODE_BYTES[self.method] + scale
+
+
+def low_rank(rank: int, rows: float, columns: float) -> float:
+    """Columns of the thin matrices that stand for a matrix under powersgd; 0 where they would not be smaller."""
+    fits = min(rank, rows, columns)
+    return fits if fits * (rows + columns) < rows * columns else 0
+
+
+def compression_from(value: Any) -> Compression:
+    """From the fields, or the method alone."""
+    return Compression(method=value) if isinstance(value, str) else Compression.from_dict(value)  # type: ignore[arg-type]
+
+
+def compression_short(value: Compression) -> Any:
+    fields = value.to_dict()
+    return value.method if set(fields) <= {"method"} else fields
