@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from required import require
-from shardwise.launch.emulate.network import Network, emulated, why_not
+from shardwise.launch.emulate.network import Network, Shaping, emulated, why_not
 from shardwise.launch.emulate.wires import QUEUE_BYTES, Wires
 from shardwise.launch.pool import Place
 from shardwise.spec.emulation import Emulation
+from shardwise.spec.errors import SpecError
 
 SERVE = """
 import socket
@@ -120,14 +122,33 @@ def test_all_arrives_over_a_link_that_loses_packets() -> None:
         assert seconds_to_send(network, 2**22) > 0
 
 
-def test_a_partition_stalls_and_healing_resumes() -> None:
-    with emulated(Emulation.parse("3x1,20Mbit,1ms")) as network:
+@pytest.mark.parametrize("shaping", ["switch", "kernel"])
+def test_a_partition_stalls_and_healing_resumes(shaping: Shaping) -> None:
+    require("emulate", lacks_commands() if shaping == "kernel" else None)
+    with emulated(Emulation.parse("3x1,20Mbit"), shaping) as network:
         transfer = sending(network, 2**20)
         network.partition(1, 0)
         with pytest.raises(subprocess.TimeoutExpired):
             transfer.wait(1.5)
         network.heal()
         assert transfer.wait(30) == 0
+
+
+def lacks_commands() -> str | None:
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    return f"there is no command {missing[0]}" if missing else None
+
+
+def test_the_kernel_keeps_a_rate() -> None:
+    require("emulate", lacks_commands())
+    with emulated(Emulation.parse("2x1,20Mbit"), "kernel") as network:
+        inodes = {Path(network.namespace(node)).stat().st_ino for node in range(2)}
+        assert seconds_to_send(network, 4 * 2**20) > 1.5
+        network.reshape(rate=1e9)
+        assert seconds_to_send(network, 2**22) < 1.5
+        with pytest.raises(SpecError, match="all links alike"):
+            network.reshape(rate=1e6, pair=(0, 1))
+    assert list(holders(inodes)) == []
 
 
 def test_two_networks_do_not_meet() -> None:

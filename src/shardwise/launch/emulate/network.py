@@ -9,26 +9,25 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
-from shardwise.launch.emulate import enter, tap
+from shardwise.launch.emulate import enter, process, tap
 from shardwise.launch.emulate.namespace import INTERFACE, address
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
+Shaping = Literal["auto", "kernel", "switch"]
 _ANSWER_SECONDS = 20.0
 
 
 class Network:
     """``emulation.nodes`` nodes that reach each other; made by `emulated`."""
 
-    def __init__(self, emulation: Emulation, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, emulation: Emulation, holder: subprocess.Popen[bytes]) -> None:
         self.emulation = emulation
-        self._process = process
+        self._process = holder
         answer = self._answer()
-        if "error" in answer:
-            raise SpecError("emulate", f"no network namespaces here ({answer['error']})", _REMEDY)
-        self._namespaces = [f"/proc/{process.pid}/fd/{handle}" for handle in answer["namespaces"]]
+        self._namespaces = [f"/proc/{holder.pid}/fd/{handle}" for handle in answer["namespaces"]]
 
     @property
     def switch_pid(self) -> int:
@@ -89,36 +88,39 @@ class Network:
         self._answer()
 
     def _answer(self) -> Any:
-        """The switch's next line; "ok" is {}."""
+        """The next line of the process that holds the nodes."""
         assert self._process.stdout is not None
         ready = select.select([self._process.stdout], [], [], _ANSWER_SECONDS)[0]
         line = self._process.stdout.readline() if ready else b""
         if not line:
-            raise RuntimeError("the switch of the emulated network has ended")
-        return {} if line == b"ok\n" else json.loads(line)
+            raise RuntimeError("the process that holds the emulated network has ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SpecError("emulate", answer["error"], answer["remedy"])
+        return answer
 
 
 @contextmanager
-def emulated(emulation: Emulation) -> Iterator[Network]:
-    """A network of virtual nodes; it is gone afterwards, also where this process is killed."""
+def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Network]:
+    """A network of virtual nodes; it is gone afterwards, also where this process is killed.
+
+    Links are kept slow by the ``kernel``, or by a ``switch`` of our own; ``auto`` takes the kernel where it can do all.
+    """
     require_emulation()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardwise.launch.emulate.switch", str(emulation)],
+    holder = subprocess.Popen(
+        [sys.executable, "-m", process.__name__, str(emulation), shaping],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
     )  # fmt: skip
     network = None
     try:
-        network = Network(emulation, process)
+        network = Network(emulation, holder)
         yield network
     finally:
         if network is not None:
             network.close()
         else:
-            process.kill()
-            process.wait()
-
-
-_REMEDY = "run as root, outside a container or in one that may make network namespaces"
+            holder.kill()
+            holder.wait()
 
 
 def require_emulation() -> None:

@@ -1,8 +1,4 @@
-"""The process between the nodes: it holds their namespaces, and hands packets on when they have arrived.
-
-It runs as a module with an `Emulation` as its argument, says in one line of JSON where the namespaces are, and then
-takes lines with changes. When its input ends, whoever started it is gone: it ends, and with it all that it made.
-"""
+"""A switch of our own between the nodes: it takes their packets, and hands them on when they have arrived."""
 
 from __future__ import annotations
 
@@ -11,12 +7,10 @@ import ctypes
 import gc
 import heapq
 import itertools
-import json
 import os
 import select
-import signal
-import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.launch.emulate import tap
@@ -28,13 +22,12 @@ from shardwise.launch.emulate.namespace import (
     new_namespace,
     tune_tcp,
 )
-from shardwise.launch.emulate.wires import Wires
+from shardwise.launch.emulate.wires import ACKNOWLEDGED_SECONDS, Wires
 from shardwise.spec.emulation import Emulation
 
 _EARLY_SECONDS = 30e-6  # a packet may arrive: less than it takes to sleep and wake
 _BATCH = 64  # packets of one node, before the others have their turn
 _IDLE_SECONDS = 1.0
-_ACKNOWLEDGED_SECONDS = 1e-3  # beside the delay, until a sender knows that a packet has arrived
 _PR_SET_TIMERSLACK = 29
 
 
@@ -65,8 +58,9 @@ class Switch:
         if "heal" in request:
             self.wires.heal()
 
-    def forward(self, control: int) -> None:
-        """Hands packets on until ``control`` ends."""
+    def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
+        """Hands packets on until ``controlled`` says no; it is called when ``control`` can be read."""
+        _come_first()
         node_of = {handle: node for node, handle in enumerate(self._taps)}
         watched = [control, *self._taps]
         under_way: list[tuple[float, int, int, int, int, bytes]] = []
@@ -81,7 +75,7 @@ class Switch:
             wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else _IDLE_SECONDS
             for handle in select.select(watched, [], [], wait)[0]:
                 if handle == control:
-                    if not self._controlled(control):
+                    if not controlled(control):
                         return
                     continue
                 source = node_of[handle]
@@ -94,26 +88,18 @@ class Switch:
                     if at is not None:
                         heapq.heappush(under_way, (at, next(numbers), source, destination, size, packet))
 
-    def _controlled(self, control: int) -> bool:
-        """Takes one line of changes; False where there is none any more."""
-        line = os.read(control, 2**16)
-        for one in line.splitlines():
-            self.change(json.loads(one))
-            print("ok", flush=True)
-        return bool(line)
-
     def _adapt(self) -> None:
         """Makes the nodes fit their wires: losses are of single packets; a full pipe needs its buffers."""
         home = current_namespace()
         for namespace, handle in zip(self.namespaces, self._taps):
             enter_open(namespace)
-            tune_tcp(self.wires.most_under_way + self.wires.port_rate * _ACKNOWLEDGED_SECONDS)
+            tune_tcp(self.wires.most_under_way + self.wires.port_rate * ACKNOWLEDGED_SECONDS)
             tap.take_whole(handle, not self.wires.lossy)
         enter_open(home)
         os.close(home)
 
 
-def _packets(handle: int) -> Any:
+def _packets(handle: int) -> Iterator[bytes]:
     for _ in range(_BATCH):
         try:
             yield os.read(handle, tap.MOST_BYTES)
@@ -123,24 +109,7 @@ def _packets(handle: int) -> Any:
 
 def _come_first() -> None:
     """On busy cores a switch that waits for its turn would be a slower link: it needs little, but at once."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds: wake up when it is time, not soon after
     gc.disable()
-
-
-def main() -> None:
-    _come_first()
-    try:
-        switch = Switch(Emulation.parse(sys.argv[1]))
-    except OSError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return
-    print(json.dumps({"namespaces": switch.namespaces}), flush=True)
-    switch.forward(sys.stdin.fileno())
-
-
-if __name__ == "__main__":
-    main()

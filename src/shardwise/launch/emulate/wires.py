@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
+ACKNOWLEDGED_SECONDS = 1e-3  # beside the delay, until a sender knows that a packet has arrived
 QUEUE_BYTES = 32 * 2**20  # that wait in one node's port before it drops: more than TCP has under way
 
 

@@ -1,0 +1,164 @@
+"""Nodes that the kernel joins and shapes: a bridge in a namespace of its own, netem and tbf where ranks send.
+
+Cheaper and quicker than our own switch, but few kernels have netem. Without it only a rate can be kept, by tbf.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from shardwise.launch.emulate.namespace import (
+    INTERFACE,
+    MTU,
+    address,
+    configure,
+    current_namespace,
+    enter_open,
+    forbid_ipv6,
+    new_namespace,
+    tune_tcp,
+)
+from shardwise.launch.emulate.wires import ACKNOWLEDGED_SECONDS, QUEUE_BYTES
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.errors import SpecError
+
+_NOBODY = "02:00:00:00:00:ff"  # a hardware address to which packets go that nobody is to get
+_SMALL_PACKET = 256  # bytes: netem counts packets, most of which are larger
+_WHOLE_BYTES = 65536  # what TCP hands over at once
+
+
+class KernelSwitch:
+    """The same as `switch.Switch`, with the kernel in its place; nothing is left to do but to hold the namespaces."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
+        home = current_namespace()
+        self._hub = new_namespace()
+        self._has_netem = _has_netem()
+        _ip("link", "add", "hub", "mtu", str(MTU), "type", "bridge")
+        _ip("link", "set", "hub", "up")
+        self.namespaces = [self._add_node(node) for node in range(emulation.nodes)]
+        enter_open(home)
+        os.close(home)
+        self._shape(emulation)
+
+    def change(self, request: dict[str, Any]) -> None:
+        """One of reshape, partition and heal, with its values."""
+        if "reshape" in request:
+            given = {name: value for name, value in request["reshape"].items() if value is not None}
+            if "pair" in given:
+                raise SpecError("emulate", "the kernel shapes all links alike", "choose shaping='switch'")
+            self._shape(self._emulation.unchecked(**given))
+        if "partition" in request:
+            one, other = request["partition"]
+            for here, there in ((one, other), (other, one)):
+                self._in_node(here, partial(_send_nowhere, there))
+        if "heal" in request:
+            for here in range(self._emulation.nodes):
+                for there in range(self._emulation.nodes):
+                    self._in_node(here, partial(_send_again, there))
+
+    def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
+        """Waits until ``controlled`` says no; it is called when ``control`` can be read."""
+        while select.select([control], [], []) and controlled(control):
+            pass
+
+    def _add_node(self, node: int) -> int:
+        """A namespace with an interface whose other end is a port of the hub, where this thread is."""
+        made = new_namespace()
+        forbid_ipv6()
+        enter_open(self._hub)
+        where = f"/proc/{os.getpid()}/fd/{made}"
+        port = f"port{node}"
+        _ip("link", "add", port, "mtu", str(MTU), "type", "veth", "peer", "name", INTERFACE, "netns", where)
+        _ip("link", "set", port, "master", "hub", "up")
+        enter_open(made)
+        configure(node)
+        enter_open(self._hub)
+        return made
+
+    def _shape(self, wanted: Emulation) -> None:
+        if not self._has_netem and (wanted.delay or wanted.loss):
+            raise SpecError("emulate", "this kernel has no netem, and so neither delay nor loss", "shaping='switch'")
+        self._emulation = wanted
+        for node in range(wanted.nodes):
+            self._in_node(node, self._shape_sending)
+            # What a node receives shares its port, too.
+            self._in_namespace(self._hub, partial(_limit, f"port{node}", wanted.rate))
+
+    def _shape_sending(self) -> None:
+        wanted = self._emulation
+        tune_tcp(wanted.rate * (2 * wanted.delay + ACKNOWLEDGED_SECONDS))
+        # A loss is of one packet: TCP must not hand over several as one.
+        _ip("link", "set", INTERFACE, "gso_max_segs", "1" if wanted.loss else "65535")
+        if not self._has_netem:
+            _limit(INTERFACE, wanted.rate)
+            return
+        _tc(INTERFACE, "netem", "limit", str(QUEUE_BYTES // _SMALL_PACKET), "delay", f"{wanted.delay * 1e6:.0f}us",
+            "loss", f"{wanted.loss:%}", "rate", f"{wanted.rate * 8:.0f}bit")  # fmt: skip
+
+    def _in_node(self, node: int, do: Callable[[], Any]) -> None:
+        self._in_namespace(self.namespaces[node], do)
+
+    def _in_namespace(self, namespace: int, do: Callable[[], Any]) -> None:
+        home = current_namespace()
+        enter_open(namespace)
+        try:
+            do()
+        finally:
+            enter_open(home)
+            os.close(home)
+
+
+def kernel_can() -> bool:
+    """Whether this machine's kernel can keep rate, delay and loss by itself."""
+    home = current_namespace()
+    probed = new_namespace()
+    try:
+        return _has_netem()
+    finally:
+        enter_open(home)
+        os.close(home)
+        os.close(probed)
+
+
+def _has_netem() -> bool:
+    """Whether the kernel delays and loses packets; tried in this thread's namespace, which has to be a new one."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
+    probe = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms", "rate", "1gbit"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+def _limit(interface: str, rate: float) -> None:
+    burst = max(_WHOLE_BYTES + MTU, int(rate / 1000))
+    bits, bytes_ = f"{rate * 8:.0f}bit", str(QUEUE_BYTES)
+    _tc(interface, "tbf", "rate", bits, "burst", str(burst), "limit", bytes_)
+
+
+def _send_nowhere(node: int) -> None:
+    _ip("neighbour", "replace", address(node), "lladdr", _NOBODY, "dev", INTERFACE, "nud", "permanent")
+
+
+def _send_again(node: int) -> None:
+    _ip("neighbour", "flush", "to", address(node), "dev", INTERFACE, "nud", "permanent")
+
+
+def _tc(interface: str, *arguments: str) -> None:
+    _run("tc", "qdisc", "replace", "dev", interface, "root", *arguments)
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")

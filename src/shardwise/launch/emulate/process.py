@@ -1,0 +1,69 @@
+"""The process that holds the nodes: when its input ends, whoever started it is gone, and so is all that it made.
+
+It runs as a module; its arguments are an `Emulation` and who keeps the links slow. It says in one line of JSON where
+the namespaces are, then takes lines with changes and answers each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from functools import partial
+
+from shardwise.launch.emulate.kernel import KernelSwitch, kernel_can
+from shardwise.launch.emulate.switch import Switch
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.errors import SpecError
+
+
+def main(text: str, shaping: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    emulation = Emulation.parse(text)
+    try:
+        nodes = _nodes(emulation, shaping)
+    except SpecError as error:
+        return _refuse(error.problem, error.remedy)
+    except OSError as error:
+        remedy = "run as root, outside a container or in one that may make network namespaces"
+        return _refuse(f"no virtual nodes here ({error})", remedy)
+    _say(namespaces=nodes.namespaces)
+    return nodes.forward(sys.stdin.fileno(), partial(_controlled, nodes))
+
+
+def _nodes(emulation: Emulation, shaping: str) -> Switch | KernelSwitch:
+    if shaping == "kernel":
+        return KernelSwitch(emulation)
+    if shaping == "auto" and kernel_can():
+        with contextlib.suppress(OSError):  # it has netem, but something else is missing
+            return KernelSwitch(emulation)
+    return Switch(emulation)
+
+
+def _controlled(nodes: Switch | KernelSwitch, control: int) -> bool:
+    """Takes what changes there are; False where there will be none any more."""
+    read = os.read(control, 2**16)
+    for line in read.splitlines():
+        try:
+            nodes.change(json.loads(line))
+            _say()
+        except SpecError as error:
+            _refuse(error.problem, error.remedy)
+        except OSError as error:
+            _refuse(str(error), "")
+    return bool(read)
+
+
+def _say(**values: object) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def _refuse(problem: str, remedy: str) -> None:
+    _say(error=problem, remedy=remedy)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
