@@ -23,6 +23,7 @@ from shardwise.train.data.pair import PairWriter
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.metrics.lines import read_lines
 from shardwise.train.metrics.recorder import Recorder
+from shardwise.train.profile.profiler import Profiler
 from shardwise.train.start import State, load_newest
 
 VOCAB = 512
@@ -103,7 +104,8 @@ def train(job: Job, folder: str, spoilt: dict[str, Sequence[str]] | None = None)
     training, validation = mixtures_of(job, Path(folder))
     recorder = Recorder(job, Path(folder), state.position.step) if rank == 0 else None
     reporter = Reporter(Place(rank, world, rank))
-    loop = Loop(Parts(job, engine, training, validation, checkpoints, "0", reporter, recorder), state)
+    profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, Path(folder) / "profile")
+    loop = Loop(Parts(job, engine, training, validation, checkpoints, "0", reporter, recorder, profiler), state)
     seen: list[tuple[int, int, Any]] = []
     take = loop.loader.take
 

@@ -10,8 +10,9 @@ from itertools import permutations
 
 from shardwise.cost.stages import chunk_of_rank
 from shardwise.measure.compare.labels import label_of
-from shardwise.measure.compare.measured import Measured, RankTimes
+from shardwise.measure.compare.measured import Measured
 from shardwise.measure.compare.segments import Step
+from shardwise.measure.compare.stragglers import rank_slowness
 from shardwise.pipeline import Place, StageTimes, stage_times
 from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.planner.candidate import candidate
@@ -59,7 +60,9 @@ def recut(job: Job, found: Measured) -> Recut:
         problem = "the run has one pipeline stage: no layer can move to another rank"
         raise SpecError("strategy.pp", problem, "`shardwise compare` names a slow rank")
     priced = pieces_of(job)
-    slowness = rank_slowness(found, priced)
+    slowness = rank_slowness(job.model, found)
+    if slowness is None:
+        raise SpecError("profile", "no layer was recorded", "profile a run with training.compile: false")
     pieces = measured_pieces(job, found, priced, slowness)
     forward = _forward_share(job, found)
     now = _simulated(job, pieces, slowness, forward)
@@ -75,20 +78,6 @@ def recut(job: Job, found: Measured) -> Recut:
     if expected > measured * (1 - WORTH):
         best, expected = job, measured
     return Recut(job, best, slowness, measured, expected)
-
-
-def rank_slowness(found: Measured, priced: Pieces) -> tuple[float, ...]:
-    """How much longer each rank takes for a layer than the usual rank, layers that differ compared by their price."""
-    ratios = [_ratio(one, priced) for one in found.ranks]
-    usual = statistics.median_low(ratios)
-    return tuple(ratio / usual for ratio in ratios)
-
-
-def _ratio(one: RankTimes, priced: Pieces) -> float:
-    if not one.layers:
-        remedy = "profile it with training.compile: false"
-        raise SpecError("profile", f"rank {one.rank} has recorded no layer", remedy)
-    return statistics.median(seconds / priced.layers[layer].seconds for layer, seconds in one.layers.items())
 
 
 def measured_pieces(job: Job, found: Measured, priced: Pieces, slowness: Sequence[float]) -> Pieces:

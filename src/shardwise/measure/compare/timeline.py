@@ -1,0 +1,56 @@
+"""The predicted step and the measured ones in one Chrome trace (ui.perfetto.dev and chrome://tracing read it)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.cost.step_trace import step_trace
+from shardwise.measure.compare.labels import label_of
+from shardwise.measure.compare.measured import Measured
+from shardwise.spec.job import Job
+from shardwise.train.profile.record import HOST, Range, RankRecord
+
+_MEASURED = 100_000  # process numbers above belong to ranks that were measured
+
+
+def timeline(job: Job, found: Measured) -> dict[str, Any]:
+    """Both begin at 0: the prediction, and the first measured step of the rank that begins first."""
+    trace = step_trace(job)
+    events = [_predicted(event) for event in trace["traceEvents"]]
+    zero = min(steps[0].start for steps in found.steps)
+    for record in found.records:
+        events += _rank(record, zero)
+    return {**trace, "traceEvents": events}
+
+
+def _predicted(event: dict[str, Any]) -> dict[str, Any]:
+    if event["ph"] == "M" and event["name"] == "process_name":
+        return {**event, "args": {"name": f"predicted: {event['args']['name']}"}}
+    return event
+
+
+def _rank(record: RankRecord, zero: float) -> Iterator[dict[str, Any]]:
+    process = _MEASURED + record.rank
+    named = {"ph": "M", "pid": process}
+    yield {**named, "name": "process_name", "args": {"name": f"measured: rank {record.rank}, node {record.node}"}}
+    yield {**named, "name": "process_sort_index", "args": {"sort_index": process}}
+    lanes = dict.fromkeys(one.lane for one in record.ranges)
+    for lane in lanes:
+        what = "training thread" if lane == HOST else f"backend {lane}"
+        yield {**named, "name": "thread_name", "tid": lane, "args": {"name": what}}
+    yield from (_event(process, one, zero) for one in record.ranges)
+
+
+def _event(process: int, one: Range, zero: float) -> dict[str, Any]:
+    label = label_of(one.name)
+    return {
+        "ph": "X",
+        "name": one.name,
+        "cat": label.part or label.kind,
+        "pid": process,
+        "tid": one.lane,
+        "ts": (one.start - zero) * 1e6,
+        "dur": one.seconds * 1e6,
+        "args": {"bytes": label.bytes} if label.bytes else {},
+    }

@@ -1,0 +1,162 @@
+"""A run beside its prediction, for people and for machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.report.console import console, table
+from shardwise.spec.units import readable_bytes, readable_seconds
+
+if TYPE_CHECKING:
+    from shardwise.measure.compare.comparison import Comparison, MemoryPart
+    from shardwise.measure.compare.links import SlowLink
+    from shardwise.measure.compare.measured import RankTimes
+
+_MEANING = {
+    "pp": "pp messages",
+    "late ranks": "waits for late ranks",
+    "host": "host, the rest",
+    "checkpoint": "checkpoint stall",
+    "data": "data wait",
+}
+_MOST_RANKS = 16
+
+
+def comparison_data(found: Comparison) -> dict[str, Any]:
+    return {
+        "steps": found.found.numbers,
+        "step_seconds": {
+            "predicted": found.predicted.step_seconds,
+            "profiled": found.found.step_seconds,
+            "usual": found.usual_seconds,
+        },
+        "parts": {
+            one.name: {
+                "predicted": one.predicted,
+                "measured": one.measured,
+                "hidden_predicted": one.hidden_predicted,
+                "hidden_measured": one.hidden_measured,
+            }
+            for one in found.parts
+        },
+        "memory": {
+            one.name: {"predicted_bytes": one.predicted_bytes, "measured_bytes": one.measured_bytes}
+            for one in found.memory
+        },
+        "differences": [
+            {"part": one.part.name, "seconds": one.part.difference, "cause": one.cause} for one in found.differences
+        ],
+        "ranks": [
+            {
+                "rank": one.rank,
+                "node": one.node,
+                "compute_seconds": one.parts.get("compute", 0.0),
+                "waits_seconds": one.waits,
+                "layer_seconds": one.layer_seconds,
+            }
+            for one in found.found.ranks
+        ],
+        "slow_rank": found.slow_rank,
+        "slow_link": _link_data(found.slow_link),
+    }
+
+
+def _link_data(slow: SlowLink | None) -> dict[str, Any] | None:
+    if slow is None:
+        return None
+    link = slow.link
+    return {
+        "ranks": link.members,
+        "nodes": link.nodes,
+        "dimension": link.dimension,
+        "what": link.what,
+        "bytes": link.bytes,
+        "seconds": link.seconds,
+        "times": slow.times,
+        "than": slow.than,
+    }
+
+
+def print_comparison(found: Comparison, trace: Path | None) -> None:
+    out = console()
+    busiest = found.found.busiest
+    title = f"A step of rank {busiest.rank}, which waits least, beside its prediction"
+    rows = [
+        (
+            _MEANING.get(one.name, one.name),
+            *(readable_seconds(seconds) for seconds in (one.predicted, one.measured)),
+            f"{one.difference * 1e3:+,.2f} ms",
+            *(_optional(seconds) for seconds in (one.hidden_predicted, one.hidden_measured)),
+        )
+        for one in found.parts
+    ]
+    whole = (found.predicted.step_seconds, found.found.step_seconds)
+    rows.append(("step", *map(readable_seconds, whole), f"{(whole[1] - whole[0]) * 1e3:+,.2f} ms", "", ""))
+    columns = ("part", "predicted", "measured", "difference", "hidden, predicted", "hidden, measured")
+    out.print(table(title, columns, rows))
+    if found.usual_seconds:
+        first, last = found.found.numbers[0], found.found.numbers[-1]
+        usual = readable_seconds(found.usual_seconds)
+        out.print(f"Profiled: steps {first} to {last}. Other steps of the run take {usual} (median).")
+    if found.memory:
+        cells = [
+            (one.name, *map(readable_bytes, (one.predicted_bytes, one.measured_bytes)), _ratio(one))
+            for one in found.memory
+        ]
+        out.print(table("Memory", ("", "predicted", "measured", "measured / predicted"), cells))
+    _print_ranks(found)
+    if found.differences:
+        cells = [
+            (_MEANING.get(one.part.name, one.part.name), f"{one.part.difference * 1e3:+,.2f} ms", one.cause)
+            for one in found.differences
+        ]
+        out.print(table("Largest differences first", ("part", "a step", "likely cause"), cells, numbers_from=9))
+    for line in verdicts(found):
+        out.print(line, style="bold")
+    if trace is not None:
+        out.print(f"Both timelines: {trace} (open it in ui.perfetto.dev)")
+
+
+def _print_ranks(found: Comparison) -> None:
+    ranks = sorted(found.found.ranks, key=lambda one: one.waits)[:_MOST_RANKS]
+    if len(found.found.ranks) == 1:
+        return
+    rows = [(str(one.rank), *_rank_cells(one), _slowness(found, one.rank)) for one in ranks]
+    title = "Ranks: who waits least is who the others wait for"
+    columns = ("rank", "compute", "waits for others", "a layer forward", "of the usual rank's")
+    console().print(table(title, columns, rows))
+
+
+def _rank_cells(one: RankTimes) -> tuple[str, ...]:
+    return (*map(readable_seconds, (one.parts.get("compute", 0.0), one.waits)), _optional(one.layer_seconds))
+
+
+def _slowness(found: Comparison, rank: int) -> str:
+    return "–" if found.slowness is None else f"{found.slowness[rank]:.2f}"
+
+
+def verdicts(found: Comparison) -> list[str]:
+    """What a person should do something about, one line each."""
+    lines = []
+    if found.slow_rank is not None and found.slowness is not None:
+        rank, times = found.slow_rank, found.slowness[found.slow_rank]
+        node = found.found.records[rank].node
+        lines.append(f"Slow rank: {rank} (node {node}) takes {times:.2f} times as long for a layer as the usual rank.")
+    if found.slow_link is not None:
+        slow = found.slow_link
+        link = slow.link
+        took, size = readable_seconds(link.seconds), readable_bytes(link.bytes)
+        lines.append(
+            f"Slow link: between {link.between}, {slow.times:.1f} times as long as {slow.than} "
+            f"({link.dimension}: {link.what}, {size} in {took})."
+        )
+    return lines
+
+
+def _optional(seconds: float | None) -> str:
+    return "–" if seconds is None else readable_seconds(seconds)
+
+
+def _ratio(one: MemoryPart) -> str:
+    return f"{one.measured_bytes / one.predicted_bytes:.2f}" if one.predicted_bytes else "–"

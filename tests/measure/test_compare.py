@@ -1,0 +1,128 @@
+"""A profiled run beside its prediction: parts add up, and what is slow on purpose is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.running import error_line, run
+from measure.slowed import FIRST, LAST, profiled_job, run_profiled
+from shardwise.measure.compare.comparison import Comparison, compare
+from shardwise.measure.compare.run import profiled_run
+from shardwise.measure.recut import recut
+from shardwise.spec.job import Job
+from train.runs import write_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shards(tmp_path_factory.mktemp("data") / "words")
+
+
+def compared(job: Job, folder: Path, **slowed: Any) -> Comparison:
+    run_profiled(job, folder, **slowed)
+    found = compare(profiled_run(str(folder)))
+    assert_adds_up(found)
+    return found
+
+
+def assert_adds_up(found: Comparison) -> None:
+    assert found.found.numbers == tuple(range(FIRST, LAST + 1))
+    for rank in found.found.ranks:
+        assert sum(rank.parts.values()) == pytest.approx(rank.step_seconds, rel=1e-6)
+        assert min(rank.parts.values()) >= 0
+    assert sum(one.measured for one in found.parts) == pytest.approx(found.found.step_seconds, rel=1e-6)
+    assert sum(one.predicted for one in found.parts) == pytest.approx(found.predicted.step_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "communicates"),
+    [
+        ({"dp": 2, "zero": 0}, {"dp"}),
+        ({"dp": 2, "zero": 3}, {"dp"}),
+        ({"tp": 2}, {"tp"}),
+        ({"cp": 2}, {"cp", "dp"}),  # gradients of the same weights are summed
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_the_parts_of_a_step_add_up(
+    shards: str, tmp_path: Path, strategy: dict[str, int], communicates: set[str]
+) -> None:
+    found = compared(profiled_job(shards, 2, **strategy), tmp_path / "run")
+    parts = {one.name for one in found.parts if one.measured > 0}
+    assert parts & {"tp", "cp", "pp", "dp"} == communicates
+    assert {"compute", "data", "optimizer", "host"} <= parts
+    rank = found.found.ranks[0]
+    assert sorted(rank.layers) == [0, 1, 2, 3]
+    # What every rank began together is seen as one collective: all of them took part in each.
+    together = [one for one in found.found.exchanges if one.dimension in communicates]
+    assert together
+    assert {one.members for one in together} == {(0, 1)}
+    assert all(one.seconds >= 0 and one.bytes > 0 for one in together)
+
+
+def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path) -> None:
+    job = profiled_job(shards, 2, layers=8, pp=2)
+    found = compared(job, tmp_path / "run", slow_rank=0, times=3.0)
+    assert found.slow_rank == 0
+    assert found.found.busiest.rank == 0
+    causes = {one.part.name: one.cause for one in found.differences}
+    assert causes.get("bubble", "the others wait for rank 0") == "the others wait for rank 0"
+    again = recut(job, found.found)
+    (before, _), (after, _) = again.layers
+    assert (before, after < before) == (4, True)
+    assert again.gain > 1
+    assert again.slowness[0] > 1.5
+
+    written = run("calibrate", "--from", str(tmp_path / "run"), "--out", str(tmp_path / "job.yaml"))
+    assert written.status == 0
+    assert "rank 0" in written.out
+    new = Job.from_yaml((tmp_path / "job.yaml").read_text())
+    assert new.strategy.stage_layers == again.layers[1]
+    assert new.run.folder is None
+
+    said = run("compare", str(tmp_path / "last"))
+    assert said.status == 0, said
+    assert "Slow rank: 0 (node 0)" in said.out
+    told = json.loads(run("compare", str(tmp_path / "run"), "--json").out)
+    assert told["slow_rank"] == 0
+    trace = json.loads(Path(told["trace"]).read_text())["traceEvents"]
+    processes = {one["args"]["name"] for one in trace if one["name"] == "process_name"}
+    assert {"measured: rank 0, node 0", "predicted: pipeline rank 1 of 2"} <= processes
+    assert all(one["dur"] >= 0 for one in trace if one["ph"] == "X")
+
+
+def test_a_slow_link_is_named(shards: str, tmp_path: Path) -> None:
+    """Two pipelines side by side: messages of one of them come late."""
+    job = profiled_job(shards, 4, dp=2, pp=2)
+    found = compared(job, tmp_path / "run", late_pair=(0, 2), late_seconds=0.05)
+    assert found.slow_link is not None
+    assert found.slow_link.link.members == (0, 2)
+    assert found.slow_link.link.dimension == "pp"
+    assert "between ranks 0 and 2" in run("compare", str(tmp_path / "run")).out
+
+
+def test_a_folder_without_a_profile(tmp_path: Path, shards: str) -> None:
+    assert "is no run's folder" in error_line(run("compare", str(tmp_path / "last")))
+    job = profiled_job(shards, 2, dp=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.yaml").write_text(job.to_yaml())
+    for verb in (["compare"], ["calibrate", "--from"]):
+        line = error_line(run(*verb, str(tmp_path / "run")))
+        assert "this run was not profiled; train with --profile steps=10:12" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("10:12", "names no steps; write it like steps=10:12"),
+        ("steps=12:10", "from step 12 to 10 are no 1 to 100 steps"),
+        ("steps=10:12", "step 12 is after the last, 5"),
+    ],
+)
+def test_steps_that_cannot_be_profiled(text: str, said: str, tmp_path: Path) -> None:
+    flags = ["--model", "tiny", "--cluster", "laptop:1", "--global-batch", "4", "--seq", "32", "--steps", "5"]
+    assert said in error_line(run("train", *flags, "--profile", text, "--run-folder", str(tmp_path / "run")))
