@@ -13,7 +13,10 @@ _CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
-    handle = os.open(sys.argv[1], os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        handle = os.open(sys.argv[1], os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        sys.exit("the emulated network is gone")
     if ctypes.CDLL(None).setns(handle, _CLONE_NEWNET):
         sys.exit(f"cannot enter the network namespace {sys.argv[1]}")
     os.execvp(sys.argv[2], sys.argv[2:])

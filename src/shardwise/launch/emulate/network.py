@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -77,14 +78,19 @@ class Network:
         self._tell({"heal": True})
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
     def _tell(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and will not answer
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._answer()
 
     def _answer(self) -> Any:
@@ -111,16 +117,16 @@ def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Networ
         [sys.executable, "-m", process.__name__, str(emulation), shaping],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
     )  # fmt: skip
-    network = None
-    try:
-        network = Network(emulation, holder)
-        yield network
-    finally:
-        if network is not None:
-            network.close()
-        else:
+    with holder:
+        try:
+            network = Network(emulation, holder)
+        except BaseException:
             holder.kill()
-            holder.wait()
+            raise
+        try:
+            yield network
+        finally:
+            network.close()
 
 
 def require_emulation() -> None:

@@ -11,6 +11,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from functools import partial
 
 from shardwise.launch.emulate.kernel import KernelSwitch, kernel_can
@@ -18,10 +20,13 @@ from shardwise.launch.emulate.switch import Switch
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
+_LOOK_SECONDS = 1.0
+
 
 def main(text: str, shaping: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
     emulation = Emulation.parse(text)
     try:
         nodes = _nodes(emulation, shaping)
@@ -31,7 +36,15 @@ def main(text: str, shaping: str) -> None:
         remedy = "run as root, outside a container or in one that may make network namespaces"
         return _refuse(f"no virtual nodes here ({error})", remedy)
     _say(namespaces=nodes.namespaces)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     return nodes.forward(sys.stdin.fileno(), partial(_controlled, nodes))
+
+
+def _end_with(parent: int) -> None:
+    """Another process may hold our input open that was forked from the one that is gone."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(0)
 
 
 def _nodes(emulation: Emulation, shaping: str) -> Switch | KernelSwitch:

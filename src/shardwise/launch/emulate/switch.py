@@ -6,11 +6,10 @@ import contextlib
 import ctypes
 import gc
 import heapq
-import itertools
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.launch.emulate import tap
@@ -26,8 +25,6 @@ from shardwise.launch.emulate.wires import ACKNOWLEDGED_SECONDS, Wires
 from shardwise.spec.emulation import Emulation
 
 _EARLY_SECONDS = 30e-6  # a packet may arrive: less than it takes to sleep and wake
-_BATCH = 64  # packets of one node, before the others have their turn
-_IDLE_SECONDS = 1.0
 _PR_SET_TIMERSLACK = 29
 
 
@@ -38,6 +35,8 @@ class Switch:
         self.wires = Wires(emulation.nodes, emulation.rate, emulation.delay, emulation.loss)
         self.namespaces: list[int] = []
         self._taps: list[int] = []
+        self._under_way: list[tuple[float, int, int, int, int, bytes]] = []  # by when it arrives, then as taken
+        self._taken = 0
         home = current_namespace()
         for node in range(emulation.nodes):
             self.namespaces.append(new_namespace())
@@ -63,30 +62,35 @@ class Switch:
         _come_first()
         node_of = {handle: node for node, handle in enumerate(self._taps)}
         watched = [control, *self._taps]
-        under_way: list[tuple[float, int, int, int, int, bytes]] = []
-        numbers = itertools.count()
         while True:
-            now = time.monotonic()
-            while under_way and under_way[0][0] <= now + _EARLY_SECONDS:
-                _, _, source, destination, size, packet = heapq.heappop(under_way)
-                self.wires.arrived(source, size)
-                with contextlib.suppress(OSError):  # nobody listens there: as lost as on any wire
-                    os.write(self._taps[destination], packet)
-            wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else _IDLE_SECONDS
-            for handle in select.select(watched, [], [], wait)[0]:
-                if handle == control:
-                    if not controlled(control):
-                        return
-                    continue
-                source = node_of[handle]
-                for packet in _packets(handle):
-                    destination = tap.destination(packet)
-                    if not 0 <= destination < len(self._taps) or destination == source:
-                        continue
-                    size = tap.wire_bytes(packet)
-                    at = self.wires.arrival(source, destination, size, time.monotonic())
-                    if at is not None:
-                        heapq.heappush(under_way, (at, next(numbers), source, destination, size, packet))
+            for handle in select.select(watched, (), (), self._deliver())[0]:
+                if handle != control:
+                    self._take(node_of[handle], handle)
+                elif not controlled(control):
+                    return
+
+    def _take(self, source: int, handle: int) -> None:
+        """One packet on its way: with one at a time no node has to wait for another's many."""
+        packet = os.read(handle, tap.MOST_BYTES)
+        destination, size = tap.destination(packet), tap.wire_bytes(packet)
+        if 0 <= destination < len(self._taps) and destination != source:
+            at = self.wires.arrival(source, destination, size, time.monotonic())
+            if at is not None:
+                self._taken += 1
+                heapq.heappush(self._under_way, (at, self._taken, source, destination, size, packet))
+
+    def _deliver(self) -> float | None:
+        """Hands over what has arrived by now; seconds until there is more, None where nothing is under way."""
+        under_way = self._under_way
+        soon = time.monotonic() + _EARLY_SECONDS
+        while under_way and under_way[0][0] <= soon:
+            _, _, source, destination, size, packet = heapq.heappop(under_way)
+            self.wires.arrived(source, size)
+            try:
+                os.write(self._taps[destination], packet)
+            except OSError:  # its interface is down: as lost as on any wire
+                continue
+        return max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
 
     def _adapt(self) -> None:
         """Makes the nodes fit their wires: losses are of single packets; a full pipe needs its buffers."""
@@ -97,14 +101,6 @@ class Switch:
             tap.take_whole(handle, not self.wires.lossy)
         enter_open(home)
         os.close(home)
-
-
-def _packets(handle: int) -> Iterator[bytes]:
-    for _ in range(_BATCH):
-        try:
-            yield os.read(handle, tap.MOST_BYTES)
-        except BlockingIOError:
-            return
 
 
 def _come_first() -> None:
