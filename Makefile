@@ -45,6 +45,7 @@ bench: $(READY)
 	$(BIN)/python bench/loop.py
 	$(BIN)/python bench/data.py
 	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/emulation.py
 	$(BIN)/python -m shardwise validate validation/collectives.csv
 
 $(READY): pyproject.toml constraints.txt

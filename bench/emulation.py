@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.launch.emulate.network import Network, emulated
+from shardwise.launch.emulate.network import Network, emulated, why_not
 from shardwise.spec.emulation import Emulation
 
 LINKS = ("2x1,200Mbit,1ms", "2x1,1Gbit,1ms", "2x1,1Gbit,1ms,loss=0.1%")
@@ -27,6 +27,9 @@ def main() -> None:
         return serve()
     if sys.argv[1:2] == ["ask"]:
         return ask(sys.argv[2], float(sys.argv[3]))
+    missing = why_not()
+    if missing is not None:
+        return print(f"not measured: {missing}")
     print(f"{'link':28} {'of the rate':>11} {'round trip':>12} {'asked':>9} {'CPU of the switch':>18}")
     for text in sys.argv[1:] or LINKS:
         measure(Emulation.parse(text))
