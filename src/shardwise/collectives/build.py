@@ -52,6 +52,30 @@ def build_schedule(
     return _on_levels(kind, slim, name, size, chunks)
 
 
+def require_schedule(kind: CollectiveKind, topology: Topology, algorithm: str) -> None:
+    """Raises SpecError where ``algorithm`` has no schedule for ``kind`` among the devices of ``topology``."""
+    slim, _ = without_unit_levels(topology)
+    if len(slim.levels) == 1:
+        (level,) = slim.levels
+        rows = [row for row in rows_for(kind, level) if row.algorithm.build is not None]
+        choose(rows, algorithm, kind, level.shape.name)
+    elif slim.levels:
+        per_level = parse_composite(algorithm)
+        if algorithm.partition("(")[0] not in _built(kind):
+            raise _unbuilt(kind, algorithm)
+        if per_level is not None:
+            stages(kind, slim, per_level)
+
+
+def _built(kind: CollectiveKind) -> list[str]:
+    return [row.name for row in LEVELS_ROWS if kind in row.kinds and row.built]
+
+
+def _unbuilt(kind: CollectiveKind, name: str) -> SpecError:
+    problem = f"{shown(name)} has no schedule for {kind} on several levels"
+    return SpecError("algorithm", problem, "choose one of " + ", ".join(_built(kind)))
+
+
 def _on_level(algorithm: Algorithm, kind: CollectiveKind, level: Level, size: Any, chunks: int | None) -> Schedule:
     if algorithm.build is None:
         raise SpecError("algorithm", f"{algorithm.name} runs inside the switch", "it has a cost but no schedule")
@@ -62,7 +86,7 @@ def _on_level(algorithm: Algorithm, kind: CollectiveKind, level: Level, size: An
 
 
 def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, chunks: int | None) -> Schedule:
-    names = [row.name for row in LEVELS_ROWS if kind in row.kinds and row.built]
+    names = _built(kind)
     per_level = parse_composite(name)
     overlapped = name.startswith("hierarchical_pipelined")
     if per_level is not None and name.partition("(")[0] in names:
@@ -76,8 +100,7 @@ def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, c
         made = nest(kind, topology, build, name)
         return pipelined(made, chunks or _pieces(kind, topology, per_level, size)) if overlapped else made
     if name not in names:
-        problem = f"{shown(name)} has no schedule for {kind} on several levels"
-        raise SpecError("algorithm", problem, "choose one of " + ", ".join(names))
+        raise _unbuilt(kind, name)
     if name == "direct":
         return direct_schedule(kind, topology.size)
     ring = ring_build(kind, Level(Switch(topology.size), 1.0), 1)

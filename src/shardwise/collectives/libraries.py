@@ -26,8 +26,8 @@ LIBRARIES: dict[str, dict[CollectiveKind, tuple[str, ...]]] = {
         CollectiveKind.REDUCE_SCATTER: ("ring",),
         CollectiveKind.ALL_TO_ALL: ("direct",),
     },
-    # gloo/allreduce.cc (ring), allgather.cc (ring), broadcast.cc (binomial), reduce.cc (ring), alltoall.cc, gather.cc and
-    # scatter.cc (all at once); the engine's reduce-scatter is an all-to-all and a sum (engine/reductions.py).
+    # gloo/allreduce.cc (ring), allgather.cc (ring), broadcast.cc (binomial), reduce.cc (ring), alltoall.cc, gather.cc
+    # and scatter.cc (all at once); the engine's reduce-scatter is an all-to-all and a sum (engine/reductions.py).
     "gloo": {
         CollectiveKind.SEND_RECV: ("direct",),
         CollectiveKind.BROADCAST: ("binomial",),
@@ -54,5 +54,5 @@ def offered(library: str, kind: CollectiveKind, options: Sequence[T], name_of: C
 
 
 def runs_levels_in_turn(library: str, kind: CollectiveKind) -> bool:
-    """Whether the library goes level by level; NCCL's all-to-all goes straight to every peer, and so does all of gloo."""
+    """Whether the library goes level by level; NCCL's all-to-all goes straight to every peer, as all of gloo."""
     return library not in _FLAT and not (library == "nccl" and kind is CollectiveKind.ALL_TO_ALL)

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.patterns import DECODER, Patterns, matching
@@ -19,6 +20,7 @@ from shardwise.engine.precision import FP32, Precision
 from shardwise.engine.replicated import Replicated
 from shardwise.engine.sharded import Sharded
 from shardwise.engine.units import find_layers, units_of
+from shardwise.spec.job import Job
 
 PREFETCH = 1  # units gathered ahead of the one that computes: one hides the gather where it can be hidden at all
 
@@ -107,14 +109,17 @@ def apply_data(
     layers: Sequence[nn.Module] | None = None,
     patterns: Patterns = DECODER,
     prefetch: int = PREFETCH,
+    job: Job | None = None,
 ) -> DataParallel:
     """Puts a module, or each of the stages of this rank, under the data parallelism of the mesh's strategy.
 
     ``layers`` are communicated one by one; they default to what ``patterns`` calls layers, else to the largest list
-    of equal blocks. Experts inside them have ranks of their own where expert parallelism makes them so.
+    of equal blocks. Experts inside them have ranks of their own where expert parallelism makes them so. ``job`` says
+    by which collective gradients are summed, and on what network; without it, by the backend's own.
     """
     roots = [root] if isinstance(root, nn.Module) else list(root)
-    return DataParallel({one: _apply(one, mesh, precision, layers, patterns, prefetch) for one in roots})
+    sums = GradientSums(mesh, job)
+    return DataParallel({one: _apply(one, mesh, precision, layers, patterns, prefetch, sums) for one in roots})
 
 
 def _apply(
@@ -124,6 +129,7 @@ def _apply(
     layers: Sequence[nn.Module] | None,
     patterns: Patterns,
     prefetch: int,
+    sums: GradientSums,
 ) -> Sharded | Replicated:
     if layers is None:
         layers = [module for _, module in matching(root, patterns.layers)] or find_layers(root)
@@ -132,5 +138,5 @@ def _apply(
     divided = mesh.size("shard") > 1 or (experts_apart and mesh.size("expert_shard") > 1)
     offload = mesh.strategy.offload
     if mesh.strategy.zero and (divided or offload.weights or offload.gradients):
-        return Sharded(root, units, mesh, precision, prefetch)
-    return Replicated(root, units, mesh, precision)
+        return Sharded(root, units, mesh, precision, prefetch, sums)
+    return Replicated(root, units, mesh, precision, sums)

@@ -50,7 +50,7 @@ class Engine(Trainer[Batch]):
         mesh = build_mesh(job.strategy, place.type, job.model.key_value_heads)
         stages = _cut_stages(job, mesh)
         tied = _tied(job, mesh, stages)
-        data = apply_data(list(stages.values()), mesh, precision, patterns=DECODER)
+        data = apply_data(list(stages.values()), mesh, precision, patterns=DECODER, job=job)
         for stage in stages.values():
             materialise(stage, place)
         if tied:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import fully_shard
 
+from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.names import sent, waited
-from shardwise.engine.reductions import SCRATCH, Pending, all_gather, on_gloo, reduce_scatter_sum
+from shardwise.engine.reductions import SCRATCH, Pending, all_gather, on_gloo
 
 IN_FLIGHT = 2
 
@@ -29,7 +30,7 @@ def parameter_groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
 
 
-def install(module: nn.Module, unfinished: Unfinished) -> list[GradientReduceScatter]:
+def install(module: nn.Module, unfinished: Unfinished, sums: GradientSums) -> list[GradientReduceScatter]:
     """Gives a module under `fully_shard` our collectives."""
     reductions = []
     for group in parameter_groups(module):
@@ -37,7 +38,7 @@ def install(module: nn.Module, unfinished: Unfinished) -> list[GradientReduceSca
         lent = on_gloo(mesh.get_group(mesh.ndim - 1), mesh.device_type)
         overlapped = lent and mesh.ndim == 1  # hybrid: FSDP goes on to sum between the shard groups at once
         fsdp: Any = module
-        reductions.append(GradientReduceScatter(group.fsdp_params, lent, unfinished if overlapped else None))
+        reductions.append(GradientReduceScatter(group.fsdp_params, lent, unfinished if overlapped else None, sums))
         fsdp.set_custom_reduce_scatter(reductions[-1])
         fsdp.set_custom_all_gather(ParameterAllGather(lent))
     return reductions
@@ -93,8 +94,10 @@ class Unfinished:
 class GradientReduceScatter:
     """Sums the gradients of one unit; in the background where ``unfinished`` is given."""
 
-    def __init__(self, fsdp_parameters: Sequence[Any], lent: bool, unfinished: Unfinished | None) -> None:
-        self.fsdp_parameters, self.lent, self.unfinished = fsdp_parameters, lent, unfinished
+    def __init__(
+        self, fsdp_parameters: Sequence[Any], lent: bool, unfinished: Unfinished | None, sums: GradientSums
+    ) -> None:
+        self.fsdp_parameters, self.lent, self.unfinished, self.sums = fsdp_parameters, lent, unfinished, sums
         self.asked = 0
         self.total: Tensor | None = None  # where FSDP accumulates: the output of the first reduction of a step
 
@@ -112,10 +115,10 @@ class GradientReduceScatter:
             if self.unfinished is None or not self._may_wait(output_tensor, self.unfinished):
                 if self.unfinished is not None:
                     self.unfinished.finish_started()  # FSDP may add to one of them now
-                reduce_scatter_sum(output_tensor, input_tensor, group, in_fp32=True)
+                self.sums.reduce_scatter(output_tensor, input_tensor, group, in_fp32=True)
                 self.total = None
                 return
-            work = reduce_scatter_sum(output_tensor, input_tensor, group, async_op=True)
+            work = self.sums.reduce_scatter(output_tensor, input_tensor, group, async_op=True)
         assert work is not None
         gradients = [one.sharded_param.grad for one in self.fsdp_parameters]
         if all(gradient is None for gradient in gradients):

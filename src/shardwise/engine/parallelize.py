@@ -135,7 +135,7 @@ class Parallel(Trainer[Any]):
         if initialise is None:
             for stage in stages.values():
                 stage.to(device)
-        data = apply_data(list(stages.values()), mesh, precision, patterns=self.patterns)
+        data = apply_data(list(stages.values()), mesh, precision, patterns=self.patterns, job=job)
         if initialise is not None:
             fill_stages(stages, initialise, device)
         if tied:

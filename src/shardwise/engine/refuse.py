@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardwise.cost.own_schedules import require_gradient_schedules
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -30,6 +31,7 @@ def require_runs(job: Job) -> None:
     for field, used, problem, remedy in _LACKING:
         if used(job.strategy):
             raise SpecError(field, problem, remedy)
+    require_gradient_schedules(job)
 
 
 def require_devices(device: str, ranks: int) -> None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.compression import CompressedSum, compressed_sum
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import sent, waited
 from shardwise.engine.precision import Precision
-from shardwise.engine.reductions import Pending, all_reduce_sum
+from shardwise.engine.reductions import Pending
 from shardwise.engine.units import Unit, own_parameters
 from shardwise.spec.less_communication import Compression
 
@@ -39,8 +40,10 @@ class Replicated:
     ``masters`` are the fp32 values of parameters that are computed with in 16 bits, once `start` was called.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], mesh: Mesh, precision: Precision) -> None:
-        self.root, self.units, self.mesh, self.precision = root, units, mesh, precision
+    def __init__(
+        self, root: nn.Module, units: Sequence[Unit], mesh: Mesh, precision: Precision, sums: GradientSums
+    ) -> None:
+        self.root, self.units, self.mesh, self.precision, self.sums = root, units, mesh, precision, sums
         self.masters: dict[nn.Parameter, Tensor] = {}
         self.buckets: list[_Bucket] = []
         self.last = False
@@ -57,7 +60,7 @@ class Replicated:
         if self.precision.has_masters:
             for parameter in self.root.parameters():
                 self._lower(parameter)
-        self.buckets = _buckets(self.root, self.units, self.mesh)
+        self.buckets = _buckets(self.root, self.units, self.mesh, self.sums)
         for bucket in self.buckets:
             bucket.compress(self.mesh.strategy.compression)
         for module in {bucket.complete_after for bucket in self.buckets}:
@@ -191,8 +194,8 @@ class _Bucket:
     The memory is taken once and for all; from the first backward pass of a step on the gradients are in it.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, sums: GradientSums) -> None:
+        self.group, self.sums = group, sums
         self.parameters: list[nn.Parameter] = []
         self.complete_after: nn.Module | None = None
         self.flat: Tensor | None = None
@@ -219,7 +222,7 @@ class _Bucket:
         if self.compressed is not None:
             return self.compressed.start(flat)
         with sent("dp", "all-reduce of gradients", flat):
-            return all_reduce_sum(flat, self.group, async_op=True, in_fp32=True)
+            return self.sums.all_reduce(flat, self.group)
 
     @torch.no_grad()
     def collect(self) -> Tensor:
@@ -252,19 +255,19 @@ class _Bucket:
         self.collected, self.started, self.work = False, False, None
 
 
-def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh) -> list[_Bucket]:
+def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh, sums: GradientSums) -> list[_Bucket]:
     """In the order in which the backward pass completes them; none for a group of one rank."""
     buckets: list[_Bucket] = []
     for expert, name in ((False, "replicate"), (True, "expert_replicate")):
         if mesh.size(name) == 1:
             continue
-        bucket = _Bucket(mesh.group(name))
+        bucket = _Bucket(mesh.group(name), sums)
         for unit, parameters, after in _completed(root, units):
             if (unit is not None and unit.expert) != expert:
                 continue
             if bucket.bytes >= (mesh.strategy.bucket or BUCKET_BYTES):
                 buckets.append(bucket)
-                bucket = _Bucket(mesh.group(name))
+                bucket = _Bucket(mesh.group(name), sums)
             bucket.parameters += [one for one in parameters if one.requires_grad]
             bucket.complete_after = after
         buckets.append(bucket)

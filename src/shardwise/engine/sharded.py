@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.fsdp_collectives import Unfinished, install, parameter_groups
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.gradients import TravellingGradients
@@ -29,7 +30,15 @@ class Sharded:
     whatever happens inside them. ``prefetch`` units are gathered ahead of the one that computes.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], mesh: Mesh, precision: Precision, prefetch: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        precision: Precision,
+        prefetch: int,
+        sums: GradientSums,
+    ) -> None:
         strategy = mesh.strategy
         self.reduces_always = strategy.gradients_sharded
         self.keeps_parameters = strategy.zero < 3 or strategy.keep_parameters
@@ -42,7 +51,7 @@ class Sharded:
         self._shard(Unit(root, at_the_end=True), mesh, precision, root=True)
         _loss_through_head(root, units)
         self.unfinished = Unfinished()
-        self.reductions = [one for module in self.units for one in install(module, self.unfinished)]
+        self.reductions = [one for module in self.units for one in install(module, self.unfinished, sums)]
         self.passes = _passes(root, units)
         _prefetch(*self.passes, units, prefetch)
         self.weights: TravellingWeights | None = None

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from shardwise.cost.analysis import DIMENSIONS, Analysis
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import flops_per_token
+from shardwise.cost.own_schedules import gradient_times
 from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
 from shardwise.cost.scaling import scaling_table
@@ -71,8 +72,22 @@ def print_analysis(
             out.print(_scaling_table(analysis, kind))
     if ranks:
         print("\n".join(_rank_lines(analysis)))
+    for line in collective_lines(analysis):
+        out.print(line, markup=False)
     for line in verdict_lines(analysis):
         out.print(line, style="bold", markup=False)
+
+
+def collective_lines(analysis: Analysis) -> Iterator[str]:
+    """What sums the gradients where it is not the backend's own collective, and what that saves or costs."""
+    for one in gradient_times(analysis):
+        difference = one.backend_seconds - one.seconds
+        verb = "saves" if difference >= 0 else "costs"
+        yield (
+            f"{one.what.partition(',')[0].capitalize()} by {spoken(one.choice.algorithm)}: "
+            f"{readable_seconds(one.seconds)} per step instead of {readable_seconds(one.backend_seconds)} by the "
+            f"backend's own, {verb} {readable_seconds(abs(difference))} where nothing hides it."
+        )
 
 
 def _headline(analysis: Analysis) -> str:

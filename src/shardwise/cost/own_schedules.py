@@ -1,0 +1,163 @@
+"""Whether a schedule of ours pays for a group's collective: its price beside that of the backend's own collective.
+
+The backend's own is priced as the cluster's library runs it, ours as the executor of schedules does (``schedules`` of
+the cluster's levels, where `calibrate` measured both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, collective_cost, price_schedule
+from shardwise.collectives.build import require_schedule
+from shardwise.collectives.cost import candidates, without_unit_levels
+from shardwise.cost.analysis import Analysis
+from shardwise.cost.communication.data import SharedRanks, dense_ranks, expert_ranks
+from shardwise.cost.network import Run, spanned
+from shardwise.cost.states import divided_over
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+
+PAYS_BELOW = 0.9  # of the backend's time: a model is not exact to a tenth
+MOST_RANKS = 64  # whose schedules are built to be compared
+UNNAMED = ("auto", "textbook")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``schedule`` is None where the backend's own collective is as good, or nothing else is known to be better."""
+
+    schedule: Schedule | None
+    seconds: float
+    backend_seconds: float
+
+    @property
+    def algorithm(self) -> str:
+        return self.schedule.algorithm if self.schedule is not None else "the backend's own"
+
+
+def choose(kind: CollectiveKind, size_bytes: float, cluster: Cluster, runs: tuple[Run, ...], wanted: str) -> Choice:
+    """The schedule of the algorithm that is ``wanted``; for "auto" the cheapest of all, if it pays on this cluster.
+
+    Raises SpecError where the group's network has no schedule by that name.
+    """
+    return _choose(kind, float(size_bytes), cluster, runs, wanted)
+
+
+@lru_cache(maxsize=1024)
+def _choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run, ...], wanted: str) -> Choice:
+    network = spanned(cluster, runs, "strategy.collective")
+    assert network is not None
+    backend = float(collective_cost(kind, size, network, "auto").seconds)
+    if wanted in UNNAMED:
+        found = _cheapest(kind, size, cluster, runs) if wanted == "auto" else None
+        if found is None or found[0] > PAYS_BELOW * backend:
+            return Choice(None, backend, backend)
+        return Choice(found[1], found[0], backend)
+    ours = by_schedules(cluster, runs)
+    name = named_on(wanted, ours)
+    schedule = build_schedule(kind, ours, name, size)
+    return Choice(schedule, float(price_schedule(schedule, ours, size).seconds), backend)
+
+
+def by_schedules(cluster: Cluster, runs: tuple[Run, ...]) -> Topology:
+    """The group's network as our executor uses it, which overlaps the levels."""
+    network = spanned(cluster.run_by_schedules(), runs, "strategy.collective")
+    assert network is not None
+    return replace(network, pipelined_levels=True)
+
+
+def named_on(wanted: str, network: Topology) -> str:
+    """A ring over several levels is the flat one."""
+    slim, _ = without_unit_levels(network)
+    return "flat_ring" if wanted == "ring" and len(slim.levels) > 1 else wanted
+
+
+def _cheapest(
+    kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run, ...]
+) -> tuple[float, Schedule] | None:
+    """Where gloo would send and it was measured how our messages fare; NCCL knows its own wires better."""
+    measured = all(level.schedules is not None for level in cluster.levels if level.width > 1)
+    if cluster.library != "gloo" or not measured or size <= 0:
+        return None
+    network = by_schedules(cluster, runs)
+    if network.size > MOST_RANKS:
+        return None
+    priced: list[tuple[float, str]] = []
+    for name in candidates(kind, size, network):
+        try:
+            require_schedule(kind, network, name)
+        except SpecError:
+            continue
+        priced.append((float(collective_cost(kind, size, network, name).seconds), name))
+    best: tuple[float, Schedule] | None = None
+    for _, name in sorted(priced)[:3]:  # what overlaps is a lower bound until it is built
+        schedule = build_schedule(kind, network, name, size)
+        seconds = float(price_schedule(schedule, network, size).seconds)
+        if best is None or seconds < best[0]:
+            best = seconds, schedule
+    return best
+
+
+def gradient_groups(job: Job) -> Iterator[tuple[str, CollectiveKind, tuple[Run, ...]]]:
+    """The groups over which gradients are summed, by the names of the engine's mesh."""
+    strategy, shards = job.strategy, divided_over(job.strategy)
+    ranks: list[tuple[str, SharedRanks]] = [("", dense_ranks(strategy, shards))]
+    if job.model.moe is not None:
+        ranks.append(("expert_", expert_ranks(strategy, shards)))
+    for prefix, shared in ranks:
+        if shared.sharded:
+            yield f"{prefix}shard", CollectiveKind.REDUCE_SCATTER, shared.sharded
+        elif shared.replicas:
+            yield f"{prefix}replicate", CollectiveKind.ALL_REDUCE, shared.replicas
+
+
+def require_gradient_schedules(job: Job) -> None:
+    """Raises SpecError where `strategy.collective` names what has no schedule on a group that sums gradients."""
+    wanted = job.strategy.collective
+    if wanted in UNNAMED:
+        return
+    for _, kind, runs in gradient_groups(job):
+        network = by_schedules(job.cluster, runs)
+        try:
+            require_schedule(kind, network, named_on(wanted, network))
+        except SpecError as error:
+            raise SpecError("strategy.collective", error.problem, error.remedy) from None
+
+
+@dataclass(frozen=True)
+class GradientTime:
+    """Seconds of a step in which gradients are summed, alone on the network, by what is chosen and by the backend."""
+
+    what: str
+    choice: Choice
+    times: float
+
+    @property
+    def seconds(self) -> float:
+        return self.times * self.choice.seconds
+
+    @property
+    def backend_seconds(self) -> float:
+        return self.times * self.choice.backend_seconds
+
+
+def gradient_times(analysis: Analysis) -> list[GradientTime]:
+    """For every sum of gradients that a schedule of ours takes over; none where the backend's own stays."""
+    job, found = analysis.job, []
+    groups = {kind: runs for name, kind, runs in gradient_groups(job) if not name.startswith("expert")}
+    experts = {kind: runs for name, kind, runs in gradient_groups(job) if name.startswith("expert")}
+    for traffic in analysis.dimension_traffics("dp"):
+        runs = (experts if traffic.what.startswith("expert") else groups).get(traffic.kind)
+        if runs is None or "gradients" not in traffic.what:
+            continue
+        try:
+            choice = choose(traffic.kind, traffic.size_bytes, job.cluster, runs, job.strategy.collective)
+        except SpecError:  # priced by the cheapest, and refused by the engine
+            continue
+        if choice.schedule is not None:
+            found.append(GradientTime(traffic.what, choice, traffic.count))
+    return found

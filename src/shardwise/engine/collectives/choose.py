@@ -1,0 +1,88 @@
+"""How gradients are summed: by the backend's own collective, or by the schedule that `strategy.collective` names.
+
+"auto" takes the backend's own unless the cluster's description says that a schedule of ours is quicker for this size on
+the network that the group spans.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.collectives.kinds import CollectiveKind
+from shardwise.collectives.schedule import Schedule
+from shardwise.cost.network import Run
+from shardwise.cost.own_schedules import UNNAMED, choose, gradient_groups
+from shardwise.engine.collectives.communicator import Communicator
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.reductions import Pending, all_reduce_sum, backend_of, reduce_scatter_sum
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+RUN_ON = ("gloo", "nccl")
+
+
+class GradientSums:
+    """Sums over the groups of a mesh; without a job, the backend's own."""
+
+    def __init__(self, mesh: Mesh, job: Job | None = None) -> None:
+        self.job = job
+        self._runs: dict[dist.ProcessGroup, tuple[Run, ...]] = {}
+        self._communicators: dict[dist.ProcessGroup, Communicator] = {}
+        self._chosen: dict[tuple[dist.ProcessGroup, CollectiveKind, int], Schedule | None] = {}
+        if job is not None:
+            self._runs = {mesh.group(name): runs for name, _, runs in gradient_groups(job) if mesh.size(name) > 1}
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> Pending | None:
+        """Begins to sum ``tensor`` in place."""
+        schedule = self._schedule(group, CollectiveKind.ALL_REDUCE, tensor)
+        if schedule is None:
+            return all_reduce_sum(tensor, group, async_op=True, in_fp32=True)
+        return self._communicator(group).run(schedule, tensor, async_op=True)
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False, *, in_fp32: bool = False
+    ) -> Pending | None:
+        """As `reduce_scatter_sum`."""
+        schedule = self._schedule(group, CollectiveKind.REDUCE_SCATTER, input)
+        if schedule is None or output.dtype != input.dtype:
+            return reduce_scatter_sum(output, input, group, async_op, in_fp32=in_fp32)
+        if not async_op:
+            return self._communicator(group).run(schedule, input, output)
+        return _WrittenByWait(self._communicator(group), schedule, input, output)
+
+    def _communicator(self, group: dist.ProcessGroup) -> Communicator:
+        if group not in self._communicators:
+            self._communicators[group] = Communicator(group)
+        return self._communicators[group]
+
+    def _schedule(self, group: dist.ProcessGroup, kind: CollectiveKind, tensor: Tensor) -> Schedule | None:
+        """The same on all ranks: it depends on what all of them know."""
+        runs = self._runs.get(group)
+        if runs is None or self.job is None or backend_of(group, tensor.device.type) not in RUN_ON:
+            return None
+        size = tensor.numel() * tensor.element_size()
+        key = group, kind, size
+        if key not in self._chosen:
+            wanted = self.job.strategy.collective
+            try:
+                self._chosen[key] = choose(kind, size, self.job.cluster, runs, wanted).schedule
+            except SpecError:
+                if wanted not in UNNAMED:
+                    raise
+                self._chosen[key] = None  # a group that lies across the levels: no network is known for it
+        return self._chosen[key]
+
+
+class _WrittenByWait:
+    """Others may use ``output`` until somebody waits for it."""
+
+    def __init__(self, communicator: Communicator, schedule: Schedule, input: Tensor, output: Tensor) -> None:
+        self.output, self.summed = output, torch.empty_like(output)
+        self.work = communicator.run(schedule, input, self.summed, async_op=True)
+
+    def wait(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.output.copy_(self.summed)
