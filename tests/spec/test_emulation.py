@@ -52,3 +52,4 @@ def test_the_planner_sees_one_port_per_node() -> None:
     assert (between.bandwidth_per_direction, between.latency_per_step, between.ports) == (125e6, 1e-3, 1)
     assert inside.bandwidth_per_direction == cluster_from("laptop").levels[0].bandwidth_per_direction
     assert cluster_from(found.to_dict()) == found
+    assert found.host_memory_per_device == cluster_from("laptop:8").host_memory_per_device

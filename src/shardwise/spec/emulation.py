@@ -108,5 +108,7 @@ def cluster_of(emulation: Emulation, base: Cluster) -> Cluster:
         name=f"emulated-{base.name}",
         levels=(inside, between),
         devices_per_node=emulation.ranks_per_node,
+        # Virtual nodes share what the machine has.
+        host_memory=None if base.host_memory is None else base.host_memory * base.nodes / emulation.nodes,
         source=f"{emulation} emulated on one machine",
     )
