@@ -1,0 +1,136 @@
+"""Measures the levels of a network: collectives of the backend and of our executor, among the ranks of each level."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from shardwise.collectives import CollectiveKind, Topology, build_schedule
+from shardwise.engine.collectives import Communicator
+from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
+from shardwise.engine.world import joined
+from shardwise.launch.pool import Place
+
+Runner = Literal["backend", "schedules"]
+SIZES = (2**10, 2**15, 2**18, 2**20, 2**22)
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """``groups`` of ranks ran a collective of ``size_bytes`` at the same time, each in ``seconds``.
+
+    ``rate`` and ``delay`` are those of the wire, where they are known (else 0).
+    """
+
+    level: int
+    runner: Runner
+    kind: str
+    algorithm: str
+    groups: tuple[tuple[int, ...], ...]
+    size_bytes: int
+    seconds: float
+    rate: float = 0.0
+    delay: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Case:
+    runner: Runner
+    kind: CollectiveKind
+    algorithm: str
+
+
+CASES = (
+    _Case("backend", CollectiveKind.ALL_REDUCE, "ring"),
+    _Case("backend", CollectiveKind.ALL_GATHER, "ring"),
+    _Case("backend", CollectiveKind.REDUCE_SCATTER, "direct"),
+    _Case("schedules", CollectiveKind.ALL_REDUCE, "ring"),
+    _Case("schedules", CollectiveKind.ALL_GATHER, "direct"),
+    _Case("schedules", CollectiveKind.REDUCE_SCATTER, "direct"),
+)
+
+
+def level_groups(widths: Sequence[int], level: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks that one level joins: ranks count through the innermost level fastest."""
+    world = int(torch.tensor(widths).prod())
+    ranks = torch.arange(world).reshape(tuple(reversed(widths)))
+    along = ranks.movedim(len(widths) - 1 - level, -1).reshape(-1, widths[level])
+    return tuple(tuple(group) for group in along.tolist())
+
+
+def measure_links(place: Place, widths: tuple[int, ...], device: str, threads: int) -> list[LinkSample]:
+    """On every rank of a cluster with levels of ``widths``: the seconds that this rank saw."""
+    torch.set_num_threads(threads)
+    with joined(place.rank, place.world, place.meeting_file, device=device):
+        samples = []
+        for level, width in enumerate(widths):
+            if width == 1:
+                continue
+            groups = level_groups(widths, level)
+            made = [dist.new_group(list(ranks)) for ranks in groups]
+            mine = next(index for index, ranks in enumerate(groups) if place.rank in ranks)
+            for active in {(0,), tuple(range(len(groups)))}:
+                taking_part = mine in active
+                chosen = tuple(groups[index] for index in active)
+                for case in CASES:
+                    for size in SIZES:
+                        call = _call(case, size, made[mine], torch.device(device)) if taking_part else _nothing
+                        seconds = _timed(call, size)
+                        samples.append(
+                            LinkSample(level, case.runner, case.kind, case.algorithm, chosen, size, seconds)
+                        )
+        return samples
+
+
+def slowest(of_ranks: Sequence[Sequence[LinkSample]], *, rate: float, delay: float) -> list[LinkSample]:
+    """One sample for all ranks that took part: a collective has ended when its last rank has."""
+    found = []
+    for same in zip(*of_ranks):
+        seconds = max(one.seconds for one in same)
+        found.append(replace(same[0], seconds=seconds, rate=rate, delay=delay))
+    return found
+
+
+def _call(case: _Case, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any]:
+    n = group.size()
+    elements = max(1, size // 4 // n)
+    whole, part = torch.ones(n * elements, device=device), torch.ones(elements, device=device)
+    reduces = case.kind is not CollectiveKind.ALL_GATHER
+    tensors = (whole, part) if reduces else (part, whole)
+    if case.runner == "schedules":
+        schedule = build_schedule(case.kind, Topology.switch(n, 1.0), case.algorithm)
+        outputs = () if case.kind is CollectiveKind.ALL_REDUCE else tensors[1:]
+        return partial(Communicator(group).run, schedule, tensors[0], *outputs)
+    if case.kind is CollectiveKind.ALL_REDUCE:
+        return partial(all_reduce_sum, whole, group)
+    if case.kind is CollectiveKind.ALL_GATHER:
+        return partial(all_gather, whole, part, group)
+    return partial(reduce_scatter_sum, part, whole, group)
+
+
+def _nothing() -> None:
+    """What a rank does that does not take part."""
+
+
+def _timed(call: Callable[[], Any], size: int) -> float:
+    """Several on end, so that it does not matter who left the barrier first."""
+    repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
+    call()
+    found = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - began) / repeats)
+    return statistics.median(found)
