@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
+from shardwise.cli.main import main
 from shardwise.cost.stage_time import optimizer_seconds, stage_seconds
 from shardwise.cost.stages import rank_contents
 from shardwise.cost.states import sharding_of
 from shardwise.measure.calibrate.device_fit import fitted_device
 from shardwise.measure.calibrate.least_squares import fit
+from shardwise.measure.calibrate.link_fit import Wire, fitted_level
+from shardwise.measure.calibrate.link_samples import LinkSample, level_groups
 from shardwise.measure.calibrate.samples import (
     AttentionSample,
     CopySample,
@@ -24,9 +28,11 @@ from shardwise.measure.calibrate.samples import (
     StepSample,
 )
 from shardwise.measure.calibrate.step_job import step_job
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.hardware import Device
+from shardwise.spec.network import NetworkLevel
 
 BASE = Device(peak=FrozenMapping({"fp32": 1e12, "bf16": 1e12}), memory=2**34, memory_bandwidth=1e11, vendor="generic")
 SHAPES = (Shape(2, 96, 6, 256, 1024, 4, 96), Shape(6, 48, 6, 128, 256, 8, 128), Shape(2, 64, 8, 128, 2048, 16, 64))
@@ -108,3 +114,68 @@ def test_nothing_is_less_than_zero_and_residuals_say_so() -> None:
     found = fit([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)], [3.0, 2.0, 1.0])
     assert min(found.values) >= 0
     assert found.worst_error > 0.1
+
+
+@given(
+    trips=st.sampled_from((1.0, 2.0)),
+    overhead=st.sampled_from((0.0, 1e-4, 1e-3)),
+    startup=st.sampled_from((0.0, 5e-4)),
+    efficiency=st.floats(0.5, 1),
+)
+@settings(max_examples=examples(10), deadline=None)
+def test_a_link_is_found_again(trips: float, overhead: float, startup: float, efficiency: float) -> None:
+    """Also what two pairs share, and a wire that is told from the software by its delays."""
+    base = NetworkLevel(name="link", size=2, bandwidth=1.0, latency=0.0, ports=1)
+    groups, rate = ((0, 2), (1, 3)), 25e6
+    samples = []
+    for delay in (1e-3, 3e-3):
+        for active in (groups, groups[:1]):
+            for kind, steps, share in (("all_reduce", 2, 1.0), ("all_gather", 1, 0.5)):
+                for size in (2**10, 2**18, 2**22):
+                    carried = len(active) * share * size
+                    seconds = steps * (trips * delay + overhead) + startup + carried / (efficiency * rate)
+                    for runner in ("backend", "schedules"):
+                        samples.append(LinkSample(1, runner, kind, "ring", active, size, seconds, rate, delay))  # type: ignore[arg-type]
+    level, residuals = fitted_level(base, 1, (2, 2), samples, Wire(rate, 1e-3))
+    assert all(one.worst_error < 1e-6 for one in residuals)
+    for found in (level, level.run_by_schedules()):
+        assert (found.trips, found.reached_share) == pytest.approx((trips, efficiency), rel=1e-4)
+        assert (found.overhead, found.startup) == pytest.approx((overhead, startup), rel=1e-3, abs=1e-9)
+    slower = replace(level, latency=5e-3)
+    assert slower.latency_per_step == pytest.approx(trips * 5e-3 + overhead, rel=1e-4)
+
+
+def test_levels_join_the_ranks_of_their_members() -> None:
+    assert level_groups((2, 3), 0) == ((0, 1), (2, 3), (4, 5))
+    assert level_groups((2, 3), 1) == ((0, 2, 4), (1, 3, 5))
+
+
+def test_this_machine_becomes_a_cluster_to_plan_with(tmp_path: Path) -> None:
+    """Of what two processes measure here, by the command; the figures themselves are not judged."""
+    path = tmp_path / "cluster.yaml"
+    assert main(["calibrate", "--processes", "2", "--only", "links,storage", "--out", str(path)]) == 0
+    cluster = cluster_from(str(path))
+    assert cluster.devices == 2
+    level = cluster.levels[-1]
+    assert level.schedules is not None
+    assert 1e6 < level.bandwidth_per_direction < 1e12
+    assert "shardwise calibrate" in cluster.source
+    flags = "--model tiny --seq 128 --global-batch 8 --precision fp32 --dp 2"
+    job = ["analyze", *flags.split(), "--cluster", str(path)]
+    assert main(job) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "everything"], "--only: 'everything' is not measured"),
+        (["--out", "/nowhere/cluster.yaml"], "--out: /nowhere/cluster.yaml cannot be written"),
+        (["--from", "runs/none", "--processes", "2"], "--processes: does not go with --from"),
+        (["--processes", "none"], "--processes"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1

@@ -17,7 +17,7 @@ from shardwise.cli.changes import changed, set_field, with_steps
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from
-from shardwise.spec.emulation import Emulation, cluster_of, emulation_from
+from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -108,7 +108,10 @@ def _job_fields(
     if nodes is not None and fields.get("cluster") is None and not _is_named(arguments, fields, "cluster"):
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
     fields["model"] = changed(_model(arguments, fields), "model", overrides if "model" in named else {})
-    fields["cluster"] = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
+    cluster = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
+    if nodes is not None and isinstance(cluster, Cluster) and cluster.levels[-1].name == EMULATED:
+        cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, maybe of another link
+    fields["cluster"] = cluster
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
         # Whoever names a bare topology wants its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")

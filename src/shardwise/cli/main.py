@@ -21,7 +21,7 @@ VERBS = {
     "checkpoint": ("checkpoint", "what a checkpoint holds, whether it is whole, the same state in other files"),
     "convert": ("convert", "weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file"),
     "compare": ("compare", "a profiled run beside its prediction: every part of the step, slow ranks and links, why"),
-    "calibrate": ("calibrate", "what was measured becomes what is planned with: re-cut stages of a profiled run"),
+    "calibrate": ("calibrate", "this machine as a cluster to plan with; the stages of a profiled run cut again"),
     "doctor": ("doctor", "whether this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce"),
     "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
 }

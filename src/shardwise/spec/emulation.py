@@ -13,6 +13,7 @@ from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import parse, render
 
 MOST_NODES = 64
+EMULATED = "emulated"  # the name of the level between virtual nodes
 _HOW = "write it like 2x2,1Gbit,1ms or 2x2,200Mbit,1ms,loss=0.1%"
 
 
@@ -95,17 +96,20 @@ def _rate_text(rate: float) -> str:
 def cluster_of(emulation: Emulation, base: Cluster) -> Cluster:
     """What the emulated nodes are to the planner: the devices and the innermost network of ``base`` inside a node.
 
-    Between nodes there is one port per node, which all of its ranks share.
+    Between nodes there is one port per node, which all of its ranks share. How messages use such a link is as ``base``
+    says where it has been calibrated on one, of whatever rate and delay.
     """
     inside = replace(
         base.levels[0], name="loopback", topology="switch", size=emulation.ranks_per_node, shape=(), wrap_multiple=1
     )
-    between = NetworkLevel(
-        name="emulated", size=emulation.nodes, bandwidth=emulation.rate, latency=emulation.delay, ports=1
-    )
+    outermost = base.levels[-1]
+    between = replace(
+        outermost if outermost.name == EMULATED else NetworkLevel(name=EMULATED, size=2, bandwidth=1.0, latency=0.0),
+        size=emulation.nodes, bandwidth=emulation.rate, latency=emulation.delay, ports=1,
+    )  # fmt: skip
     return replace(
         base,
-        name=f"emulated-{base.name}",
+        name=f"emulated-{base.name.removeprefix('emulated-')}",
         levels=(inside, between),
         devices_per_node=emulation.ranks_per_node,
         # Virtual nodes share what the machine has.

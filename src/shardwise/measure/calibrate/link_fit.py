@@ -71,20 +71,23 @@ def _transport(
     base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
 ) -> tuple[_Found, Residual]:
     """Seconds = steps·(trips·delay + overhead) + startup + (bytes + sqrt(ramp·bytes)) / rate."""
-    several_delays = len({one.delay for one in samples}) > 1
+    several_delays = wire is not None and len({one.delay for one in samples}) > 1
     features, known = [], []
     for one in samples:
         hops, carried = _demands(base, index, widths, one)
         trips = hops * one.delay if several_delays else 0.0
         features.append((trips, hops, 1.0, carried, math.sqrt(carried)))
         known.append(0.0 if several_delays or wire is None else hops * one.delay)
-    result = fit(features, [one.seconds for one in samples], known)
-    trips, overhead, startup, per_byte, per_root = result.values
+    seconds = [one.seconds for one in samples]
+    result = fit(features, seconds, known)
+    if not result.values[3]:  # too noisy to tell a ramp from a rate
+        result = fit([row[:4] for row in features], seconds, known)
+    trips, overhead, startup, per_byte, *per_root = result.values
     if not several_delays:
         trips = 1.0 if wire is not None else 0.0
-    ramp = (per_root / per_byte) ** 2 if per_byte else 0.0
-    found = _Found(trips, overhead, startup, 1 / per_byte if per_byte else _FAST, ramp)
-    return found, Residual.of("", result)
+    per_byte = per_byte or min(one / row[3] for one, row in zip(seconds, features))
+    ramp = (per_root[0] / per_byte) ** 2 if per_root else 0.0
+    return _Found(trips, overhead, startup, 1 / per_byte, ramp), Residual.of("", result)
 
 
 def _demands(base: NetworkLevel, index: int, widths: Sequence[int], sample: LinkSample) -> tuple[float, float]:

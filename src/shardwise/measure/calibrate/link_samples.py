@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,11 @@ from shardwise.engine.collectives import Communicator
 from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Place
+from shardwise.measure.calibrate.timing import undisturbed
 
 Runner = Literal["backend", "schedules"]
 SIZES = (2**10, 2**15, 2**18, 2**20, 2**22)
-ROUNDS = 3
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def measure_links(place: Place, widths: tuple[int, ...], device: str, threads: i
                     for size in SIZES:
                         call = _call(case, size, made[mine], torch.device(device)) if taking_part else _nothing
                         seconds = _timed(call, size)
-                        samples.append(
-                            LinkSample(level, case.runner, case.kind, case.algorithm, chosen, size, seconds)
-                        )
+                        samples.append(LinkSample(level, case.runner, case.kind, case.algorithm, chosen, size, seconds))
         return samples
 
 
@@ -133,4 +131,4 @@ def _timed(call: Callable[[], Any], size: int) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         found.append((time.perf_counter() - began) / repeats)
-    return statistics.median(found)
+    return undisturbed(found)

@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.measure.doctor.finding import Examination, Finding
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 
-_MOST_BYTES, _MOST_SECONDS, _PIECE_BYTES = 128 * 2**20, 5.0, 8 * 2**20
+MOST_BYTES, _MOST_SECONDS, _PIECE_BYTES = 128 * 2**20, 5.0, 8 * 2**20
 _LITTLE_BYTES = 2**30
 _SLOW_RATE = 50e6  # bytes/s: what a single hard disk gives
 _KEPT = 3  # checkpoints at a time: the last good one, one more, and the one being written
@@ -21,13 +21,13 @@ def check_disk(asked: Examination) -> Iterator[Finding]:
     """Space and speed; the file that is written for it is bounded in size and time, and removed."""
     usage = shutil.disk_usage(asked.folder)
     yield _space(asked, usage.free)
-    room = min(_MOST_BYTES, usage.free // 10)
+    room = min(MOST_BYTES, usage.free // 10)
     if room < _PIECE_BYTES:
         return
     path = asked.folder / f".shardwise-disk-{os.getpid()}"
     try:
-        size, write_seconds = _write(path, room)
-        read_seconds = _read(path)
+        size, write_seconds = timed_write(path, room)
+        read_seconds = timed_read(path)
     finally:
         path.unlink(missing_ok=True)
     yield _speed(asked, size, write_seconds, read_seconds)
@@ -60,7 +60,7 @@ def _speed(asked: Examination, size: int, write_seconds: float, read_seconds: fl
     return Finding("disk speed", "pass", figure)
 
 
-def _write(path: Path, room: int) -> tuple[int, float]:
+def timed_write(path: Path, room: int) -> tuple[int, float]:
     """Bytes written and synced, and the seconds they took: until ``room`` is full or the time is over."""
     piece, size = os.urandom(_PIECE_BYTES), 0  # not zeros: some file systems do not store those
     began = time.perf_counter()
@@ -71,7 +71,7 @@ def _write(path: Path, room: int) -> tuple[int, float]:
     return size, time.perf_counter() - began
 
 
-def _read(path: Path) -> float | None:
+def timed_read(path: Path) -> float | None:
     """Seconds to read the file; None where the system cannot be told to forget it first."""
     if not hasattr(os, "posix_fadvise"):
         return None

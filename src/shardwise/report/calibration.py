@@ -1,0 +1,80 @@
+"""What calibration found, for people and for machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.report.console import console, table
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.network import NetworkLevel
+from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+
+if TYPE_CHECKING:
+    from shardwise.measure.calibrate.run import Calibration
+
+
+def calibration_data(found: Calibration) -> dict[str, Any]:
+    return {"cluster": found.cluster.to_dict(), "residuals": [asdict(one) for one in found.residuals]}
+
+
+def print_calibration(found: Calibration, before: Cluster, written: Path) -> None:
+    out = console()
+    out.print(table("Device", ("", "before", "measured"), _device_rows(before, found.cluster)))
+    levels = [
+        row
+        for old, new in zip(before.levels, found.cluster.levels)
+        if new.width > 1
+        for row in _level_rows(old, new)
+    ]  # fmt: skip
+    if levels:
+        columns = ("level", "whose collectives", "bandwidth", "a step", "a call", "half the bandwidth at")
+        out.print(table("Network", columns, levels, numbers_from=2))
+    rows = [
+        (one.what, str(one.figures), f"{one.median_error:.1%}", f"{one.worst_error:.1%}") for one in found.residuals
+    ]
+    if rows:
+        out.print(table("How well the model explains what was measured", ("", "figures", "median", "worst"), rows))
+    out.print(f"Written: {written}. shardwise plan --cluster {written} plans with it.")
+
+
+def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
+    def shown(cluster: Cluster) -> list[tuple[str, str]]:
+        device, own = cluster.device, cluster.device.efficiency
+        data_type = "bf16" if device.vendor != "generic" else "fp32"
+        reached = device.peak_flops(data_type) * own.gemm_share(data_type)
+        rows = [
+            (f"large products, {data_type}", f"{reached / 1e9:,.1f} GFLOP/s"),
+            ("inner dimension at which half of it is left", f"{own.gemm_rolloff:.0f}"),
+            ("attention, forward", f"{own.attention_forward * device.peak_flops(data_type) / 1e9:,.1f} GFLOP/s"),
+            ("a score, beside its products", f"{own.score_flops:.0f} FLOP"),
+            ("memory", readable_rate(device.memory_bandwidth * own.memory)),
+            ("elementwise traffic, of the least", f"{own.elementwise_traffic:.2f}"),
+            ("a kernel's call", readable_seconds(own.operator_seconds)),
+            ("a step beside its kernels", readable_seconds(own.step_seconds)),
+            ("taken by collectives that overlap", f"{device.units_taken.collectives:.0%}"),
+        ]
+        if cluster.storage:
+            rows.append((cluster.storage[0].name, readable_rate(cluster.storage[0].bandwidth(1))))
+        return rows
+
+    return [(name, old, new) for (name, old), (_, new) in zip(shown(before), shown(after))]
+
+
+def _level_rows(before: NetworkLevel, after: NetworkLevel) -> list[tuple[str, ...]]:
+    rows = [_level_row(before, "before"), _level_row(after, "the backend's")]
+    if after.schedules is not None:
+        rows.append(_level_row(after.run_by_schedules(), "our schedules"))
+    return rows
+
+
+def _level_row(level: NetworkLevel, whose: str) -> tuple[str, ...]:
+    return (
+        level.name,
+        whose,
+        readable_rate(level.bandwidth_per_direction * level.reached_share),
+        readable_seconds(level.latency_per_step),
+        readable_seconds(level.startup),
+        readable_bytes(level.ramp),
+    )
