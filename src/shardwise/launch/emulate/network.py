@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from shardwise.launch.emulate import enter, process, tap
@@ -96,7 +96,7 @@ class Network:
     def _answer(self) -> Any:
         """The next line of the process that holds the nodes."""
         assert self._process.stdout is not None
-        ready = select.select([self._process.stdout], [], [], _ANSWER_SECONDS)[0]
+        ready = wait([self._process.stdout], _ANSWER_SECONDS)  # type: ignore[list-item]
         line = self._process.stdout.readline() if ready else b""
         if not line:
             raise RuntimeError("the process that holds the emulated network has ended")
