@@ -13,13 +13,14 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
-from shardwise.spec.less_communication import Compression
+from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import DIMENSIONS, SCHEDULES, Offload, Overlap, Strategy
 from shardwise.spec.training import Training
 
 MODELS = (GPT, LLAMA, MOE, MLA_MOE)
 OFFLOADS = (Offload(), Offload(), Offload(optimizer=1), Offload(activations=0.5), Offload(weights=1, gradients=1))
 COMPRESSIONS = (Compression(), Compression(), *(Compression(method=one) for one in ("int8", "1bit", "powersgd")))
+MEETINGS = (Synchronise(), Synchronise(), *(Synchronise(method=one) for one in ("local-sgd", "diloco", "async")))
 HOST = {"host_link": {"bandwidth": 1e9, "latency": 1e-6}}
 
 
@@ -73,6 +74,7 @@ def valid_jobs(draw: st.DrawFn) -> Job:
                 overlap=Overlap(**switches),
                 offload=draw(st.sampled_from(OFFLOADS)),
                 compression=Compression() if zero else draw(st.sampled_from(COMPRESSIONS)),
+                synchronise=Synchronise() if zero else draw(st.sampled_from(MEETINGS)),
                 bucket=None if zero else draw(st.sampled_from((None, None, 1e6))),
             ),
             training=Training(seq=128, global_batch=dp * draw(st.sampled_from((1, 4, 8)))),

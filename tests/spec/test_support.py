@@ -51,6 +51,9 @@ USING: dict[str, Fields] = {
     "buckets": {"bucket": "1MiB"},
     "compression": {"compression": {"method": "int8", "error_feedback": False}},
     "error-feedback": {"compression": {"method": "int8"}},
+    "local-steps": {"synchronise": {"method": "diloco"}},
+    "async": {"synchronise": {"method": "async"}},
+    "experts": {"model": EXPERTS},
     "tp": {"tp": 2},
     "sp": {"tp": 2},
     "tp-plain": {"tp": 2, "sequence_parallel": False},
@@ -258,7 +261,7 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
     table: Any = SimpleNamespace(**columns, **nested)
     scalars_only = {"uneven-kv-heads", "ragged-widths", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
-                    "error-feedback"}  # fmt: skip
+                    "error-feedback", "local-steps", "async"}  # fmt: skip
     for name, uses in TECHNIQUES.items():
         if name not in scalars_only:
             expected = [bool(uses(one.strategy, training, model)) for one in cases]

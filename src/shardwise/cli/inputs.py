@@ -30,7 +30,7 @@ __all__ = ["job_from", "model_from", "path_from", "whole"]
 DEFAULT_CLUSTER = "dgx-h100"
 EMULATED_ON = "laptop"
 # The algorithm of collectives, what selective recompute names, and what changes the numbers that are computed.
-NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression")
+NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression", "synchronise")
 PLANNED_SEQ = 8192
 PLANNED_BATCH = "4M-tokens"
 _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))

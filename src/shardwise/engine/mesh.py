@@ -32,7 +32,8 @@ class Mesh:
     - ``kv_copies``: tensor-parallel ranks that hold the same key-value heads, where there are fewer heads than ranks;
     - ``ep``, ``expert_tp``: ranks that hold different experts, and parts of the same expert;
     - ``replicate``, ``shard``: cp·dp ranks with the same dense parameters, cut into shard groups by ZeRO;
-    - ``expert_replicate``, ``expert_shard``: the same for experts.
+    - ``expert_replicate``, ``expert_shard``: the same for experts;
+    - ``worker``: all ranks of one replica, where those do not meet in every step.
 
     Names that mean the same ranks share a process group.
     """
@@ -106,6 +107,7 @@ def divide(strategy: Strategy, key_value_heads: int | None = None) -> dict[str, 
         strategy.ep,
         strategy.expert_tensor_parallel,
     )
+    apart = {} if strategy.synchronise.every_step else {"worker": groups(*(name for name in order if name != "dp"))}
     dense = groups(*gradient).reshape(-1, strategy.gradient_group // shards, shards)
     return {
         **{name: _along(groups(name), 1) for name in order},
@@ -118,6 +120,7 @@ def divide(strategy: Strategy, key_value_heads: int | None = None) -> dict[str, 
         "expert_shard": _along(experts, 2),
         "ep": _along(experts, 3),
         "expert_tp": _along(experts, 4),
+        **{name: _along(laid_out, 1) for name, laid_out in apart.items()},
     }
 
 

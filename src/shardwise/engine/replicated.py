@@ -256,8 +256,10 @@ class _Bucket:
 
 
 def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh, sums: GradientSums) -> list[_Bucket]:
-    """In the order in which the backward pass completes them; none for a group of one rank."""
+    """In the order in which the backward pass completes them; none for a group of one rank, or workers apart."""
     buckets: list[_Bucket] = []
+    if not mesh.strategy.synchronise.every_step:
+        return buckets
     for expert, name in ((False, "replicate"), (True, "expert_replicate")):
         if mesh.size(name) == 1:
             continue

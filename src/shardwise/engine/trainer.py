@@ -15,6 +15,7 @@ from shardwise.engine.context import cut_sequence
 from shardwise.engine.data import DataParallel
 from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.gradients import Held, held, ranks_with_copy, sum_partial
+from shardwise.engine.meetings import LateSums, OuterSteps
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named, sent
 from shardwise.engine.offload.activations import offload_activations
@@ -33,7 +34,8 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors on the device, equal on every rank: reading them waits for the step, so do it seldom.
+    """Tensors on the device, equal on every rank: reading them waits for the step, so do it seldom. Where workers do
+    not meet in every step, the loss is that of this worker's part of the batch, and the norm that of what moved it.
 
     Where gradients were not finite anywhere, the norm is not finite on any rank, and minus infinity where the loss was
     above its limit; then no weight has moved on any.
@@ -75,7 +77,12 @@ class Trainer(ABC, Generic[Given]):
         data.forget_masters(self.optimizer.cut)
         if self.optimizer.stored is not None:
             data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
-        self.gradient_norm = GradientNorm([ranks_with_copy(one.part, mesh) for one in self.parameters], device)
+        self.outer, self.late = self._meetings()
+        # Workers that do not meet in every step are worlds of their own.
+        self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
+        together = None if self.workers == 1 else mesh.group("worker")
+        copies = [ranks_with_copy(one.part, mesh) / self.workers for one in self.parameters]
+        self.gradient_norm = GradientNorm(copies, device, together)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
 
     def step(self, batch: Given, *, loss_limit: float | None = None) -> StepResult:
@@ -89,8 +96,10 @@ class Trainer(ABC, Generic[Given]):
     def forward_backward(self, batch: Given) -> Tensor:
         """The loss of the global batch; gradients are complete on every rank (times the scale of the loss in fp16)."""
         microbatches, counted = self.microbatches(batch)
-        total = self.over_data(counted)
+        total = self.over_data(counted) if self.workers == 1 else counted
         divisor = total if self.scaler is None else total / self.scaler.scale
+        if self.late is not None:  # what is summed in the end is the mean of all workers' means
+            divisor = divisor * self.workers
         loss = self._passes(microbatches, divisor)
         with named("gradients: last sums"):
             sum_partial(self.parameters, self.mesh)
@@ -98,6 +107,8 @@ class Trainer(ABC, Generic[Given]):
                 self.tied.add_gradients()
         if self.scaler is not None:
             loss = loss / self.scaler.scale
+        if self.workers > 1:
+            return loss if self.late is None else loss * self.workers
         return self.over_data(loss)
 
     def update(self, refused: Tensor | None = None) -> Tensor:
@@ -106,6 +117,9 @@ class Trainer(ABC, Generic[Given]):
         The norm is of the gradients of all ranks, so that all of them leave a step out where it is not finite, or
         where one of them has ``refused`` it.
         """
+        if self.late is not None and not self.late.exchange():
+            self._end_step()
+            return torch.zeros((), device=self.device)
         gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
         elsewhere = self.data.settle_gradients(one.parameter for one in self.parameters)
         norm, scale = self.gradient_norm(gradients, refused, elsewhere), None
@@ -118,10 +132,32 @@ class Trainer(ABC, Generic[Given]):
         if factor is not None:
             scale_gradients(gradients, factor)
         self.optimizer.step(bad=bad, divisor=scale, stored_factor=factor)
+        if self.outer is not None and self.outer.after_step():
+            self.data.publish()
         self.after_update()
+        self._end_step()
+        return norm
+
+    def _end_step(self) -> None:
         self.data.after_step()
         self.optimizer.zero_grad()
-        return norm
+
+    def _meetings(self) -> tuple[OuterSteps | None, LateSums | None]:
+        """How this worker meets the others, where it does not in every step."""
+        synchronise = self.job.strategy.synchronise
+        if synchronise.every_step or self.mesh.size("dp") == 1:
+            return None, None
+        trained = [one.parameter for one in self.parameters if one.parameter.requires_grad]
+        if synchronise.is_async:
+            return None, LateSums(trained, self.mesh.group("dp"), synchronise.staleness)
+        values = [self.optimizer.values(one) for one in trained]
+        return OuterSteps(values, self.mesh.group("dp"), synchronise), None
+
+    def weights_given(self) -> None:
+        """After the weights were written by others than the optimizer, the same on all data-parallel ranks."""
+        self.data.publish()
+        if self.outer is not None:
+            self.outer.begin()
 
     def offload_activations(self, patterns: Patterns) -> None:
         """What the layers save for their backward passes leaves the device, as much of it as the strategy says."""

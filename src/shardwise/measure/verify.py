@@ -71,6 +71,10 @@ def verify(
     ``references`` is a folder that keeps what the single process found: other layouts of the same job take it from
     there. ``watch`` is told of each phase, and of a function that counts its steps that are done.
     """
+    if job.strategy.compression.is_used or not job.strategy.synchronise.every_step:
+        name = "compression" if job.strategy.compression.is_used else "synchronise"
+        problem = "changes what is computed: no single process computes the same"
+        raise SpecError(f"strategy.{name}", problem, "leave it out")
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
     job = replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
     require_runs(job)

@@ -46,6 +46,7 @@ def plain_strategy(job: Job) -> Strategy:
         collective=job.strategy.collective,
         bucket=job.strategy.bucket,
         compression=job.strategy.compression,
+        synchronise=job.strategy.synchronise,
     )
 
 

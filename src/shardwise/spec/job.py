@@ -44,6 +44,7 @@ class Job(Spec):
         object.__setattr__(self, "strategy", rules.completed_strategy(self.cluster, self.strategy))
         rules.check_job(self.model, self.cluster, self.strategy, self.training)
         rules.check_emulation(self.run.emulate, self.strategy)
+        rules.check_workers(self.run, self.strategy)
 
     @property
     def recipe(self) -> Recipe:

@@ -5,7 +5,7 @@ Unlike every other choice of a strategy these change what is computed, so no sea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardwise.spec.codec import Spec, count
@@ -63,5 +63,48 @@ def compression_from(value: Any) -> Compression:
 
 
 def compression_short(value: Compression) -> Any:
+    fields = value.to_dict()
+    return value.method if set(fields) <= {"method"} else fields
+
+
+SynchroniseMethod = Literal["every-step", "local-sgd", "diloco", "async"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronise(Spec):
+    """When data-parallel workers meet.
+
+    ``every-step`` sums gradients. With ``local-sgd`` each worker trains for ``inner_steps`` by itself, then all take
+    the mean of their weights; with ``diloco`` they take the mean way they have gone as the gradient of an outer step,
+    SGD with Nesterov momentum (Douillard et al. 2023). With ``async`` the sum of a step's gradients moves the weights
+    ``staleness`` steps later, and travels meanwhile.
+    """
+
+    method: SynchroniseMethod = "every-step"
+    inner_steps: int = count(32)
+    outer_learning_rate: float = field(default=0.7, metadata={"above": 0})
+    outer_momentum: float = field(default=0.9, metadata={"minimum": 0, "maximum": 0.999})
+    staleness: int = count(1, maximum=64)
+
+    @property
+    def every_step(self) -> bool:
+        return self.method == "every-step"
+
+    @property
+    def seldom(self) -> bool:
+        """Whether workers have weights of their own between two meetings."""
+        return self.method in ("local-sgd", "diloco")
+
+    @property
+    def is_async(self) -> bool:
+        return self.method == "async"
+
+
+def synchronise_from(value: Any) -> Synchronise:
+    """From the fields, or the method alone."""
+    return Synchronise(method=value) if isinstance(value, str) else Synchronise.from_dict(value)  # type: ignore[arg-type]
+
+
+def synchronise_short(value: Synchronise) -> Any:
     fields = value.to_dict()
     return value.method if set(fields) <= {"method"} else fields

@@ -9,6 +9,7 @@ from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
+from shardwise.spec.run import Run
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -50,6 +51,16 @@ def check_emulation(emulation: Emulation | None, strategy: Strategy) -> None:
     shape = f"{emulation.nodes}x{emulation.ranks_per_node}"
     problem = f"{shape} are {emulation.world} ranks, but the job has {strategy.world}"
     raise SpecError("run.emulate", problem, f"use a cluster of {emulation.world} devices, or other nodes")
+
+
+def check_workers(run: Run, strategy: Strategy) -> None:
+    """Raises SpecError where ranks would have to agree in every step though they do not meet in every step."""
+    if strategy.synchronise.every_step or strategy.data_parallel == 1:
+        return
+    if run.spikes.factor is not None or run.non_finite.policy != "skip":
+        field = "run.spikes.factor" if run.spikes.factor is not None else "run.non_finite.policy"
+        problem = f"with strategy.synchronise: {strategy.synchronise.method} every worker sees losses of its own"
+        raise SpecError(field, problem, "leave it out")
 
 
 def _check_world(cluster: Cluster, strategy: Strategy) -> None:

@@ -7,7 +7,14 @@ from typing import Literal, get_args
 
 from shardwise.spec.codec import Spec, count, quantity, reference
 from shardwise.spec.errors import SpecError
-from shardwise.spec.less_communication import Compression, compression_from, compression_short
+from shardwise.spec.less_communication import (
+    Compression,
+    Synchronise,
+    compression_from,
+    compression_short,
+    synchronise_from,
+    synchronise_short,
+)
 
 Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
@@ -71,7 +78,8 @@ class Strategy(Spec):
     over ``shard_group`` data-parallel ranks (default all of them; fewer is hybrid sharding).
     With ``accumulate: sharded`` ZeRO-2 and 3 reduce gradients after every microbatch; ``local`` keeps them
     whole and reduces once. ``keep_parameters`` keeps what ZeRO-3 gathered until the step ends. Without ZeRO, gradients
-    are summed in pieces of about ``bucket`` bytes (25 MiB), and may be compressed on their way.
+    are summed in pieces of about ``bucket`` bytes (25 MiB), and may be compressed on their way; ``synchronise`` says
+    how often data-parallel workers meet.
     """
 
     tp: int = count(1)
@@ -100,6 +108,7 @@ class Strategy(Spec):
     collective: str = "auto"
     bucket: float | None = quantity("bytes", None)
     compression: Compression = reference(compression_from, compression_short, default=Compression())
+    synchronise: Synchronise = reference(synchronise_from, synchronise_short, default=Synchronise())
 
     def check(self) -> None:
         if sorted(self.order) != sorted(DIMENSIONS):

@@ -165,6 +165,29 @@ MATRIX: tuple[Finding, ...] = (
         "what is kept of a gradient is in the scale of the loss of its step, which changes",
         "compression.error_feedback: false, or precision: bf16", ("training.precision", "bf16"),
     ),
+    *_each(
+        ("local-steps", "async"), ("zero-1", "zero-2", "zero-3", "zero-3-kept"), "needs",
+        "workers that do not meet in every step have all states themselves", "zero: 0", ("strategy.zero", 0),
+    ),
+    *_each(
+        ("local-steps", "async"), ("compression", "buckets"), "needs",
+        "there are no sums of gradients in a step that could be made smaller", "synchronise: every-step",
+        ("strategy.synchronise", "every-step"),
+    ),
+    *_each(
+        ("local-steps", "async"), ("cp-ring", "cp-all-gather", "cp-ulysses", "experts"), "refused",
+        "ranks that share sequences or experts meet in every step, and would need groups apart from those of workers",
+        "synchronise: every-step",
+    ),
+    *_each(
+        ("local-steps", "async"), ("fp16",), "needs", "every worker would find a scale of the loss of its own",
+        "precision: bf16", ("training.precision", "bf16"),
+    ),
+    *_each(
+        ("local-steps", "async"), ("offload-optimizer",), "needs",
+        "the weights that workers exchange are on the device", "offload.optimizer: 0",
+        ("strategy.offload.optimizer", 0.0),
+    ),
     # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
     Finding(
         ("fp8", "ragged-widths"), "refused", "8-bit products take widths that are multiples of 16 on every rank",

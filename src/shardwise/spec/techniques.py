@@ -86,6 +86,8 @@ TECHNIQUES: dict[str, Uses] = {
     "buckets": lambda s, t, m: s.bucket is not None,
     "compression": lambda s, t, m: s.compression.is_used,
     "error-feedback": lambda s, t, m: s.compression.keeps_errors,
+    "local-steps": lambda s, t, m: s.synchronise.seldom,
+    "async": lambda s, t, m: s.synchronise.is_async,
     # tensor
     "tp": lambda s, t, m: s.tp > 1,
     "sp": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 1),
@@ -99,6 +101,7 @@ TECHNIQUES: dict[str, Uses] = {
     "uneven-kv-heads": lambda s, t, m: _uneven_kv(s, m),
     "odd-chunks": lambda s, t, m: (s.cp > 1) & (s.context_method != "ulysses") & (t.seq % (2 * s.cp) > 0),
     # experts
+    "experts": lambda s, t, m: m.moe is not None,
     "ep": lambda s, t, m: s.ep > 1,
     "ep-overlap": lambda s, t, m: (s.ep > 1) & (s.overlap.ep == 1),
     "expert-tp": lambda s, t, m: (m.moe is not None) & (s.expert_tensor_parallel > 1),

@@ -21,7 +21,7 @@ from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, divided_over, expert_shards, sharding_of
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.spec.job import Job
-from shardwise.spec.less_communication import Compression
+from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Strategy
 
 
@@ -106,7 +106,8 @@ class Wire(NamedTuple):
     """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather.
 
     ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
-    summed once a step, however often they are made. ``compression`` is that of whole gradients.
+    summed once a step, however often they are made. ``compression`` is that of whole gradients, ``synchronise`` says
+    when workers meet.
     """
 
     gradient: float
@@ -115,6 +116,7 @@ class Wire(NamedTuple):
     ends_once: bool = False
     sums_once: bool = False
     compression: Compression = Compression()
+    synchronise: Synchronise = Synchronise()
 
 
 def wire_bytes(job: Job, pp: int) -> Wire:
@@ -125,7 +127,7 @@ def wire_bytes(job: Job, pp: int) -> Wire:
     fsdp = stack.sharded_parameters == "fp32 shards"
     gathered = 1.0 if narrow else recipe.weight
     late, compression = not stack.per_parameter_shards, job.strategy.compression
-    return Wire(gradient, gathered, late, fsdp, fsdp and pp == 1, compression)
+    return Wire(gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise)
 
 
 @dataclass(frozen=True)
@@ -170,11 +172,14 @@ def data_lines(
         DataLine(
             "parameters, forward", gather, "shards", gathered, gathers, "forward", gather_share, sharding.gathers_once
         ),
-        *(
+    ]
+    if wire.synchronise.every_step:
+        lines += [
             DataLine(what, kind, "replicas", size, sums, "backward", sum_share, sums_late)
             for what, kind, size in _sums(unit, part, wire.compression)
-        ),
-    ]
+        ]
+    else:
+        lines.append(_meeting(unit, part, wire.synchronise))
     if not sharding.gathers_once:
         once_more = unit.in_layers * weight if wire.ends_once else gathered
         again = DataLine("parameters, backward", gather, "shards", once_more, microbatches, "backward", 1.0, False)
@@ -201,6 +206,20 @@ def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tup
         ("gradient codes, backward", CollectiveKind.ALL_TO_ALL, codes),
         ("codes of sums, backward", CollectiveKind.ALL_GATHER, codes),
     ]
+
+
+def _meeting(unit: SentParameters, part: Any, synchronise: Synchronise) -> DataLine:
+    """What workers send that do not sum their gradients in every step.
+
+    Weights after every so many steps, which nothing hides; or gradients, under all of the next steps (a forward pass
+    takes about half as long as a backward pass).
+    """
+    reduce = CollectiveKind.ALL_REDUCE
+    if synchronise.is_async:
+        under = 1.5 * synchronise.staleness
+        return DataLine("late gradients, backward", reduce, "replicas", part, 1, "backward", under, False)
+    often = 1 / synchronise.inner_steps
+    return DataLine("workers' weights, backward", reduce, "replicas", 4 * unit.all, often, "backward", 0.0, True)
 
 
 def last_share(pp: int, schedule: str, microbatches: Any) -> Any:

@@ -34,6 +34,7 @@ _EVERYWHERE = {
     "strategy.collective": "the communication library chooses its algorithm (NCCL_ALGO)",
     "strategy.bucket": "buckets are of the framework's own size",
     "strategy.compression": "gradients travel as they are",
+    "strategy.synchronise": "ranks meet in every step",
     "training.checkpoint_interval": "counted in steps, by the training script",
 }
 

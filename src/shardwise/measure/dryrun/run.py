@@ -34,6 +34,9 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     if job.strategy.offload.any:
         problem = "a trace has tensors without values, which no other memory can hold"
         raise SpecError("strategy.offload", problem, "leave it out")
+    if not job.strategy.synchronise.every_step:
+        problem = "a trace is of one step, and workers do not meet in every step"
+        raise SpecError("strategy.synchronise", problem, "leave it out")
     rank = fullest_rank(job) if rank is None else check_rank(job, rank)
     pipeline_rank = coordinates_of(job, rank)["pp"]
     whole = whole_shape(job, pipeline_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.manifest import Manifest, read_manifest
 from shardwise.train.checkpoint.shards import ShardReader, checked, mislabelled
-from shardwise.train.checkpoint.state import Kept, kept, take_numbers
+from shardwise.train.checkpoint.state import Kept, expect, kept, take_numbers
 
 _WEIGHTS = ("weight/", "buffer/")
 
@@ -58,7 +59,11 @@ def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda te
 def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> Manifest:
     """Fills a trainer of any layout; raises SpecError, before a tensor is touched, for another model's checkpoint."""
     manifest = read_manifest(folder)
+    if not weights_only:
+        expect(trainer, manifest.numbers)
     wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]
+    if weights_only:
+        wanted = [replace(one, worker=0) for one in wanted]
     wanted = [one for one in wanted if not one.optional or _is_there(one, manifest)]
     _require_same_model(manifest, wanted, folder)
     reader = ShardReader(folder)
@@ -68,22 +73,22 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     finally:
         reader.close()
     if weights_only:
-        trainer.data.publish()
+        trainer.weights_given()
     else:
         take_numbers(trainer, manifest.numbers)
     return manifest
 
 
 def _is_there(one: Kept, manifest: Manifest) -> bool:
-    whole = manifest.tensors.get(one.key)
+    whole = manifest.tensors.get(one.saved_as)
     return whole is not None and whole.shape == one.shape
 
 
 def _require_same_model(manifest: Manifest, wanted: Sequence[Kept], folder: Path) -> None:
     for one in wanted:
-        whole = manifest.tensors.get(one.key)
+        whole = manifest.tensors.get(one.saved_as)
         if whole is None:
-            kind, _, name = one.key.partition("/")
+            kind, _, name = one.saved_as.partition("/")
             remedy = "the model, or the optimizer, of the checkpoint is another: start from its weights (start_from)"
             raise SpecError(str(folder), f"has no {kind} of {name}", remedy)
         if whole.shape != one.shape:
@@ -92,7 +97,7 @@ def _require_same_model(manifest: Manifest, wanted: Sequence[Kept], folder: Path
 
 
 def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> None:
-    pieces, tensor = manifest.tensors[one.key].pieces, one.read()
+    pieces, tensor = manifest.tensors[one.saved_as].pieces, one.read()
     for place in one.places:
         found = 0
         for piece in pieces:
@@ -103,5 +108,5 @@ def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> N
             tensor[place.local][common.inside(place.box)] = part.to(tensor.device, tensor.dtype)
             found += common.elements
         if found != place.box.elements:
-            raise SpecError(str(folder), f"lacks a part of {one.key}", "take another checkpoint")
+            raise SpecError(str(folder), f"lacks a part of {one.saved_as}", "take another checkpoint")
     one.write(tensor)

@@ -177,7 +177,7 @@ def _reason(error: OSError) -> str:
 
 def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entry], dict[str, Whole]]:
     """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
-    told = [(one.key, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
+    told = [(one.saved_as, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
     lists: list[Any] = [None] * world
     dist.all_gather_object(lists, told)
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -199,8 +199,8 @@ def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entr
     entries = []
     for one in mine:
         for place in one.places:
-            if (one.key, place.box) in writes:
-                writes.remove((one.key, place.box))  # once, though a tied parameter may be here twice
-                name = f"{one.key}@{','.join(map(str, place.box.start))}"
+            if (one.saved_as, place.box) in writes:
+                writes.remove((one.saved_as, place.box))  # once, though a tied parameter may be here twice
+                name = f"{one.saved_as}@{','.join(map(str, place.box.start))}"
                 entries.append(_Entry(name, place.box.shape, one, place.local))
     return entries, {key: Whole(shape, dtype, tuple(pieces[key])) for key, (shape, dtype) in wholes.items()}

@@ -28,7 +28,8 @@ class Kept:
     """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here.
 
     ``read`` gives the tensor, or a copy of one that is kept outside of the device's memory; ``write`` takes it back.
-    ``optional``: begins anew where a checkpoint has none of that shape, one of another layout or method.
+    ``optional``: begins anew where a checkpoint has none of that shape, one of another layout or method. ``worker``:
+    whose it is, where data-parallel workers have weights of their own; those of the first stand for all.
     """
 
     key: str
@@ -38,12 +39,18 @@ class Kept:
     read: Callable[[], Tensor]
     write: Callable[[Tensor], None]
     optional: bool = False
+    worker: int = 0
+
+    @property
+    def saved_as(self) -> str:
+        """The name of the tensor in a checkpoint of the same run."""
+        return f"worker-{self.worker}/{self.key}" if self.worker else self.key
 
 
 def kept(trainer: Trainer[Any]) -> list[Kept]:
     """Weights (fp32 masters where there are), optimizer states, the buffers that balance experts, and what compression
     has left out on this rank."""
-    tied, optimizer = trainer.job.model.tied_embeddings, trainer.optimizer
+    tied, optimizer, worker = trainer.job.model.tied_embeddings, trainer.optimizer, worker_of(trainer)
     found = []
     read: Callable[[], Tensor]
     write: Callable[[Tensor], None]
@@ -53,11 +60,53 @@ def kept(trainer: Trainer[Any]) -> list[Kept]:
         for state in _states(one.parameter, optimizer):
             key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(one.parameter, state)
             read, write = partial(optimizer.read, one.parameter, state), partial(optimizer.write, one.parameter, state)
-            found.append(Kept(key, one.part.shape, places, dtype, read, write))
+            found.append(Kept(key, one.part.shape, places, dtype, read, write, worker=worker))
     for name, buffer in _buffers(trainer):
         read, write = partial(_same, buffer), partial(_copy, buffer)
         found.append(Kept(f"buffer/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write))
-    return found + _feedback(trainer)
+    return found + _feedback(trainer) + kept_by_meetings(trainer, lambda one: _name(one, tied))
+
+
+def worker_of(trainer: Trainer[Any]) -> int:
+    """Which of several workers with weights of their own this rank belongs to."""
+    return 0 if trainer.outer is None else trainer.mesh.rank("dp")
+
+
+def kept_by_meetings(trainer: Trainer[Any], name: Callable[[Held], str]) -> list[Kept]:
+    """Of workers that do not meet in every step: the outer optimizer's states, sums under way, a worker's own count."""
+    trained = [one for one in trainer.parameters if one.parameter.requires_grad]
+    found = []
+    outer, late = trainer.outer, trainer.late
+    for number, one in enumerate(trained):
+        tensors: dict[str, Callable[[], Tensor]] = {}
+        if outer is not None and outer.anchors:
+            tensors["outer_weight"] = partial(_same, outer.anchors[number])
+            tensors["outer_momentum"] = partial(_same, outer.momenta[number])
+        for age in range(late.staleness if late is not None else 0):
+            assert late is not None
+            tensors[f"late_{age}"] = partial(late.read, age, number)
+        places = tuple(places_of(one))
+        for state, read in tensors.items():
+            write = partial(_copy_into, read)
+            found.append(Kept(f"{state}/{name(one)}", one.part.shape, places, read().dtype, read, write))
+    if worker_of(trainer):
+        counts = [group["step"] for group in trainer.optimizer.param_groups]
+        step = counts[0].view(1)
+        write = partial(_fill, counts)
+        found.append(
+            Kept("steps/optimizer", (1,), tuple(_all(step)), step.dtype, partial(_same, step), write,
+                 worker=worker_of(trainer))
+        )  # fmt: skip
+    return found
+
+
+def _copy_into(read: Callable[[], Tensor], values: Tensor) -> None:
+    read().copy_(values)
+
+
+def _fill(counts: list[Tensor], values: Tensor) -> None:
+    for one in counts:
+        one.fill_(values.item())
 
 
 def _feedback(trainer: Trainer[Any]) -> list[Kept]:
@@ -79,14 +128,27 @@ def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"optimizer_steps": steps}
     if trainer.scaler is not None:
         found["loss_scale"] = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
+    if trainer.outer is not None:
+        found["inner_steps"] = trainer.outer.steps
+    if trainer.late is not None:
+        found["late_sums"] = len(trainer.late.under_way)
     return found
+
+
+def expect(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+    """Before the tensors of a checkpoint are read: room for those of which there are more or fewer."""
+    if trainer.late is not None:
+        trainer.late.expect(int(found.get("late_sums", 0)))
 
 
 @torch.no_grad()
 def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
     """Back into the trainer; afterwards the weights that are computed with follow what was loaded."""
-    for group in trainer.optimizer.param_groups:
-        group["step"].fill_(found["optimizer_steps"])
+    if not worker_of(trainer):  # others have their own
+        for group in trainer.optimizer.param_groups:
+            group["step"].fill_(found["optimizer_steps"])
+    if trainer.outer is not None:
+        trainer.outer.steps = int(found.get("inner_steps", 0))
     if trainer.scaler is not None and "loss_scale" in found:
         for name, tensor in trainer.scaler.state_dict().items():
             tensor.fill_(found["loss_scale"][name])
