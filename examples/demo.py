@@ -42,7 +42,11 @@ STEPS = (
     ),
     (
         "That plan, trained on real text: the sources of Python's own library",
-        f"train {JOB} --run-folder {FOLDER}",
+        f"train {JOB} --run-folder {FOLDER} --profile steps=100:103",
+    ),
+    (
+        "Where the time of those steps went, beside what was predicted, and why",
+        f"compare {FOLDER}",
     ),
 )
 

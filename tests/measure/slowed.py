@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from engine.workers import on_ranks
+from shardwise.launch.pool import Place
 from shardwise.spec import Job
 from train.runs import job_of
 
@@ -25,8 +26,8 @@ RUN = {
 }
 
 
-def profiled_job(shards: str, devices: int, *, layers: int = 4, **strategy: Any) -> Job:
-    job = job_of(shards, devices, run=RUN, **strategy)
+def profiled_job(shards: str, devices: int, *, layers: int = 4, emulate: str | None = None, **strategy: Any) -> Job:
+    job = job_of(shards, devices, run={**RUN, **({"emulate": emulate} if emulate else {})}, **strategy)
     return replace(job, model=replace(job.model, layers=layers))
 
 
@@ -40,9 +41,36 @@ def run_profiled(
     late_seconds: float = 0.0,
 ) -> None:
     """Leaves a run's folder as `shardwise train --profile` does."""
+    prepared(job, folder)
+    on_ranks(job.cluster.devices, _one_rank, job, str(folder), slow_rank, times, late_pair, late_seconds)
+
+
+def prepared(job: Job, folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
-    on_ranks(job.cluster.devices, _one_rank, job, str(folder), slow_rank, times, late_pair, late_seconds)
+
+
+def run_across(job: Job, folder: Path, delay_seconds: float, pair: tuple[int, int]) -> None:
+    """The same on the virtual nodes that the job names, of which one pair has a longer way."""
+    from engine.workers import PRELOAD
+    from shardwise.launch.emulate.pool import EmulatedPool
+
+    assert job.run.emulate is not None
+    prepared(job, folder)
+    with EmulatedPool(job.run.emulate, PRELOAD) as pool:
+        pool.network.reshape(delay=delay_seconds, pair=pair)
+        pool.run(_in_world, job.cluster.devices, job, str(folder))
+
+
+def _in_world(place: Place, job: Job, folder: str) -> None:
+    import torch
+
+    from shardwise.engine.world import joined
+    from train.runs import train
+
+    torch.set_num_threads(1)
+    with joined(place.rank, place.world, place.meeting_file):
+        train(job, folder)
 
 
 def _one_rank(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run
-from measure.slowed import FIRST, LAST, profiled_job, run_profiled
+from measure.slowed import FIRST, LAST, profiled_job, run_across, run_profiled
+from required import require
+from shardwise.launch.emulate.network import why_not
 from shardwise.measure.compare.comparison import Comparison, compare
 from shardwise.measure.compare.run import profiled_run
 from shardwise.measure.recut import recut
@@ -66,7 +68,7 @@ def test_the_parts_of_a_step_add_up(
 
 def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path) -> None:
     job = profiled_job(shards, 2, layers=8, pp=2)
-    found = compared(job, tmp_path / "run", slow_rank=0, times=3.0)
+    found = compared(job, tmp_path / "run", slow_rank=0, times=4.0)
     assert found.slow_rank == 0
     assert found.found.busiest.rank == 0
     causes = {one.part.name: one.cause for one in found.differences}
@@ -75,7 +77,6 @@ def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path)
     (before, _), (after, _) = again.layers
     assert (before, after < before) == (4, True)
     assert again.gain > 1
-    assert again.slowness[0] > 1.5
 
     written = run("calibrate", "--from", str(tmp_path / "run"), "--out", str(tmp_path / "job.yaml"))
     assert written.status == 0
@@ -98,11 +99,23 @@ def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path)
 def test_a_slow_link_is_named(shards: str, tmp_path: Path) -> None:
     """Two pipelines side by side: messages of one of them come late."""
     job = profiled_job(shards, 4, dp=2, pp=2)
-    found = compared(job, tmp_path / "run", late_pair=(0, 2), late_seconds=0.05)
+    found = compared(job, tmp_path / "run", late_pair=(0, 2), late_seconds=0.02)
     assert found.slow_link is not None
     assert found.slow_link.link.members == (0, 2)
     assert found.slow_link.link.dimension == "pp"
     assert "between ranks 0 and 2" in run("compare", str(tmp_path / "run")).out
+
+
+def test_a_slow_link_between_virtual_nodes_is_named(shards: str, tmp_path: Path) -> None:
+    """A pipeline over three nodes, two of which are far from each other."""
+    require("emulate", why_not())
+    job = profiled_job(shards, 3, layers=6, pp=3, stage_layers="balanced", emulate="3x1,1Gbit,1ms")
+    run_across(job, tmp_path / "run", delay_seconds=0.03, pair=(1, 2))
+    found = compare(profiled_run(str(tmp_path / "run")))
+    assert_adds_up(found)
+    assert found.slow_link is not None
+    assert (found.slow_link.link.members, found.slow_link.link.nodes) == ((1, 2), (1, 2))
+    assert "between ranks 1 and 2 (nodes 1 and 2)" in run("compare", str(tmp_path / "run")).out
 
 
 def test_a_folder_without_a_profile(tmp_path: Path, shards: str) -> None:

@@ -40,6 +40,15 @@ class Link:
         return self.seconds / self.price_seconds if self.price_seconds else None
 
     @property
+    def carries(self) -> tuple[str, str, int]:
+        """What links must have in common to be compared: messages of a pipeline are alike, whatever stage sends."""
+        return self.dimension, "" if self.is_message else self.what, self.bytes
+
+    @property
+    def is_message(self) -> bool:
+        return self.dimension == "pp" and self.what.startswith("stage ")
+
+    @property
     def between(self) -> str:
         """Who is at its ends, for people."""
         ranks = f"ranks {' and '.join(map(str, sorted(self.members)))}"
@@ -82,11 +91,7 @@ def slow_link(links: Sequence[Link], step_seconds: float, compute_ratio: float) 
 
 
 def _against_others(one: Link, links: Sequence[Link]) -> SlowLink | None:
-    same = [
-        other.seconds
-        for other in links
-        if (other.dimension, other.what, other.bytes) == (one.dimension, one.what, one.bytes) and other is not one
-    ]
+    same = [other.seconds for other in links if other.members != one.members and other.carries == one.carries]
     usual = statistics.median_low(same) if same else None
     if not usual or one.seconds < SLOW * usual:
         return None

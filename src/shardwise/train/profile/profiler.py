@@ -16,6 +16,7 @@ from shardwise.engine.mesh import own
 from shardwise.engine.names import named
 from shardwise.engine.pipeline.stages import stage_layers
 from shardwise.engine.trainer import Trainer
+from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
 from shardwise.train.profile.clocks import clock_offset
 from shardwise.train.profile.ranges import recorded
@@ -70,7 +71,7 @@ class Profiler:
         layers = stage_layers(trainer.job)
         return RankRecord(
             rank=rank,
-            node=rank // trainer.job.cluster.node_devices,
+            node=rank // _ranks_of_a_node(trainer.job),
             device=trainer.device.type,
             clock_error=self._error_ns / 1e9,
             groups={name: own(division) for name, division in trainer.mesh.divisions.items()},
@@ -78,6 +79,10 @@ class Profiler:
             memory=state_bytes(trainer),
             ranges=tuple(ranges),
         )
+
+
+def _ranks_of_a_node(job: Job) -> int:
+    return job.cluster.node_devices if job.run.emulate is None else job.run.emulate.ranks_per_node
 
 
 @contextmanager
