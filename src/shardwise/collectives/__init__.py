@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.collectives.drawing import draw_rounds
     from shardwise.collectives.listing import Pair, pairs, why_not
     from shardwise.collectives.pricing import price_schedule
+    from shardwise.collectives.simulate import simulated_seconds
     from shardwise.collectives.verifier import InvalidSchedule, verify
 
 _LATER = {
@@ -33,6 +34,7 @@ _LATER = {
     "pairs": "listing",
     "why_not": "listing",
     "price_schedule": "pricing",
+    "simulated_seconds": "simulate",
     "InvalidSchedule": "verifier",
     "verify": "verifier",
 }
@@ -73,6 +75,7 @@ __all__ = [
     "pairs",
     "place",
     "price_schedule",
+    "simulated_seconds",
     "verify",
     "why_not",
 ]

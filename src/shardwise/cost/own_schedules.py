@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, collective_cost, price_schedule
+from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, collective_cost, simulated_seconds
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import candidates, without_unit_levels
 from shardwise.cost.analysis import Analysis
@@ -60,7 +60,7 @@ def _choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run
     ours = by_schedules(cluster, runs)
     name = named_on(wanted, ours)
     schedule = build_schedule(kind, ours, name, size)
-    return Choice(schedule, float(price_schedule(schedule, ours, size).seconds), backend)
+    return Choice(schedule, simulated_seconds(schedule, ours, size), backend)
 
 
 def by_schedules(cluster: Cluster, runs: tuple[Run, ...]) -> Topology:
@@ -96,7 +96,7 @@ def _cheapest(
     best: tuple[float, Schedule] | None = None
     for _, name in sorted(priced)[:3]:  # what overlaps is a lower bound until it is built
         schedule = build_schedule(kind, network, name, size)
-        seconds = float(price_schedule(schedule, network, size).seconds)
+        seconds = simulated_seconds(schedule, network, size)
         if best is None or seconds < best[0]:
             best = seconds, schedule
     return best
