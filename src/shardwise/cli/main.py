@@ -20,6 +20,7 @@ VERBS = {
     "data": ("data", "token shards from text, JSON lines, Parquet or tars; and whether shards are whole"),
     "checkpoint": ("checkpoint", "what a checkpoint holds, whether it is whole, the same state in other files"),
     "convert": ("convert", "weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file"),
+    "bench": ("bench", "how long collectives take here, by every algorithm, beside what the model says"),
     "compare": ("compare", "a profiled run beside its prediction: every part of the step, slow ranks and links, why"),
     "calibrate": ("calibrate", "this machine as a cluster to plan with; the stages of a profiled run cut again"),
     "doctor": ("doctor", "whether this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce"),

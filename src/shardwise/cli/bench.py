@@ -1,0 +1,226 @@
+"""`shardwise bench collectives`: latency and bandwidth of every collective and algorithm on this cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.arguments import Parser
+from shardwise.cli.inputs import require_torch
+from shardwise.collectives.kinds import CollectiveKind
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.emulation import Emulation, cluster_of
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.units import parse
+
+if TYPE_CHECKING:
+    from shardwise.launch.pool import Pool
+    from shardwise.measure.collectives.request import Level, Measured, Request
+
+_EXAMPLE = """
+shardwise bench collectives --processes 2 --kinds all_reduce --max-bytes 1MiB
+shardwise bench collectives --emulate 2x2,1Gbit,1ms --kinds all_reduce --algorithms backend,hierarchical --out bench.csv
+torchrun --nproc-per-node 8 -m shardwise bench collectives --on cuda --cluster dgx-h100:8
+"""
+WHAT = ("collectives",)
+LARGEST_BYTES = 2**30
+COPIES = 12  # of the largest size that a rank may hold: input, output, staging, reference
+
+
+def run(arguments: list[str]) -> int:
+    parser = _parser()
+    parsed = parser.parse(arguments)
+    if parsed.what not in WHAT:
+        raise SpecError("bench", f"{shown(parsed.what)} cannot be measured", nearest_name(parsed.what, WHAT))
+    require_torch("bench")
+    cluster = _cluster(parsed)
+    wanted = _requests(parsed, cluster)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _as_one_rank(parsed, wanted)
+    measured: list[Measured] = []
+    with _pool(parsed) as pool, _progress(parsed, len(wanted)) as told:
+        from shardwise.measure.collectives.run import measure_in
+
+        for request in wanted:
+            told(f"{request.kind.value.replace('_', '-')} over {request.level.name}")
+            measured += measure_in(pool, request)
+    return _report(parsed, measured)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "bench",
+        "Measures collectives: every algorithm that has a schedule and the backend's own, from 8 B on, each result "
+        "checked; per network level and for the whole world. Bandwidths by the definitions of nccl-tests.",
+        _EXAMPLE,
+    )
+    parser.add_argument("what", metavar="collectives", help="what to measure")
+    parser.add_argument("--kinds", metavar="LIST", help="such as all_reduce,all_gather (default: all)")
+    parser.add_argument("--algorithms", metavar="LIST", help="such as backend,ring,auto (default: all there are)")
+    parser.add_argument("--levels", metavar="LIST", help="network levels, and world (default: all)")
+    parser.add_argument("--min-bytes", metavar="SIZE", help="the smallest size (default: 8 B)")
+    parser.add_argument("--max-bytes", metavar="SIZE", help="the largest size (default: what fits, at most 1 GiB)")
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="runs of each (default: 10)")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="runs before that (default: 2)")
+    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="the most for one size (default: 3)")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes of this machine (default: 2)")
+    parser.add_argument("--emulate", metavar="NODES", help="virtual nodes: 2x2,1Gbit,1ms are 2 of 2 ranks (as root)")
+    parser.add_argument("--cluster", metavar="NAME", help="the cluster that the model's line is for (default: laptop)")
+    parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="under torchrun: where the tensors are")
+    parser.add_argument("--out", metavar="FILE", help="a CSV file")
+    parser.add_argument("--plot", metavar="FILE", help="a picture (SVG): time against size, and the model")
+    parser.add_argument("--json", action="store_true", help="the result for a machine")
+    return parser
+
+
+def _cluster(parsed: Namespace) -> Cluster:
+    if parsed.emulate is not None:
+        emulation = Emulation.parse(parsed.emulate, "--emulate")
+        base = _named_cluster(parsed.cluster or "laptop")
+        described = parsed.cluster is not None and base.devices == emulation.world and len(base.levels) > 1
+        return base if described else cluster_of(emulation, base)
+    ranks = int(os.environ.get("WORLD_SIZE", parsed.processes))
+    if ranks < 2:
+        raise SpecError("--processes", f"{ranks} has nobody to talk to", "give 2 or more")
+    if parsed.cluster is None:
+        return _named_cluster(f"laptop:{ranks}")
+    cluster = _named_cluster(parsed.cluster)
+    if cluster.devices != ranks:
+        raise SpecError("--cluster", f"{cluster.name} has {cluster.devices} devices, there are {ranks} ranks",
+                        f"name it like {parsed.cluster.partition(':')[0]}:{ranks}")  # fmt: skip
+    return cluster
+
+
+def _named_cluster(name: str) -> Cluster:
+    try:
+        return cluster_from(name)
+    except SpecError as error:
+        raise error.under("--cluster") from None
+
+
+def _requests(parsed: Namespace, cluster: Cluster) -> list[Request]:
+    from shardwise.measure.collectives.request import SMALLEST_BYTES, levels_of, requests, sizes_between
+
+    for name in ("repeats", "warm_up"):
+        if getattr(parsed, name) < 1:
+            raise SpecError(f"--{name.replace('_', '-')}", f"{getattr(parsed, name)} is too few", "give 1 or more")
+    smallest = _bytes(parsed.min_bytes, "--min-bytes", SMALLEST_BYTES)
+    largest = _bytes(parsed.max_bytes, "--max-bytes", _largest(cluster.devices))
+    if smallest > largest:
+        raise SpecError("--min-bytes", f"{smallest} B is more than the largest, {largest} B", "give less")
+    kinds = [CollectiveKind.parse(one) for one in parsed.kinds.split(",")] if parsed.kinds else list(CollectiveKind)
+    algorithms = tuple(one.strip() for one in _names(parsed.algorithms)) if parsed.algorithms else None
+    found = list(
+        requests(
+            cluster, _levels(parsed, levels_of(cluster)), kinds, algorithms, sizes_between(smallest, largest),
+            warm_up=parsed.warm_up, repeats=parsed.repeats, most_seconds=parsed.seconds,
+        )
+    )  # fmt: skip
+    if not found:
+        raise SpecError("--algorithms", f"{parsed.algorithms} has no schedule there", "`shardwise list collectives`")
+    return found
+
+
+def _names(text: str) -> list[str]:
+    """Split at commas outside of parentheses: "backend,hierarchical(ring,ring)" are two."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _levels(parsed: Namespace, levels: list[Level]) -> list[Level]:
+    if parsed.levels is None:
+        return levels
+    by_name = {level.name: level for level in levels}
+    for name in parsed.levels.split(","):
+        if name not in by_name:
+            raise SpecError("--levels", f"{shown(name)} is no level here", "choose of " + ", ".join(by_name))
+    return [by_name[name] for name in parsed.levels.split(",")]
+
+
+def _bytes(text: str | None, field: str, otherwise: int) -> int:
+    size: int = otherwise if text is None else int(parse(text, "bytes", field))
+    if size < 1:
+        raise SpecError(field, f"{shown(text)} is no size", "give 1 or more bytes")
+    return size
+
+
+def _largest(ranks: int) -> int:
+    from shardwise.measure.verify import available_bytes
+
+    free = available_bytes()
+    room = LARGEST_BYTES if free is None else free // (COPIES * ranks)
+    return max(1024, 1 << min(LARGEST_BYTES, room).bit_length() - 1)
+
+
+@contextmanager
+def _pool(parsed: Namespace) -> Iterator[Pool]:
+    from shardwise.launch.emulate.network import require_emulation
+    from shardwise.launch.emulate.pool import EmulatedPool
+    from shardwise.launch.pool import Pool
+    from shardwise.measure.collectives.run import PRELOAD
+
+    if parsed.emulate is None:
+        with Pool(PRELOAD) as pool:
+            yield pool
+        return
+    require_emulation()
+    with EmulatedPool(Emulation.parse(parsed.emulate, "--emulate"), PRELOAD) as pool:
+        yield pool
+
+
+@contextmanager
+def _progress(parsed: Namespace, total: int) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=parsed.json) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def told(what: str) -> None:
+            started = bar.tasks[task].fields.get("started", False)
+            bar.update(task, description=what, advance=1 if started else 0, started=True)
+
+        yield told
+
+
+def _as_one_rank(parsed: Namespace, wanted: Sequence[Request]) -> int:
+    """Under torchrun: every rank measures, the first one reports."""
+    import torch
+
+    from shardwise.engine.world import joined
+    from shardwise.measure.collectives.run import measure
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with joined(rank, world, None, device=parsed.on):
+        place = torch.device(parsed.on)
+        measured = [one for request in wanted for one in measure(request, place)]
+    return _report(parsed, measured) if rank == 0 else 0
+
+
+def _report(parsed: Namespace, measured: Sequence[Measured]) -> int:
+    from shardwise.report.collectives_bench import measured_csv, measured_data, print_measured
+    from shardwise.report.collectives_picture import collectives_picture
+
+    for path, text in ((parsed.out, measured_csv), (parsed.plot, collectives_picture)):
+        if path is not None:
+            try:
+                Path(path).write_text(text(measured), encoding="utf-8")
+            except OSError as error:
+                raise SpecError("--out", f"{path} cannot be written ({error.strerror})", "give another name") from None
+    if parsed.json:
+        print(json.dumps(measured_data(measured), indent=2))
+    else:
+        print_measured(measured)
+    return 0 if all(one.right for one in measured) else 1

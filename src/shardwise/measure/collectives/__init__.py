@@ -1,0 +1,1 @@
+"""How long collectives take on this cluster, by every algorithm."""

@@ -1,0 +1,159 @@
+"""What is measured, on which ranks, and the bandwidths that a time stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.collectives import CollectiveKind, Topology, build_schedule, collective_cost, price_schedule
+from shardwise.collectives.build import require_schedule
+from shardwise.collectives.cost import algorithm_names
+from shardwise.cost.network import Run, network, spanned
+from shardwise.cost.own_schedules import by_schedules, choose, named_on
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
+
+BACKEND, AUTO = "backend", "auto"
+ELEMENT_BYTES = 4
+SMALLEST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Level:
+    """The ranks that one level of the network joins, all groups of them at once; "world" are all ranks."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def ranks(self) -> int:
+        count = 1
+        for run in self.runs:
+            count *= run.degree
+        return count
+
+    def groups(self, world: int) -> list[list[int]]:
+        """Every rank of the world in one of them."""
+        if self.ranks == world:
+            return [list(range(world))]
+        (run,) = self.runs
+        firsts = [rank for rank in range(world) if rank // run.stride % run.degree == 0]
+        return [[first + run.stride * member for member in range(run.degree)] for first in firsts]
+
+
+def levels_of(cluster: Cluster) -> list[Level]:
+    """The levels with several members, innermost first, and the whole world."""
+    found, below = [], 1
+    for level in network(cluster).levels:
+        if 1 < level.size < cluster.devices:
+            found.append(Level(level.name, (Run(below, level.size),)))
+        below *= level.size
+    return [*found, Level("world", (Run(1, cluster.devices),))]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One collective on one level, by some algorithms and sizes; ``most_seconds`` may go into one size of one."""
+
+    cluster: Cluster
+    level: Level
+    kind: CollectiveKind
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]
+    warm_up: int = 2
+    repeats: int = 10
+    most_seconds: float = 3.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``size_bytes`` is the size of the collective (see `CollectiveKind`); seconds are those of the slowest rank."""
+
+    level: str
+    kind: str
+    algorithm: str
+    ranks: int
+    size_bytes: int
+    repeats: int
+    median_seconds: float
+    least_seconds: float
+    right: bool
+    predicted_seconds: float | None = None
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes/s of nccl-tests' algbw: the size over the time."""
+        return self.size_bytes / self.median_seconds if self.median_seconds else 0.0
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """nccl-tests' busbw: what a port carries if the algorithm is the best possible."""
+        return self.algorithm_bandwidth * bus_factor(CollectiveKind(self.kind), self.ranks)
+
+
+def bus_factor(kind: CollectiveKind, n: int) -> float:
+    """nccl-tests doc/PERFORMANCE.md."""
+    if kind is CollectiveKind.ALL_REDUCE:
+        return 2 * (n - 1) / n
+    if kind in (CollectiveKind.BROADCAST, CollectiveKind.REDUCE, CollectiveKind.SEND_RECV):
+        return 1.0
+    return (n - 1) / n
+
+
+def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ...]:
+    """From 8 bytes on, each ``factor`` times the one before; the largest is always among them."""
+    found, size = [], smallest
+    while size < largest:
+        found.append(size)
+        size *= factor
+    return (*found, largest)
+
+
+def algorithms_for(kind: CollectiveKind, level: Level, cluster: Cluster) -> list[str]:
+    """The backend's own and every algorithm with a schedule there."""
+    topology = by_schedules(cluster, level.runs)
+    return [BACKEND, *(name for name in algorithm_names(kind, topology) if _runs(kind, topology, name))]
+
+
+def offered(kind: CollectiveKind, level: Level, cluster: Cluster, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``wanted`` that the level has for this collective, by the names that they have there."""
+    topology = by_schedules(cluster, level.runs)
+    named = [name if name in (BACKEND, AUTO) else named_on(name, topology) for name in wanted]
+    return tuple(name for name in named if name in (BACKEND, AUTO) or _runs(kind, topology, name))
+
+
+def _runs(kind: CollectiveKind, topology: Topology, name: str) -> bool:
+    try:
+        require_schedule(kind, topology, name)
+    except SpecError:
+        return False
+    return True
+
+
+def predicted(request: Request, algorithm: str, size: int) -> float:
+    """Seconds by the cluster's description."""
+    cluster, runs, kind = request.cluster, request.level.runs, request.kind
+    if algorithm == BACKEND:
+        topology = spanned(cluster, runs, "cluster")
+        assert topology is not None
+        return float(collective_cost(kind, size, topology, "auto").seconds)
+    if algorithm == AUTO:
+        return choose(kind, size, cluster, runs, AUTO).seconds
+    topology = by_schedules(cluster, runs)
+    return float(price_schedule(build_schedule(kind, topology, algorithm, size), topology, size).seconds)
+
+
+def requests(
+    cluster: Cluster,
+    levels: list[Level],
+    kinds: list[CollectiveKind],
+    algorithms: tuple[str, ...] | None,
+    sizes: tuple[int, ...],
+    **how: float,
+) -> Iterator[Request]:
+    """Level by level and collective by collective."""
+    for level in levels:
+        for kind in kinds:
+            names = algorithms_for(kind, level, cluster) if algorithms is None else algorithms
+            if found := offered(kind, level, cluster, tuple(names)):
+                yield Request(cluster, level, kind, found, sizes, **how)  # type: ignore[arg-type]

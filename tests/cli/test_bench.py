@@ -1,0 +1,70 @@
+"""`shardwise bench collectives` on real processes: right results, bandwidths as nccl-tests define them, files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.collectives import CollectiveKind
+from shardwise.measure.collectives.request import Level, bus_factor, levels_of, sizes_between
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.emulation import Emulation, cluster_of
+
+
+def test_every_collective_is_measured_and_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, plot = tmp_path / "bench.csv", tmp_path / "bench.svg"
+    how = ["--max-bytes", "1KiB", "--repeats", "2", "--warm-up", "1", "--out", str(out), "--plot", str(plot)]
+    status = main(["bench", "collectives", "--processes", "3", *how, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert {one["collective"] for one in found} == {kind.value for kind in CollectiveKind}
+    assert {"backend", "ring", "direct", "bruck", "recursive_doubling"} <= {one["algorithm"] for one in found}
+    for one in found:
+        assert one["right"] and 0 < one["least_seconds"] <= one["median_seconds"]
+        assert one["algorithm_bandwidth"] == pytest.approx(one["size_bytes"] / one["median_seconds"])
+        factor = bus_factor(CollectiveKind(one["collective"]), 3)
+        assert one["bus_bandwidth"] == pytest.approx(factor * one["algorithm_bandwidth"])
+    with out.open(newline="", encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == len(found)
+    circles = ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}circle")
+    assert len(list(circles)) >= len(found)
+
+
+def test_bus_bandwidth_by_the_definitions_of_nccl_tests() -> None:
+    assert bus_factor(CollectiveKind.ALL_REDUCE, 4) == 1.5
+    assert bus_factor(CollectiveKind.ALL_GATHER, 4) == bus_factor(CollectiveKind.ALL_TO_ALL, 4) == 0.75
+    assert bus_factor(CollectiveKind.BROADCAST, 4) == bus_factor(CollectiveKind.REDUCE, 4) == 1.0
+
+
+def test_the_levels_of_a_network_and_the_world() -> None:
+    cluster = cluster_of(Emulation.parse("2x3,1Gbit,1ms"), cluster_from("laptop"))
+    inside, between, world = levels_of(cluster)
+    assert inside.groups(6) == [[0, 1, 2], [3, 4, 5]]
+    assert between.groups(6) == [[0, 3], [1, 4], [2, 5]]
+    assert (world.name, world.groups(6)) == ("world", [[0, 1, 2, 3, 4, 5]])
+    assert [level.name for level in levels_of(cluster_from("laptop:4"))] == ["world"]
+    assert isinstance(world, Level) and sizes_between(8, 100) == (8, 32, 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["collective"], "did you mean collectives"),
+        (["collectives", "--kinds", "all_redcue"], "all_reduce"),
+        (["collectives", "--processes", "1"], "--processes"),
+        (["collectives", "--algorithms", "magic"], "--algorithms"),
+        (["collectives", "--levels", "moon"], "--levels"),
+        (["collectives", "--max-bytes", "4"], "--min-bytes"),
+        (["collectives", "--cluster", "dgx-h100:2"], "--cluster"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_told_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
