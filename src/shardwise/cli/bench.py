@@ -42,7 +42,11 @@ def run(arguments: list[str]) -> int:
     cluster = _cluster(parsed)
     wanted = _requests(parsed, cluster)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _as_one_rank(parsed, wanted)
+        from shardwise.measure.collectives.run import measure_as_rank
+
+        rank = int(os.environ["RANK"])
+        found = measure_as_rank(wanted, rank, int(os.environ["WORLD_SIZE"]), parsed.on)
+        return _report(parsed, found) if rank == 0 else 0
     measured: list[Measured] = []
     with _pool(parsed) as pool, _progress(parsed, len(wanted)) as told:
         from shardwise.measure.collectives.run import measure_in
@@ -193,20 +197,6 @@ def _progress(parsed: Namespace, total: int) -> Iterator[Any]:
             bar.update(task, description=what, advance=1 if started else 0, started=True)
 
         yield told
-
-
-def _as_one_rank(parsed: Namespace, wanted: Sequence[Request]) -> int:
-    """Under torchrun: every rank measures, the first one reports."""
-    import torch
-
-    from shardwise.engine.world import joined
-    from shardwise.measure.collectives.run import measure
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with joined(rank, world, None, device=parsed.on):
-        place = torch.device(parsed.on)
-        measured = [one for request in wanted for one in measure(request, place)]
-    return _report(parsed, measured) if rank == 0 else 0
 
 
 def _report(parsed: Namespace, measured: Sequence[Measured]) -> int:

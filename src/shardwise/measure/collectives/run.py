@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,12 @@ def measure_in(pool: Pool, request: Request, timeout_seconds: float = 600) -> li
     """On the processes of a pool."""
     found: list[Measured] = pool.run(_work, request.cluster.devices, request, timeout_seconds=timeout_seconds)[0]
     return found
+
+
+def measure_as_rank(requests: Sequence[Request], rank: int, world: int, device: str) -> list[Measured]:
+    """In a world that torchrun has started: every rank calls this, and meets the others where its environment says."""
+    with joined(rank, world, None, device=device):
+        return [one for request in requests for one in measure(request, torch.device(device))]
 
 
 def _work(place: Place, request: Request) -> list[Measured]:
