@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.cost.memory import DeviceMemory, memory_of_rank
@@ -106,15 +107,21 @@ def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[
     peaks: list[int] = counted[-1] if counted else []  # type: ignore[assignment]
     rank = peaks.index(max(peaks)) if peaks else 0
     expected = memory_of_rank(job, rank // job.strategy.stride("pp") % job.strategy.pp)
-    states = found.records[rank].memory
-    parts = [MemoryPart(name, getattr(expected, name), states[name]) for name in ("weights", "optimizer")]
+    parts = _states(job, expected, found.records[rank].memory)
     if peaks:
         held = sum(one.measured_bytes for one in parts)
         priced = sum(one.predicted_bytes for one in parts)
         whole = _tensors(expected)
-        parts.append(MemoryPart("gradients, activations, buffers", whole - priced, peaks[rank] - held))
+        parts.append(MemoryPart("all else at the peak", whole - priced, peaks[rank] - held))
         parts.append(MemoryPart(f"peak of rank {rank}", whole, peaks[rank]))
     return tuple(parts)
+
+
+def _states(job: Job, expected: DeviceMemory, held: Mapping[str, int]) -> list[MemoryPart]:
+    """Between two steps. ZeRO-1 and 2 hold a shard of the weights then, which is the optimizer's own copy of them."""
+    if job.strategy.zero in (1, 2):
+        return [MemoryPart("optimizer and its weights", expected.optimizer, sum(held.values()))]
+    return [MemoryPart(name, getattr(expected, name), held[name]) for name in ("weights", "optimizer")]
 
 
 def _tensors(memory: DeviceMemory) -> float:

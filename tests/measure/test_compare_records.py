@@ -1,0 +1,190 @@
+"""Records with known times: what a step is made of, who waited for whom, and how a pipeline is cut again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.interop.jobs import model_from
+from shardwise.measure.compare.links import links_of, slow_link
+from shardwise.measure.compare.measured import Measured, measured
+from shardwise.measure.compare.stragglers import rank_slowness, straggler
+from shardwise.measure.recut import recut
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.train.profile.record import HOST, Range, RankRecord, read_records
+
+BACKEND = 1
+ALONE = ("tp", "cp", "dp", "pp", "shard", "replicate", "ep", "expert_tp")
+
+
+def job_of(devices: int, layers: int = 4, **strategy: object) -> Job:
+    model = replace(model_from("tiny"), layers=layers)
+    training = {"global_batch": 8, "seq": 32}
+    fields = {"model": model, "cluster": f"laptop:{devices}", "strategy": strategy, "training": training}
+    return Job.from_dict(fields)
+
+
+def record(
+    rank: int, *ranges: tuple[str, float, float, int] | tuple[str, float, float], **groups: tuple[int, ...]
+) -> RankRecord:
+    """One step on a rank; ``groups`` are those in which it is not alone."""
+    ordered = sorted((Range(*one) for one in ranges), key=lambda one: (one.start, -one.end))
+    known = {**dict.fromkeys(ALONE, (rank,)), **groups}
+    return RankRecord(rank, rank // 2, "cpu", 0.0, known, {0: (0, 1, 2, 3)}, {}, tuple(ordered))
+
+
+def two_ranks(late: float) -> Measured:
+    """Rank 1 begins a sum ``late`` seconds after rank 0; it takes 1 second once both are there."""
+    both = (0, 1)
+    records = [
+        record(
+            rank,
+            ("step 7", 0.0, 10.0 + late),
+            ("data", 0.0, 1.0),
+            ("forward 0", 1.0, 3.0 + start),
+            ("layer 0", 1.0, 2.0 + start),
+            ("dp: all-reduce of gradients 4000 B", 3.0 + start, 5.0 + late - 1.0),
+            ("gloo:all_reduce", 3.0 + start, 5.0 + late - 1.0, BACKEND),
+            ("backward 0", 5.0 + late - 1.0, 7.0 + late),
+            ("optimizer", 7.0 + late, 9.0 + late),
+            dp=both,
+            replicate=both,
+        )
+        for rank, start in ((0, 0.0), (1, late))
+    ]
+    return measured(records, pipelined=False)
+
+
+def test_waiting_for_a_late_rank_is_not_the_networks_doing() -> None:
+    found = two_ranks(late=2.0)
+    first, second = found.ranks
+    assert first.parts["late ranks"] == pytest.approx(2.0)
+    assert "late ranks" not in second.parts
+    assert first.parts["dp"] == pytest.approx(1.0) == second.parts["dp"]
+    for rank in found.ranks:
+        assert sum(rank.parts.values()) == pytest.approx(12.0) == rank.step_seconds
+        assert rank.parts["data"] == pytest.approx(1.0)
+        assert rank.parts["optimizer"] == pytest.approx(2.0)
+        assert rank.parts["host"] == pytest.approx(1.0)
+    assert found.busiest.rank == 1  # who waits least
+    (sum_of_gradients,) = found.exchanges
+    assert (sum_of_gradients.seconds, sum_of_gradients.complete) == (pytest.approx(1.0), pytest.approx(5.0))
+
+
+def test_the_rank_whose_layers_take_longer_is_the_straggler() -> None:
+    job, found = job_of(2, dp=2), two_ranks(late=2.0)
+    slowness = rank_slowness(job.model, found)
+    assert slowness == pytest.approx((1.0, 3.0))
+    assert straggler(slowness) == 1
+    assert straggler(rank_slowness(job.model, two_ranks(late=0.1))) is None
+
+
+def test_what_the_backend_does_beside_the_computation_is_hidden() -> None:
+    both = (0, 1)
+    ranges = (
+        ("step 1", 0.0, 10.0),
+        ("backward 0", 0.0, 8.0),
+        ("dp: reduce-scatter of gradients 64 B", 1.0, 1.0 + 1e-3),
+        ("gloo:all_to_all", 1.0, 6.0, BACKEND),
+        ("dp: wait for reduce-scatter of gradients", 4.0, 6.0),
+    )
+    found = measured([record(rank, *ranges, dp=both, shard=both) for rank in both], pipelined=False)
+    for rank in found.ranks:
+        assert rank.hidden["dp"] == pytest.approx(3.0, abs=2e-3)
+        assert rank.parts["dp"] == pytest.approx(2.0, abs=2e-3)
+        assert rank.parts["compute"] == pytest.approx(6.0, abs=2e-3)
+    assert found.exchanges[0].seconds == pytest.approx(5.0, abs=2e-3)
+
+
+def test_evaluation_is_no_part_of_a_step_and_a_checkpoint_is_one_part() -> None:
+    ranges = (
+        ("step 1", 0.0, 10.0),
+        ("evaluation", 1.0, 4.0),
+        ("forward 0", 2.0, 3.0),
+        ("checkpoint", 5.0, 7.0),
+        ("data", 5.5, 6.0),
+    )
+    (rank,) = measured([record(0, *ranges)], pipelined=False).ranks
+    assert rank.step_seconds == pytest.approx(7.0)
+    assert rank.parts == pytest.approx({"host": 5.0, "checkpoint": 2.0})
+
+
+def pipeline(slow: dict[int, float], late_message: float = 0.0) -> tuple[Job, Measured]:
+    """Two stages of two ranks each (0 and 1, 2 and 3), eight layers; a layer takes 1 second, on slow ranks more."""
+    job = job_of(4, 8, dp=2, pp=2)
+    records = []
+    for rank in range(4):
+        each, stage = slow.get(rank, 1.0), rank // 2
+        start = 4.0 * stage
+        other = rank + 2 if stage == 0 else rank - 2
+        arrival = 4.5 + (late_message if rank == 2 else 0.0)
+        sent = [("pp: send stage 0's output 100 B", 4.0, 4.1)] if stage == 0 else []
+        came = [("pp: wait for stage 0's output", 1.0, arrival)] if stage else []
+        begin = start if stage == 0 else arrival
+        layers = [(f"layer {4 * stage + i}", begin + i * each, begin + (i + 1) * each) for i in range(4)]
+        passes = [
+            (f"forward 0 of stage {stage}", begin, begin + 4 * each),
+            (f"backward 0 of stage {stage}", 50.0, 50.0 + 8 * each),
+        ]
+        group = tuple(sorted((rank, other)))
+        one = record(rank, ("step 1", 0.0, 100.0), *passes, *layers, *sent, *came, pp=group)
+        records.append(replace(one, stages={stage: tuple(range(4 * stage, 4 * stage + 4))}))
+    return job, measured(records, pipelined=True)
+
+
+def test_waiting_for_a_message_that_was_not_sent_is_bubble() -> None:
+    _, found = pipeline({})
+    receiver = found.ranks[2]
+    assert receiver.parts["bubble"] == pytest.approx(3.0)  # from 1 to 4
+    assert receiver.parts["pp"] == pytest.approx(0.5)
+
+
+def test_of_two_pairs_the_slow_one_is_named() -> None:
+    job, found = pipeline({}, late_message=3.0)
+    slow = slow_link(links_of(job, found), found.step_seconds, compute_ratio=1.0)
+    assert slow is not None
+    assert (slow.link.members, slow.link.nodes, slow.than) == ((0, 2), (0, 1), "between other ranks")
+    assert slow.times == pytest.approx(3.5 / 0.5)
+    assert slow.link.between == "ranks 0 and 2 (nodes 0 and 1)"
+
+
+def test_equal_ranks_are_not_cut_again() -> None:
+    job, found = pipeline({})
+    again = recut(job, found)
+    assert again.job == job
+    assert again.gain == 1
+
+
+def test_a_slow_stage_gets_fewer_layers() -> None:
+    job, found = pipeline({0: 2.0, 1: 2.0})
+    again = recut(job, found)
+    assert again.layers == ((4, 4), (3, 5))
+    assert again.gain > 1.02  # of a step that is mostly not the pipeline
+    assert again.slowness == pytest.approx((2.0, 2.0, 1.0, 1.0))
+
+
+def test_slow_ranks_of_different_stages_are_brought_together() -> None:
+    """Ranks 0 and 2 would slow both stages; with pp inside dp they are the first stage."""
+    job, found = pipeline({0: 3.0, 2: 3.0})
+    again = recut(job, found)
+    assert again.job.strategy.stride("pp") == 1
+    first, second = again.layers[1]
+    assert first < second
+    assert again.gain > 1.2
+
+
+def test_records_that_cannot_be_used(tmp_path: Path) -> None:
+    record(0, ("step 1", 0.0, 1.0)).write(tmp_path)
+    with pytest.raises(SpecError, match=r"rank-1.json is missing"):
+        read_records(tmp_path, 2)
+    (tmp_path / "rank-1.json").write_text("{}")
+    with pytest.raises(SpecError, match="is no record of a rank"):
+        read_records(tmp_path, 2)
+    (again,) = read_records(tmp_path, 1)
+    assert again == record(0, ("step 1", 0.0, 1.0))
+    assert again.ranges[0].lane == HOST
+    with pytest.raises(SpecError, match="did not record the same steps"):
+        measured([again, record(1, ("step 2", 0.0, 1.0))], pipelined=False)
