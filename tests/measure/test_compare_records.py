@@ -14,7 +14,7 @@ from shardwise.measure.compare.stragglers import rank_slowness, straggler
 from shardwise.measure.recut import recut
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.profile.record import HOST, Range, RankRecord, read_records
+from shardwise.train.profile.record import HOST, STREAMS, Range, RankRecord, read_records
 
 BACKEND = 1
 ALONE = ("tp", "cp", "dp", "pp", "shard", "replicate", "ep", "expert_tp")
@@ -110,6 +110,38 @@ def test_evaluation_is_no_part_of_a_step_and_a_checkpoint_is_one_part() -> None:
     (rank,) = measured([record(0, *ranges)], pipelined=False).ranks
     assert rank.step_seconds == pytest.approx(7.0)
     assert rank.parts == pytest.approx({"host": 5.0, "checkpoint": 2.0})
+
+
+def test_on_a_gpu_kernels_say_where_the_time_went() -> None:
+    """The host is through with its step in a millisecond; an all-reduce runs beside a backward pass, and a bit longer."""
+    compute, network = STREAMS + 7, STREAMS + 20
+    ranges = (
+        ("step 1", 0.0, 0.001),
+        ("data", 9.0, 9.5),
+        ("step 1", 0.0, 9.0, compute),
+        ("forward 0", 0.0, 2.0, compute),
+        ("layer 0", 0.5, 2.0, compute),
+        ("gemm", 0.0, 1.0, compute),
+        ("gemm", 1.0, 2.0, compute),
+        ("backward 0", 2.0, 5.0, compute),
+        ("gemm", 2.0, 5.0, compute),
+        ("dp: all-reduce of gradients 64 B", 3.0, 7.0, network),
+        ("ncclDevKernel_AllReduce", 3.0, 7.0, network),
+        ("optimizer", 7.0, 8.0, compute),
+        ("adam", 7.0, 8.0, compute),
+        ("step 2", 10.0, 12.0, compute),
+        ("gemm", 10.0, 12.0, compute),
+    )
+    both = (0, 1)
+    records = [replace(record(rank, *ranges, dp=both, replicate=both), device="cuda") for rank in both]
+    found = measured(records, pipelined=False)
+    assert [one.seconds for one in found.steps[0]] == pytest.approx([10.0, 2.0])
+    (rank, _) = found.ranks
+    expected = {"compute": 7.0, "dp": 2.0, "optimizer": 1.0, "data": 2.0}
+    assert {name: 2 * seconds for name, seconds in rank.parts.items()} == pytest.approx(expected)
+    assert 2 * rank.hidden["dp"] == pytest.approx(2.0)
+    assert rank.layers == pytest.approx({0: 1.0})
+    assert found.exchanges[0].seconds == pytest.approx(4.0)
 
 
 def pipeline(slow: dict[int, float], late_message: float = 0.0) -> tuple[Job, Measured]:

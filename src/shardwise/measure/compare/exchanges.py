@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.segments import Step
-from shardwise.train.profile.record import Range, RankRecord
+from shardwise.train.profile.record import HOST, Range, RankRecord
 
 SEND = "send "
 _WHOLE_BATCH = "sum over the batch"
@@ -76,7 +76,8 @@ def _takings(record: RankRecord, step: Step) -> Takings:
         label = label_of(one.name)
         key = label.dimension, label.what
         if label.kind == "begin":
-            taking = Taking(record.rank, label.bytes, one.start, [one], one.end)
+            standing = [one] if one.lane == HOST else _exposed(one, step, label.part)
+            taking = Taking(record.rank, label.bytes, one.start, standing, one.end)
             found[key].append(taking)
             newest.append((one.start, taking))
         elif label.kind == "wait" and waits[key] < len(found.get(key, ())):
@@ -87,6 +88,15 @@ def _takings(record: RankRecord, step: Step) -> Takings:
             newest.append((one.start, taking))
     _note_backend(newest, step)
     return found
+
+
+def _exposed(one: Range, step: Step, part: str) -> list[Range]:
+    """Of a collective on a GPU: while nothing is computed beside it."""
+    return [
+        replace(one, start=max(one.start, segment.start), end=min(one.end, segment.end))
+        for segment in step.segments
+        if segment.part == part and segment.start < one.end and segment.end > one.start
+    ]
 
 
 def _note_backend(newest: Sequence[tuple[float, Taking]], step: Step) -> None:
@@ -103,7 +113,8 @@ def _note_backend(newest: Sequence[tuple[float, Taking]], step: Step) -> None:
             before = ended.get(id(taking), (taking, 0.0))[1]
             ended[id(taking)] = taking, max(before, work.end)
     for taking, end in ended.values():
-        taking.ends = min(taking.ends, end) if len(taking.blocked) > 1 else taking.ends
+        if len(taking.blocked) > 1 and taking.blocked[0].lane == HOST:
+            taking.ends = min(taking.ends, end)
 
 
 def members_of(record: RankRecord, dimension: str, what: str, world: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.measure.compare.device_steps import device_steps
 from shardwise.measure.compare.exchanges import Exchange, exchanges_of
 from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.segments import Segment, Step, steps_of
@@ -68,7 +69,7 @@ class Measured:
 
 def measured(records: Sequence[RankRecord], *, pipelined: bool) -> Measured:
     """``pipelined``: to wait for others is then what a schedule does, too."""
-    steps = tuple(steps_of(record) for record in records)
+    steps = tuple(device_steps(one) if one.device == "cuda" else steps_of(one) for one in records)
     if not steps[0] or any([one.number for one in own] != [one.number for one in steps[0]] for own in steps):
         raise SpecError("profile", "the ranks did not record the same steps", "profile the run again")
     exchanges = exchanges_of(records, steps)

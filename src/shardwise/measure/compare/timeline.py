@@ -9,7 +9,7 @@ from shardwise.cost.step_trace import step_trace
 from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.measured import Measured
 from shardwise.spec.job import Job
-from shardwise.train.profile.record import HOST, Range, RankRecord
+from shardwise.train.profile.record import HOST, STREAMS, Range, RankRecord
 
 _MEASURED = 100_000  # process numbers above belong to ranks that were measured
 
@@ -37,7 +37,9 @@ def _rank(record: RankRecord, zero: float) -> Iterator[dict[str, Any]]:
     yield {**named, "name": "process_sort_index", "args": {"sort_index": process}}
     lanes = dict.fromkeys(one.lane for one in record.ranges)
     for lane in lanes:
-        what = "training thread" if lane == HOST else f"backend {lane}"
+        what = (
+            "training thread" if lane == HOST else f"backend {lane}" if lane < STREAMS else f"stream {lane - STREAMS}"
+        )
         yield {**named, "name": "thread_name", "tid": lane, "args": {"name": what}}
     yield from (_event(process, one, zero) for one in record.ranges)
 

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as autograd_profiler
 
-from shardwise.train.profile.record import HOST, Range
-
-_LANES_OF_STREAMS = 1000  # thread numbers above belong to a GPU's streams
+from shardwise.train.profile.record import HOST, STREAMS, Range
 
 
 @contextmanager
@@ -61,7 +59,7 @@ class _Lanes:
 
     def of(self, event: Any) -> int:
         if event.device_type() != torch._C._autograd.DeviceType.CPU:
-            return _LANES_OF_STREAMS + int(event.device_resource_id())
+            return STREAMS + int(event.device_resource_id())
         thread = int(event.device_resource_id())
         if thread == self._host and not _of_backend(event.name()):
             return HOST

@@ -10,6 +10,7 @@ from pathlib import Path
 from shardwise.spec.errors import SpecError
 
 HOST = 0  # the lane of the thread that trains
+STREAMS = 1000  # lanes from here on are streams of a GPU
 
 
 @dataclass(frozen=True)
