@@ -113,7 +113,7 @@ def test_evaluation_is_no_part_of_a_step_and_a_checkpoint_is_one_part() -> None:
 
 
 def test_on_a_gpu_kernels_say_where_the_time_went() -> None:
-    """The host is through with its step in a millisecond; an all-reduce runs beside a backward pass, and a bit longer."""
+    """The host is done in a millisecond; an all-reduce runs beside a backward pass, and a bit longer."""
     compute, network = STREAMS + 7, STREAMS + 20
     ranges = (
         ("step 1", 0.0, 0.001),

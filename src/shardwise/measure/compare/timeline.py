@@ -37,11 +37,14 @@ def _rank(record: RankRecord, zero: float) -> Iterator[dict[str, Any]]:
     yield {**named, "name": "process_sort_index", "args": {"sort_index": process}}
     lanes = dict.fromkeys(one.lane for one in record.ranges)
     for lane in lanes:
-        what = (
-            "training thread" if lane == HOST else f"backend {lane}" if lane < STREAMS else f"stream {lane - STREAMS}"
-        )
-        yield {**named, "name": "thread_name", "tid": lane, "args": {"name": what}}
+        yield {**named, "name": "thread_name", "tid": lane, "args": {"name": _lane_name(lane)}}
     yield from (_event(process, one, zero) for one in record.ranges)
+
+
+def _lane_name(lane: int) -> str:
+    if lane == HOST:
+        return "training thread"
+    return f"backend {lane}" if lane < STREAMS else f"stream {lane - STREAMS}"
 
 
 def _event(process: int, one: Range, zero: float) -> dict[str, Any]:
