@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from cost.test_tables import table_of
 from engine.parity import check
 from engine.workers import on_ranks
 from shardwise.cost.analysis import analyze
 from shardwise.cost.own_schedules import choose, gradient_groups, gradient_times
+from shardwise.cost.prediction import predict
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
 from shardwise.measure.sample import sample_batch
@@ -102,3 +104,17 @@ def test_analyze_says_what_the_chosen_collective_saves() -> None:
     assert gradient_times(analyze(job(dp=4))) == []
     lines = list(collective_lines(analyze(job(True, dp=4, collective="hierarchical"))))
     assert len(lines) == 1 and "Gradients by hierarchical" in lines[0] and "saves" in lines[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("collective", ["auto", "hierarchical", "ring"])
+def test_what_runs_is_what_is_priced(zero: int, collective: str) -> None:
+    """By analyze and by the planner's tables alike; where nothing was measured as before."""
+    prices = []
+    for measured in (False, True):
+        one = job(measured, dp=4, zero=zero, collective=collective)
+        assert table_of(one)[0] == pytest.approx(predict(one).step_seconds, rel=1e-9)
+        (traffic,) = (traffic for traffic in analyze(one).dimension_traffics("dp") if "gradients" in traffic.what)
+        prices.append(traffic.cost)
+    if collective == "auto":
+        assert prices[0].algorithm in ("flat_ring", "direct") and prices[1].algorithm.startswith("hierarchical")

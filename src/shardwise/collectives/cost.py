@@ -119,7 +119,7 @@ def _cheapest(kind: CollectiveKind, size: Size, topology: Topology) -> Collectiv
     costs = [_named(kind, size, topology, name) for name, _ in options]
     if not is_array(size):
         return min(costs, key=lambda cost: float(cost.seconds))
-    return _select(costs, [where for _, where in options]) if len(costs) > 1 else costs[0]
+    return select(costs, [where for _, where in options]) if len(costs) > 1 else costs[0]
 
 
 def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str]:
@@ -176,7 +176,7 @@ def _combinations(best: Sequence[Any]) -> list[tuple[tuple[str, ...], Any]]:
     return [(choice, np.all([b == name for b, name in zip(best, choice)], axis=0)) for choice in choices]
 
 
-def _select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
+def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
     """Element by element the cheapest of its own; ``algorithm`` joins the names that were chosen anywhere."""
     import numpy as np
 

@@ -7,23 +7,20 @@ the cluster's levels, where `calibrate` measured both).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, collective_cost, simulated_seconds
+from shardwise.collectives import CollectiveKind, Schedule, build_schedule, collective_cost, simulated_seconds
 from shardwise.collectives.build import require_schedule
-from shardwise.collectives.cost import candidates, without_unit_levels
+from shardwise.collectives.cost import candidates
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.communication.data import SharedRanks, dense_ranks, expert_ranks
+from shardwise.cost.gradient_price import PAYS_BELOW, UNNAMED, by_schedules, measured_schedules, named_on
 from shardwise.cost.network import Run, spanned
 from shardwise.cost.states import divided_over
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
-
-PAYS_BELOW = 0.9  # of the backend's time: a model is not exact to a tenth
-MOST_RANKS = 64  # whose schedules are built to be compared
-UNNAMED = ("auto", "textbook")
 
 
 @dataclass(frozen=True)
@@ -63,28 +60,11 @@ def _choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run
     return Choice(schedule, simulated_seconds(schedule, ours, size), backend)
 
 
-def by_schedules(cluster: Cluster, runs: tuple[Run, ...]) -> Topology:
-    """The group's network as our executor uses it, which overlaps the levels."""
-    network = spanned(cluster.run_by_schedules(), runs, "strategy.collective")
-    assert network is not None
-    return replace(network, pipelined_levels=True)
-
-
-def named_on(wanted: str, network: Topology) -> str:
-    """A ring over several levels is the flat one."""
-    slim, _ = without_unit_levels(network)
-    return "flat_ring" if wanted == "ring" and len(slim.levels) > 1 else wanted
-
-
 def _cheapest(
     kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run, ...]
 ) -> tuple[float, Schedule] | None:
-    """Where gloo would send and it was measured how our messages fare; NCCL knows its own wires better."""
-    measured = all(level.schedules is not None for level in cluster.levels if level.width > 1)
-    if cluster.library != "gloo" or not measured or size <= 0:
-        return None
-    network = by_schedules(cluster, runs)
-    if network.size > MOST_RANKS:
+    network = measured_schedules(cluster, runs)
+    if network is None or size <= 0:
         return None
     priced: list[tuple[float, str]] = []
     for name in candidates(kind, size, network):

@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import minimum
 from shardwise.cost.communication.thin import ThinElements, thin_elements
-from shardwise.cost.network import Run, expert_data_runs, group_runs, part_of, spanned
+from shardwise.cost.gradient_price import gradient_price, measured_schedules
+from shardwise.cost.network import Run, expert_data_runs, group_runs, level_names, part_of, spanned
 from shardwise.cost.overlap import Pass
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, divided_over, expert_shards, sharding_of
-from shardwise.cost.traffic import Traffic, priced
+from shardwise.cost.traffic import Traffic
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Strategy
@@ -146,6 +147,12 @@ class DataLine:
     window_share: Any
     last_only: bool
 
+    def by_schedules(self, ranks: SharedRanks) -> bool:
+        """Whether the engine may run a schedule of ours for it: sums of gradients, not those between shard groups."""
+        return self.what.startswith("gradient") and self.kind in (
+            (CollectiveKind.REDUCE_SCATTER,) if ranks.sharded else (CollectiveKind.ALL_REDUCE,)
+        )
+
 
 def data_lines(
     sharding: Sharding,
@@ -240,16 +247,18 @@ def _group_traffic(job: Job, name: str, unit: SentParameters, units: int, ranks:
         topology = over[line.over]
         if topology is None:
             continue
+        runs = ranks.sharded if line.over == "shards" else ranks.replicas
+        ours = measured_schedules(job.cluster, runs) if line.by_schedules(ranks) else None
         what = "gradients, backward" if line.what.startswith("gradient shards") and ranks.shards == 1 else line.what
         traffics.append(
-            priced(
+            Traffic(
                 "dp",
                 name + what,
                 line.kind,
                 line.unit_bytes,
                 line.times * units,
-                topology,
-                strategy.collective,
+                gradient_price(line.kind, line.unit_bytes, topology, ours, strategy.collective),
+                level_names(topology),
                 window=line.window if strategy.overlap.dp else "none",
                 window_share=line.window_share,
                 last_only=line.last_only,

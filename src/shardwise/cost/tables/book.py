@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
+from shardwise.cost.gradient_price import gradient_price, measured_schedules
 from shardwise.cost.network import Run, spanned
-from shardwise.cost.traffic import collective_price
 from shardwise.spec.hardware import Cluster
 
 if TYPE_CHECKING:
@@ -39,20 +39,24 @@ class CollectiveBook:
         self._cluster, self._links, self._algorithm = cluster, links, algorithm
         self._count = 0
         # Groups of ranks that lie elsewhere and span equal networks pay the same.
-        self._of_runs: dict[tuple[CollectiveKind, tuple[Run, ...]], _Line] = {}
-        self._of_networks: dict[tuple[CollectiveKind, Topology], _Line] = {}
+        self._of_runs: dict[tuple[CollectiveKind, tuple[Run, ...], bool], _Line] = {}
+        self._of_networks: dict[tuple[CollectiveKind, Topology, Topology | None], _Line] = {}
         self.seconds: Array = np.zeros(1)
         self.link_seconds: Array = np.zeros((1, len(links)))
 
-    def tickets(self, kind: CollectiveKind, runs: tuple[Run, ...], sizes: Sequence[float]) -> list[int]:
-        """One for every size."""
+    def tickets(
+        self, kind: CollectiveKind, runs: tuple[Run, ...], sizes: Sequence[float], by_schedules: bool = False
+    ) -> list[int]:
+        """One for every size; ``by_schedules``: sums of gradients that a schedule of ours may make (`DataLine`)."""
         if not runs:
             return [FREE] * len(sizes)
-        line = self._of_runs.get((kind, runs))
+        line = self._of_runs.get((kind, runs, by_schedules))
         if line is None:
             topology = spanned(self._cluster, runs, "strategy")
             assert topology is not None
-            line = self._of_runs[kind, runs] = self._of_networks.setdefault((kind, topology), _Line())
+            ours = measured_schedules(self._cluster, runs) if by_schedules else None
+            line = self._of_networks.setdefault((kind, topology, ours), _Line())
+            self._of_runs[kind, runs, by_schedules] = line
         known = line.tickets
         return [known[size] if size in known else self._new(line, size) for size in sizes]
 
@@ -68,11 +72,11 @@ class CollectiveBook:
         seconds = np.zeros(self._count + 1)
         links = np.zeros((self._count + 1, len(self._links)))
         seconds[: len(self.seconds)], links[: len(self.seconds)] = self.seconds, self.link_seconds
-        for (kind, topology), line in self._of_networks.items():
+        for (kind, topology, ours), line in self._of_networks.items():
             if not line.waiting:
                 continue
             tickets = np.array([line.tickets[size] for size in line.waiting])
-            cost = collective_price(kind, np.array(line.waiting), topology, self._algorithm)
+            cost = gradient_price(kind, np.array(line.waiting), topology, ours, self._algorithm)
             seconds[tickets] = cost.seconds
             for level in cost.levels:
                 links[tickets, self._links.index(level.level_name)] += level.bandwidth_seconds

@@ -135,5 +135,6 @@ def _part_tickets(
     for line in data_lines(sharding, unit, shards, wire_bytes(job, pp), 1, 1.0):
         sizes = np.broadcast_to(line.unit_bytes, (len(held), len(unit.all))).tolist()
         runs = [ranks.sharded if line.over == "shards" else ranks.replicas for ranks in held]
-        tickets.append([book.tickets(line.kind, *one) for one in zip(runs, sizes)])
+        ours = [line.by_schedules(ranks) for ranks in held]
+        tickets.append([book.tickets(line.kind, *one) for one in zip(runs, sizes, ours)])
     return tickets

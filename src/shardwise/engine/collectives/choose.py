@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule
+from shardwise.cost.gradient_price import UNNAMED
 from shardwise.cost.network import Run
-from shardwise.cost.own_schedules import UNNAMED, choose, gradient_groups
+from shardwise.cost.own_schedules import choose, gradient_groups
 from shardwise.engine.collectives.communicator import Communicator
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reductions import Pending, all_reduce_sum, backend_of, reduce_scatter_sum

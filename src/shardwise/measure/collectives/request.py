@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from shardwise.collectives import CollectiveKind, Topology, build_schedule, collective_cost, price_schedule
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import algorithm_names
+from shardwise.cost.gradient_price import by_schedules, named_on
 from shardwise.cost.network import Run, network, spanned
-from shardwise.cost.own_schedules import by_schedules, choose, named_on
+from shardwise.cost.own_schedules import choose
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import Schedule, build_schedule
-from shardwise.cost.own_schedules import by_schedules, choose
+from shardwise.cost.gradient_price import by_schedules
+from shardwise.cost.own_schedules import choose
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Place, Pool
