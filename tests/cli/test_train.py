@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cli.running import error_line, run
+from cli.running import error_line, run, run_json
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.manifest import read_manifest
 from shardwise.train.checkpoint.shards import ShardReader
@@ -23,9 +23,9 @@ from train.runs import job_of, write_shards
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(job: Path, folder: Path) -> subprocess.Popen[str]:
+def start(job: Path, folder: Path, *flags: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "shardwise", "train", str(job), "--run-folder", str(folder)]
+    command = [sys.executable, "-m", "shardwise", "train", str(job), "--run-folder", str(folder), *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -93,7 +93,10 @@ def require_equal(broken: Path, whole: Path, steps: int) -> None:
 
 def test_stopped_and_started_again_it_ends_as_in_one_go(tmp_path: Path) -> None:
     job, whole, broken = job_in(tmp_path, 10), tmp_path / "whole", tmp_path / "broken"
-    assert "Predicted beside measured" in ended(start(job, whole))
+    # Steps that are recorded are the same bits, whatever happens between them.
+    assert "Predicted beside measured" in ended(start(job, whole, "--profile", "steps=4:6"))
+    parts = run_json("compare", str(whole), "--json")["parts"]
+    assert {"compute", "dp", "optimizer", "data", "checkpoint"} <= {name for name in parts if parts[name]["measured"]}
     first = start(job, broken)
     wait_until(lambda: last_step(broken) >= 2, first)
     first.send_signal(signal.SIGTERM)
