@@ -11,6 +11,7 @@ from shardwise.cost.compute import stage_compute
 from shardwise.cost.flops import (
     CONVENTIONS,
     attended_tokens,
+    attended_tokens_of_rank,
     flops_per_token,
     forward_flops,
     head_forward_flops,
@@ -160,3 +161,12 @@ def test_some_layers_recomputed() -> None:
         )
     )
     assert some - none == pytest.approx((full - none) * 2 / 8)
+
+
+@pytest.mark.parametrize(("window", "every"), [(100, 1), (100, 3), (900, 1)])
+def test_ranks_see_unequal_parts_of_a_window(window: int, every: int) -> None:
+    model = replace(LLAMA, sliding_window=window, sliding_window_every=every)
+    ranks = [attended_tokens_of_rank(model, 1024, 4, rank) for rank in range(4)]
+    assert sum(ranks) / 4 == pytest.approx(attended_tokens(model, 1024))
+    assert ranks == sorted(ranks) and ranks[0] < ranks[-1]
+    assert {attended_tokens_of_rank(LLAMA, 1024, 4, rank) for rank in range(4)} == {512}

@@ -97,6 +97,18 @@ def test_some_layers_recomputed() -> None:
     assert kept(recompute="full", recompute_layers=99) == full
 
 
+def test_a_layer_is_brought_back_when_whole_ones_have_gone() -> None:
+    def recomputed(**strategy: Any) -> float:
+        return peak_memory(job(LLAMA, dp=1, recompute="full", **strategy)).recomputed
+
+    assert recomputed(recompute_layers=7) == 0
+    assert recomputed(recompute_layers=8) == recomputed() > 0
+    # Two stages on each of two ranks, with two layers each: only where both have a whole one behind.
+    interleaved = {"pp": 2, "schedule": "interleaved", "interleave": 2, "training": {"global_batch": 4}}
+    assert recomputed(recompute_layers=2, **interleaved) == 0
+    assert recomputed(recompute_layers=3, **interleaved) > 0
+
+
 def test_recompute_brings_one_layer_back() -> None:
     case = job(LLAMA, dp=1, recompute="full")
     whole, checkpoint = (layer_activation_bytes(case, moe=False, recompute=mode) for mode in ("none", "full"))

@@ -14,8 +14,9 @@ from shardwise.cost.activations import (
     layer_saved_tensors,
     logits_temporary_bytes,
 )
-from shardwise.cost.memory import memory_of_rank, peak_memory, temporary_bytes
+from shardwise.cost.memory import memory_of_rank, peak_memory
 from shardwise.cost.stages import rank_contents
+from shardwise.cost.temporary import temporary_bytes
 from shardwise.cost.validation.machines import machine
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack, stack_from

@@ -159,7 +159,8 @@ def test_attention_across_threads(monkeypatch: pytest.MonkeyPatch, number: torch
     monkeypatch.setattr(ring.dist, "P2POp", Message)
     monkeypatch.setattr(gather, "all_gather", group.gather)
     monkeypatch.setattr(gather, "reduce_scatter_sum", group.reduce_scatter)
-    masks = [(None, False), (None, True), *([(50, True)] if method == "all-gather" else [])]
+    windows = [(50, True), (50, False), (200, False)] if method == "all-gather" else []
+    masks = [(None, False), (None, True), *windows]
     for (heads, widths), causal, (window, documents) in product(
         (((4, 2), (64, 64)), ((4, 4), (192, 128))), (True, False), masks
     ):

@@ -10,6 +10,7 @@ from shardwise.engine.context import blocks
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.kernels import CPU_FLASH, MATH, BlockKernel, Scores, kernel_for
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
+from shardwise.models.packed import shapes_taken
 
 SCALE = 0.3
 
@@ -129,3 +130,24 @@ def test_queries_taken_in_pieces_are_those_taken_at_once(
     assert [(run.start, run.stop) for run in runs][:2] == [(0, 3), (3, 6)]
     for mine, theirs in zip(both(), at_once, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("first_query", "first_key", "keys"), [(0, 0, 12), (20, 11, 21), (20, 11, 26), (3, 0, 15)])
+def test_a_window_is_said_to_its_kernel_as_a_mask_has_it(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, first_query: int, first_key: int, keys: int
+) -> None:
+    """The kernel takes the last key for the last query's own."""
+    monkeypatch.setattr(blocks, "takes", shapes_taken)
+    query, key, value, _ = (tensor.bfloat16() for tensor in tensors(12, keys))
+    seen = Seen(causal, 10, first_query, first_key)
+    kernel = seen.kernel(query, key, value)
+    if causal and first_key + keys > first_query + 12:
+        assert kernel is None  # keys that nobody sees stand behind
+        return
+    assert kernel is not None
+    places = torch.arange(keys - 12, keys)[:, None] - torch.arange(keys)
+    band = (places <= kernel.before) & (places >= -kernel.behind)
+    bias = seen._bias(0, 12, slice(0, keys), query)
+    assert torch.equal(band, (bias == 0)[0, 0])
+    assert seen.kernel(query.float(), key.float(), value.float()) is None

@@ -31,6 +31,7 @@ from shardwise.cost.activations import layer_activation_bytes
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute
+from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.weight_gradients import Deferrable, compute, put_off
 from shardwise.models.decoder import Decoder
@@ -110,16 +111,18 @@ def test_a_mixture_of_experts_frees_what_the_planner_says() -> None:
     assert kept == layer_activation_bytes(job, moe=True)
 
 
-def test_only_the_first_layers_of_a_rank_are_recomputed_whole() -> None:
+def test_stages_of_a_rank_share_the_layers_that_are_recomputed_whole() -> None:
     model = replace(GPT, layers=4)
-    job = job_of(model, recompute="full", recompute_layers=3)
+    job = job_of(model, recompute="full", recompute_layers=2)
     stages = [decoder_of(job), decoder_of(job)]
     for stage, held in zip(stages, ("01", "23")):
         for index in set(stage.layers) - set(held):
             del stage.layers[index]
     apply_recompute(stages, job, DECODER)
     replaced = ["forward" in vars(layer) for stage in stages for layer in stage.layers.values()]
-    assert replaced == [True, True, True, False]
+    assert replaced == [True, False, True, False]
+    assert recomputed_layers([4, 3], 5) == [3, 2]
+    assert recomputed_layers([4, 3], None) == recomputed_layers([4, 3], 99) == [4, 3]
 
 
 def test_tokens_that_are_routed_again_do_not_count_twice() -> None:

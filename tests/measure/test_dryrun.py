@@ -95,6 +95,9 @@ SLOW = {
     "some-windows-ulysses": job(
         {**SMALL, "sliding_window": 64, "sliding_window_every": 2}, {"cp": 4, "dp": 2, "context_method": "ulysses"}, 4
     ),
+    "window-all-gather": job(
+        {**SMALL, "sliding_window": 96}, {"cp": 4, "dp": 2, "context_method": "all-gather"}, 4
+    ),
     "latent-ulysses": job(LATENT, {"cp": 4, "dp": 2, "context_method": "ulysses", "recompute": "selective"}, 4),
     "recompute": job(SMALL, {"tp": 2, "dp": 4, "recompute": "full"}, 8),
     "recompute-shared": job(
@@ -130,6 +133,8 @@ LLAMA = {
     "zb-h1-recomputed": job(
         "llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "zb-h1", "recompute": "full"}, 32, seq=8192
     ),
+    "zb-2p": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "zb-2p"}, 16, seq=4096),
+    "dualpipev": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "dualpipev"}, 32, seq=4096),
     "ep": job("mixtral-8x7b", {"dp": 8, "ep": 8, "zero": 1}, 16, seq=2048),
     "ep-tp": job("mixtral-8x7b", {"tp": 2, "dp": 4, "ep": 4, "zero": 1}, 8, seq=4096),
     "latent-tp": job("deepseek-v2-lite", {"tp": 2, "dp": 4, "ep": 4, "zero": 1}, 8, seq=4096),
@@ -139,6 +144,23 @@ LLAMA = {
     "latent-ring": job("deepseek-v2-lite", {"cp": 4, "dp": 2, "ep": 8, "zero": 1}, 4, seq=8192),
     "window": job("mistral-7b", {"dp": 8, "zero": 1}, 8, seq=16384),
     "recompute": job("llama3-8b", {"dp": 8, "zero": 1, "recompute": "full"}, 16, seq=8192),
+    "recompute-some": job(
+        "llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "recompute": "full", "recompute_layers": 6}, 16, seq=8192
+    ),
+    "recompute-some-interleaved": job(
+        "llama3-8b",
+        {
+            "pp": 4,
+            "dp": 2,
+            "zero": 1,
+            "schedule": "interleaved",
+            "interleave": 2,
+            "recompute": "full",
+            "recompute_layers": 4,
+        },
+        16,
+        seq=4096,
+    ),
 }
 
 
@@ -194,6 +216,7 @@ EXTENDED = {
     "pp": job({**SMALL, "layers": 12}, {"pp": 2, "dp": 4, "zero": 1}, 48),
     "interleaved": job({**SMALL, "layers": 24}, {"pp": 2, "dp": 4, "schedule": "interleaved", "interleave": 2}, 64),
     "zb-h1": job({**SMALL, "layers": 12}, {"pp": 2, "dp": 4, "schedule": "zb-h1"}, 48),
+    "zbv": job({**SMALL, "layers": 8}, {"pp": 4, "dp": 2, "schedule": "zbv"}, 40),
     "cp": job(DEEPER, {"cp": 4, "dp": 2, "zero": 2}, 8),
     "recompute": job(DEEPER, {"dp": 8, "zero": 3, "recompute": "full"}, 32),
     "recompute-some": job({**SMALL, "layers": 12}, {"dp": 8, "recompute": "full", "recompute_layers": 6}, 8),

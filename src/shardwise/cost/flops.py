@@ -40,6 +40,24 @@ def attended_tokens(model: Model, seq: int, *, halve_causal: bool = True) -> flo
     return window if every == 1 else (window * (every - 1) + full) / every
 
 
+def attended_tokens_of_rank(model: Model, seq: int, ranks: int, rank: int) -> float:
+    """`attended_tokens` of a context rank whose tokens are cut in zig-zag: chunks r and 2·cp−1−r of 2·cp.
+
+    Plain causal attention is the same on all of them. A window is not: the first queries see less of it.
+    """
+    window, half = model.sliding_window, seq / (2 * ranks)
+    if ranks == 1 or window is None or window >= seq or not model.causal:
+        return attended_tokens(model, seq)
+
+    def seen_before(place: float) -> float:
+        return place * place / 2 if place <= window else window * (place - window / 2)
+
+    starts = (rank * half, seq - (rank + 1) * half)
+    mean = sum(seen_before(start + half) - seen_before(start) for start in starts) / (2 * half)
+    every = model.sliding_window_every
+    return mean if every == 1 else (mean * (every - 1) + seq / 2) / every
+
+
 def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool = True) -> LayerFlops:
     """Forward FLOPs per token of one dense or one mixture-of-experts layer."""
     matrices = _products(model.attention_matrices)

@@ -8,23 +8,14 @@ from shardwise.cost.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
-    layer_saved_tensors,
-    logits_temporary_bytes,
 )
 from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
 from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.operators import layer_operators
-from shardwise.cost.passing import (
-    Moment,
-    gradients_absent,
-    layer_moment_bytes,
-    loss_moment_bytes,
-    moments_of,
-)
-from shardwise.cost.recompute import fully_recomputed_share
-from shardwise.cost.stage_time import layer_shape
+from shardwise.cost.passing import NOTHING_ABSENT, Absent, Moment, gradients_absent, head_share, moments_of
+from shardwise.cost.recompute import fully_recomputed_share, some_layers_stay_whole
 from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
+from shardwise.cost.temporary import kinds_of, passing_bytes
 from shardwise.cost.travel import Travel
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
@@ -96,19 +87,19 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
         activations = _left_by_offload(job, contents, activations, moment)
     communication, temporary = passing_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
     recomputed = 0.0 if moment == "loss" else _recomputed_layer_bytes(job, contents)
-    gradients = states.gradients
+    late = recomputed if some_layers_stay_whole(job, contents) else 0.0
+    absent = _gradients_absent(job, contents, states.gradients, moment)
+    not_yet = absent.not_yet(late, activations / _microbatches_in_flight(job, contents))
     gathered = gathered_bytes(contents, sharding, job.recipe, moment, tied=job.model.tied_embeddings)
-    if moment != "together":
-        gradients = gradients - _gradients_absent(job, contents, states.gradients, activations)
     if moment == "loss" and _is_alone(job, contents):
         gathered -= left_over(divided_units(contents, sharding, tied=job.model.tied_embeddings), sharding, job.recipe)
     return DeviceMemory(
         pipeline_rank=contents.rank,
         weights=states.weights,
-        gradients=gradients,
+        gradients=states.gradients - absent.whole - min(absent.growing, not_yet),
         optimizer=states.optimizer,
         activations=activations,
-        recomputed=recomputed,
+        recomputed=recomputed - max(0.0, not_yet - absent.growing),
         gathered=gathered,
         communication=communication,
         temporary=temporary,
@@ -122,94 +113,35 @@ def _left_by_offload(job: Job, contents: RankContents, activations: float, momen
 
 
 def travel_of(job: Job, contents: RankContents, moment: Moment) -> Travel:
-    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    in_flight = _microbatches_in_flight(job, contents)
     head = head_activation_bytes(job) if moment != "together" and contents.has_head else 0.0
     return Travel((activation_bytes(job, contents) - head) / in_flight, in_flight, contents.layers)
 
 
-def passing_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
-    """Buffers of communication, and temporary tensors, at a moment; ``kinds`` of layer that the rank has."""
-    if moment == "together":
-        return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head)
-    if moment == "loss":
-        return 0.0, loss_moment_bytes(job) if has_head else 0.0
-    return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
-
-
-def _gradients_absent(job: Job, contents: RankContents, gradients: float, activations: float) -> float:
-    if not _is_alone(job, contents):
-        return 0.0
-    of_a_microbatch = activations / (chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank)
-    return float(gradients_absent(gradients, job.strategy.zero, job.strategy).bytes(of_a_microbatch))
+def _gradients_absent(job: Job, contents: RankContents, gradients: float, moment: Moment) -> Absent:
+    if moment == "together" or not _is_alone(job, contents):
+        return NOTHING_ABSENT
+    absent, strategy = gradients_absent(gradients, job.strategy.zero, job.strategy), job.strategy
+    after_a_loss = moment == "layer" or (job.microbatches > 1 and strategy.schedule != "gpipe")
+    there = head_share(contents, tied=job.model.tied_embeddings) if after_a_loss else 0.0
+    return Absent(absent.whole, absent.growing * (1 - there))
 
 
 def _is_alone(job: Job, contents: RankContents) -> bool:
     """No microbatch has gone back before the peak."""
-    return job.microbatches <= chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    return job.microbatches <= _microbatches_in_flight(job, contents)
+
+
+def _microbatches_in_flight(job: Job, contents: RankContents) -> float:
+    return chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
 
 
 def _head_bytes(job: Job, contents: RankContents) -> float:
     """Activations of the head that a rank holds at its peak: the loss of a microbatch is followed by its backward."""
     if not contents.has_head:
         return 0.0
-    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    in_flight = _microbatches_in_flight(job, contents)
     return head_activation_bytes(job) * (1 if job.strategy.schedule != "gpipe" else in_flight)
-
-
-def kinds_of(contents: RankContents) -> tuple[bool, ...]:
-    """Whether layers have experts: the kinds of layer that a rank has."""
-    return tuple(moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count)
-
-
-def temporary_bytes(job: Job, *, has_head: bool) -> float:
-    """Logits while the loss is computed; where it is known of the stack, what gradients hold on their way as well."""
-    logits = logits_temporary_bytes(job) if has_head else 0.0
-    if job.stack.dummy_gradients:
-        at_the_head = logits + _head_gradient_bytes(job) if has_head else 0.0
-        return _dummy_gradient_bytes(job) + max(at_the_head, _activation_gradient_bytes(job))
-    if job.stack.gradients == "made":
-        return max(logits, layer_moment_bytes(job, _kinds(job)))
-    if job.stack.gated_activation == "separate":
-        return max(logits, _activation_gradient_bytes(job))
-    return logits
-
-
-def _dummy_gradient_bytes(job: Job) -> float:
-    """Empty gradients that Transformer Engine hands to autograd after a fused accumulation, one of every weight shape.
-
-    It caches them (pytorch/module/base.py, get_dummy_wgrad); router and head are not its modules.
-    """
-    shapes = {
-        (operator.columns, operator.inner)
-        for moe in _kinds(job)
-        for operator in layer_operators(job.model, layer_shape(job), moe=moe)
-        if operator.kind == "product" and not operator.wide
-    }
-    return 2 * sum(columns * inner for columns, inner in shapes)
-
-
-def _head_gradient_bytes(job: Job) -> float:
-    """Gradients of the head's weights (Megatron-Core, tensor_parallel/layers.py) and of its input, in 16 bit."""
-    weights = job.model.vocab * job.model.hidden / job.strategy.tp
-    return 2 * (weights + job.model.hidden * job.microbatch_tokens)
-
-
-def _activation_gradient_bytes(job: Job) -> float:
-    """The gradient of an MLP's activation inputs beside those inputs, of the widest kind of layer."""
-    return max(
-        tensor.bytes
-        for moe in _kinds(job)
-        for tensor in layer_saved_tensors(job, moe=moe)
-        if tensor.name.endswith("activation inputs")
-    )
-
-
-def _kinds(job: Job) -> tuple[bool, ...]:
-    """Whether layers have experts: the kinds of layer that the model has."""
-    model = job.model
-    if not model.moe_layers:
-        return (False,)
-    return (True,) if model.moe_layers == model.layers else (False, True)
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:
@@ -224,7 +156,7 @@ def peak_memory(job: Job) -> DeviceMemory:
 
 def activation_bytes(job: Job, contents: RankContents) -> float:
     """Activations alive on a rank at its peak: its layers times the microbatches in flight, and the ends."""
-    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    in_flight = _microbatches_in_flight(job, contents)
     layers = _kept_by_layers(job, contents) * in_flight
     if contents.has_embedding:
         layers += embedding_activation_bytes(job) * in_flight
@@ -255,31 +187,6 @@ def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
         layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe) for moe in kinds
     )
     return max(brought_back, default=0.0)
-
-
-def communication_buffer_bytes(job: Job) -> float:
-    """Buffers that tensors pass through on their way between devices."""
-    model, strategy, recipe = job.model, job.strategy, job.training.recipe
-    tokens = job.microbatch_tokens
-    region = tokens / strategy.tp if strategy.sequence_parallel else tokens
-    hidden = model.hidden * recipe.communication
-    buffers = 0.0
-    if strategy.tp > 1 and strategy.sequence_parallel:
-        buffers += hidden * tokens  # the gathered input of the linear layer in use
-    if strategy.pp > 1:
-        buffers += 2 * hidden * region  # one activation received, one gradient
-    if strategy.cp > 1:
-        buffers += 2 * _key_value_bytes(job) * (strategy.cp if strategy.context_method == "all-gather" else 1)
-    if strategy.ep > 1 and model.moe:
-        buffers += 2 * hidden * region * model.moe.top_k  # sent and received tokens
-    return buffers
-
-
-def _key_value_bytes(job: Job) -> float:
-    model, tensor = job.model, job.strategy.tp
-    heads = model.heads if model.mla else model.key_value_heads
-    per_token = heads / min(tensor, heads) * (model.query_key_dim + model.value_dim)
-    return per_token * job.microbatch_tokens * job.training.recipe.communication
 
 
 def per_gpu_memory_bytes(

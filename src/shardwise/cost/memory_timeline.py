@@ -19,7 +19,6 @@ from shardwise.cost.memory import (
     activation_bytes,
     memory_at_moments,
     memory_of_rank,
-    temporary_bytes,
     travel_of,
 )
 from shardwise.cost.passing import TOGETHER, Moment, moments_of
@@ -27,6 +26,7 @@ from shardwise.cost.prediction import predict
 from shardwise.cost.simulation import step_timeline
 from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import sharding_of
+from shardwise.cost.temporary import temporary_bytes
 from shardwise.pipeline import Action, ActionKind, Timeline, live_activations
 from shardwise.spec.job import Job
 

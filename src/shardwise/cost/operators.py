@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.flops import attended_tokens
+from shardwise.cost.flops import attended_tokens_of_rank
 from shardwise.spec.model import Matrix, Model, Split
 
 OperatorKind = Literal["product", "attention", "traffic"]
@@ -20,6 +20,8 @@ class LayerShape:
     seq: int
     tp: int = 1
     expert_tp: int = 1
+    zigzag_ranks: int = 1  # context ranks whose tokens are cut in zig-zag, and the one whose arithmetic it is
+    context_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     """Scores and weighted values of this device's heads; ``columns`` are keys, ``inner`` the head's features."""
     heads = model.heads / shape.tp
     features = (model.query_key_dim + model.value_dim) * heads
-    attended = attended_tokens(model, shape.seq) / shape.seq
+    attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
     return Operator("attention", "attention", shape.tokens, shape.seq, features, heads=heads, attended=attended,
                     recomputed_by="attention")  # fmt: skip
 

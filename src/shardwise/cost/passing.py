@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from shardwise.collectives.arrays import minimum
+from shardwise.collectives.arrays import minimum, select
+from shardwise.cost.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
@@ -70,14 +71,19 @@ class Absent(NamedTuple):
 
     ``whole``: ZeRO without a pipeline reduces them layer by layer, so that they are never all there. ``growing``: they
     grow as the activations of a microbatch shrink, and the fuller end counts; replicas without ZeRO keep the memory
-    that they are summed in.
+    that they are summed in. The gradient of the head is there after a first loss.
     """
 
     whole: Any
     growing: Any
 
-    def bytes(self, of_a_microbatch: Any) -> Any:
-        return self.whole + minimum(self.growing, of_a_microbatch)
+    def not_yet(self, late: Any, of_a_microbatch: Any) -> Any:
+        """Bytes of what grows while the activations of a microbatch go: of gradients, and ``late`` ones, of a layer
+        that is brought back when layers behind it, which are not recomputed, have gone."""
+        return minimum(self.growing + late, of_a_microbatch)
+
+
+NOTHING_ABSENT = Absent(0.0, 0.0)
 
 
 def gradients_absent(gradients: Any, zero: Any, strategy: Strategy) -> Absent:
@@ -86,6 +92,12 @@ def gradients_absent(gradients: Any, zero: Any, strategy: Strategy) -> Absent:
     if strategy.pp == 1:
         return Absent(gradients * divided, gradients * (zero == 0) * alone)
     return Absent(0.0 * gradients, gradients * (divided | alone))
+
+
+def head_share(contents: RankContents, *, tied: bool) -> Any:
+    """Of a rank's gradients those of the head, which a backward pass makes first."""
+    ends = contents.others / contents.total
+    return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)
 
 
 def head_weights(job: Job) -> float:

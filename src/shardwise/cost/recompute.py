@@ -16,6 +16,14 @@ def fully_recomputed_share(job: Job, contents: RankContents) -> float:
     return min(1.0, job.strategy.recompute_layers / max(1, contents.layers))
 
 
+def some_layers_stay_whole(job: Job, contents: RankContents) -> bool:
+    """Whether every stage of a rank has layers behind those that full recompute brings back: they go first."""
+    strategy = job.strategy
+    if strategy.recompute != "full" or strategy.recompute_layers is None:
+        return False
+    return strategy.recompute_layers <= contents.layers - strategy.chunks_per_rank
+
+
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
     """Share of an operator's forward pass that recompute runs again: all of the layer, or only what it names."""
     if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:

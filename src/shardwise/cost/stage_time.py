@@ -40,12 +40,14 @@ class StageSeconds:
         return self.input_gradient + self.weight_gradient
 
 
-def layer_shape(job: Job) -> LayerShape:
-    """The shape of the job's layers on one device."""
+def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
+    """The shape of the job's layers on one device; of the context ranks the busiest, the last, unless one is given."""
     strategy = job.strategy
     tokens = job.microbatch_tokens
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
-    return LayerShape(tokens, region, job.training.seq, strategy.tp, strategy.expert_tensor_parallel)
+    zigzag = strategy.cp if strategy.context_method != "ulysses" else 1
+    rank = zigzag - 1 if context_rank is None or zigzag == 1 else context_rank
+    return LayerShape(tokens, region, job.training.seq, strategy.tp, strategy.expert_tensor_parallel, zigzag, rank)
 
 
 def _seconds(job: Job, operator: Operator) -> Seconds:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.collectives.arrays import is_array, maximum, minimum
+from shardwise.collectives.arrays import is_array, maximum
 from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
 from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
-from shardwise.cost.passing import Moment, gradients_absent, moments_of
+from shardwise.cost.passing import Absent, Moment, gradients_absent, head_share, moments_of
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, rank_state_bytes
 from shardwise.cost.tables.row_table import RankRows, RowTable
@@ -42,6 +42,7 @@ class Offloaded:
             left_over(unit, self.sharding, self.recipe),
         )
         self.growing = absent.growing if absent.growing.any() else None
+        self.of_head = absent.growing * head_share(self.contents, tied=job.model.tied_embeddings)
         whole = [absent.whole + left if moment == "loss" else absent.whole for moment in self.moments]
         self.absent = [one if one.any() else None for one in whole]
         has_head: Any = self.contents.has_head
@@ -85,13 +86,19 @@ class Offloaded:
             activations = travel.on_device(activations, self.offload.activations, self.moments[number])
         others = activations + ranks.other_bytes[number][kinds, None, part]
         memory: Array = of_kinds(self.held_bytes[number]) + others
-        alone = ranks.alone[kinds, None, part]
-        if self.moments[number] == "together" or not alone.any():
-            return memory
-        if (absent := self.absent[number]) is not None:
-            memory -= alone * of_kinds(absent)
-        if self.growing is not None:
-            memory -= minimum(of_kinds(self.growing), alone * activations / ranks.in_flight[kinds, None, part])
+        moment, alone = self.moments[number], ranks.alone[kinds, None, part]
+        growing: Any = 0.0
+        late: Any = ranks.late_bytes[kinds, None, part]
+        if moment != "together" and alone.any():
+            if (absent := self.absent[number]) is not None:
+                memory -= alone * of_kinds(absent)
+            if self.growing is not None:
+                there = 1.0 if moment == "layer" else ranks.losses_before[kinds, None, part]
+                growing = alone * (of_kinds(self.growing) - there * of_kinds(self.of_head))
+        late = late if moment != "loss" and late.any() else 0.0
+        if is_array(growing) or is_array(late):
+            of_a_microbatch = activations / ranks.in_flight[kinds, None, part]
+            memory += late - Absent(0.0, growing).not_yet(late, of_a_microbatch)
         return memory
 
     def waiting(

@@ -26,6 +26,8 @@ class RankRows:
     other_bytes: Array  # recomputed layer, buffers, temporaries
     in_flight: Array  # microbatches
     alone: Array  # 1 where no microbatch has gone back before that
+    losses_before: Array  # 1 where a loss of another microbatch has gone back before a loss
+    late_bytes: Array  # a recomputed layer that is back when others have gone
 
     def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
         """``lasting`` and ``busy`` of some rows, to be held against columns: kind × 1 × row."""
@@ -41,7 +43,8 @@ class RankRows:
         )
 
 
-PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone")
+PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone", "losses_before",
+           "late_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.communication.data import last_share
-from shardwise.cost.memory import kinds_of
 from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
 from shardwise.cost.passing import Moment, moments_of
 from shardwise.cost.stages import RankContents
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
-from shardwise.cost.tables.group import Group, ScheduleChoice, groups_alike
+from shardwise.cost.tables.group import Group, groups_alike
+from shardwise.cost.tables.in_flight import chunks_of, microbatches_in_flight
 from shardwise.cost.tables.parts import PartBook
 from shardwise.cost.tables.probes import (
     ATTENTION_BACKWARD,
@@ -24,7 +23,7 @@ from shardwise.cost.tables.probes import (
     WEIGHT_GRADIENT,
 )
 from shardwise.cost.tables.row_table import PER_ROW, RankRows, RowTable
-from shardwise.pipeline import chunks_per_rank, peak_chunks_in_flight
+from shardwise.cost.temporary import kinds_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +60,7 @@ class _RowBuilder:
         sizes = np.array([one.base.data_parallel * layer.microbatch for one, layer in self.layers], dtype=np.int64)
         self.microbatches = np.maximum(1, self.sequences // sizes[:, None])
         self.m = self.microbatches[:, :, None].astype(float)
-        self.chunks = [_chunks(one, group.base.pp) for one in group.schedules]
+        self.chunks = chunks_of(group)
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
         self.counts = np.array([_part_counts(contents) for contents in group.ranks], dtype=float)
         self.share = self._recomputed_share()
@@ -127,6 +126,18 @@ class _RowBuilder:
         share: Array = np.minimum(1.0, wanted / layers[:, None])
         return share
 
+    def _some_stay_whole(self) -> Array:
+        """As `some_layers_stay_whole`: kind × 1 × schedule × recompute."""
+        import numpy as np
+
+        layers = (self.counts[:, 0] + self.counts[:, 1])[:, None, None]
+        wanted = [
+            np.inf if one.recompute != "full" or one.recompute_layers is None else one.recompute_layers
+            for one in self.group.recomputes
+        ]
+        stay: Array = np.array(wanted) <= layers - np.array(self.chunks)[:, None]
+        return stay[:, None]
+
     def _mixed(self, values: Array) -> Array:
         """Figure × layer × part × mode → figure × kind × layer × 1 × recompute."""
         counts, values = self.counts[:, :, None, None], values[:, None]
@@ -187,7 +198,7 @@ class _RowBuilder:
 
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
         layers = saved_figures - head
-        in_flight = self._in_flight()
+        in_flight = microbatches_in_flight(self.group, self.microbatches)
         all_heads = np.array([one.schedule == "gpipe" for one in self.group.schedules])[:, None]
         heads = head * np.where(all_heads, in_flight, 1.0)
         saved = layers * in_flight + heads
@@ -195,10 +206,14 @@ class _RowBuilder:
         moments = moments_of(self.book.stack_flags)
         # Of a loss there is none on ranks without a head, and its inputs are gone in a layer of its microbatch.
         kept = np.stack([saved - head if moment == "layer" else saved for moment in moments])
-        other = np.stack([self._passing(moment) for moment in moments])
+        back = self._brought_back()
+        late = back * self._some_stay_whole()
+        other = np.stack([self._passing(moment, back - late) for moment in moments])
         alone = (self.m <= in_flight).astype(float)
+        before = ((self.m > 1) & ~all_heads).astype(float)[None]
+        once_seconds = np.array(once)[:, :, None, None]
         return RankRows(
-            lasting, busy, np.array(once)[:, :, None, None], saved / in_flight, kept, other, in_flight, alone
+            lasting, busy, once_seconds, saved / in_flight, kept, other, in_flight, alone, before + 0 * alone, late
         )
 
     def _once_seconds(self, contents: RankContents) -> list[float]:
@@ -210,35 +225,18 @@ class _RowBuilder:
             seconds += [of_plain[layer.sequence_parallel] for layer in group.layers]
         return seconds
 
-    def _passing(self, moment: Moment) -> Array:
-        """What such ranks hold for a moment, a recomputed layer included: kind × layer × 1 × recompute."""
+    def _passing(self, moment: Moment, back: Array) -> Array:
+        """What such ranks hold for a moment, a recomputed layer included: like ``back``."""
         import numpy as np
 
         fixed = [
             [parts.passing_bytes[moment, kinds_of(one), bool(one.has_head)] for parts in self.parts]
             for one in self.group.ranks
         ]
-        back = self._brought_back()
         passing: Array = np.array(fixed)[:, :, None, None] + (np.zeros_like(back) if moment == "loss" else back)
         if moment == "loss":
             passing[[not one.has_head for one in self.group.ranks]] = -np.inf
         return passing
-
-    def _in_flight(self) -> Array:
-        """Microbatches whose activations the fullest rank of each kind holds at its peak."""
-        import numpy as np
-
-        rows = [tuple(row) for row in self.microbatches.tolist()]
-        of_row = {
-            row: [
-                _peaks(one.schedule, self.group.base.pp, m, chunks, self.group.members)
-                for one, chunks, m in zip(self.group.schedules, self.chunks, row)
-            ]
-            for row in set(rows)
-        }
-        peaks = np.array([of_row[row] for row in rows])
-        in_flight: Array = (peaks / np.array(self.chunks)[:, None]).transpose(2, 0, 1)[..., None]
-        return in_flight
 
     def _brought_back(self) -> Array:
         """Bytes that recompute brings back while one layer runs its backward pass: kind × layer × 1 × recompute."""
@@ -275,21 +273,3 @@ class _RowBuilder:
 def _part_counts(contents: RankContents) -> tuple[int, int, int, int]:
     """How many of each part (`parts.PROBES`) a rank holds."""
     return contents.dense_layers, contents.moe_layers, int(contents.has_embedding), int(contents.has_head)
-
-
-def _chunks(choice: ScheduleChoice, pp: int) -> int:
-    if choice.schedule == "interleaved":
-        return choice.interleave
-    return chunks_per_rank(choice.schedule) if pp > 1 else 1
-
-
-@lru_cache(maxsize=65536)
-def _peaks(
-    schedule: str, pp: int, microbatches: int, chunks: int, members: tuple[tuple[int, ...], ...]
-) -> tuple[int, ...]:
-    """Chunks in flight on the fullest rank of each kind."""
-    if pp == 1:
-        return (chunks * (microbatches if schedule == "gpipe" else 1),)
-    return tuple(
-        max(peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank) for rank in ranks) for ranks in members
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cost.overlap import PASSES
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding
-from shardwise.cost.tables.row_table import RankRows, RowTable
+from shardwise.cost.tables.row_table import PER_ROW, RankRows, RowTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,11 +76,6 @@ def joined_rows(tables: list[RowTable]) -> RowTable:
                 }
                 for which in PASSES
             },
-            joined([rank.once_seconds for rank in ranks]),
-            joined([rank.saved_bytes for rank in ranks]),
-            joined([rank.activation_bytes for rank in ranks]),
-            joined([rank.other_bytes for rank in ranks]),
-            joined([rank.in_flight for rank in ranks]),
-            joined([rank.alone for rank in ranks]),
+            *(joined([getattr(rank, name) for rank in ranks]) for name in PER_ROW),
         ),
     )

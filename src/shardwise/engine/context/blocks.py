@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.context.kernels import KernelChoice, Scores, hidden_score, kernel_for
+from shardwise.engine.context.windows import WindowKernel
+from shardwise.models.packed import takes
 
 MASK_ELEMENTS = 2**25  # of one bias tensor: more queries are taken in pieces
 SHORTEST_PIECE = 256  # queries, for which a kernel is still efficient
@@ -28,6 +30,14 @@ class Seen:
     first_key: int = 0
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
+
+    def kernel(self, query: Tensor, key: Tensor, value: Tensor) -> WindowKernel | None:
+        """The kernel for a window by itself, where one takes the tensors (on a GPU)."""
+        if self.window is None or self.query_documents is not None or not takes(query, key, value):
+            return None
+        last = self.first_key + key.shape[1] - self.first_query - query.shape[1]  # keys behind the last query's own
+        before, behind = self.window - 1 + last, (0 if self.causal else self.window - 1) - last
+        return WindowKernel(before, behind) if min(before, behind) >= 0 else None
 
     def pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
         """Runs of queries, the run of keys that they see any of, and the bias that hides the others."""
@@ -82,6 +92,8 @@ def attention_block(
     kernel = choose(query, value, seen is not None)
     if seen is None:
         return kernel.forward(query, key, value, Scores(scale, causal))
+    if (window := seen.kernel(query, key, value)) is not None:
+        return window.forward(query, key, value, Scores(scale))
     outs, log_sums = [], []
     for queries, keys, bias in seen.pieces(query, key):
         out, log_sum = kernel.forward(query[:, queries], key[:, keys], value[:, keys], Scores(scale, bias=bias))
@@ -107,6 +119,8 @@ def attention_block_backward(
     log_sum = log_sum.contiguous()  # a half of the queries is a strided view
     if seen is None:
         return kernel.backward(gradient, query, key, value, out, log_sum, Scores(scale, causal))
+    if (window := seen.kernel(query, key, value)) is not None:
+        return window.backward(gradient, query, key, value, out, log_sum, Scores(scale))
     of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for queries, keys, bias in seen.pieces(query, key):
         of_query[:, queries], add_key, add_value = kernel.backward(

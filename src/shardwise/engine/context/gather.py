@@ -112,9 +112,16 @@ class _Gathered:
                 if first:
                     yield queries, slice(0, first), None
                 continue
-            documents = self.documents
-            of_queries = None if documents is None else documents[:, first : first + half]
-            yield queries, slice(0, total), Seen(self.causal, self.window, first, 0, of_queries, documents)
+            keys, documents = self._keys_of(first, first + half, total), self.documents
+            of_queries, of_keys = (
+                None if documents is None else documents[:, run] for run in (slice(first, first + half), keys)
+            )
+            yield queries, keys, Seen(self.causal, self.window, first, keys.start, of_queries, of_keys)
+
+    def _keys_of(self, first: int, end: int, total: int) -> slice:
+        """Keys that any query from ``first`` to ``end`` may see."""
+        reach = total if self.window is None else self.window - 1
+        return slice(max(0, first - reach), end if self.causal else min(total, end + reach))
 
 
 class _Gather:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,14 +28,30 @@ def apply_recompute(stages: nn.Module | Sequence[nn.Module], job: Job, patterns:
     """
     strategy = job.strategy
     parts = [stages] if isinstance(stages, nn.Module) else stages
-    layers = [layer for part in parts for _, layer in matching(part, patterns.layers)]
+    layers_of = [[layer for _, layer in matching(part, patterns.layers)] for part in parts]
     if strategy.recompute == "full":
-        for layer in layers[: strategy.recompute_layers]:
-            _recompute_whole(layer)
+        numbers = recomputed_layers([len(layers) for layers in layers_of], strategy.recompute_layers)
+        for layers, number in zip(layers_of, numbers):
+            for layer in layers[:number]:
+                _recompute_whole(layer)
     elif strategy.recompute == "selective":
         _require_possible(job)
-        for layer in layers:
-            _recompute_operators(layer, job)
+        for layers in layers_of:
+            for layer in layers:
+                _recompute_operators(layer, job)
+
+
+def recomputed_layers(stages: Sequence[int], wanted: int | None) -> list[int]:
+    """How many of the first layers of each stage full recompute runs again, of all ``wanted`` on the rank.
+
+    Stages share them by their layers, so that a microbatch weighs as much on each of them as is planned; what does not
+    divide falls to earlier stages, which hold more microbatches.
+    """
+    if wanted is None:
+        return list(stages)
+    ends = [0, *accumulate(stages)]
+    shared = [-(-min(wanted, ends[-1]) * end // max(1, ends[-1])) for end in ends]
+    return [later - earlier for earlier, later in pairwise(shared)]
 
 
 def _require_possible(job: Job) -> None:

@@ -41,7 +41,7 @@ class CollectiveLog:
         self.sent: list[Sent] = []
         self._names: list[str] = []
 
-    def __call__(self, operator: Any, args: Any, result: Any) -> None:
+    def __call__(self, operator: Any, args: Any, named: Any, result: Any) -> None:
         if operator.namespace in ("c10d", "_c10d_functional"):
             name = operator.name()
             if name in _KINDS:

@@ -79,10 +79,10 @@ def planned_memory(job: Job, pipeline_rank: int) -> Bytes:
     return {part: float(getattr(memory, part)) for part in PARTS}
 
 
-def planned_flops(job: Job, pipeline_rank: int) -> dict[str, float]:
+def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, float]:
     """Products and attention of all microbatches: a backward pass is two forward passes."""
     contents = rank_contents(job, pipeline_rank)
-    shape, share = layer_shape(job), fully_recomputed_share(job, contents)
+    shape, share = layer_shape(job, context_rank), fully_recomputed_share(job, contents)
     flops = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         for one in layer_operators(job.model, shape, moe=moe):

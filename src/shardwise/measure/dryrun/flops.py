@@ -16,8 +16,10 @@ class FlopLog:
     def __init__(self) -> None:
         self.flops = {"products": 0.0, "attention": 0.0}
 
-    def __call__(self, operator: Any, args: Any, result: Any) -> None:
+    def __call__(self, operator: Any, args: Any, named: Any, result: Any) -> None:
         name = operator._schema.name
+        if name in _WINDOWS:
+            self.flops["attention"] += _WINDOWS[name](*args, **named)
         if name in _PRODUCTS:
             self.flops["products"] += _PRODUCTS[name](*args)
         elif name in _ATTENTION:
@@ -94,6 +96,21 @@ def _unequal_backward(_: Any, query: Any, key: Any, value: Any, *rest: Any) -> f
     return 2 * _of_rows(query, key, value, rest[5], rest[9])
 
 
+def _windowed(query: Any, key: Any, value: Any, *_: Any, window_size_left: int, window_size_right: int,
+              **__: Any) -> float:  # fmt: skip
+    """A window (before, behind) around queries that stand at the end of the keys; [batch, seq, heads, features]."""
+    queries, keys = int(query.shape[1]), int(key.shape[1])
+    places = range(keys - queries, keys)  # and the halves of a causal square, as all is counted
+    before = sum(min(place + 0.5, window_size_left + 0.5) for place in places)
+    behind = sum(min(keys - place - 0.5, window_size_right) for place in places)
+    features = int(query.shape[-1]) + int(value.shape[-1])
+    return 2.0 * int(query.shape[0]) * int(query.shape[2]) * (before + behind) * features
+
+
+def _windowed_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **named: Any) -> float:
+    return 2 * _windowed(query, key, value, **named)
+
+
 _PRODUCTS: dict[str, Callable[..., float]] = {
     "aten::mm": _product,
     "aten::bmm": _product,
@@ -112,4 +129,8 @@ _ATTENTION: dict[str, Callable[..., float]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "torch_attn::_varlen_attn": _unequal,
     "torch_attn::_varlen_attn_backward": _unequal_backward,
+}
+_WINDOWS: dict[str, Callable[..., float]] = {
+    "aten::_flash_attention_forward": _windowed,
+    "aten::_flash_attention_backward": _windowed_backward,
 }

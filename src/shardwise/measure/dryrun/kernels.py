@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.engine.context import blocks
 from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
 from shardwise.engine.reductions import SCRATCH
 from shardwise.measure.dryrun.replacing import replaced
@@ -32,6 +33,7 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
         (F, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
         (dot_product, "takes", shapes_taken),
+        (blocks, "takes", shapes_taken),
         (Tensor, "softmax", _in_its_own_format(Tensor.softmax)),
         (Tensor, "log_softmax", _in_its_own_format(Tensor.log_softmax)),
         (loss, "add_product", _add_product),

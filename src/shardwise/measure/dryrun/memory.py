@@ -82,7 +82,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
         if block is not None:
             block.died, block.died_pass = self.places.now, self.places.passes
 
-    def _touched(self, operator: Any, args: Any, result: Any) -> None:
+    def _touched(self, operator: Any, args: Any, named: Any, result: Any) -> None:
         """A witness: what collectives read and write."""
         if operator.namespace in ("c10d", "_c10d_functional"):
             for one in tree_iter((args, result)):

@@ -15,7 +15,7 @@ from shardwise.measure.dryrun.places import Place
 from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank
 from shardwise.measure.dryrun.result import Bytes, Calls, Compared, DryRun
 from shardwise.measure.dryrun.trace import Trace, trace, whole_shape
-from shardwise.pipeline import peak_chunks_in_flight
+from shardwise.pipeline import ActionKind, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -51,7 +51,8 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     place, peak = most(_by_place(numbers))
     calls = _calls(numbers)
     flops = {key[1]: number for key, number in _of("flops", numbers)}
-    as_planned, planned = planned_flops(job, pipeline_rank), planned_memory(job, pipeline_rank)
+    as_planned = planned_flops(job, pipeline_rank, coordinates_of(job, rank)["cp"])
+    planned = planned_memory(job, pipeline_rank)
     compared = compared_bytes(job, pipeline_rank, {one.line: one.bytes for one in calls})
     return DryRun(
         job=job,
@@ -79,11 +80,24 @@ def _to_trace(job: Job, pipeline_rank: int, whole: Shape) -> Extension:
     strategy = job.strategy
     if strategy.pp == 1:
         return extension(whole, LAYERS, MICROBATCHES)
-    chunks, few = strategy.chunks_per_rank, 2 * strategy.pp  # divides into what interleaving takes at a time
-    in_flight = peak_chunks_in_flight(strategy.schedule, strategy.pp, job.microbatches, chunks, pipeline_rank) / chunks
-    while strategy.schedule != "gpipe" and few // 2 <= in_flight:
+    few = 2 * strategy.pp  # divides into what interleaving takes at a time
+    in_flight = _most_of_one_stage(job, pipeline_rank) if strategy.schedule != "gpipe" else 0
+    while few // 2 <= in_flight:
         few += strategy.pp
     return extension(whole, LAYERS, (few, few + strategy.pp))
+
+
+def _most_of_one_stage(job: Job, pipeline_rank: int) -> int:
+    """Microbatches that a stage of the rank is ahead of their backward passes; a pipeline is full with 2p of them."""
+    strategy = job.strategy
+    microbatches = min(job.microbatches, 4 * strategy.pp)
+    schedule = build(strategy.schedule, strategy.pp, microbatches, strategy.chunks_per_rank)
+    ahead, most = dict.fromkeys(schedule.stages_of(pipeline_rank), 0), 0
+    change = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: 0, ActionKind.W: -1}
+    for action in schedule.actions[pipeline_rank]:
+        ahead[action.stage] += change[action.kind]
+        most = max(most, ahead[action.stage])
+    return most
 
 
 def _most_nodes(job: Job) -> int | None:

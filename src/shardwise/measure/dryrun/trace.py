@@ -17,6 +17,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.gradients import local
 from shardwise.engine.pipeline import stage_layers, stages_of_rank
+from shardwise.engine.recompute import apply as recompute_apply
+from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.measure.dryrun.collectives import CollectiveLog
 from shardwise.measure.dryrun.extend import Kind, Moments, Shape
 from shardwise.measure.dryrun.flops import FlopLog
@@ -58,16 +60,18 @@ def whole_shape(job: Job, pipeline_rank: int) -> Shape:
 
 def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, str]:
     """The layers of a rank; those of one kind do the same."""
-    layers = [index for stage in stages_of_rank(job, pipeline_rank) for index in stage_layers(job)[stage]]
-    recomputed = job.strategy.recompute_layers if job.strategy.recompute == "full" else None
+    stages = [stage_layers(job)[stage] for stage in stages_of_rank(job, pipeline_rank)]
+    some = job.strategy.recompute_layers if job.strategy.recompute == "full" else None
+    recomputed = recomputed_layers([len(layers) for layers in stages], 0 if some is None else some)
     kinds = {}
-    for number, index in enumerate(layers):
-        words = ["experts" if job.model.is_moe_layer(index) else "dense"]
-        if window_of(job.model, index) is not None:
-            words.append("window")
-        if recomputed is not None and number < recomputed:
-            words.append(RECOMPUTED)
-        kinds[index] = " ".join(words)
+    for layers, first in zip(stages, recomputed):
+        for number, index in enumerate(layers):
+            words = ["experts" if job.model.is_moe_layer(index) else "dense"]
+            if window_of(job.model, index) is not None:
+                words.append("window")
+            if number < first:
+                words.append(RECOMPUTED)
+            kinds[index] = " ".join(words)
     return kinds
 
 
@@ -79,6 +83,8 @@ def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
     with ExitStack() as entered:
         entered.enter_context(posing_as(rank, job.strategy.world))
         entered.enter_context(_only_layers(shape, kinds))
+        if job.strategy.recompute_layers is not None:
+            entered.enter_context(_as_many_recomputed(shape))
         entered.enter_context(_structure_is_real())
         entered.enter_context(fake_tensors())
         memory = MemoryLog(places)
@@ -98,13 +104,9 @@ def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
 
 
 def _shaped(job: Job, shape: Shape) -> Job:
-    """The job with fewer microbatches; and as many recomputed layers as are left of them."""
-    strategy = job.strategy
-    sequences = shape.microbatches * strategy.data_parallel * strategy.microbatch
-    if strategy.recompute_layers is not None:
-        recomputed = sum(number for (_, kind), number in shape.layers if kind.endswith(RECOMPUTED))
-        strategy = replace(strategy, recompute_layers=recomputed)
-    return replace(job, strategy=strategy, training=replace(job.training, global_batch=sequences))
+    """The job with fewer microbatches."""
+    sequences = shape.microbatches * job.strategy.data_parallel * job.strategy.microbatch
+    return replace(job, training=replace(job.training, global_batch=sequences))
 
 
 def _claim(engine: Engine, memory: MemoryLog) -> None:
@@ -163,6 +165,14 @@ def _only_layers(shape: Shape, kinds: Mapping[int, str]) -> AbstractContextManag
             lambda job: tuple(_first(stage, layers, shape, kinds) for stage, layers in enumerate(stage_layers(job))),
         )
     )
+
+
+def _as_many_recomputed(shape: Shape) -> AbstractContextManager[None]:
+    """As many recomputed layers of every stage as are left of them."""
+    numbers: dict[int, int] = {}
+    for (stage, kind), number in shape.layers:
+        numbers[stage] = numbers.get(stage, 0) + number * kind.endswith(RECOMPUTED)
+    return replaced((recompute_apply, "recomputed_layers", lambda *_: [numbers[one] for one in sorted(numbers)]))
 
 
 def _structure_is_real() -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-Witness = Callable[[Any, Any, Any], None]  # operator, arguments, result
+Witness = Callable[[Any, Any, Any, Any], None]  # operator, arguments by place and by name, result
 
 
 def is_wrapper(kind: type) -> bool:
@@ -73,7 +73,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(one, Tensor):
                 self.see(one, name)
         for witness in self.witnesses:
-            witness(func, args, result)
+            witness(func, args, kwargs or {}, result)
         return result
 
     @classmethod
