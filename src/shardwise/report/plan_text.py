@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from shardwise.cost.sending_less import sending_less
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.planner.candidate import PARTS, Candidate
 from shardwise.planner.constraints import offload_name
@@ -72,6 +73,9 @@ def _notes(found: Plan) -> Iterator[str]:
     note = found.best.job.training.batch_note(found.best.job.strategy.batch_multiple)
     if note:
         yield note
+    less = sending_less(found.best.job)
+    if less:
+        yield less
 
 
 def _ranking(candidates: Sequence[Candidate]) -> RenderableType:

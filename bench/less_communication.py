@@ -1,0 +1,257 @@
+"""What sending less does to training: plain synchronous data parallelism beside compression, and beside DiLoCo.
+
+python bench/less_communication.py compression [--steps 300]
+python bench/less_communication.py diloco [--steps 480] [--inner 16] [--emulate 2x1,200Mbit,1ms]
+
+Two workers train the tiny model on the built-in corpus. Curves go to ``--out`` as CSV, and DiLoCo's as a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.cost.communication import step_traffic
+from shardwise.cost.stages import rank_contents
+from shardwise.launch.emulate.network import why_not
+from shardwise.launch.emulate.pool import EmulatedPool
+from shardwise.launch.pool import Place, Pool
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.job import Job
+
+PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.train.evaluation", "shardwise.train.data.of_run")
+COMPRESSIONS: dict[str, Any] = {
+    "none": "none",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "int8": "int8",
+    "int8, no feedback": {"method": "int8", "error_feedback": False},
+    "fp8": "fp8",
+    "fp8, no feedback": {"method": "fp8", "error_feedback": False},
+    "powersgd 4": {"method": "powersgd", "rank": 4},
+    "powersgd 4, no feedback": {"method": "powersgd", "rank": 4, "error_feedback": False},
+    "1bit": "1bit",
+    "1bit, no feedback": {"method": "1bit", "error_feedback": False},
+}
+NEAR = 0.02  # of the uncompressed loss
+HELD_OUT_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Trained:
+    """``losses`` on held-out data by the tokens before them; bytes that one worker sent, seconds spent on sending."""
+
+    losses: dict[int, float]
+    bytes_per_step: float
+    communication_seconds: float
+    seconds: float
+
+    @property
+    def last(self) -> float:
+        return list(self.losses.values())[-1]
+
+
+def job_of(steps: int, rate: float = 3e-3, **strategy: Any) -> Job:
+    return Job.from_dict(
+        {
+            "model": "tiny",
+            "cluster": "laptop:2",
+            "strategy": {"dp": 2, "microbatch": 4, **strategy},
+            "training": {
+                "global_batch": 8, "seq": 128, "precision": "fp32", "optimization": {"learning_rate": rate},
+            },
+            "run": {"steps": steps, "schedule": {"warmup": min(20, steps - 1)}},
+        }
+    )  # fmt: skip
+
+
+def planned_bytes(job: Job) -> float:
+    return sum(one.bytes_sent for one in step_traffic(job, rank_contents(job, 0)) if one.dimension == "dp")
+
+
+# -- one worker ---------------------------------------------------------------------------------------
+
+
+def work(place: Place, job: Job, folder: str, interval: int) -> Trained:
+    import torch
+
+    from shardwise.engine.engine import Engine
+    from shardwise.engine.world import joined
+    from shardwise.train.data.loader import Loader
+    from shardwise.train.data.of_run import mixtures_of
+    from shardwise.train.evaluation import batch_of, evaluate
+
+    torch.set_num_threads(1)
+    with joined(place.rank, place.world, place.meeting_file):
+        engine, losses = Engine(job), {}
+        training, validation = mixtures_of(job, Path(folder))
+        assert validation is not None
+        share = (job.sequences, engine.mesh.rank("dp"), 2)
+        loader = Loader(training, *share, workers=1, prefetch=2)
+        held_out = Loader(validation, *share, workers=1, prefetch=1)
+        clock, steps, seconds = watched(engine), job.run.steps, 0.0
+        losses[0] = evaluate(engine, held_out, HELD_OUT_BATCHES)
+        spent = 0.0
+        for step in range(steps):
+            batch = batch_of(loader.take(step), engine.device)
+            before, began = clock.seconds, time.perf_counter()
+            for group in engine.optimizer.param_groups:
+                rate = job.training.optimization.learning_rate
+                group["lr"] = rate * job.run.schedule.share(step, steps)
+            engine.step(batch)
+            spent, seconds = spent + clock.seconds - before, seconds + time.perf_counter() - began
+            if (step + 1) % interval == 0 or step + 1 == steps:
+                losses[(step + 1) * job.tokens_per_step] = evaluate(engine, held_out, HELD_OUT_BATCHES)
+        loader.close()
+        held_out.close()
+        sent = engine.data.compressed_bytes + sum(one.sent_bytes for one in (engine.outer, engine.late) if one)
+        return Trained(losses, sent / steps, spent, seconds)
+
+
+class Clock:
+    """Adds up the time inside what it wraps; all of it is waiting for the other worker, or sending to it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False
+
+    def wrapping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if self._inside:
+                return function(*arguments, **named)
+            self._inside, began = True, time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.seconds, self._inside = self.seconds + time.perf_counter() - began, False
+
+        return timed
+
+
+def watched(engine: Any) -> Clock:
+    """A clock on everything that meets the other worker in a step."""
+    clock = Clock()
+    for part in engine.data.parts.values():
+        part.finish = clock.wrapping(part.finish)
+    engine.over_data = clock.wrapping(engine.over_data)
+    engine.gradient_norm = clock.wrapping(engine.gradient_norm)
+    if engine.outer is not None:
+        engine.outer.after_step = clock.wrapping(engine.outer.after_step)
+    if engine.late is not None:
+        engine.late.exchange = clock.wrapping(engine.late.exchange)
+    return clock
+
+
+# -- compression --------------------------------------------------------------------------------------
+
+
+def compressions(pool: Pool, steps: int, folder: str, out: Path) -> None:
+    print(f"{'gradients':26} {'bytes/step':>11} {'planned':>11} {'loss':>8} {'of uncompressed':>16}")
+    curves: dict[str, dict[int, float]] = {}
+    for name, compression in COMPRESSIONS.items():
+        job = job_of(steps, compression=compression)
+        found = pool.run(work, 2, job, folder, max(1, steps // 10), timeout_seconds=3600)[0]
+        curves[name] = found.losses
+        off = found.last / list(curves["none"].values())[-1] - 1
+        counted = "-" if name == "none" else f"{found.bytes_per_step:,.0f}"
+        verdict = "within 2%" if abs(off) <= NEAR else ("better" if off < 0 else "worse")
+        print(
+            f"{name:26} {counted:>11} {planned_bytes(job):11,.0f} {found.last:8.4f} {off:+10.2%} {verdict}", flush=True
+        )
+    write_curves(out / "compression.csv", curves)
+
+
+# -- DiLoCo -------------------------------------------------------------------------------------------
+
+
+def diloco(pool: Pool, steps: int, inner: int, folder: str, out: Path) -> None:
+    """The loss of N tokens of synchronous training, and after how many DiLoCo has it."""
+    inner_steps = {"method": "diloco", "inner_steps": inner}
+    more = -(-round(1.1 * steps) // inner) * inner
+    plain = pool.run(work, 2, job_of(steps), folder, inner, timeout_seconds=3600)[0]
+    seldom = pool.run(work, 2, job_of(more, synchronise=inner_steps), folder, inner, timeout_seconds=3600)[0]
+    tokens = list(plain.losses)[-1]
+    reached = next((at for at, loss in seldom.losses.items() if at and loss <= plain.last), None)
+    print(f"synchronous: loss {plain.last:.4f} after {tokens:,} tokens, {per_token(plain):.2f} µs/token on sending")
+    when = "not reached" if reached is None else f"after {reached:,} tokens, {reached / tokens:.2f} of those"
+    print(f"DiLoCo ({inner} inner steps): {when}; {seldom.last:.4f} at its end")
+    print(f"  {per_token(seldom):.2f} µs/token on sending: {per_token(plain) / per_token(seldom):.1f} times less")
+    print(f"  {plain.seconds:.1f} s for {steps} synchronous steps, {seldom.seconds:.1f} s for {more} of DiLoCo")
+    curves = {"synchronous": plain.losses, f"DiLoCo, {inner} inner steps": seldom.losses}
+    write_curves(out / "diloco.csv", curves)
+    (out / "diloco.svg").write_text(picture(curves), encoding="utf-8")
+
+
+def per_token(found: Trained) -> float:
+    return 1e6 * found.communication_seconds / list(found.losses)[-1]
+
+
+# -- what is kept -------------------------------------------------------------------------------------
+
+
+def write_curves(path: Path, curves: dict[str, dict[int, float]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["run", "tokens", "validation_loss"])
+        for name, losses in curves.items():
+            rows.writerows([name, tokens, f"{loss:.5f}"] for tokens, loss in losses.items())
+
+
+def picture(curves: dict[str, dict[int, float]]) -> str:
+    """Validation loss by tokens."""
+    width, height, left, bottom = 640, 360, 60, 40
+    most = max(tokens for losses in curves.values() for tokens in losses)
+    every = [loss for losses in curves.values() for loss in losses.values()]
+    low, high = min(every), max(every)
+
+    def at(tokens: int, loss: float) -> str:
+        x = left + (width - left - 10) * tokens / most
+        return f"{x:.1f},{10 + (height - bottom - 10) * (high - loss) / (high - low):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<path d="M{left},10 V{height - bottom} H{width - 10}" fill="none" stroke="#888"/>',
+        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">tokens (0 to {most:,})</text>',
+        f'<text x="{left - 6}" y="20" text-anchor="end">{high:.2f}</text>',
+        f'<text x="{left - 6}" y="{height - bottom}" text-anchor="end">{low:.2f}</text>',
+    ]
+    for number, (name, losses) in enumerate(curves.items()):
+        colour = ("#1f77b4", "#d62728")[number % 2]
+        points = " ".join(at(*one) for one in losses.items())
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<text x="{width - 20}" y="{30 + 18 * number}" text-anchor="end" fill="{colour}">{name}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("compression", "diloco"))
+    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--inner", type=int, default=16)
+    parser.add_argument("--emulate", help="train across such a network, like 2x1,200Mbit,1ms")
+    parser.add_argument("--out", type=Path, default=Path("runs/less_communication"))
+    asked = parser.parse_args()
+    missing = why_not() if asked.emulate else None
+    if missing is not None:
+        return print(f"not measured: {missing}")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    pool = EmulatedPool(Emulation.parse(asked.emulate), PRELOAD) if asked.emulate else Pool(PRELOAD)
+    with closing(pool), tempfile.TemporaryDirectory() as folder:
+        if asked.what == "compression":
+            compressions(pool, asked.steps, folder, asked.out)
+        else:
+            diloco(pool, asked.steps, asked.inner, folder, asked.out)
+    return None
+
+
+if __name__ == "__main__":
+    main()
