@@ -106,6 +106,6 @@ class Switch:
 def _come_first() -> None:
     """On busy cores a switch that waits for its turn would be a slower link: it needs little, but at once."""
     with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds: wake up when it is time, not soon after
     gc.disable()
