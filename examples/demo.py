@@ -1,4 +1,5 @@
-"""The main job, shown: what `make demo` runs. Plans large jobs, then plans, trains and compares one on this machine."""
+"""The main job, shown: what `make demo` runs. Plans large jobs, then measures this machine, plans a job for it, trains
+what was planned, and compares."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from shardwise.train.metrics.lines import read_lines
 from shardwise.train.metrics.summary import summarise
 
 FOLDER = Path("runs/demo")
+CLUSTER = FOLDER / "cluster.yaml"
 JOB = FOLDER / "plan.yaml"
 LEARNT = 0.7  # the validation loss at the end, of that at the beginning
 
@@ -35,8 +37,12 @@ STEPS = (
         "--bandwidth 450GB/s,50GB/s --latency 2us,5us",
     ),
     (
-        "This machine's own size of job: how to split a small model over two processes",
-        "plan --model tiny --cluster laptop:2 --global-batch 16 --seq 128 --precision fp32 "
+        "This machine, measured: what two processes compute and send at once becomes a cluster to plan with",
+        f"calibrate --processes 2 --out {CLUSTER}",
+    ),
+    (
+        "Its own size of job: how to split a small model over the two processes",
+        f"plan --model tiny --cluster {CLUSTER} --global-batch 16 --seq 128 --precision fp32 "
         "--set training.optimization.learning_rate=3e-3 --set run.steps=150 --set run.schedule.warmup=10 "
         f"--output {JOB}",
     ),
