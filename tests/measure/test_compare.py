@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cli.running import error_line, run
+from cli.running import error_line, run, run_json
 from measure.slowed import FIRST, LAST, profiled_job, run_across, run_profiled
 from required import require
 from shardwise.launch.emulate.network import why_not
@@ -88,12 +88,15 @@ def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path)
     said = run("compare", str(tmp_path / "last"))
     assert said.status == 0, said
     assert "Slow rank: 0 (node 0)" in said.out
-    told = json.loads(run("compare", str(tmp_path / "run"), "--json").out)
+    told = run_json("compare", str(tmp_path / "run"), "--json")
     assert told["slow_rank"] == 0
     trace = json.loads(Path(told["trace"]).read_text())["traceEvents"]
     processes = {one["args"]["name"] for one in trace if one["name"] == "process_name"}
     assert {"measured: rank 0, node 0", "predicted: pipeline rank 1 of 2"} <= processes
     assert all(one["dur"] >= 0 for one in trace if one["ph"] == "X")
+
+    (tmp_path / "run" / "job.yaml").write_text(profiled_job(shards, 2, layers=8, dp=2).to_yaml())
+    assert "recorded with another layout" in error_line(run("compare", str(tmp_path / "run")))
 
 
 def test_a_slow_link_is_named(shards: str, tmp_path: Path) -> None:

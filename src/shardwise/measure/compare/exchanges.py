@@ -94,8 +94,8 @@ def _exposed(one: Range, step: Step, part: str) -> list[Range]:
     """Of a collective on a GPU: while nothing is computed beside it."""
     return [
         replace(one, start=max(one.start, segment.start), end=min(one.end, segment.end))
-        for segment in step.segments
-        if segment.part == part and segment.start < one.end and segment.end > one.start
+        for segment in step.segments_in(one)
+        if segment.part == part
     ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardwise.measure.compare.device_steps import device_steps
 from shardwise.measure.compare.exchanges import Exchange, exchanges_of
 from shardwise.measure.compare.labels import label_of
-from shardwise.measure.compare.segments import Segment, Step, steps_of
+from shardwise.measure.compare.segments import Step, steps_of
 from shardwise.spec.errors import SpecError
 from shardwise.train.profile.record import Range, RankRecord
 
@@ -113,12 +113,13 @@ def _hidden(step: Step) -> dict[str, float]:
             continue
         part = next((part for start, part in reversed(begun) if start <= work.start), None)
         if part is not None and part != "world":
-            found[part] += work.seconds - _standing(step.segments, work, part)
+            found[part] += work.seconds - _standing(step, work, part)
     return found
 
 
-def _standing(segments: Sequence[Segment], work: Range, part: str) -> float:
-    return sum(max(0.0, min(one.end, work.end) - max(one.start, work.start)) for one in segments if one.part == part)
+def _standing(step: Step, work: Range, part: str) -> float:
+    overlapping = [one for one in step.segments_in(work) if one.part == part]
+    return sum(min(one.end, work.end) - max(one.start, work.start) for one in overlapping)
 
 
 def _layers(steps: Sequence[Step]) -> dict[int, float]:

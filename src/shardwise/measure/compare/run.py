@@ -27,6 +27,9 @@ def profiled_run(text: str) -> ProfiledRun:
     folder = run_folder(text)
     job = Job.from_dict(read_yaml(str(folder.job)))
     records = read_records(folder.profile, job.strategy.world)
+    if any(len(records[0].groups[name]) != job.strategy.degree(name) for name in job.strategy.order):
+        problem = "was recorded with another layout than the run has now"
+        raise SpecError(str(folder.profile), problem, "profile it again: --profile steps=10:12")
     return ProfiledRun(folder, job, measured(records, pipelined=job.strategy.pp > 1))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.measure.compare.labels import Label, label_of
 from shardwise.train.profile.record import HOST, Range, RankRecord
@@ -42,6 +44,19 @@ class Step:
     @property
     def seconds(self) -> float:
         return sum(one.seconds for one in self.segments)
+
+    def segments_in(self, within: Range) -> Sequence[Segment]:
+        """Those that overlap a range."""
+        first = bisect_right(self._ends, within.start)
+        return self.segments[first : bisect_left(self._starts, within.end)]
+
+    @cached_property
+    def _starts(self) -> list[float]:
+        return [one.start for one in self.segments]
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        return [one.end for one in self.segments]
 
 
 def steps_of(record: RankRecord) -> tuple[Step, ...]:
