@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.running import run, run_json
 from cost.test_tables import table_of
 from engine.parity import check
 from engine.workers import on_ranks
@@ -17,6 +19,7 @@ from shardwise.engine.refuse import require_runs
 from shardwise.measure.sample import sample_batch
 from shardwise.report.analysis_text import collective_lines
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import dump_yaml
 from shardwise.spec.job import Job
 
 BETWEEN = {"name": "between", "size": 2, "bandwidth": "1Gb/s", "latency": "1ms", "ports": 1}
@@ -118,3 +121,14 @@ def test_what_runs_is_what_is_priced(zero: int, collective: str) -> None:
         prices.append(traffic.cost)
     if collective == "auto":
         assert prices[0].algorithm in ("flat_ring", "direct") and prices[1].algorithm.startswith("hierarchical")
+
+
+def test_plan_says_it_too(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump_yaml(job(True, dp=4).cluster.to_dict()), encoding="utf-8")
+    asked = f"--model tiny --cluster {path} --global-batch 8 --seq 32 --precision fp32 --dp 4 --zero 0"
+    found = run("plan", *asked.split())
+    assert found.status == 0, found.err
+    assert "Gradients by hierarchical" in found.out and "instead of" in found.out
+    (sums,) = run_json("analyze", *asked.split(), "--json")["gradient_sums"]
+    assert sums["seconds"] < sums["backend_seconds"] and sums["algorithm"].startswith("hierarchical")

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.cost.analysis import DIMENSIONS, Analysis
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
+from shardwise.cost.own_schedules import gradient_times
 from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
 from shardwise.cost.scaling import scaling_table
@@ -46,6 +47,16 @@ def analysis_data(
         "storage": _storage(analysis),
         "bottleneck": bottleneck(analysis),
     }
+    if sums := gradient_times(analysis):
+        data["gradient_sums"] = [
+            {
+                "what": one.what,
+                "algorithm": one.choice.algorithm,
+                "seconds": one.seconds,
+                "backend_seconds": one.backend_seconds,
+            }
+            for one in sums
+        ]
     if analysis.exposed_share > EXPOSED_LIMIT:
         change = best_change(analysis)
         data["best_change"] = None if change is None else asdict(change)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from shardwise.cost.analysis import analyze
 from shardwise.cost.sending_less import sending_less
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.planner.candidate import PARTS, Candidate
@@ -16,6 +17,7 @@ from shardwise.planner.describe import recompute_words, sharding_words, strategy
 from shardwise.planner.plan import Plan
 from shardwise.planner.search import Search
 from shardwise.planner.why_not import largest_differences
+from shardwise.report.analysis_text import collective_lines
 from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, table
 from shardwise.spec.parameters import parameter_count
@@ -181,6 +183,7 @@ def _sentences(answer: Any) -> Iterator[str]:
         "simulated."
     )
     yield f"Error bars hold 80% of published runs. {error_bar(found.best.job).basis.capitalize()}."
+    yield from collective_lines(analyze(found.best.job))
 
 
 def _asked(answer: Any) -> Iterator[Any]:

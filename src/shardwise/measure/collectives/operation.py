@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,10 +104,10 @@ class Operation:
 
     def is_right(self) -> bool:
         result = self.input if self.output is None else self.output
-        expected = self._expected()
-        return expected is None or (result is not None and torch.equal(result, expected))
+        return self.expected is None or (result is not None and torch.equal(result, self.expected))
 
-    def _expected(self) -> Tensor | None:
+    @cached_property
+    def expected(self) -> Tensor | None:
         """Computed here from what every rank gave; None where a rank gets nothing."""
         own = slice(self.rank * self.block, (self.rank + 1) * self.block)
         everyone, whole = range(self.n), self.block * self.n
