@@ -25,18 +25,20 @@ def strategy_words(strategy: Strategy) -> str:
     words.append(recompute_words(strategy))
     if strategy.offload.any:
         words.append(f"offload {offload_name(strategy.offload)}")
-    if strategy.compression.is_used:
-        words.append(f"{strategy.compression.method} gradients")
-    if not strategy.synchronise.every_step:
-        words.append(meeting_words(strategy))
+    words += less_communication_words(strategy)
     if strategy.order[-1] != "pp" and strategy.pp > 1:
         words.append("-".join(strategy.order))
     return " · ".join(word for word in words if word)
 
 
-def meeting_words(strategy: Strategy) -> str:
-    meeting = strategy.synchronise
-    return f"async {meeting.staleness}" if meeting.is_async else f"{meeting.method} {meeting.inner_steps}"
+def less_communication_words(strategy: Strategy) -> list[str]:
+    """How gradients are compressed and how often workers meet, where that is not the plain way."""
+    meeting, words = strategy.synchronise, []
+    if strategy.compression.is_used:
+        words.append(f"{strategy.compression.method} gradients")
+    if not meeting.every_step:
+        words.append(f"async {meeting.staleness}" if meeting.is_async else f"{meeting.method} {meeting.inner_steps}")
+    return words
 
 
 def sharding_words(strategy: Strategy) -> str:

@@ -16,6 +16,7 @@ from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
+from shardwise.planner.describe import less_communication_words
 from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, spoken, table
 from shardwise.spec.job import Job
@@ -119,7 +120,7 @@ def _layout(job: Job) -> str:
     parts.append(f"zero {strategy.zero}" + (f" over {strategy.shard_group}" if strategy.shard_group else ""))
     if strategy.recompute != "none":
         parts.append(f"{strategy.recompute} recompute")
-    parts += [job.training.precision, job.training.optimizer]
+    parts += [*less_communication_words(strategy), job.training.precision, job.training.optimizer]
     return ", ".join(parts)
 
 
