@@ -56,7 +56,9 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
         residuals.append(Residual.of(f"products in {data_type}", found))
     device, forward, backward = _with_attention(device, one.attentions)
     residuals += [Residual.of("attention, forward", forward), Residual.of("attention, backward", backward)]
-    device, found = _with_steps(device, one.steps)
+    if one.launch_seconds is not None:
+        device = replace(device, efficiency=replace(device.efficiency, operator_seconds=one.launch_seconds))
+    device, found = _with_steps(device, one.steps, calls_known=one.launch_seconds is not None)
     residuals.append(Residual.of("passes of small models", found))
     return _with_updates(device, one.steps), residuals
 
@@ -139,8 +141,9 @@ def _with_attention(device: Device, attentions: Sequence[AttentionSample]) -> tu
     return replace(device, efficiency=efficiency), forward, backward
 
 
-def _with_steps(device: Device, steps: Sequence[StepSample]) -> tuple[Device, Fit]:
-    """What a kernel costs to call, and what elementwise kernels move of the bytes that they need at least."""
+def _with_steps(device: Device, steps: Sequence[StepSample], *, calls_known: bool) -> tuple[Device, Fit]:
+    """What elementwise kernels move of the bytes that they need at least; and what a kernel costs to call, unless that
+    was measured by itself: a GPU runs kernels while the next ones are called."""
 
     def priced(step: StepSample, **changes: float) -> float:
         efficiency = replace(device.efficiency, **changes)  # type: ignore[arg-type]
@@ -149,15 +152,11 @@ def _with_steps(device: Device, steps: Sequence[StepSample]) -> tuple[Device, Fi
         return seconds.forward + seconds.backward
 
     known = [priced(step) for step in steps]
-    features = [
-        (priced(step, operator_seconds=1.0) - base, priced(step, elementwise_traffic=1.0) - base)
-        for step, base in zip(steps, known)
-    ]
+    names = ("elementwise_traffic",) if calls_known else ("elementwise_traffic", "operator_seconds")
+    features = [[priced(step, **{name: 1.0}) - base for name in names] for step, base in zip(steps, known)]
     found = fit(features, [step.passes_seconds for step in steps], known)
-    call, traffic = found.values
-    return replace(
-        device, efficiency=replace(device.efficiency, operator_seconds=call, elementwise_traffic=traffic)
-    ), found
+    efficiency = replace(device.efficiency, **dict(zip(names, found.values)))  # type: ignore[arg-type]
+    return replace(device, efficiency=efficiency), found
 
 
 def _with_updates(device: Device, steps: Sequence[StepSample]) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from shardwise.measure.calibrate.step_job import step_job
 from shardwise.measure.calibrate.timing import Together, seconds_of
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 
+_LAUNCHES = 500  # fewer than a GPU lets wait
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,8 +58,9 @@ GPU = Sizes(
      (2048, 4096, 14336), (16384, 512, 2048)),
     ((4, 4096, 16, 128), (8, 2048, 16, 64), (1, 16384, 8, 128), (16, 1024, 16, 128)),
     (2**28, 2**30),
-    (Shape(4, 2048, 16, 8192, 32768, 4, 2048), Shape(4, 1024, 16, 4096, 16384, 8, 2048),
-     Shape(2, 4096, 32, 14336, 32768, 1, 4096), Shape(8, 512, 8, 2048, 8192, 4, 1024)),
+    # Large enough that the host launches kernels faster than they run.
+    (Shape(4, 2048, 16, 8192, 32768, 8, 4096), Shape(2, 4096, 32, 14336, 16384, 4, 4096),
+     Shape(6, 1536, 12, 6144, 49152, 16, 2048), Shape(2, 5120, 40, 13824, 32768, 2, 4096)),
 )  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def measure_device(place: Place, device_type: str, threads: int) -> DeviceSample
     steps = tuple(_steps(place, sizes, device, together))
     return DeviceSamples(
         _name(device), threads, _memory(device, place.world), products, attentions, copies, steps,
-        tuple(_host_copies(device, together)),
+        tuple(_host_copies(device, together)), _launch(device),
     )  # fmt: skip
 
 
@@ -114,6 +117,20 @@ def _host_copies(device: torch.device, together: Together) -> Iterator[CopySampl
         source = torch.ones(size, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(size, dtype=torch.uint8, device=device)
         yield CopySample(size, seconds_of(partial(target.copy_, source, non_blocking=True), device, together))
+
+
+def _launch(device: torch.device) -> float | None:
+    """What the host takes for a kernel that it does not wait for."""
+    if device.type != "cuda":
+        return None
+    number = torch.zeros(1, device=device)
+    for _ in range(_LAUNCHES):
+        number.add_(1)
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(_LAUNCHES):
+        number.add_(1)
+    return (time.perf_counter() - began) / _LAUNCHES
 
 
 def _steps(place: Place, sizes: Sizes, device: torch.device, together: Together) -> Iterator[StepSample]:

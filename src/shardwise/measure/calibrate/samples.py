@@ -72,3 +72,4 @@ class DeviceSamples:
     copies: tuple[CopySample, ...]
     steps: tuple[StepSample, ...]
     host_copies: tuple[CopySample, ...] = ()  # between a GPU and its host
+    launch_seconds: float | None = None  # of a kernel on a GPU, which runs while the next ones are launched
