@@ -116,13 +116,13 @@ def timed(place: PoolPlace, job: Job, folder: str, slow_rank: int, steps: int) -
 
 
 def slow_down() -> None:
-    """Every pass of a layer keeps this process busy for as long again."""
+    """Every pass of a layer takes as much of the processor once more."""
     quick: Callable[..., Any] = Layer.forward
 
     def slow(self: Layer, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
-        start, backward = time.perf_counter(), list[float]()
+        start, backward = time.thread_time(), list[float]()
         output = quick(self, _Mark.apply(hidden, backward, True), *others)  # type: ignore[no-untyped-call]
-        _burn((TIMES - 1) * (time.perf_counter() - start))
+        _burn((TIMES - 1) * (time.thread_time() - start))
         marked: torch.Tensor = _Mark.apply(output, backward, False)  # type: ignore[no-untyped-call]
         return marked
 
@@ -141,15 +141,15 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.after:
-            _burn((TIMES - 1) * (time.perf_counter() - ctx.started.pop()))
+            _burn((TIMES - 1) * (time.thread_time() - ctx.started.pop()))
         else:
-            ctx.started.append(time.perf_counter())
+            ctx.started.append(time.thread_time())
         return gradient, None, None
 
 
 def _burn(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
         pass
 
 

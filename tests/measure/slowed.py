@@ -91,7 +91,7 @@ def _one_rank(
 
 @contextmanager
 def slow_layers(times: float) -> Iterator[None]:
-    """Every pass of every layer takes this many times as long: the processor is kept busy for the rest of it."""
+    """Every pass of every layer takes this many times as much of the processor, whoever else wants it."""
     import torch
 
     from shardwise.models.layer import Layer
@@ -109,15 +109,15 @@ def slow_layers(times: float) -> Iterator[None]:
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
             if ctx.after:
-                burn((times - 1) * (time.perf_counter() - ctx.began.pop()))
+                burn((times - 1) * (time.thread_time() - ctx.began.pop()))
             else:
-                ctx.began.append(time.perf_counter())
+                ctx.began.append(time.thread_time())
             return gradient, None, None
 
     def slow(self: Any, hidden: Any, *arguments: Any) -> Any:
-        began, passes = time.perf_counter(), []
+        began, passes = time.thread_time(), []
         output = forward(self, Mark.apply(hidden, passes, True), *arguments)
-        burn((times - 1) * (time.perf_counter() - began))
+        burn((times - 1) * (time.thread_time() - began))
         return Mark.apply(output, passes, False)
 
     with mock.patch.object(Layer, "forward", slow):
@@ -125,8 +125,9 @@ def slow_layers(times: float) -> Iterator[None]:
 
 
 def burn(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    """Of this thread's time on a processor: a loaded machine slows it as it slows the layer."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
         pass
 
 

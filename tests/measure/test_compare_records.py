@@ -195,7 +195,7 @@ def test_a_slow_stage_gets_fewer_layers() -> None:
     again = recut(job, found)
     assert again.layers == ((4, 4), (3, 5))
     assert again.gain > 1.02  # of a step that is mostly not the pipeline
-    assert again.slowness == pytest.approx((2.0, 2.0, 1.0, 1.0))
+    assert again.slowness == pytest.approx((2.0, 2.0, 1.0, 1.0), rel=0.05)
 
 
 def test_slow_ranks_of_different_stages_are_brought_together() -> None:

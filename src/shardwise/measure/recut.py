@@ -117,7 +117,7 @@ def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
             )
             seconds[int(stage)][kind].append(one.seconds - sent)
     return {
-        stage: (statistics.median(passes["forward"]), sum(statistics.median(some) for some in passes.values()))
+        stage: (statistics.fmean(passes["forward"]), sum(statistics.fmean(some) for some in passes.values()))
         for stage, passes in seconds.items()
     }
 

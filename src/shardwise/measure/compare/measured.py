@@ -23,7 +23,7 @@ class RankTimes:
     """Seconds of a step, as means over those that were profiled; ``parts`` add up to ``step_seconds``.
 
     ``hidden``: what a dimension's communication took beside the computation. ``layers``: the forward pass of every
-    layer, without what it sends; the median of all.
+    layer, without what it sends.
     """
 
     rank: int
@@ -40,8 +40,8 @@ class RankTimes:
 
     @property
     def layer_seconds(self) -> float | None:
-        """A layer of this rank, in the middle."""
-        return statistics.median(self.layers.values()) if self.layers else None
+        """A layer of this rank, on the mean."""
+        return statistics.fmean(self.layers.values()) if self.layers else None
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _standing(step: Step, work: Range, part: str) -> float:
 
 
 def _layers(steps: Sequence[Step]) -> dict[int, float]:
-    """The median forward pass of each layer: others of it may have been interrupted."""
+    """The mean forward pass of each layer: who shares its processor is slow in some passes and not in others."""
     each: dict[int, list[float]] = defaultdict(list)
     for step in steps:
         passes: dict[Range, float] = defaultdict(float)
@@ -132,4 +132,4 @@ def _layers(steps: Sequence[Step]) -> dict[int, float]:
                 passes[segment.layer] += segment.seconds
         for layer, seconds in passes.items():
             each[label_of(layer.name).number].append(seconds)
-    return {layer: statistics.median(seconds) for layer, seconds in sorted(each.items())}
+    return {layer: statistics.fmean(seconds) for layer, seconds in sorted(each.items())}

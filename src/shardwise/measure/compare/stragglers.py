@@ -21,7 +21,7 @@ def rank_slowness(model: Model, found: Measured) -> tuple[float, ...] | None:
         each: dict[bool, list[float]] = defaultdict(list)
         for layer, seconds in rank.layers.items():
             each[model.is_moe_layer(layer)].append(seconds)
-        kinds.append({kind: statistics.median(seconds) for kind, seconds in each.items()})
+        kinds.append({kind: statistics.fmean(seconds) for kind, seconds in each.items()})
     held = [kinds_of_rank for kinds_of_rank in kinds if kinds_of_rank]
     if not held:
         return None
