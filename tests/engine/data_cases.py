@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.build_optimizer import build_optimizer
 from shardwise.engine.data import apply_data
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.optimizer import build_optimizer, local
+from shardwise.engine.optimizer import local
 from shardwise.engine.parts import parts_of
 from shardwise.engine.precision import FP32, Precision
 from shardwise.models import Decoder, initialise, moe

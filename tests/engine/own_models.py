@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.optimizer import decays
+from shardwise.engine.build_optimizer import decays
 from shardwise.engine.parallelize import Parallel, gather_state_dict, parallelize
 from shardwise.engine.patterns import Patterns
 from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative

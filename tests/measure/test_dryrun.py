@@ -51,6 +51,11 @@ QUICK = {
     "cp-ring": job(SMALL, {"cp": 4, "dp": 2}, 4),
     "latent-tp": job(LATENT, {"tp": 2, "dp": 4}, 8),
     "window": job({**SMALL, "sliding_window": 64}, {"dp": 8}, 8),
+    "offload": job(
+        {**SMALL, "layers": 2},
+        {"dp": 8, "zero": 3, "offload": {"optimizer": 1.0, "weights": 1.0, "gradients": 1.0, "activations": 1.0}},
+        8,
+    ),
 }
 SLOW = {
     "zero-1": job(SMALL, {"dp": 8, "zero": 1}, 16),
@@ -132,6 +137,14 @@ LLAMA = {
     "gpipe": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "gpipe"}, 16, seq=4096),
     "zb-h1-recomputed": job(
         "llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "zb-h1", "recompute": "full"}, 32, seq=8192
+    ),
+    "offload-optimizer": job("llama3-8b", {"dp": 8, "zero": 1, "offload": {"optimizer": 0.5}}, 16, seq=8192),
+    "offload-activations": job("llama3-8b", {"dp": 8, "zero": 1, "offload": {"activations": 1.0}}, 16, seq=8192),
+    "offload-all": job(
+        "llama3-8b",
+        {"dp": 8, "zero": 3, "offload": {"optimizer": 1.0, "weights": 1.0, "gradients": 1.0}},
+        16,
+        seq=8192,
     ),
     "zb-2p": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "zb-2p"}, 16, seq=4096),
     "dualpipev": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "dualpipev"}, 32, seq=4096),

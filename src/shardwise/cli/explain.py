@@ -8,16 +8,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import bare
-from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.arguments import add_job_arguments
+from shardwise.cli.explain_network import collective, one_message, topic_parser
 from shardwise.cli.inputs import job_from, model_from, whole
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Device
-from shardwise.spec.network import Link
 from shardwise.spec.units import parse
 
 if TYPE_CHECKING:
-    from shardwise.collectives import CollectiveKind, Topology
     from shardwise.report.explain.explanation import Explanation
 
 _EXAMPLES = """
@@ -64,96 +63,7 @@ def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, bool]]:
         raise SpecError(
             "", f"nothing is explained as {shown(name)}", nearest_name(name, known) or "see `shardwise explain --help`"
         ) from None
-    return _collective
-
-
-def _parser(topic: str, description: str, example: str) -> Parser:
-    parser = Parser(f"explain {topic}", description, example)
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
-    return parser
-
-
-def _collective(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
-    from shardwise.collectives import CollectiveKind
-    from shardwise.report.explain.collective import explain_collective
-
-    parser = _parser(topic, "A collective on a topology, or on a cluster of the catalogue.", _EXAMPLES.splitlines()[1])
-    parser.add_argument("--topology", help=", ".join(bare.TOPOLOGIES))
-    parser.add_argument("--n", "--gpus", dest="gpus", help="ranks")
-    parser.add_argument("--shape", help="axes of a mesh or torus, widths of a hierarchy: 8x8")
-    parser.add_argument("--gpus-per-node", help="width of the inner level of a hierarchy")
-    parser.add_argument("--size", default="1GiB", help="bytes of the whole buffer")
-    parser.add_argument("--bandwidth", help="one direction, per level: 50GB/s or 450GB/s,50GB/s")
-    parser.add_argument("--latency", help="per message, per level: 2us or 2us,5us")
-    parser.add_argument("--cluster", help="a cluster in place of a topology: dgx-h100:4")
-    parser.add_argument("--algorithm", help="one algorithm, textbook or auto")
-    parsed = parser.parse(arguments)
-    kind = CollectiveKind.parse(topic)
-    topology, usual = _topology(parsed, kind)
-    size = float(parse(parsed.size, "bytes", "--size"))
-    if size < 0:
-        raise SpecError("--size", f"{shown(parsed.size)} is negative", "use 0 or more")
-    return explain_collective(kind, size, topology, parsed.algorithm or usual), parsed.json
-
-
-def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
-    """The network asked for, and the algorithm people expect on it: the textbook's, or the cluster's cheapest."""
-    from shardwise.cost.network import network
-    from shardwise.spec.clusters import cluster_from
-
-    if parsed.cluster:
-        if parsed.topology:
-            raise SpecError(
-                "--cluster", f"{shown(parsed.cluster)} and --topology exclude each other", "give one of them"
-            )
-        cluster = cluster_from(parsed.cluster)
-        if parsed.gpus:
-            cluster = cluster.with_devices(whole(parsed.gpus, "--n"))
-        return network(cluster), "auto"
-    parsed.topology = parsed.topology or "ring"
-    if parsed.gpus is None and parsed.shape is None:
-        parsed.gpus = "2" if kind.value == "send_recv" else "8"
-    parsed.bandwidth = parsed.bandwidth or ("450GB/s,50GB/s" if parsed.topology == "hierarchical" else "50GB/s")
-    parsed.device = None
-    return network(bare.cluster(parsed)), "textbook"
-
-
-def _p2p(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
-    """One message over one link."""
-    from shardwise.collectives import p2p_latency
-    from shardwise.report.explain.explanation import Explanation
-    from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
-
-    parser = _parser(topic, "One message over one link.", "shardwise explain p2p --size 64MiB --link infiniband-ndr")
-    parser.add_argument("--size", default="64MiB")
-    parser.add_argument("--link", help="link preset or file")
-    parser.add_argument("--bandwidth", help="in place of a link")
-    parser.add_argument("--latency", help="in place of a link")
-    parsed = parser.parse(arguments)
-    if parsed.bandwidth or parsed.latency:
-        given = {"bandwidth": parsed.bandwidth or "50GB/s", "latency": parsed.latency or bare.DEFAULT_LATENCY}
-        link = Link.from_dict({"name": "given", **given})
-    else:
-        link = presets.resolve("link", Link, parsed.link or "infiniband-ndr")
-    cost = p2p_latency(parsed.size, link)
-    size = float(cost.volume.sent_bytes)
-    explanation = Explanation(
-        title=f"One message of {readable_bytes(size)} over {link.name}",
-        formula=("seconds = a + m·b",),
-        numbers=(
-            ("m", "bytes of the message", f"{size:,.0f}"),
-            ("a", "latency, end to end in software", readable_seconds(link.latency)),
-            ("1/b", "bandwidth, one direction, after line coding", readable_rate(link.bandwidth)),
-        ),
-        result=(
-            ("latency part", readable_seconds(link.latency)),
-            ("bandwidth part", readable_seconds(size / link.bandwidth)),
-            ("total", readable_seconds(float(cost.latency))),
-            ("half of the bandwidth is reached at", readable_bytes(link.latency * link.bandwidth)),
-        ),
-        source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
-    )
-    return explanation, parsed.json
+    return collective
 
 
 def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
@@ -161,7 +71,7 @@ def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.spec.parameters import parameter_count
     from shardwise.spec.training import Training
 
-    parser = _parser(topic, "Model states of one device under ZeRO.", _EXAMPLES.splitlines()[2])
+    parser = topic_parser(topic, "Model states of one device under ZeRO.", _EXAMPLES.splitlines()[2])
     parser.add_argument("--params", help="parameters (default 7.5e9, as in the paper)")
     parser.add_argument("--model", help="take the parameters of a model")
     parser.add_argument("--dp", default="64", help="devices that share the states")
@@ -181,7 +91,7 @@ def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
 def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.report.explain.compute import explain_flops
 
-    parser = _parser(
+    parser = topic_parser(
         topic,
         "Training FLOPs by every published convention.",
         "shardwise explain flops --model gpt3-175b --tokens 300B",
@@ -201,7 +111,7 @@ def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
 def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.report.explain.compute import explain_bubble
 
-    parser = _parser(
+    parser = topic_parser(
         topic, "Pipeline bubble of every schedule.", "shardwise explain bubble --pp 8 --microbatches 32 --interleave 2"
     )
     parser.add_argument("--pp", default="8", help="stages")
@@ -217,7 +127,7 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.cost.flops import recomputed_flops_per_token
     from shardwise.report.explain.compute import explain_mfu
 
-    parser = _parser(
+    parser = topic_parser(
         topic,
         "Utilisation from a measured step time.",
         "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --batch 1024 --seq 8192",
@@ -242,7 +152,7 @@ def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.report.explain.compute import explain_scaling
 
     example = "shardwise explain scaling --n 8 --t1 10s --strong 1.5s --weak 11s"
-    parser = _parser(topic, "Scaling efficiency from measured step times.", example)
+    parser = topic_parser(topic, "Scaling efficiency from measured step times.", example)
     parser.add_argument("--n", default="8", help="how many times as many devices")
     parser.add_argument("--t1", default="10s", help="step on the smaller machine")
     parser.add_argument("--strong", default="1.5s", help="step on the larger machine with the same batch")
@@ -281,7 +191,7 @@ def _with_job_defaults(parsed: argparse.Namespace, defaults: dict[str, str]) -> 
 def _activations(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.report.explain.memory import explain_activations
 
-    parser = _parser(topic, "What a layer keeps for its backward pass.", _EXAMPLES.splitlines()[3])
+    parser = topic_parser(topic, "What a layer keeps for its backward pass.", _EXAMPLES.splitlines()[3])
     add_job_arguments(parser)
     parsed = _with_job_defaults(parser.parse(arguments), _DEFAULTS[topic])
     return explain_activations(job_from(parsed)), parsed.json
@@ -291,7 +201,7 @@ def _dimension(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     from shardwise.cost.analysis import analyze
     from shardwise.report.explain.dimension import explain_dimension
 
-    parser = _parser(
+    parser = topic_parser(
         topic,
         f"What {topic} sends in one step of a job.",
         f"shardwise explain {topic} --model llama3-70b --cluster dgx-h100:8",
@@ -302,7 +212,7 @@ def _dimension(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
 
 
 TOPICS: dict[str, tuple[Callable[[str, list[str]], tuple[Explanation, bool]], str]] = {
-    "p2p": (_p2p, "one message over one link"),
+    "p2p": (one_message, "one message over one link"),
     "zero": (_zero, "model states under ZeRO 0 to 3"),
     "activations": (_activations, "what a layer keeps for its backward pass, tensor by tensor"),
     "flops": (_flops, "training FLOPs by every published convention"),

@@ -81,8 +81,10 @@ def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMe
 def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory:
     sharding = sharding_of(job.strategy)
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
-    kept, share = activation_bytes(job, contents), job.strategy.offload.activations
-    activations = kept - (head_activation_bytes(job) if moment == "layer" and contents.has_head else 0.0)
+    share = job.strategy.offload.activations
+    activations = activation_bytes(job, contents)
+    if moment == "layer" and contents.has_head:
+        activations -= head_activation_bytes(job)
     if share:
         activations = _left_by_offload(job, contents, activations, moment)
     communication, temporary = passing_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
@@ -104,7 +106,7 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
         communication=communication,
         temporary=temporary,
         allowance=job.cluster.device.framework_memory,
-        host=states.offloaded + kept * share,
+        host=states.offloaded + share * travel_of(job, contents, moment).away,
     )
 
 
@@ -113,6 +115,7 @@ def _left_by_offload(job: Job, contents: RankContents, activations: float, momen
 
 
 def travel_of(job: Job, contents: RankContents, moment: Moment) -> Travel:
+    """Of all that layers keep; and, where no moments are told apart, the head."""
     in_flight = _microbatches_in_flight(job, contents)
     head = head_activation_bytes(job) if moment != "together" and contents.has_head else 0.0
     return Travel((activation_bytes(job, contents) - head) / in_flight, in_flight, contents.layers)

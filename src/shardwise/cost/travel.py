@@ -23,11 +23,16 @@ class Travel:
     in_flight: Any
     layers: Any
 
+    @property
+    def away(self) -> Any:
+        """Bytes of all microbatches, if everything leaves and nothing is on its way."""
+        return self.saved * self.in_flight
+
     def on_device(self, activations: Any, share: float, moment: Moment) -> Any:
         """What is left of all ``activations`` at a moment; where no moments are told apart, nothing travels."""
         if moment == "together":
             return activations * (1 - share)
-        return activations - share * (self.saved * self.in_flight - self.here(moment))
+        return activations - share * (self.away - self.here(moment))
 
     def here(self, moment: Moment) -> Any:
         """Bytes of the layers that leave or are back."""

@@ -6,7 +6,7 @@ PyTorch's optimizers take the divided parameters of FSDP as DTensors, at a price
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,56 +22,10 @@ from shardwise.engine.offload.store import Store
 from shardwise.spec.errors import SpecError
 from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Offload
-from shardwise.spec.training import Training
 
 NOWHERE = Offload()
 STATES = {**_ELEMENTWISE, "muon": ("momentum_buffer",)}
 CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
-
-
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    training: Training,
-    *,
-    masters: Mapping[nn.Parameter, Tensor] | None = None,
-    store: Store | None = None,
-    offload: Offload = NOWHERE,
-) -> LocalOptimizer:
-    """The optimizer of a job for the parameters of this rank, by their names in the whole model.
-
-    ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`). What
-    ``offload`` says of all states, weights and gradients is kept in the ``store``.
-    """
-    settings = training.optimization
-    if training.optimizer == "adam8bit":
-        raise SpecError("training.optimizer", "adam8bit has no 8-bit kernels in this engine", "optimizer: adamw")
-    groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            kind = training.optimizer
-            if kind == "muon" and not is_hidden_matrix(name, parameter):
-                kind = "adamw"
-            groups.setdefault((kind, decays(name, parameter)), []).append((name, parameter))
-    return LocalOptimizer(
-        [
-            {"params": members, "kind": kind, "weight_decay": settings.decay if decayed else 0.0}
-            for (kind, decayed), members in groups.items()
-        ],
-        settings,
-        dict(masters or {}),
-        store,
-        offload,
-    )
-
-
-def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: not to norms, biases and other vectors."""
-    return parameter.dim() > 1 and not name.endswith((".bias", "_bias", "norm.weight"))
-
-
-def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Muon is for the matrices inside the layers; embedding, head and vectors take AdamW."""
-    return parameter.dim() > 1 and "layers." in name and not name.endswith((".bias", "_bias"))
 
 
 class LocalOptimizer(torch.optim.Optimizer):
@@ -169,7 +123,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         assert closure is None, "gradients are there already: nothing is evaluated again"
         stored = self.stored is not None and self.stored.elements > 0
         if stored and bad is not None:
-            if bad.item():  # the host updates, so it has to know
+            if known_to_host(bad):
                 return
             bad = None
         with named("optimizer"):
@@ -296,6 +250,11 @@ class LocalOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_(list(self.masters), list(self.masters.values()))
         for parameter, tail in self._tails.items():
             self._rest(parameter, parameter.detach()).copy_(tail)
+
+
+def known_to_host(flag: Tensor) -> bool:
+    """Waits for the device: where the host updates, it has to know whether to."""
+    return bool(flag.item())
 
 
 def _step_counter(parameters: list[nn.Parameter]) -> Tensor:

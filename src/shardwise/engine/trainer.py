@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
+from shardwise.engine.build_optimizer import build_optimizer
 from shardwise.engine.context import cut_sequence
 from shardwise.engine.data import DataParallel
 from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
@@ -20,7 +21,6 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named, sent
 from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.store import Store
-from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.patterns import Patterns
 from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
 from shardwise.engine.pipeline.stage import Call

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
-from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import activation_bytes
+from shardwise.cost.memory import travel_of
 from shardwise.cost.overlap import Pass, Window
+from shardwise.cost.passing import moments_of
 from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic import Traffic, priced
@@ -126,8 +126,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         return []
     target, sharding = strategy.offload.target, sharding_of(strategy)
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
-    in_flight = chunks_in_flight(job, contents.rank) / strategy.chunks_per_rank
-    moved = activation_bytes(job, contents) / in_flight * strategy.offload.activations
+    moved = travel_of(job, contents, moments_of(job.stack)[-1]).saved * strategy.offload.activations
     lines = state_lines(contents, sharding, job.recipe, states, m) + activation_lines(moved, m)
     return [
         priced(

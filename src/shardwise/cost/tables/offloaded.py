@@ -69,7 +69,7 @@ class Offloaded:
             memory = there if memory is None else maximum(memory, there)
         if not self.offload.any:
             return memory, 0.0
-        activations = ranks.activation_bytes[0][:, None, part]
+        activations = ranks.activation_bytes[-1][:, None, part]
         return memory, (by_row(self.states.offloaded, lengths) + activations * share).max(axis=0)
 
     def _memory_at(self, number: int, kinds: Any, ranks: RankRows, part: slice, lengths: Array) -> Array:

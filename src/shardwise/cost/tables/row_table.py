@@ -21,7 +21,7 @@ class RankRows:
     lasting: dict[Pass, Array]  # seconds of a step's pass, exposed communication of its layers included
     busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
     once_seconds: Array  # sent after the last microbatch
-    saved_bytes: Array  # activations of one microbatch
+    saved_bytes: Array  # activations of one microbatch, those that offload may send away
     activation_bytes: Array  # of all in flight; these two have an axis of moments (`cost.passing`) before
     other_bytes: Array  # recomputed layer, buffers, temporaries
     in_flight: Array  # microbatches

@@ -213,7 +213,7 @@ class _RowBuilder:
         before = ((self.m > 1) & ~all_heads).astype(float)[None]
         once_seconds = np.array(once)[:, :, None, None]
         return RankRows(
-            lasting, busy, once_seconds, saved / in_flight, kept, other, in_flight, alone, before + 0 * alone, late
+            lasting, busy, once_seconds, kept[-1] / in_flight, kept, other, in_flight, alone, before + 0 * alone, late
         )
 
     def _once_seconds(self, contents: RankContents) -> list[float]:

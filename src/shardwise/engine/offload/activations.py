@@ -94,7 +94,7 @@ class _LayerPass:
         if key not in self._known:
             goes = size >= SMALLEST_BYTES and not self._is_parameter(key[0]) and self.travel.goes(size)
             # The weak reference keeps the address from being used again, though not the memory.
-            self._known[key] = StorageWeakRef(storage), self._send(storage) if goes else None  # type: ignore[no-untyped-call]
+            self._known[key] = StorageWeakRef(storage), self._send(tensor) if goes else None  # type: ignore[no-untyped-call]
         sent = self._known[key][1]
         if sent is None:
             return tensor.detach()  # the tensor itself could be an output of the very node that saves it: a cycle
@@ -133,9 +133,12 @@ class _LayerPass:
         if before is not None:
             before.fetch()
 
-    def _send(self, storage: torch.UntypedStorage) -> _Sent:
+    def _send(self, tensor: Tensor) -> _Sent:
+        """All of a tensor's storage."""
         store = self.travel.store
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        # Not by `set_`, which keeps the storage of a fake tensor for ever.
+        first_bytes = tensor.detach().as_strided((1,), (1,), 0).view(torch.uint8)
+        content = first_bytes.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0)
         sent = _Sent(self, content.numel(), content.device)
         self._leaving.append(sent.region.write(0, content))
         store.lanes.moved["activations to host"] += content.numel()

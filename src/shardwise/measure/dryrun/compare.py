@@ -37,6 +37,17 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[Line, float]) -
     return lines
 
 
+def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[str, float]) -> list[Compared]:
+    """One line for every kind of transfer between the device and its host that either knows of."""
+    planned: dict[str, float] = {}
+    for one in step_traffic(job, rank_contents(job, pipeline_rank)):
+        if one.dimension == "offload":
+            planned[one.what] = planned.get(one.what, 0.0) + one.count * one.size_bytes
+    enough = NEGLIGIBLE * max(sum(planned.values()), sum(traced.values()))
+    pairs = {what: (planned.get(what, 0.0), traced.get(what, 0.0)) for what in {**planned, **traced}}
+    return [Compared(f"offload {what}", *pair, max(pair) < enough) for what, pair in pairs.items() if max(pair) > 0]
+
+
 def traced_bytes(job: Job, traced: Mapping[Line, float]) -> dict[tuple[str, str], float]:
     """By dimension and kind. Of a pipeline, what crosses the busier of a rank's two boundaries, both ways."""
     found: dict[tuple[str, str], float] = {}

@@ -9,7 +9,13 @@ from typing import Any
 
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.refuse import require_runs
-from shardwise.measure.dryrun.compare import compared_bytes, compared_flops, planned_flops, planned_memory
+from shardwise.measure.dryrun.compare import (
+    compared_bytes,
+    compared_flops,
+    compared_moves,
+    planned_flops,
+    planned_memory,
+)
 from shardwise.measure.dryrun.extend import Extension, Shape, alike, at_one_moment, extension, most
 from shardwise.measure.dryrun.places import Place
 from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank
@@ -31,15 +37,13 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     """
     started = time.perf_counter()
     require_runs(job)
-    if job.strategy.offload.any:
-        problem = "a trace has tensors without values, which no other memory can hold"
-        raise SpecError("strategy.offload", problem, "leave it out")
     if not job.strategy.synchronise.every_step:
         problem = "a trace is of one step, and workers do not meet in every step"
         raise SpecError("strategy.synchronise", problem, "leave it out")
     rank = fullest_rank(job) if rank is None else check_rank(job, rank)
     pipeline_rank = coordinates_of(job, rank)["pp"]
     whole = whole_shape(job, pipeline_rank)
+    full = full or _first_layers_differ(job)
     plan = Extension(whole, whole, whole.microbatches, ()) if full else _to_trace(job, pipeline_rank, whole)
     assumed = Assumed(skew, _most_nodes(job))
     with warnings.catch_warnings():
@@ -66,6 +70,7 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         planned_flops=as_planned,
         compared=(
             *compared,
+            *compared_moves(job, pipeline_rank, {key[1]: size for key, size in _of("moved", numbers)}),
             Compared("peak memory", sum(planned.values()), sum(peak.values())),
             *compared_flops(as_planned, flops),
         ),
@@ -73,6 +78,12 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         traced=_described(plan),
         seconds=time.perf_counter() - started,
     )
+
+
+def _first_layers_differ(job: Job) -> bool:
+    """A share of weights or gradients that are offloaded is whole parameters, the first ones."""
+    offload = job.strategy.offload
+    return any(0 < share < 1 for share in (offload.weights, offload.gradients))
 
 
 def _to_trace(job: Job, pipeline_rank: int, whole: Shape) -> Extension:
@@ -121,6 +132,8 @@ def _numbers(traced: Trace, peaks: Mapping[Place, Bytes]) -> dict[object, float]
     for line, count in traced.calls.items():
         numbers["calls", line] = count
         numbers["bytes", line] = traced.sent_bytes[line]
+    for what, size in traced.moved.items():
+        numbers["moved", what] = size
     for kind, flops in traced.flops.items():
         numbers["flops", kind] = flops
     for place, parts in peaks.items():

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.engine import engine as engine_module
+from shardwise.engine import optimizer
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.across import AcrossRanks
 from shardwise.engine.engine import Engine
@@ -20,6 +21,7 @@ from shardwise.engine.pipeline import stage_layers, stages_of_rank
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.measure.dryrun.collectives import CollectiveLog
+from shardwise.measure.dryrun.elsewhere import nothing_moves
 from shardwise.measure.dryrun.extend import Kind, Moments, Shape
 from shardwise.measure.dryrun.flops import FlopLog
 from shardwise.measure.dryrun.kernels import block_kernel
@@ -38,13 +40,17 @@ RECOMPUTED = "recomputed"
 
 @dataclass(frozen=True)
 class Trace:
-    """Calls and bytes of every line, floating-point operations, and memory by part at every moment of each place."""
+    """Calls and bytes of every line, floating-point operations, and memory by part at every moment of each place.
+
+    ``moved``: bytes between the device and its host, by kind of transfer.
+    """
 
     calls: Mapping[Line, int]
     sent_bytes: Mapping[Line, int]
     flops: Mapping[str, float]
     moments: Moments
     holders: tuple[Holder, ...]
+    moved: Mapping[str, int]
 
 
 def whole_shape(job: Job, pipeline_rank: int) -> Shape:
@@ -86,6 +92,7 @@ def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
         if job.strategy.recompute_layers is not None:
             entered.enter_context(_as_many_recomputed(shape))
         entered.enter_context(_structure_is_real())
+        entered.enter_context(nothing_moves())
         entered.enter_context(fake_tensors())
         memory = MemoryLog(places)
         entered.enter_context(memory)
@@ -96,6 +103,8 @@ def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
         batch = _batch(job)
         _step(engine, batch, places, memory)
         memory.forget()
+        if engine.store is not None:
+            engine.store.lanes.moved.clear()
         collectives, flops = CollectiveLog(), FlopLog()
         memory.witnesses += [collectives, flops]
         with collectives.naming():
@@ -188,7 +197,10 @@ def _structure_is_real() -> AbstractContextManager[None]:
         return engine_module, name, call
 
     no_values = (engine_module, "initialise_parts", lambda *arguments: None)
-    return replaced(*(real(name) for name in ("build_mesh", "_cut_stages", "_tied", "apply_data")), no_values)
+    no_failure = (optimizer, "known_to_host", lambda flag: False)
+    return replaced(
+        *(real(name) for name in ("build_mesh", "_cut_stages", "_tied", "apply_data")), no_values, no_failure
+    )
 
 
 def _first(stage: int, layers: Sequence[int], shape: Shape, kinds: Mapping[int, str]) -> list[int]:
@@ -210,7 +222,8 @@ def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: 
             line = Line(dimension_of(one.name, one.ranks), one.kind, one.name, len(one.ranks), one.peer)
             calls[line] = calls.get(line, 0) + 1
             sent_bytes[line] = sent_bytes.get(line, 0) + one.size_bytes
-    return Trace(calls, sent_bytes, dict(flops.flops), memory.moments(), tuple(memory.holders()))
+    moved = {} if engine.store is None else dict(engine.store.lanes.moved)
+    return Trace(calls, sent_bytes, dict(flops.flops), memory.moments(), tuple(memory.holders()), moved)
 
 
 NAMES = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp", "pp": "pp", "expert_tp": "tp"}

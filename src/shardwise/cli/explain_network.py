@@ -1,0 +1,112 @@
+"""`shardwise explain`, what is sent: a collective on a network, one message over a link."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from shardwise.cli import bare
+from shardwise.cli.arguments import Parser
+from shardwise.cli.inputs import whole
+from shardwise.spec import presets
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.network import Link
+from shardwise.spec.units import parse
+
+if TYPE_CHECKING:
+    from shardwise.collectives import CollectiveKind, Topology
+    from shardwise.report.explain.explanation import Explanation
+
+_EXAMPLE = "shardwise explain allreduce --topology torus --n 64 --size 1GiB --bandwidth 50GB/s --latency 2us"
+
+
+def topic_parser(topic: str, description: str, example: str) -> Parser:
+    """Of every topic."""
+    parser = Parser(f"explain {topic}", description, example)
+    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    return parser
+
+
+def collective(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    from shardwise.collectives import CollectiveKind
+    from shardwise.report.explain.collective import explain_collective
+
+    parser = topic_parser(topic, "A collective on a topology, or on a cluster of the catalogue.", _EXAMPLE)
+    parser.add_argument("--topology", help=", ".join(bare.TOPOLOGIES))
+    parser.add_argument("--n", "--gpus", dest="gpus", help="ranks")
+    parser.add_argument("--shape", help="axes of a mesh or torus, widths of a hierarchy: 8x8")
+    parser.add_argument("--gpus-per-node", help="width of the inner level of a hierarchy")
+    parser.add_argument("--size", default="1GiB", help="bytes of the whole buffer")
+    parser.add_argument("--bandwidth", help="one direction, per level: 50GB/s or 450GB/s,50GB/s")
+    parser.add_argument("--latency", help="per message, per level: 2us or 2us,5us")
+    parser.add_argument("--cluster", help="a cluster in place of a topology: dgx-h100:4")
+    parser.add_argument("--algorithm", help="one algorithm, textbook or auto")
+    parsed = parser.parse(arguments)
+    kind = CollectiveKind.parse(topic)
+    topology, usual = _topology(parsed, kind)
+    size = float(parse(parsed.size, "bytes", "--size"))
+    if size < 0:
+        raise SpecError("--size", f"{shown(parsed.size)} is negative", "use 0 or more")
+    return explain_collective(kind, size, topology, parsed.algorithm or usual), parsed.json
+
+
+def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
+    """The network asked for, and the algorithm people expect on it: the textbook's, or the cluster's cheapest."""
+    from shardwise.cost.network import network
+    from shardwise.spec.clusters import cluster_from
+
+    if parsed.cluster:
+        if parsed.topology:
+            raise SpecError(
+                "--cluster", f"{shown(parsed.cluster)} and --topology exclude each other", "give one of them"
+            )
+        cluster = cluster_from(parsed.cluster)
+        if parsed.gpus:
+            cluster = cluster.with_devices(whole(parsed.gpus, "--n"))
+        return network(cluster), "auto"
+    parsed.topology = parsed.topology or "ring"
+    if parsed.gpus is None and parsed.shape is None:
+        parsed.gpus = "2" if kind.value == "send_recv" else "8"
+    parsed.bandwidth = parsed.bandwidth or ("450GB/s,50GB/s" if parsed.topology == "hierarchical" else "50GB/s")
+    parsed.device = None
+    return network(bare.cluster(parsed)), "textbook"
+
+
+def one_message(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+    """One message over one link."""
+    from shardwise.collectives import p2p_latency
+    from shardwise.report.explain.explanation import Explanation
+    from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+
+    parser = topic_parser(
+        topic, "One message over one link.", "shardwise explain p2p --size 64MiB --link infiniband-ndr"
+    )
+    parser.add_argument("--size", default="64MiB")
+    parser.add_argument("--link", help="link preset or file")
+    parser.add_argument("--bandwidth", help="in place of a link")
+    parser.add_argument("--latency", help="in place of a link")
+    parsed = parser.parse(arguments)
+    if parsed.bandwidth or parsed.latency:
+        given = {"bandwidth": parsed.bandwidth or "50GB/s", "latency": parsed.latency or bare.DEFAULT_LATENCY}
+        link = Link.from_dict({"name": "given", **given})
+    else:
+        link = presets.resolve("link", Link, parsed.link or "infiniband-ndr")
+    cost = p2p_latency(parsed.size, link)
+    size = float(cost.volume.sent_bytes)
+    explanation = Explanation(
+        title=f"One message of {readable_bytes(size)} over {link.name}",
+        formula=("seconds = a + m·b",),
+        numbers=(
+            ("m", "bytes of the message", f"{size:,.0f}"),
+            ("a", "latency, end to end in software", readable_seconds(link.latency)),
+            ("1/b", "bandwidth, one direction, after line coding", readable_rate(link.bandwidth)),
+        ),
+        result=(
+            ("latency part", readable_seconds(link.latency)),
+            ("bandwidth part", readable_seconds(size / link.bandwidth)),
+            ("total", readable_seconds(float(cost.latency))),
+            ("half of the bandwidth is reached at", readable_bytes(link.latency * link.bandwidth)),
+        ),
+        source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
+    )
+    return explanation, parsed.json
