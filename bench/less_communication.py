@@ -1,7 +1,7 @@
 """What sending less does to training: plain synchronous data parallelism beside compression, and beside DiLoCo.
 
 python bench/less_communication.py compression [--steps 300]
-python bench/less_communication.py diloco [--steps 480] [--inner 16] [--outer 0.7,0.6] [--emulate 2x1,200Mbit,1ms]
+python bench/less_communication.py diloco [--steps 480] [--inner 16] [--outer 1.0,0.0] [--emulate 2x1,200Mbit,1ms]
 
 Two workers train the tiny model on the built-in corpus. Curves go to ``--out`` as CSV, and DiLoCo's as a picture.
 ``--outer`` are the outer learning rate and momentum; the 0.7 and 0.9 of the paper are for runs of many meetings.
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("what", choices=("compression", "diloco"))
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--inner", type=int, default=16)
-    parser.add_argument("--outer", default="0.7,0.6", help="outer learning rate and momentum")
+    parser.add_argument("--outer", default="1.0,0.0", help="outer learning rate and momentum")
     parser.add_argument("--emulate", help="train across such a network, like 2x1,200Mbit,1ms")
     parser.add_argument("--out", type=Path, default=Path("runs/less_communication"))
     asked = parser.parse_args()
