@@ -60,6 +60,11 @@ def test_ranks_stay_equal_and_send_what_is_planned(method: str) -> None:
     assert first["bytes"] == second["bytes"] == 4 * planned_bytes(one)
 
 
+def test_blocks_that_do_not_divide_are_priced_whole() -> None:
+    one = job({"method": "int8", "block": 1000})
+    assert on_ranks(2, trained, one, 1)[0]["bytes"] == planned_bytes(one)
+
+
 @pytest.mark.parametrize("method", ["int8", "powersgd"])
 def test_beside_tensor_and_pipeline_parallelism(method: str) -> None:
     """Every rank of a replica has parameters of its own; those with the same stay equal."""

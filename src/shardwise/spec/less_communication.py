@@ -5,6 +5,7 @@ Unlike every other choice of a strategy these change what is computed, so no sea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -49,6 +50,11 @@ class Compression(Spec):
         """What an element costs on the wire, its part of the scale included; of all methods but powersgd."""
         scale = 0.0 if self.method in ("bf16", "fp16") else SCALE_BYTES / self.block
         return _CODE_BYTES[self.method] + scale
+
+    def in_blocks(self, elements: float, ranks: int) -> float:
+        """As many as travel: every rank adds up a piece of as many whole blocks."""
+        piece = ranks * (1 if self.method in ("bf16", "fp16") else self.block)
+        return math.ceil(elements / piece) * piece
 
 
 def low_rank(rank: int, rows: float, columns: float) -> float:

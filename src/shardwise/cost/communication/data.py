@@ -65,7 +65,8 @@ def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 
 class SentParameters(NamedTuple):
-    """Parameters that are sent together: all, those of them in layers, and their thin factors under powersgd.
+    """Parameters that are sent together: all, those of them in layers, their thin factors under powersgd, and all in
+    whole blocks for every rank under other compression.
 
     Numbers, or arrays of several kinds of rank.
     """
@@ -74,6 +75,7 @@ class SentParameters(NamedTuple):
     in_layers: Any
     first_factors: Any = 0.0
     second_factors: Any = 0.0
+    in_blocks: Any = 0.0
 
     def over(self, units: Any) -> SentParameters:
         """Those of one of so many equal units."""
@@ -85,8 +87,13 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
     thin = (ThinElements(0.0, 0.0), ThinElements(0.0, 0.0))
     if job.strategy.compression.method == "powersgd":
         thin = thin_elements(job.model, strategy, contents)
-    dense = SentParameters(contents.dense, contents.layer_matrices, *thin[0])
-    return dense, SentParameters(contents.experts, contents.experts, *thin[1])
+    whole = strategy.compression.in_blocks
+    dense = whole(contents.dense, strategy.gradient_group)
+    experts = whole(contents.experts, strategy.expert_data_parallel)
+    return (
+        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense),
+        SentParameters(contents.experts, contents.experts, *thin[1], experts),
+    )
 
 
 def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
@@ -208,7 +215,7 @@ def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tup
             ("first factors, backward", reduce, 4 * unit.first_factors),
             ("second factors, backward", reduce, 4 * unit.second_factors),
         ]
-    codes = unit.all * compression.element_bytes
+    codes = unit.in_blocks * compression.element_bytes
     return [
         ("gradient codes, backward", CollectiveKind.ALL_TO_ALL, codes),
         ("codes of sums, backward", CollectiveKind.ALL_GATHER, codes),
