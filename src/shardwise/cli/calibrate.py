@@ -72,12 +72,12 @@ def _measure(parsed: argparse.Namespace) -> int:
 
 
 def _device(asked: str, *, emulated: bool) -> str:
-    import torch
+    from shardwise.measure.calibrate.device_samples import gpus
 
-    if asked == "cuda" and not torch.cuda.is_available():
+    if asked == "cuda" and not gpus():
         raise SpecError("--device", "PyTorch finds no GPU here", "use --device cpu")
     if asked == "auto":
-        return "cuda" if torch.cuda.is_available() and not emulated else "cpu"
+        return "cuda" if gpus() and not emulated else "cpu"
     return asked
 
 
@@ -89,9 +89,9 @@ def _cluster(parsed: argparse.Namespace, device: str, emulation: Emulation | Non
     if emulation is not None:
         return cluster_of(emulation, base)
     if device == "cuda":
-        import torch
+        from shardwise.measure.calibrate.device_samples import gpus
 
-        return base.with_devices(torch.cuda.device_count())
+        return base.with_devices(gpus())
     count = (os.cpu_count() or 1) if parsed.processes is None else whole(parsed.processes, "--processes")
     return base.with_devices(count) if parsed.cluster is not None else cluster_from(f"laptop:{count}")
 

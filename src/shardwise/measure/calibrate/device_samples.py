@@ -64,6 +64,11 @@ GPU = Sizes(
 )  # fmt: skip
 
 
+def gpus() -> int:
+    """GPUs that PyTorch finds here."""
+    return torch.cuda.device_count()
+
+
 def measure_device(place: Place, device_type: str, threads: int) -> DeviceSamples:
     """On every process of a node at once: what one device gives while its neighbours work."""
     torch.set_num_threads(threads)
