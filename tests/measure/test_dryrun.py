@@ -134,6 +134,7 @@ LLAMA = {
     "cp-all-gather": job("llama3-8b", {"cp": 8, "zero": 1, "context_method": "all-gather"}, 2, seq=16384),
     "cp-ulysses": job("llama3-8b", {"cp": 8, "zero": 1, "context_method": "ulysses"}, 2, seq=16384),
     "pp": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1}, 16, seq=4096),
+    "pp-one-microbatch": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1}, 2, seq=4096),
     "gpipe": job("llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "gpipe"}, 16, seq=4096),
     "zb-h1-recomputed": job(
         "llama3-8b", {"pp": 4, "dp": 2, "zero": 1, "schedule": "zb-h1", "recompute": "full"}, 32, seq=8192

@@ -11,7 +11,15 @@ from shardwise.cost.activations import (
 )
 from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
 from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.passing import NOTHING_ABSENT, Absent, Moment, gradients_absent, head_share, moments_of
+from shardwise.cost.passing import (
+    NOTHING_ABSENT,
+    Absent,
+    Moment,
+    gradients_absent,
+    head_share,
+    moments_of,
+    reduces_in_turn,
+)
 from shardwise.cost.recompute import fully_recomputed_share, some_layers_stay_whole
 from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
@@ -124,7 +132,9 @@ def travel_of(job: Job, contents: RankContents, moment: Moment) -> Travel:
 def _gradients_absent(job: Job, contents: RankContents, gradients: float, moment: Moment) -> Absent:
     if moment == "together" or not _is_alone(job, contents):
         return NOTHING_ABSENT
-    absent, strategy = gradients_absent(gradients, job.strategy.zero, job.strategy), job.strategy
+    strategy = job.strategy
+    in_turn = bool(reduces_in_turn(strategy.pp, strategy.schedule, job.microbatches))
+    absent = gradients_absent(gradients, strategy.zero, strategy, in_turn)
     after_a_loss = moment == "layer" or (job.microbatches > 1 and strategy.schedule != "gpipe")
     there = head_share(contents, tied=job.model.tied_embeddings) if after_a_loss else 0.0
     return Absent(absent.whole, absent.growing * (1 - there))

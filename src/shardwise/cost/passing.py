@@ -13,6 +13,7 @@ from shardwise.cost.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
+from shardwise.spec.techniques import SPLIT_BACKWARD
 
 # Either all parts of a rank's memory are added up, or they are at each of two moments.
 Moment = Literal["together", "loss", "layer"]
@@ -69,7 +70,7 @@ def _layer_bytes(job: Job, moe: bool) -> float:
 class Absent(NamedTuple):
     """Gradients that are not there when most else is, before a first microbatch has gone back.
 
-    ``whole``: ZeRO without a pipeline reduces them layer by layer, so that they are never all there. ``growing``: they
+    ``whole``: ZeRO reduces those of a single microbatch layer by layer: they are never all there. ``growing``: they
     grow as the activations of a microbatch shrink, and the fuller end counts; replicas without ZeRO keep the memory
     that they are summed in. The gradient of the head is there after a first loss.
     """
@@ -86,12 +87,18 @@ class Absent(NamedTuple):
 NOTHING_ABSENT = Absent(0.0, 0.0)
 
 
-def gradients_absent(gradients: Any, zero: Any, strategy: Strategy) -> Absent:
-    """``strategy`` for its degrees alone."""
+def gradients_absent(gradients: Any, zero: Any, strategy: Strategy, in_turn: bool) -> Absent:
+    """``strategy`` for its degrees alone; layers are reduced ``in_turn`` while the only backward pass goes."""
     divided, alone = zero >= 1, strategy.gradient_group == 1
-    if strategy.pp == 1:
-        return Absent(gradients * divided, gradients * (zero == 0) * alone)
-    return Absent(0.0 * gradients, gradients * (divided | alone))
+    kept = gradients * (zero == 0) * alone
+    if in_turn:
+        return Absent(gradients * divided, kept)
+    return Absent(0.0 * gradients, gradients * divided + kept)
+
+
+def reduces_in_turn(pp: int, schedule: str, microbatches: Any) -> Any:
+    """A schedule that makes weight gradients later reduces them later, all at once."""
+    return (microbatches == 1) & (pp == 1 or schedule not in SPLIT_BACKWARD)
 
 
 def head_share(contents: RankContents, *, tied: bool) -> Any:

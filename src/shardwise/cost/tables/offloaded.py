@@ -37,14 +37,15 @@ class Offloaded:
         self.moments, self.base = moments_of(job.stack), base
         self.held_bytes = [self._held(job, moment) for moment in self.moments]
         unit = divided_units(self.contents, self.sharding, tied=job.model.tied_embeddings)
-        absent, left = (
-            gradients_absent(self.states.gradients, self.sharding.zero, self.base),
-            left_over(unit, self.sharding, self.recipe),
+        everywhere = 0.0 * self.states.gradients
+        left = everywhere + left_over(unit, self.sharding, self.recipe)
+        in_turn, later = (
+            gradients_absent(self.states.gradients, self.sharding.zero, self.base, one) for one in (True, False)
         )
-        self.growing = absent.growing if absent.growing.any() else None
-        self.of_head = absent.growing * head_share(self.contents, tied=job.model.tied_embeddings)
-        whole = [absent.whole + left if moment == "loss" else absent.whole for moment in self.moments]
-        self.absent = [one if one.any() else None for one in whole]
+        self.reduced_in_turn = in_turn.whole if in_turn.whole.any() else None
+        self.growing = later.growing if later.growing.any() else None
+        self.of_head = everywhere + head_share(self.contents, tied=job.model.tied_embeddings)
+        self.left = [left if moment == "loss" and left.any() else None for moment in self.moments]
         has_head: Any = self.contents.has_head
         with_head = has_head.any(axis=(1, 2))
         self.kinds = [with_head.nonzero()[0] if moment == "loss" else slice(None) for moment in self.moments]
@@ -90,11 +91,15 @@ class Offloaded:
         growing: Any = 0.0
         late: Any = ranks.late_bytes[kinds, None, part]
         if moment != "together" and alone.any():
-            if (absent := self.absent[number]) is not None:
-                memory -= alone * of_kinds(absent)
+            if (left := self.left[number]) is not None:
+                memory -= alone * of_kinds(left)
+            in_turn: Any = 0.0
+            if self.reduced_in_turn is not None:
+                in_turn = ranks.in_turn[kinds, None, part] * of_kinds(self.reduced_in_turn)
+                memory -= alone * in_turn
             if self.growing is not None:
                 there = 1.0 if moment == "layer" else ranks.losses_before[kinds, None, part]
-                growing = alone * (of_kinds(self.growing) - there * of_kinds(self.of_head))
+                growing = alone * (of_kinds(self.growing) - in_turn) * (1 - there * of_kinds(self.of_head))
         late = late if moment != "loss" and late.any() else 0.0
         if is_array(growing) or is_array(late):
             of_a_microbatch = activations / ranks.in_flight[kinds, None, part]

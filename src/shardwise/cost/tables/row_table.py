@@ -26,6 +26,7 @@ class RankRows:
     other_bytes: Array  # recomputed layer, buffers, temporaries
     in_flight: Array  # microbatches
     alone: Array  # 1 where no microbatch has gone back before that
+    in_turn: Array  # 1 where the only microbatch's gradients are reduced layer by layer
     losses_before: Array  # 1 where a loss of another microbatch has gone back before a loss
     late_bytes: Array  # a recomputed layer that is back when others have gone
 
@@ -43,8 +44,8 @@ class RankRows:
         )
 
 
-PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone", "losses_before",
-           "late_bytes")  # fmt: skip
+PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone", "in_turn",
+           "losses_before", "late_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.communication.data import last_share
 from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
-from shardwise.cost.passing import Moment, moments_of
+from shardwise.cost.passing import Moment, moments_of, reduces_in_turn
 from shardwise.cost.stages import RankContents
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.tables.group import Group, groups_alike
@@ -210,10 +210,22 @@ class _RowBuilder:
         late = back * self._some_stay_whole()
         other = np.stack([self._passing(moment, back - late) for moment in moments])
         alone = (self.m <= in_flight).astype(float)
+        pp, names = self.group.base.pp, [one.schedule for one in self.group.schedules]
+        in_turn = np.stack([reduces_in_turn(pp, name, self.m[:, s]) for s, name in enumerate(names)], axis=1)
         before = ((self.m > 1) & ~all_heads).astype(float)[None]
         once_seconds = np.array(once)[:, :, None, None]
         return RankRows(
-            lasting, busy, once_seconds, kept[-1] / in_flight, kept, other, in_flight, alone, before + 0 * alone, late
+            lasting,
+            busy,
+            once_seconds,
+            kept[-1] / in_flight,
+            kept,
+            other,
+            in_flight,
+            alone,
+            in_turn.astype(float)[None] + 0 * alone,
+            before + 0 * alone,
+            late,
         )
 
     def _once_seconds(self, contents: RankContents) -> list[float]:
