@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests wait for processes to start as much as they compute: one worker more than there are cores.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .PHONY: demo test test-all test-frameworks lint format golden bench clean
 
@@ -10,10 +12,10 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n auto --durations=20 -m "not slow and not frameworks"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20 -m "not slow and not frameworks"
 
 test-all: $(READY) lint
-	$(BIN)/python -m pytest -n auto --hypothesis-profile=searching -m "not frameworks"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=searching -m "not frameworks"
 
 # The frameworks whose own parsers read what `export` writes; they bring torch, hence an environment of their own.
 test-frameworks: .venv-frameworks/.ready

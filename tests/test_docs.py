@@ -15,6 +15,7 @@ PAGES = ["README*.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sort
 SLOW = ["docs/dryrun.md", "docs/plan.md"]  # traces a model of eight billion parameters; searches a dozen times
 
 
+@pytest.mark.slow
 def test_the_accuracy_page_is_what_the_tables_give() -> None:
     run = subprocess.run([sys.executable, "docs/make_accuracy.py", "--check"], cwd=ROOT, check=False)
     assert run.returncode == 0, "run `python docs/make_accuracy.py` and look at what changed"

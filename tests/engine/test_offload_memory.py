@@ -88,7 +88,12 @@ def divided() -> list[tuple[int, dict[str, torch.Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    "offload", [{"optimizer": 1, "weights": 1}, {"optimizer": 1, "weights": 0.5}, {"optimizer": 1, "gradients": 1}]
+    "offload",
+    [
+        pytest.param({"optimizer": 1, "weights": 1}, marks=pytest.mark.slow),
+        {"optimizer": 1, "weights": 0.5},
+        pytest.param({"optimizer": 1, "gradients": 1}, marks=pytest.mark.slow),
+    ],
 )
 def test_with_zero(offload: dict[str, float], divided: list[tuple[int, dict[str, torch.Tensor]]]) -> None:
     one, plain = job(DIVIDED, **offload), job(DIVIDED)

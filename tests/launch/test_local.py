@@ -288,6 +288,12 @@ child = subprocess.Popen(["sleep", "1000"])
 """
 
 
+def _heed_signals() -> None:
+    """Tests that a shell runs in the background, or under nohup, inherit what is ignored, which a launcher respects."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def launcher(folder: Path, body: str, grace_seconds: float, preface: str = PREFACE) -> subprocess.Popen[str]:
     """A launcher of two ranks in a process of its own, when both ranks and a child of each run."""
     command = program(folder, body, preface)
@@ -295,8 +301,7 @@ def launcher(folder: Path, body: str, grace_seconds: float, preface: str = PREFA
     process = subprocess.Popen(
         [sys.executable, str(folder / "launcher.py"), command[1], str(folder / "run"), str(grace_seconds)],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        # Tests that a shell runs in the background inherit that it is ignored, which a launcher respects.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_heed_signals,
     )  # fmt: skip
     wait_until(lambda: len(noted_pids(folder / "run")) == 4)
     return process

@@ -66,7 +66,12 @@ LAYOUTS: list[Any] = [
         {"devices": 2, "dp": 2, "zero": 3, "offload": {"optimizer": 1, "weights": 0.6, "gradients": 1}},
         {"devices": 1, "zero": 3, "offload": {"optimizer": 1, "weights": 1}},
     ),
-    ("tiny-mla", {"devices": 2, "pp": 2}, {"devices": 4, "dp": 2, "tp": 2, "ep": 2, "zero": 2}),
+    pytest.param(
+        "tiny-mla",
+        {"devices": 2, "pp": 2},
+        {"devices": 4, "dp": 2, "tp": 2, "ep": 2, "zero": 2},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -73,6 +73,7 @@ def cut_for_a_while(network: Network) -> None:
     network.heal()
 
 
+@pytest.mark.slow
 def test_a_run_sits_out_a_short_cut_and_ends_with_the_same_bits(
     tmp_path: Path, shards: str, on_one_machine: tuple[Any, ...]
 ) -> None:

@@ -182,7 +182,10 @@ class PartBook:
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
         method = layer.context_method if base.cp > 1 else ""
         exchanged = method == "ulysses"  # up-projections of latent attention are not run again then
-        seconds = self._piece("seconds", (*common, exchanged), lambda: self._figures(jobs, SAVED, probed_seconds))
+        # Of a sliding window context ranks see unequal parts, of everything else equal ones.
+        windowed = base.cp if method and not exchanged and self._job.model.sliding_window is not None else 1
+        timed = (*common, exchanged, windowed)
+        seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
         lines: dict[LineKey, Line] = {}
         tensor = (*common, exchanged, base.ep == 1, places.tensor, places.expert_tensor)
