@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 # The two READMEs have the same examples: together each runs once.
 PAGES = ["README*.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 
-SLOW = ["docs/dryrun.md", "docs/plan.md"]  # traces a model of eight billion parameters; searches a dozen times
+# Traces a model of eight billion parameters; searches a dozen times; scores all published runs.
+SLOW = ["docs/dryrun.md", "docs/plan.md", "docs/validate.md"]
 
 
 @pytest.mark.slow

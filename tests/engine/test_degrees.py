@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pp-3-uneven": ("eight-layers", {"pp": 3, "schedule": "1f1b", "stage_layers": (2, 4, 2)}),
     "tied-pp-4": ("tied-gpt", {"pp": 4, "schedule": "1f1b", "dp": 2, "zero": 1}),
 }  # fmt: skip
-QUICK = ("tp-4-repeated-heads", "cp-4-ring", "ep-4-deduplicated", "hybrid-4-of-8", "pp-4-zbv")
+QUICK = ("tp-4-repeated-heads", "pp-4-zbv")
 
 
 def changed(name: str) -> Model:

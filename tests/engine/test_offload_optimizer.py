@@ -45,14 +45,14 @@ def trained(one: Job, shares: tuple[float, ...] = ()) -> tuple[dict[str, torch.T
     return found, dict(engine.store.lanes.moved) if engine.store is not None else {}
 
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS: list[Any] = [
     (1, {"precision": "fp32"}),
-    (1, {"precision": "fp16"}),
+    pytest.param(1, {"precision": "fp16"}, marks=pytest.mark.slow),
     (1, {"precision": "fp16", "optimizer": "sgd-momentum"}),
-    (2, {"dp": 2, "zero": 1, "precision": "fp16"}),
-    (2, {"dp": 2, "zero": 2}),
+    pytest.param(2, {"dp": 2, "zero": 1, "precision": "fp16"}, marks=pytest.mark.slow),
+    pytest.param(2, {"dp": 2, "zero": 2}, marks=pytest.mark.slow),
     (2, {"dp": 2, "zero": 3, "precision": "fp16"}),
-    (2, {"tp": 2, "precision": "fp16"}),
+    pytest.param(2, {"tp": 2, "precision": "fp16"}, marks=pytest.mark.slow),
     (2, {"pp": 2}),
 ]
 

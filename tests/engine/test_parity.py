@@ -74,7 +74,7 @@ def unique(layouts: Iterable[Layout]) -> list[Layout]:
 
 
 ALONE, COMBINED = unique(alone()), unique(combined())
-QUICK_COMBINED = COMBINED[::10]
+QUICK_COMBINED = COMBINED[::30]
 
 
 @pytest.mark.parametrize("layout", ALONE, ids=str)

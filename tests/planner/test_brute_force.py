@@ -23,11 +23,11 @@ def part_of(name: str, devices: int) -> Cluster:
 
 REQUESTS = {
     "gpt2 on 4": narrow_request("gpt2", part_of("dgx-a100:1", 4), 16, 1024),
-    "llama on 8, short of memory": narrow_request("llama3.2-1b", "dgx-h100:1", 16, 2048, memory_bytes=12e9),
     "dense on two levels": narrow_request(MODELS["dense"], switched(2, 2), 24, 2048),
-    "experts on 4": narrow_request(MODELS["experts"], part_of("dgx-h100:1", 4), 16, 1024),
 }
 SLOW = {
+    "llama on 8, short of memory": narrow_request("llama3.2-1b", "dgx-h100:1", 16, 2048, memory_bytes=12e9),
+    "experts on 4": narrow_request(MODELS["experts"], part_of("dgx-h100:1", 4), 16, 1024),
     "llama on 8": narrow_request("llama3.2-1b", "dgx-h100:1", 64, 4096, memory_bytes=16e9),
     "gpt2 on 8 over ethernet": narrow_request("gpt2-xl", "ethernet-cluster:1", 48, 1024),
     "window on 16 of a torus": narrow_request(MODELS["window"], NETWORKS["torus"], 32, 2048),
