@@ -58,7 +58,7 @@ class CollectiveLog:
             finally:
                 self._names.pop()
 
-        return replaced((names, "record_function", named))
+        return replaced((names, "marked", named))
 
     def _note(self, operator: str, kind: str, args: Any, result: Any) -> None:
         group = _group_of(args)
