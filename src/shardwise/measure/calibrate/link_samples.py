@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from math import prod
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from shardwise.collectives import CollectiveKind, Topology, build_schedule
+from shardwise.cost.network import Run
 from shardwise.engine.collectives import Communicator
-from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Place
 from shardwise.measure.calibrate.timing import undisturbed
+from shardwise.measure.collectives.operation import Operation
+from shardwise.measure.collectives.request import Level
 
 Runner = Literal["backend", "schedules"]
 SIZES = (2**10, 2**15, 2**18, 2**20, 2**22)
@@ -60,10 +62,8 @@ CASES = (
 
 def level_groups(widths: Sequence[int], level: int) -> tuple[tuple[int, ...], ...]:
     """The ranks that one level joins: ranks count through the innermost level fastest."""
-    world = int(torch.tensor(widths).prod())
-    ranks = torch.arange(world).reshape(tuple(reversed(widths)))
-    along = ranks.movedim(len(widths) - 1 - level, -1).reshape(-1, widths[level])
-    return tuple(tuple(group) for group in along.tolist())
+    joined_ranks = Level("", (Run(prod(widths[:level]), widths[level]),))
+    return tuple(tuple(group) for group in joined_ranks.groups(prod(widths)))
 
 
 def measure_links(place: Place, widths: tuple[int, ...], device: str, threads: int) -> list[LinkSample]:
@@ -77,7 +77,7 @@ def measure_links(place: Place, widths: tuple[int, ...], device: str, threads: i
             groups = level_groups(widths, level)
             made = [dist.new_group(list(ranks)) for ranks in groups]
             mine = next(index for index, ranks in enumerate(groups) if place.rank in ranks)
-            for active in {(0,), tuple(range(len(groups)))}:
+            for active in dict.fromkeys(((0,), tuple(range(len(groups))))):
                 taking_part = mine in active
                 chosen = tuple(groups[index] for index in active)
                 for case in CASES:
@@ -97,28 +97,19 @@ def slowest(of_ranks: Sequence[Sequence[LinkSample]], *, rate: float, delay: flo
     return found
 
 
-def _call(case: _Case, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], Any]:
-    n = group.size()
-    elements = max(1, size // 4 // n)
-    whole, part = torch.ones(n * elements, device=device), torch.ones(elements, device=device)
-    reduces = case.kind is not CollectiveKind.ALL_GATHER
-    tensors = (whole, part) if reduces else (part, whole)
-    if case.runner == "schedules":
-        schedule = build_schedule(case.kind, Topology.switch(n, 1.0), case.algorithm)
-        outputs = () if case.kind is CollectiveKind.ALL_REDUCE else tensors[1:]
-        return partial(Communicator(group).run, schedule, tensors[0], *outputs)
-    if case.kind is CollectiveKind.ALL_REDUCE:
-        return partial(all_reduce_sum, whole, group)
-    if case.kind is CollectiveKind.ALL_GATHER:
-        return partial(all_gather, whole, part, group)
-    return partial(reduce_scatter_sum, part, whole, group)
+def _call(case: _Case, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    operation = Operation(case.kind, group, size, device)
+    if case.runner == "backend":
+        return operation.by_backend()
+    schedule = build_schedule(case.kind, Topology.switch(group.size(), 1.0), case.algorithm)
+    return operation.by_schedule(Communicator(group), schedule)
 
 
 def _nothing() -> None:
     """What a rank does that does not take part."""
 
 
-def _timed(call: Callable[[], Any], size: int) -> float:
+def _timed(call: Callable[[], object], size: int) -> float:
     """Several on end, so that it does not matter who left the barrier first."""
     repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
     call()
