@@ -14,25 +14,23 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shardwise.collectives import build_schedule, collective_cost, simulated_seconds
+from shardwise.collectives import CollectiveKind, build_schedule, collective_cost, simulated_seconds
 from shardwise.cost.network import network
 from shardwise.cost.prediction import predict
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.engine import Engine
-from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 from shardwise.engine.world import joined
 from shardwise.launch.emulate.pool import EmulatedPool
 from shardwise.launch.pool import Place
 from shardwise.measure.calibrate.run import Request, calibrate
+from shardwise.measure.collectives.operation import Operation
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.hardware import Cluster
@@ -118,12 +116,11 @@ def measure(place: Place, cluster: Cluster, rounds: int) -> dict[tuple[str, int,
         communicator = Communicator(world)
         for kind, algorithms in OURS.items():
             for size in SIZES:
-                whole, part = torch.ones(size // 4), torch.ones(size // 4 // place.world)
-                calls: dict[str, Callable[[], object]] = {BACKEND: partial(backend, kind, whole, part, world)}
+                operation = Operation(CollectiveKind(kind), world, size, torch.device("cpu"))
+                calls = {BACKEND: operation.by_backend()}
                 for name in algorithms:
                     schedule = build_schedule(kind, ours, name, size)
-                    output = {"all_reduce": None, "all_gather": whole}.get(kind, part)
-                    calls[name] = partial(communicator.run, schedule, part if output is whole else whole, output)
+                    calls[name] = operation.by_schedule(communicator, schedule)
                 times: dict[str, list[float]] = {name: [] for name in calls}
                 for _ in range(rounds + 1):
                     for name, call in calls.items():
@@ -135,15 +132,6 @@ def measure(place: Place, cluster: Cluster, rounds: int) -> dict[tuple[str, int,
                 for name, seconds in times.items():
                     found[kind, size, name] = statistics.median(seconds[1:])
     return found
-
-
-def backend(kind: str, whole: torch.Tensor, part: torch.Tensor, world: dist.ProcessGroup) -> None:
-    if kind == "all_reduce":
-        all_reduce_sum(whole, world)
-    elif kind == "all_gather":
-        all_gather(whole, part, world)
-    else:
-        reduce_scatter_sum(part, whole, world)
 
 
 def predicted(cluster: Cluster, kind: str, size: int, algorithm: str) -> float:
