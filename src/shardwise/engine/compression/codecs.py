@@ -67,7 +67,7 @@ class Scaled:
 
 
 class Signs:
-    """One bit an element: the sign, times the mean size of the block's elements (Karimireddy et al. 2019, 1901.09847)."""
+    """One bit an element: the sign, times the mean size of the block's elements (Karimireddy et al. 2019)."""
 
     def __init__(self, block: int) -> None:
         self.block, self.bytes_per_block = block, block // 8 + SCALE_BYTES
