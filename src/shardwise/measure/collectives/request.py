@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.collectives import CollectiveKind, Topology, build_schedule, collective_cost, price_schedule
+from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import algorithm_names
 from shardwise.cost.gradient_price import by_schedules, named_on
-from shardwise.cost.network import Run, network, spanned
+from shardwise.cost.network import Run, network
 from shardwise.cost.own_schedules import choose
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
@@ -133,15 +133,9 @@ def _runs(kind: CollectiveKind, topology: Topology, name: str) -> bool:
 
 def predicted(request: Request, algorithm: str, size: int) -> float:
     """Seconds by the cluster's description."""
-    cluster, runs, kind = request.cluster, request.level.runs, request.kind
-    if algorithm == BACKEND:
-        topology = spanned(cluster, runs, "cluster")
-        assert topology is not None
-        return float(collective_cost(kind, size, topology, "auto").seconds)
-    if algorithm == AUTO:
-        return choose(kind, size, cluster, runs, AUTO).seconds
-    topology = by_schedules(cluster, runs)
-    return float(price_schedule(build_schedule(kind, topology, algorithm, size), topology, size).seconds)
+    wanted = AUTO if algorithm == BACKEND else algorithm
+    choice = choose(request.kind, size, request.cluster, request.level.runs, wanted)
+    return choice.backend_seconds if algorithm == BACKEND else choice.seconds
 
 
 def requests(
