@@ -146,7 +146,6 @@ def _serve(connection: Connection, first: Callable[[], None] | None) -> None:
     """The life of a worker: take a call, answer it, until nobody asks any more."""
     if first is not None:
         first()
-    gc.collect()
     gc.freeze()  # what was preloaded stays, and need not be looked at again
     while True:
         try:
