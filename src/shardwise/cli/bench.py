@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
+from shardwise.cli.measured_cluster import cluster_of_ranks, named_cluster
 from shardwise.collectives.kinds import CollectiveKind
-from shardwise.spec.clusters import cluster_from
+from shardwise.launch.started import Started, started
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _EXAMPLE = """
 shardwise bench collectives --processes 2 --kinds all_reduce --max-bytes 1MiB
 shardwise bench collectives --emulate 2x2,1Gbit,1ms --kinds all_reduce --algorithms backend,hierarchical --out bench.csv
-torchrun --nproc-per-node 8 -m shardwise bench collectives --on cuda --cluster dgx-h100:8
+torchrun --nproc-per-node 8 -m shardwise bench collectives --on cuda --cluster dgx-h100:1
 """
 WHAT = ("collectives",)
 LARGEST_BYTES = 2**30
@@ -39,14 +39,14 @@ def run(arguments: list[str]) -> int:
     if parsed.what not in WHAT:
         raise SpecError("bench", f"{shown(parsed.what)} cannot be measured", nearest_name(parsed.what, WHAT))
     require_torch("bench")
-    cluster = _cluster(parsed)
+    here = started()
+    cluster = _cluster(parsed, here)
     wanted = _requests(parsed, cluster)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if here is not None:
         from shardwise.measure.collectives.run import measure_as_rank
 
-        rank = int(os.environ["RANK"])
-        found = measure_as_rank(wanted, rank, int(os.environ["WORLD_SIZE"]), parsed.on)
-        return _report(parsed, found) if rank == 0 else 0
+        found = measure_as_rank(wanted, here.rank, here.world, parsed.on)
+        return _report(parsed, found) if here.rank == 0 else 0
     measured: list[Measured] = []
     with _pool(parsed) as pool, _progress(parsed, len(wanted)) as told:
         from shardwise.measure.collectives.run import measure_in
@@ -83,29 +83,18 @@ def _parser() -> Parser:
     return parser
 
 
-def _cluster(parsed: Namespace) -> Cluster:
+def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
     if parsed.emulate is not None:
         emulation = Emulation.parse(parsed.emulate, "--emulate")
-        base = _named_cluster(parsed.cluster or "laptop")
+        base = named_cluster(parsed.cluster or "laptop")
         described = parsed.cluster is not None and base.devices == emulation.world and len(base.levels) > 1
         return base if described else cluster_of(emulation, base)
-    ranks = int(os.environ.get("WORLD_SIZE", parsed.processes))
+    ranks = parsed.processes if here is None else here.world
     if ranks < 2:
         raise SpecError("--processes", f"{ranks} has nobody to talk to", "give 2 or more")
     if parsed.cluster is None:
-        return _named_cluster(f"laptop:{ranks}")
-    cluster = _named_cluster(parsed.cluster)
-    if cluster.devices != ranks:
-        raise SpecError("--cluster", f"{cluster.name} has {cluster.devices} devices, there are {ranks} ranks",
-                        f"name it like {parsed.cluster.partition(':')[0]}:{ranks}")  # fmt: skip
-    return cluster
-
-
-def _named_cluster(name: str) -> Cluster:
-    try:
-        return cluster_from(name)
-    except SpecError as error:
-        raise error.under("--cluster") from None
+        return named_cluster(f"laptop:{ranks}")
+    return cluster_of_ranks(parsed.cluster, ranks)
 
 
 def _requests(parsed: Namespace, cluster: Cluster) -> list[Request]:

@@ -10,7 +10,9 @@ from typing import Any
 
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch, whole
-from shardwise.spec.clusters import cluster_from
+from shardwise.cli.measured_cluster import cluster_of_ranks, named_cluster
+from shardwise.launch.started import Started, started
+from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_yaml
@@ -18,10 +20,11 @@ from shardwise.spec.hardware import Cluster
 
 _EXAMPLE = """
 shardwise calibrate --processes 2 --out cluster.yaml
+torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host-0:29400 -m shardwise calibrate --cluster dgx-h100:2
 """
-_DOES = """Measures this machine (products, attention, memory, whole steps, collectives of every level, disk) and writes
-a cluster file that `plan` reads. --from RUN: the times of stages, layers and ranks of a profiled run become a job whose
-stages are cut again, and what that would gain."""
+_DOES = """Measures this machine (products, attention, memory, whole steps, collectives of every level, disk), or the
+hosts that torchrun has started it on, and writes a cluster file that `plan` reads. --from RUN: the times of stages,
+layers and ranks of a profiled run become a job whose stages are cut again, and what that would gain."""
 RECUT, CLUSTER = "recut.yaml", "cluster.yaml"
 
 
@@ -37,32 +40,44 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the result for a machine")
     parsed = parser.parse(arguments)
     require_torch("calibrate")
+    here = started()
     if parsed.run is None:
-        return _measure(parsed)
-    for name in ("cluster", "processes", "emulate", "only"):
-        if getattr(parsed, name) is not None:
-            raise SpecError(f"--{name}", "does not go with --from", "leave one of the two out")
+        if here is not None:
+            _refuse(parsed, ("processes", "emulate"), "torchrun", "leave it out: torchrun says how many there are")
+        return _measure(parsed, here)
+    if here is not None:
+        raise SpecError("--from", "is the work of one process", "run it without torchrun")
+    _refuse(parsed, ("cluster", "processes", "emulate", "only"), "--from", "leave one of the two out")
     return _recut(parsed.run, parsed.out, as_json=parsed.json)
 
 
-def _measure(parsed: argparse.Namespace) -> int:
+def _refuse(parsed: argparse.Namespace, names: tuple[str, ...], beside: str, remedy: str) -> None:
+    for name in names:
+        if getattr(parsed, name) is not None:
+            raise SpecError(f"--{name}", f"does not go with {beside}", remedy)
+
+
+def _measure(parsed: argparse.Namespace, here: Started | None) -> int:
     from rich.console import Console
 
     from shardwise.launch.emulate.network import require_emulation
     from shardwise.measure.calibrate.run import Request, calibrate
     from shardwise.report.calibration import calibration_data, print_calibration
 
-    path = Path(parsed.out or CLUSTER)
-    _require_writable(path)
+    path, writes = Path(parsed.out or CLUSTER), here is None or here.rank == 0
+    if writes:
+        _require_writable(path)
     emulation = None if parsed.emulate is None else Emulation.parse(parsed.emulate, "--emulate")
     if emulation is not None:
         require_emulation()
     device = _device(parsed.device, emulated=emulation is not None)
-    cluster = _cluster(parsed, device, emulation)
-    threads = max(1, (os.cpu_count() or 1) // cluster.devices)
-    request = Request(cluster, device, threads, path.resolve().parent, emulation, _parts(parsed.only))
-    with Console(stderr=True).status("") as status:
+    cluster = _cluster(parsed, device, emulation) if here is None else _started_cluster(parsed, device, here)
+    threads = max(1, (os.cpu_count() or 1) // (cluster.devices if here is None else here.ranks_per_host))
+    request = Request(cluster, device, threads, path.resolve().parent, emulation, _parts(parsed.only), here)
+    with Console(stderr=True, quiet=not writes).status("") as status:
         found = calibrate(request, lambda text: status.update(f"Measuring {text}"))
+    if not writes:
+        return 0
     path.write_text(dump_yaml(_rounded(found.cluster.to_dict())), encoding="utf-8")
     if parsed.json:
         print(json.dumps({**calibration_data(found), "written": str(path)}, indent=2))
@@ -83,9 +98,7 @@ def _device(asked: str, *, emulated: bool) -> str:
 
 def _cluster(parsed: argparse.Namespace, device: str, emulation: Emulation | None) -> Cluster:
     """What is known before anything is measured: as many devices as there are, or as are asked for."""
-    if device == "cuda" and parsed.cluster is None:
-        raise SpecError("--cluster", "is missing", "name what these GPUs are, such as dgx-h200:1 (`shardwise list`)")
-    base = cluster_from(parsed.cluster or "laptop:1")
+    base = named_cluster(_require_cluster(parsed) if device == "cuda" else parsed.cluster or "laptop:1")
     if emulation is not None:
         return cluster_of(emulation, base)
     if device == "cuda":
@@ -93,7 +106,27 @@ def _cluster(parsed: argparse.Namespace, device: str, emulation: Emulation | Non
 
         return base.with_devices(gpus())
     count = (os.cpu_count() or 1) if parsed.processes is None else whole(parsed.processes, "--processes")
-    return base.with_devices(count) if parsed.cluster is not None else cluster_from(f"laptop:{count}")
+    return base.with_devices(count) if parsed.cluster is not None else cpu_hosts(1, count)
+
+
+def _started_cluster(parsed: argparse.Namespace, device: str, here: Started) -> Cluster:
+    """What the hosts are by name, which has to fit the ranks on them; of CPUs a name is not needed."""
+    if parsed.cluster is None and device == "cpu":
+        return cpu_hosts(here.hosts, here.ranks_per_host)
+    cluster = cluster_of_ranks(_require_cluster(parsed), here.world)
+    if cluster.node_devices != here.ranks_per_host:
+        problem = (
+            f"a node of {cluster.name} has {cluster.node_devices} devices, a host here {here.ranks_per_host} ranks"
+        )
+        raise SpecError("--cluster", problem, "start one rank per device, or give a file with devices_per_node")
+    return cluster
+
+
+def _require_cluster(parsed: argparse.Namespace) -> str:
+    if parsed.cluster is None:
+        raise SpecError("--cluster", "is missing", "name what these GPUs are, such as dgx-h200:1 (`shardwise list`)")
+    name: str = parsed.cluster
+    return name
 
 
 def _parts(only: str | None) -> tuple[str, ...]:

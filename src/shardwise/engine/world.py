@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 
 @contextmanager
 def joined(
-    rank: int, world: int, meeting_file: str | None, *, device: str = "cpu", seconds: float = 120
+    rank: int, world: int, meeting: str | Store | None, *, device: str = "cpu", seconds: float = 120
 ) -> Iterator[None]:
-    """The default process group of ``world`` processes that meet in a file, left again at the end.
+    """The default process group of ``world`` processes that meet in a file or a store, left again at the end.
 
-    Without a file they meet where MASTER_ADDR and MASTER_PORT say.
+    Without either they meet where MASTER_ADDR and MASTER_PORT say.
 
     A CPU backend is always there, beside NCCL on GPUs: checkpoints and small agreements use it.
     """
-    store = dist.FileStore(meeting_file, world) if meeting_file else None  # type: ignore[attr-defined]
+    store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks of a host are numbered on end

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 MOST_CALLS = 12  # of one worker: PyTorch's caches keep some groups of earlier worlds, and their threads wake up
 VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their messages only repeat its
@@ -60,7 +60,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
         self._calls = 0
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def calibration_data(found: Calibration) -> dict[str, Any]:
-    return {"cluster": found.cluster.to_dict(), "residuals": [asdict(one) for one in found.residuals]}
+    return {
+        "cluster": found.cluster.to_dict(),
+        "residuals": [asdict(one) for one in found.residuals],
+        "far_off": [asdict(one) for one in found.far_off],
+    }
 
 
 def print_calibration(found: Calibration, before: Cluster, written: Path) -> None:
@@ -36,6 +40,8 @@ def print_calibration(found: Calibration, before: Cluster, written: Path) -> Non
     ]
     if rows:
         out.print(table("How well the model explains what was measured", ("", "figures", "median", "worst"), rows))
+    for slow in found.far_off:
+        out.print(f"Slow: {slow}.")
     out.print(f"Written: {written}. shardwise plan --cluster {written} plans with it.")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
+from shardwise.spec.network import NetworkLevel, link_of
 
 _SIZED = re.compile(r"(.+?):(\d+(?:x\d+)*)")
 
@@ -31,6 +33,16 @@ def _sized(cluster: Cluster, size: str) -> Cluster:
     if len(size) > 9:
         raise SpecError("", f"{size} nodes are out of range", "use fewer than a billion")
     return cluster.with_nodes(int(size))
+
+
+def cpu_hosts(hosts: int, processes: int) -> Cluster:
+    """``processes`` on the CPU of each of ``hosts``, which have one port each: placeholders to calibrate."""
+    laptop = presets.resolve("cluster", Cluster, "laptop")
+    if hosts == 1:
+        return laptop.with_nodes(processes)
+    inside = replace(laptop.levels[1], size=processes)
+    between = NetworkLevel(name="ethernet", size=hosts, link=link_of("ethernet-1g"), ports=1)
+    return replace(laptop, name="cpu-hosts", devices_per_node=processes, levels=(inside, between))
 
 
 def parse_shape(text: str, field: str) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from shardwise.train.records import (
 )
 
 STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to write down what its threads are doing
+_STARTED_BY = "start workers by `shardwise train` or torchrun"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -53,31 +54,32 @@ class Place:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place:
-        rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        rank, world = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
         meeting, address = environment.get("SHARDWISE_MEETING"), environment.get("MASTER_ADDR")
         if meeting is None and address is None and world > 1:
-            raise SpecError("MASTER_ADDR", "is not set", "start workers by `shardwise train` or torchrun")
+            raise SpecError("MASTER_ADDR", "is not set", _STARTED_BY)
         folder, launcher = environment.get("SHARDWISE_ATTEMPT_FOLDER"), environment.get("SHARDWISE_LAUNCHER")
         restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(
             rank=rank,
             world=world,
-            local_rank=_number(environment, "LOCAL_RANK"),
+            local_rank=number_in(environment, "LOCAL_RANK"),
             meeting=Path(meeting) if meeting else None,
             address=address,
-            port=_number(environment, "MASTER_PORT") if address and not meeting else None,
+            port=number_in(environment, "MASTER_PORT") if address and not meeting else None,
             folder=Path(folder) if folder else None,
             launcher=int(launcher) if launcher else None,
             attempt=Path(folder).name if folder else f"restart-{restart}",
         )
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def number_in(environment: Mapping[str, str], name: str, remedy: str = _STARTED_BY) -> int:
+    """What a variable says that whoever starts ranks has to set."""
     text = environment.get(name)
     if text is None:
-        raise SpecError(name, "is not set", "start workers by `shardwise train` or torchrun")
+        raise SpecError(name, "is not set", remedy)
     if not text.isdecimal():
-        raise SpecError(name, f"{shown(text)} is no number", "start workers by `shardwise train` or torchrun")
+        raise SpecError(name, f"{shown(text)} is no number", remedy)
     return int(text)
 
 

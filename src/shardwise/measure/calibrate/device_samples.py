@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
-from shardwise.launch.pool import Place
+from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.calibrate.samples import (
     AttentionSample,
     CopySample,
@@ -69,18 +70,18 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def measure_device(place: Place, device_type: str, threads: int) -> DeviceSamples:
+def measure_device(rank: Rank, device_type: str, threads: int) -> DeviceSamples:
     """On every process of a node at once: what one device gives while its neighbours work."""
     torch.set_num_threads(threads)
-    index = place.rank % max(1, torch.cuda.device_count()) if device_type == "cuda" else 0
+    index = rank.number % max(1, torch.cuda.device_count()) if device_type == "cuda" else 0
     device = torch.device(device_type, index) if device_type == "cuda" else torch.device("cpu")
-    sizes, together = (GPU if device_type == "cuda" else CPU), Together(place.meeting_file, place.world)
+    sizes, together = (GPU if device_type == "cuda" else CPU), Together(rank.store, rank.world)
     products = tuple(one for name in sizes.precisions for one in _products(name, sizes, device, together))
     attentions = tuple(_attentions(sizes.precisions[0], sizes, device, together))
     copies = tuple(_copies(sizes, device, together))
-    steps = tuple(_steps(place, sizes, device, together))
+    steps = tuple(_steps(sizes, device, together))
     return DeviceSamples(
-        _name(device), threads, _memory(device, place.world), products, attentions, copies, steps,
+        _name(device), threads, _memory(device, rank.ranks_per_host), products, attentions, copies, steps,
         tuple(_host_copies(device, together)), _launch(device),
     )  # fmt: skip
 
@@ -138,9 +139,9 @@ def _launch(device: torch.device) -> float | None:
     return (time.perf_counter() - began) / _LAUNCHES
 
 
-def _steps(place: Place, sizes: Sizes, device: torch.device, together: Together) -> Iterator[StepSample]:
+def _steps(sizes: Sizes, device: torch.device, together: Together) -> Iterator[StepSample]:
     """In a process group of this process alone."""
-    with joined(0, 1, f"{place.meeting_file}-alone-{place.rank}"):
+    with joined(0, 1, dist.HashStore()):  # type: ignore[attr-defined]
         for shape in sizes.steps:
             job = step_job(shape, sizes.precisions[0])
             engine = Engine(job, device=str(device))
@@ -173,8 +174,8 @@ def _name(device: torch.device) -> str:
     return models[0] if models else os.uname().machine
 
 
-def _memory(device: torch.device, world: int) -> int:
+def _memory(device: torch.device, ranks_per_host: int) -> int:
     """Of one device: a process has its part of a host's memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_host

@@ -74,7 +74,7 @@ def _transport(
     several_delays = wire is not None and len({one.delay for one in samples}) > 1
     features, known = [], []
     for one in samples:
-        hops, carried = _demands(base, index, widths, one)
+        hops, carried = demands(base, index, widths, one)
         trips = hops * one.delay if several_delays else 0.0
         features.append((trips, hops, 1.0, carried, math.sqrt(carried)))
         known.append(0.0 if several_delays or wire is None else hops * one.delay)
@@ -90,7 +90,7 @@ def _transport(
     return _Found(trips, overhead, startup, 1 / per_byte, ramp), Residual.of("", result)
 
 
-def _demands(base: NetworkLevel, index: int, widths: Sequence[int], sample: LinkSample) -> tuple[float, float]:
+def demands(base: NetworkLevel, index: int, widths: Sequence[int], sample: LinkSample) -> tuple[float, float]:
     """Steps one after the other and bytes over the busiest link, of all groups that ran at once."""
     levels = tuple(
         Level(Switch(width), 1.0 if place == index else _FAST, 1.0 if place == index else 0.0,

@@ -15,7 +15,7 @@ from shardwise.collectives import CollectiveKind, Topology, build_schedule
 from shardwise.cost.network import Run
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.world import joined
-from shardwise.launch.pool import Place
+from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.calibrate.timing import undisturbed
 from shardwise.measure.collectives.operation import Operation
 from shardwise.measure.collectives.request import Level
@@ -66,22 +66,24 @@ def level_groups(widths: Sequence[int], level: int) -> tuple[tuple[int, ...], ..
     return tuple(tuple(group) for group in joined_ranks.groups(prod(widths)))
 
 
-def measure_links(place: Place, widths: tuple[int, ...], device: str, threads: int) -> list[LinkSample]:
+def measure_links(
+    rank: Rank, widths: tuple[int, ...], device: str, threads: int, sizes: tuple[int, ...] = SIZES
+) -> list[LinkSample]:
     """On every rank of a cluster with levels of ``widths``: the seconds that this rank saw."""
     torch.set_num_threads(threads)
-    with joined(place.rank, place.world, place.meeting_file, device=device):
+    with joined(rank.number, rank.world, rank.store, device=device):
         samples = []
         for level, width in enumerate(widths):
             if width == 1:
                 continue
             groups = level_groups(widths, level)
             made = [dist.new_group(list(ranks)) for ranks in groups]
-            mine = next(index for index, ranks in enumerate(groups) if place.rank in ranks)
+            mine = next(index for index, ranks in enumerate(groups) if rank.number in ranks)
             for active in dict.fromkeys(((0,), tuple(range(len(groups))))):
                 taking_part = mine in active
                 chosen = tuple(groups[index] for index in active)
                 for case in CASES:
-                    for size in SIZES:
+                    for size in sizes:
                         call = _call(case, size, made[mine], torch.device(device)) if taking_part else _nothing
                         seconds = _timed(call, size)
                         samples.append(LinkSample(level, case.runner, case.kind, case.algorithm, chosen, size, seconds))

@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from shardwise.engine.reductions import all_reduce_sum
 from shardwise.engine.world import joined
-from shardwise.launch.pool import Place
+from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.calibrate.timing import undisturbed
 
 ROUNDS, ELEMENTS = 7, 2**20
 
 
-def measure_overlap(place: Place, device: str, threads: int) -> float:
+def measure_overlap(rank: Rank, device: str, threads: int) -> float:
     """The share of a hidden all-reduce's seconds that it adds to the products it runs beside; 1: nothing is hidden."""
     torch.set_num_threads(threads)
-    with joined(place.rank, place.world, place.meeting_file, device=device):
+    with joined(rank.number, rank.world, rank.store, device=device):
         world = dist.group.WORLD
         assert world is not None
         gradient = torch.ones(ELEMENTS, device=device)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
@@ -12,17 +11,20 @@ from pathlib import Path
 
 import torch
 
+from shardwise.launch.emulate.network import Network
 from shardwise.launch.emulate.pool import EmulatedPool
 from shardwise.launch.pool import Pool
+from shardwise.launch.started import Started
 from shardwise.measure.calibrate.device_fit import Residual, fitted_device
 from shardwise.measure.calibrate.device_samples import measure_device
+from shardwise.measure.calibrate.far_off import FarOff, far_off_devices, far_off_links
 from shardwise.measure.calibrate.link_fit import Wire, fitted_level
 from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, slowest
 from shardwise.measure.calibrate.overlap import measure_overlap
+from shardwise.measure.calibrate.ranks import PoolRanks, Ranks, hosts_of, started_ranks
 from shardwise.measure.calibrate.samples import DeviceSamples
-from shardwise.measure.doctor.disk import MOST_BYTES, timed_read, timed_write
+from shardwise.measure.calibrate.storage import measure_disk, with_storage
 from shardwise.spec.emulation import Emulation
-from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
 
@@ -33,7 +35,11 @@ _DELAYS = (1.0, 3.0)  # times an emulated wire's own: with two the wire's part o
 
 @dataclass(frozen=True)
 class Request:
-    """``cluster`` is what is measured, as far as it is known; every device of it is a process here."""
+    """``cluster`` is what is measured, as far as it is known; every device of it is a process.
+
+    All of them are processes of this machine, or the ranks of the world that ``started`` is one of: then every rank
+    makes the same request, and gets the same answer.
+    """
 
     cluster: Cluster
     device: str  # cpu or cuda
@@ -41,38 +47,55 @@ class Request:
     folder: Path  # whose disk is measured
     emulation: Emulation | None = None
     parts: tuple[str, ...] = PARTS
+    started: Started | None = None
 
 
 @dataclass(frozen=True)
 class Calibration:
     cluster: Cluster
     residuals: tuple[Residual, ...]
+    far_off: tuple[FarOff, ...] = ()
 
 
 def calibrate(asked: Request, tell: Callable[[str], None]) -> Calibration:
     """``tell`` hears what is measured next."""
-    cluster, residuals = asked.cluster, list[Residual]()
-    with _pool(asked) as pool:
+    cluster, residuals, slow = asked.cluster, list[Residual](), list[FarOff]()
+    with _ranks(asked) as (ranks, network):
+        hosts = hosts_of(ranks)
         if "device" in asked.parts:
             tell(f"device: products, attention, memory and steps on {cluster.devices} at once")
-            samples = pool.run(measure_device, cluster.devices, asked.device, asked.threads, timeout_seconds=1800)
+            samples = ranks.run(measure_device, asked.device, asked.threads)
             device, found = _device(asked, samples)
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
+            slow += far_off_devices(samples, hosts)
             if samples[0].host_copies:
                 cluster = replace(cluster, host_link=_host_link(samples))
         if "links" in asked.parts and cluster.devices > 1:
-            cluster, found = _links(asked, cluster, pool, tell)
+            links = _measured_links(asked, ranks, network, tell)
+            cluster, found = _with_links(asked, cluster, links)
             residuals += found
-    if "storage" in asked.parts and cluster.storage:
-        tell(f"storage: the disk of {asked.folder}")
-        cluster = _with_storage(cluster, asked.folder)
-    return Calibration(replace(cluster, name=_name(asked), source=_provenance(asked, residuals)), tuple(residuals))
+            slow += [one for index, level in enumerate(cluster.levels) if level.width > 1
+                     for one in far_off_links(links[0].of_ranks, index, level.name, hosts)]  # fmt: skip
+            tell("overlap: products beside an all-reduce")
+            cluster = _with_overlap(cluster, max(ranks.run(measure_overlap, asked.device, asked.threads)))
+        if "storage" in asked.parts and cluster.storage:
+            tell(f"storage: the disk of {asked.folder}")
+            cluster = with_storage(cluster, ranks.run(measure_disk, asked.folder), hosts)
+    source = _provenance(asked, hosts, residuals, slow)
+    return Calibration(replace(cluster, name=_name(asked), source=source), tuple(residuals), tuple(slow))
 
 
 @contextmanager
-def _pool(asked: Request) -> Iterator[Pool]:
-    with Pool(_PRELOAD) if asked.emulation is None else EmulatedPool(asked.emulation, _PRELOAD) as pool:
-        yield pool
+def _ranks(asked: Request) -> Iterator[tuple[Ranks, Network | None]]:
+    if asked.started is not None:
+        with started_ranks(asked.started) as ranks:
+            yield ranks, None
+    elif asked.emulation is not None:
+        with EmulatedPool(asked.emulation, _PRELOAD) as pool:
+            yield PoolRanks(pool, asked.cluster.devices), pool.network
+    else:
+        with Pool(_PRELOAD) as pool:
+            yield PoolRanks(pool, asked.cluster.devices), None
 
 
 def _device(asked: Request, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
@@ -88,20 +111,36 @@ def _host_link(samples: list[DeviceSamples]) -> Link:
     return Link(bandwidth=rate, latency=1e-5, name="host link", source="measured: pinned memory to a device")
 
 
-def _links(asked: Request, cluster: Cluster, pool: Pool, tell: Callable[[str], None]) -> tuple[Cluster, list[Residual]]:
-    widths = tuple(level.width for level in cluster.levels)
-    samples: list[LinkSample] = []
-    emulation = asked.emulation
-    for times in (1.0,) if emulation is None or not emulation.delay else _DELAYS:
-        rate, delay = (0.0, 0.0) if emulation is None else (emulation.rate, times * emulation.delay)
-        if emulation is not None:
-            assert isinstance(pool, EmulatedPool)
-            pool.network.reshape(delay=delay)
-        tell("links: collectives of every level" + (f", {delay * 1e3:g} ms one way" if emulation else ""))
-        measured = pool.run(
-            measure_links, cluster.devices, widths, asked.device, asked.threads, timeout_seconds=1800
-        )  # fmt: skip
-        samples += slowest(measured, rate=rate, delay=delay)
+@dataclass(frozen=True)
+class _Links:
+    """What every rank saw of a wire; its rate and delay where they are known (else 0)."""
+
+    of_ranks: Sequence[Sequence[LinkSample]]
+    rate: float = 0.0
+    delay: float = 0.0
+
+
+def _measured_links(asked: Request, ranks: Ranks, network: Network | None, tell: Callable[[str], None]) -> list[_Links]:
+    widths = tuple(level.width for level in asked.cluster.levels)
+
+    def measured() -> Sequence[Sequence[LinkSample]]:
+        return ranks.run(measure_links, widths, asked.device, asked.threads)
+
+    if network is None:
+        tell("links: collectives of every level")
+        return [_Links(measured())]
+    found, wire = [], network.emulation
+    for times in _DELAYS if wire.delay else (1.0,):
+        delay = times * wire.delay
+        network.reshape(delay=delay)
+        tell(f"links: collectives of every level, {delay * 1e3:g} ms one way")
+        found.append(_Links(measured(), wire.rate, delay))
+    return found
+
+
+def _with_links(asked: Request, cluster: Cluster, links: Sequence[_Links]) -> tuple[Cluster, list[Residual]]:
+    samples = [sample for one in links for sample in slowest(one.of_ranks, rate=one.rate, delay=one.delay)]
+    widths, emulation = tuple(level.width for level in cluster.levels), asked.emulation
     residuals: list[Residual] = []
     for index, level in enumerate(cluster.levels):
         if level.width > 1:
@@ -109,39 +148,30 @@ def _links(asked: Request, cluster: Cluster, pool: Pool, tell: Callable[[str], N
             wire = Wire(emulation.rate, emulation.delay) if emulation is not None and outermost else None
             fitted, found = fitted_level(level, index, widths, samples, wire)
             cluster, residuals = cluster.with_level(index, fitted), [*residuals, *found]
-    tell("overlap: products beside an all-reduce")
-    taken = max(pool.run(measure_overlap, cluster.devices, asked.device, asked.threads))
+    return cluster, residuals
+
+
+def _with_overlap(cluster: Cluster, taken: float) -> Cluster:
     device = cluster.device
-    units = replace(device.units_taken, collectives=taken)
-    return replace(cluster, device=replace(device, units_taken=units)), residuals
-
-
-def _with_storage(cluster: Cluster, folder: Path) -> Cluster:
-    """The first of its storages, as fast as the slower of writing and reading."""
-    path = folder / ".shardwise-calibrate"
-    try:
-        room = min(MOST_BYTES, shutil.disk_usage(folder).free // 10)
-        size, write_seconds = timed_write(path, room)
-        read_seconds = timed_read(path)
-    except OSError as error:
-        raise SpecError("--folder", f"{folder} cannot be written ({error.strerror})", "name another") from None
-    finally:
-        path.unlink(missing_ok=True)
-    if not size:
-        return cluster
-    rate = size / max(write_seconds, read_seconds or 0.0)
-    first = cluster.storage[0]
-    link = Link(bandwidth=rate, latency=first.link.latency, name=first.link.name, source="measured: written and synced")
-    return replace(cluster, storage=(replace(first, link=link, count_per_node=1), *cluster.storage[1:]))
+    return replace(cluster, device=replace(device, units_taken=replace(device.units_taken, collectives=taken)))
 
 
 def _name(asked: Request) -> str:
     return f"calibrated-{asked.cluster.name.removeprefix('emulated-').removeprefix('calibrated-')}"
 
 
-def _provenance(asked: Request, residuals: list[Residual]) -> str:
+def _provenance(asked: Request, hosts: Sequence[str], residuals: Sequence[Residual], slow: Sequence[FarOff]) -> str:
     where = f"{asked.cluster.devices} {asked.device} devices of one machine"
+    if asked.started is not None and asked.started.hosts > 1:
+        named = ", ".join(dict.fromkeys(hosts))
+        where = f"{asked.cluster.devices} {asked.device} devices of {asked.started.hosts} hosts ({named})"
     if asked.emulation is not None:
         where += f", emulated as {asked.emulation}"
     errors = "; ".join(f"{one.what}: median {one.median_error:.0%}, worst {one.worst_error:.0%}" for one in residuals)
-    return f"shardwise calibrate, {date.today().isoformat()}, PyTorch {torch.__version__}, {where}. Errors: {errors}."
+    parts = [
+        f"shardwise calibrate, {date.today().isoformat()}, PyTorch {torch.__version__}, {where}",
+        "Of devices the middle one, of collectives and disks the slowest",
+        *([f"Errors: {errors}"] if errors else ()),
+        *(f"Slow: {one}" for one in slow),
+    ]
+    return "".join(f"{part}. " for part in parts).strip()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 ROUNDS = 7
 ROUND_SECONDS = 0.02  # of one round at least: a clock's grain and one interrupt do not show
@@ -19,8 +22,8 @@ class Together:
     They meet by counting in a store, not by a collective: what is measured has a process group of its own.
     """
 
-    def __init__(self, meeting_file: str, world: int) -> None:
-        self._store = dist.FileStore(f"{meeting_file}-together", world)  # type: ignore[attr-defined]
+    def __init__(self, store: Store, world: int) -> None:
+        self._store = dist.PrefixStore("together", store)  # type: ignore[attr-defined]
         self._world, self._meetings = world, 0
 
     def meet(self) -> None:

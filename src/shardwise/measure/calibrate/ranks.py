@@ -1,0 +1,113 @@
+"""The ranks that measure: processes of a pool, or this one and others that torchrun has started on their hosts."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from shardwise.launch.pool import Place, Pool
+from shardwise.launch.started import Started
+from shardwise.spec.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+Found = TypeVar("Found")
+_LONGEST_SECONDS = 1800.0  # of one call
+_LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of ``world`` that measure at once; ``store`` is new for each call and common to all."""
+
+    number: int
+    world: int
+    ranks_per_host: int
+    store: Store
+
+    @property
+    def first_of_host(self) -> bool:
+        return self.number % self.ranks_per_host == 0
+
+
+class Ranks(Protocol):
+    def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+        """What ``function(rank, *arguments)`` returned on every rank."""
+
+
+@dataclass(frozen=True)
+class PoolRanks:
+    """On one machine, which is the only host: virtual nodes share what it has."""
+
+    pool: Pool
+    world: int
+
+    def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+        return self.pool.run(_in_pool, self.world, function, arguments, timeout_seconds=_LONGEST_SECONDS)
+
+
+def _in_pool(place: Place, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
+    store = dist.FileStore(place.meeting_file, place.world)  # type: ignore[attr-defined]
+    return function(Rank(place.rank, place.world, place.world, store), *arguments)
+
+
+class StartedRanks:
+    """Every rank makes the same calls, and each gets what all of them returned."""
+
+    def __init__(self, here: Started, store: Store) -> None:
+        self._here, self._store, self._calls = here, store, 0
+
+    def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+        self._calls += 1
+        here = self._here
+        own: Store = dist.PrefixStore(f"calibrate-{self._calls}", self._store)  # type: ignore[attr-defined]
+        found = function(Rank(here.rank, here.world, here.ranks_per_host, own), *arguments)
+        own.set(f"found-{here.rank}", pickle.dumps(found))  # type: ignore[arg-type]
+        names = [f"found-{rank}" for rank in range(here.world)]
+        own.wait(names, timedelta(seconds=_LONGEST_SECONDS))
+        return [pickle.loads(own.get(name)) for name in names]
+
+    def leave(self) -> None:
+        """Rank 0 may hold what all meet in: it leaves last."""
+        gone = self._store.add("left", 1)
+        while self._here.rank == 0 and gone < self._here.world:
+            time.sleep(_LOOK_SECONDS)
+            gone = self._store.add("left", 0)
+
+
+@contextmanager
+def started_ranks(here: Started) -> Iterator[StartedRanks]:
+    """Met where MASTER_ADDR and MASTER_PORT say."""
+    store, _, _ = next(rendezvous("env://", here.rank, here.world))
+    ranks = StartedRanks(here, store)
+    try:
+        yield ranks
+    except SpecError:  # of what all ranks were told, so that all of them leave
+        ranks.leave()
+        raise
+    ranks.leave()  # not after another failure: it is this rank's own
+
+
+def hosts_of(ranks: Ranks) -> list[str]:
+    """The host of every rank, by name; all of them have as many ranks, numbered host by host."""
+    found = ranks.run(_host)
+    count = found[0][1]
+    for rank, one in enumerate(found):
+        if one != (found[rank // count * count][0], count):
+            problem = f"rank {rank} is one of {one[1]} on {one[0]}, rank 0 is one of {count} on {found[0][0]}"
+            raise SpecError("LOCAL_WORLD_SIZE", problem, "start as many ranks on every host, and number them on end")
+    return [name for name, _ in found]
+
+
+def _host(rank: Rank) -> tuple[str, int]:
+    return socket.gethostname(), rank.ranks_per_host
