@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.build_optimizer import decays
 from shardwise.engine.parallelize import Parallel, gather_state_dict, parallelize
@@ -269,8 +268,7 @@ def compare(case: Case, loss: Callable[[Any, Any], Tensor] | None = None) -> dic
     norm = global_norm(plain.weights.values())
     for one in parallel.parameters:
         scale = norm if one.name in rounding else None
-        local = _undivided(one.parameter.detach())
-        found["weight"].append(deviation(one.name, local, one.part, plain.weights[one.name], scale))
+        found["weight"].append(deviation(one.name, one.parameter.detach(), one.part, plain.weights[one.name], scale))
     found["gathered"] += _gathered(parallel, plain, rounding, norm)
     return {kind: Deviation.worst(several) for kind, several in found.items()}
 
@@ -283,7 +281,7 @@ def _gradients(parallel: Parallel, expected: dict[str, Tensor], at: str) -> list
             continue
         name = parallel.aliases.get(one.name, one.name)
         scale = norm if name in rounding else None
-        found.append(deviation(f"{one.name}, {at}", _undivided(one.parameter.grad), one.part, expected[name], scale))
+        found.append(deviation(f"{one.name}, {at}", one.parameter.grad, one.part, expected[name], scale))
     return found
 
 
@@ -300,7 +298,3 @@ def _gathered(parallel: Parallel, plain: Plain, rounding: frozenset[str], norm: 
         deviation(name, one, Part(tuple(one.shape)), plain.weights[name], norm if name in rounding else None)
         for name, one in state.items()
     ]
-
-
-def _undivided(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

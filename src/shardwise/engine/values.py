@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardwise.engine.gradients import Held, held
+from shardwise.engine.gradients import Held, held, local
 from shardwise.engine.parts import Part
 from shardwise.models.initialise import initial_value, is_stack_of_experts
 from shardwise.spec.model import Model
@@ -44,16 +44,16 @@ def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> No
 @torch.no_grad()
 def fill(one: Held, part_value: Whole) -> None:
     """Writes into the local tensor what ``part_value`` gives for its part of the model."""
-    value = part_value(one.name, one.part)
-    if isinstance(one.parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            one.parameter.shape, one.parameter.device_mesh, one.parameter.placements
-        )
+    local(one.parameter).copy_(divided_as(one.parameter, part_value(one.name, one.part)))
+
+
+def divided_as(tensor: Tensor, value: Tensor) -> Tensor:
+    """Of ``value``, which is as large as ``tensor``, what data parallelism gives to this rank of ``tensor``."""
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         for dimension, (start, length) in enumerate(zip(offset, shape)):
             value = value.narrow(dimension, min(start, value.shape[dimension] - length), length)
-        one.parameter.to_local().copy_(value)
-    else:
-        one.parameter.copy_(value)
+    return value
 
 
 def _drawn(name: str, part: Part, seed: int, model: Model, device: torch.device) -> Tensor:

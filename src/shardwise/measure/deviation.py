@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.engine.gradients import local
 from shardwise.engine.parts import Part
+from shardwise.engine.values import divided_as
 
 NEGLIGIBLE = 1e-6  # of the global norm: gradients this small are rounding (a key bias has gradient zero in theory)
 
@@ -31,13 +33,16 @@ def negligible(gradients: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(name for name, one in gradients.items() if largest(one) < NEGLIGIBLE * norm)
 
 
-def deviation(name: str, local: Tensor, part: Part, whole: Tensor, absolute_scale: float | None = None) -> Deviation:
-    """max|a-b| / max|b|, b being the whole reference; against ``absolute_scale`` where b is rounding only."""
-    expected = part.of(whole)
-    if local.shape != expected.shape or not torch.isfinite(local).all():
+def deviation(name: str, found: Tensor, part: Part, whole: Tensor, absolute_scale: float | None = None) -> Deviation:
+    """max|a-b| / max|b|, b being the whole reference; against ``absolute_scale`` where b is rounding only.
+
+    Where data parallelism divides ``found``, a is what this rank holds of it.
+    """
+    expected, mine = part.of(whole), local(found)
+    if found.shape != expected.shape or not torch.isfinite(mine).all():
         return Deviation(float("inf"), name)
     scale = largest(whole) if absolute_scale is None else absolute_scale
-    difference = largest(local - expected)
+    difference = largest(mine - divided_as(found, expected))
     return Deviation(difference / scale if scale else float(difference > 0), name)
 
 

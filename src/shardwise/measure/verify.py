@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.gradients import Held
@@ -144,7 +143,7 @@ def _compare(
 ) -> dict[str, Deviation]:
     """What one rank finds."""
     torch.set_num_threads(1)
-    reference = Reference(**torch.load(path, mmap=True))
+    reference = Reference(**torch.load(path, mmap=True, weights_only=False))  # written by `_write_reference`
     found: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
     with joined(place.rank, place.world, place.meeting_file, device=device):
         engine = Engine(job, device=device, seed=seed)
@@ -172,10 +171,8 @@ def _gradients(parameters: Sequence[Held], expected: dict[str, torch.Tensor], at
             found.append(Deviation(float("inf"), f"{one.name}, {at}: no gradient"))
             continue
         scale = norm if one.name in rounding else None
-        whole = _undivided(one.parameter.grad)
-        found.append(
-            deviation(f"{one.name}, {at}", whole, one.part, expected[_reference_name(one.name, expected)], scale)
-        )
+        wanted = expected[_reference_name(one.name, expected)]
+        found.append(deviation(f"{one.name}, {at}", one.parameter.grad, one.part, wanted, scale))
     return found
 
 
@@ -186,15 +183,10 @@ def _weights(engine: Engine, reference: Reference) -> list[Deviation]:
     for one in engine.parameters:
         scale = norm if one.name in rounding else None
         expected = reference.weights[_reference_name(one.name, reference.weights)]
-        found.append(deviation(one.name, _undivided(one.parameter.detach()), one.part, expected, scale))
+        found.append(deviation(one.name, one.parameter.detach(), one.part, expected, scale))
     return found
 
 
 def _reference_name(name: str, expected: dict[str, torch.Tensor]) -> str:
     """Where embedding and head are one parameter, the whole model lists it once."""
     return "embedding.weight" if name == "head.weight" and name not in expected else name
-
-
-def _undivided(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the model, whatever data parallelism divided it into."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
