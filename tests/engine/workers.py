@@ -16,6 +16,7 @@ PRELOAD = (
     "torch.distributed.pipelining",
     "shardwise.engine.parallelize",
     "shardwise.measure.verify",
+    "transformers.models.llama.modeling_llama",
 )
 
 
@@ -37,5 +38,7 @@ def _in_world(place: Place, function: Callable[..., Any], arguments: tuple[Any, 
     from shardwise.engine.world import joined
 
     torch.set_num_threads(1)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # then its products of halves take 20 times as long
+        torch.backends.mkldnn.set_flags(False)
     with joined(place.rank, place.world, place.meeting_file):
         return function(*arguments)
