@@ -14,6 +14,7 @@ from shardwise.cost.communication import step_traffic
 from shardwise.cost.communication.pipeline import bubble_share, exposed_messages
 from shardwise.cost.prediction import predict
 from shardwise.cost.sending_less import sending_less
+from shardwise.cost.simulation import simulated_step
 from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import Traffic
 from shardwise.spec.job import Job
@@ -283,6 +284,20 @@ def test_messages_on_the_critical_path_of_1f1b(p: int, m: int) -> None:
 
 def test_a_single_microbatch_waits_for_every_message() -> None:
     assert exposed_messages(job(LLAMA, dp=1, pp=4)) == 2 * 3
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "zbv", "dualpipev"])
+def test_no_price_of_a_step_is_below_what_a_slow_link_carries(schedule: str) -> None:
+    """Floor, closed form and simulation: every message of a microbatch over the same 200 Mb/s, one after the other."""
+    chunks = {"interleave": 2} if schedule == "interleaved" else {}
+    case = far_apart(tp=1, cp=4, dp=4, pp=2, schedule=schedule, order=["tp", "cp", "dp", "pp"], **chunks)
+    messages = {"interleaved": 3, "zbv": 2, "dualpipev": 2}.get(schedule, 1) * case.microbatches
+    prediction = predict(case)
+    carried = messages * prediction.slowest.message_seconds
+    assert carried > 10 * case.microbatches * prediction.slowest.microbatch_seconds
+    assert analyze(case).step_seconds >= carried
+    assert prediction.pipeline_seconds >= carried
+    assert simulated_step(prediction).pipeline_seconds >= carried
 
 
 # Idle time over busy time with F = B = W = 1 (formulas D.4): p = 4, m = 16.

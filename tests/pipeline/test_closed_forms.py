@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,11 +15,13 @@ from shardwise.pipeline import (
     bubble_seconds,
     build,
     chunks_per_rank,
+    closed_forms,
     equal_stages,
     peak_activations,
     peak_chunks_in_flight,
     simulate,
 )
+from shardwise.pipeline.message_pace import messages_per_link
 from shardwise.spec.errors import SpecError
 
 NAMES = (
@@ -66,6 +70,63 @@ def test_bubbles_with_messages(pipeline, times, comm):
     if bubble_is_exact(name, ranks, microbatches, *times, comm):
         expected = simulated_bubble(*pipeline, times, comm)
         assert bubble_seconds(*pipeline, *times, comm) == pytest.approx(expected, abs=1e-9)
+
+
+def busiest_link_messages(schedule):
+    """Counted: what goes over the link with most of them, from one rank to another."""
+    sent = Counter()
+    for rank, actions in enumerate(schedule.actions):
+        for kind, stage, j in actions:
+            target = stage + 1 if kind == "F" else stage - 1
+            if kind != "W" and 0 <= target < schedule.stages and (other := schedule.rank_of(target, j)) != rank:
+                sent[rank, other] += 1
+    return max(sent.values(), default=0)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    pipeline=pipelines(),
+    times=st.tuples(seconds, seconds, seconds),
+    comm=st.sampled_from([0.05, 0.5, 1.0, 2.0, 4.0, 10.0, 40.0, 400.0]),
+)
+def test_no_step_is_shorter_than_what_its_links_carry(pipeline, times, comm):
+    name, ranks, microbatches, _ = pipeline
+    schedule = build(*pipeline)
+    messages = busiest_link_messages(schedule)
+    per_microbatch = messages_per_link(name, ranks, schedule.stages // ranks) if ranks > 1 else 0
+    assert per_microbatch * microbatches == messages or (name == "dualpipe" and microbatches % 2)
+    step = microbatches * schedule.stages / ranks * sum(times) + bubble_seconds(*pipeline, *times, comm)
+    assert step >= messages * comm
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    pipeline=pipelines(),
+    passes=st.sampled_from([(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 2.0, 1.0)]),
+    comm=st.sampled_from([1.0, 2.0, 3.0, 5.0, 10.0, 40.0, 400.0]),
+)
+def test_steps_with_long_messages_come_near(pipeline, passes, comm):
+    """Within 35 % of the simulated step, and 10 % where messages are all that counts, once a pipeline is full."""
+    _, ranks, microbatches, _ = pipeline
+    if microbatches < 2 * ranks:
+        return
+    schedule = build(*pipeline)
+    work = microbatches * schedule.stages / ranks * sum(passes)
+    simulated = work + simulated_bubble(*pipeline, passes, comm)
+    near = 0.1 if comm > 100 and microbatches >= 4 * ranks else 0.35
+    assert work + bubble_seconds(*pipeline, *passes, comm) == pytest.approx(simulated, rel=near)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(pipeline=pipelines(), times=st.tuples(seconds, seconds, seconds), share=st.sampled_from([0.0, 0.1, 0.5]))
+def test_links_do_not_matter_while_messages_are_short(pipeline, times, share):
+    """Half of the shortest pass: the pace is that of the passes."""
+    name, ranks, microbatches, _ = pipeline
+    if microbatches < ranks:
+        return
+    v, comm = build(*pipeline).stages // ranks, share * min(times)
+    passes_alone = closed_forms._paced_by_passes(name, ranks, microbatches, v, (*times, comm), 0.0)
+    assert bubble_seconds(*pipeline, *times, comm) == pytest.approx(passes_alone, abs=1e-9)
 
 
 @settings(max_examples=examples(100), deadline=None)

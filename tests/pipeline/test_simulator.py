@@ -68,17 +68,30 @@ def longest_paths(schedule: PipelineSchedule, times, comm, blocking, overhead):
     def hop(s, target, j):
         return comm[min(s, target)] if schedule.rank_of(s, j) != schedule.rank_of(target, j) else 0.0
 
-    def sends(a):
+    def receiver(rank, a):
+        """The other rank that an action sends to, if any."""
         target = a.stage + 1 if a.kind is F else a.stage - 1
         if a.kind is W or not 0 <= target < schedule.stages:
-            return 0.0
-        return hop(a.stage, target, a.microbatch)
+            return None
+        other = schedule.rank_of(target, a.microbatch)
+        return None if other == rank else other
 
     starts = dict.fromkeys(place.values(), 0.0)
 
     def end(node):
         a = schedule.actions[node[0]][node[1]]
         return starts[node] + seconds[a.kind][a.stage] + overhead
+
+    def arrival(node):
+        """Of what the action sends: the link is busy with what the rank sent over it before."""
+        rank, i = node
+        a = schedule.actions[rank][i]
+        other = receiver(rank, a)
+        if other is None:
+            return end(node)
+        before = [k for k in range(i) if receiver(rank, schedule.actions[rank][k]) == other]
+        free = arrival((rank, before[-1])) if before else 0.0
+        return max(end(node), free) + hop(a.stage, a.stage + 1 if a.kind is F else a.stage - 1, a.microbatch)
 
     moved = True
     while moved:
@@ -87,15 +100,14 @@ def longest_paths(schedule: PipelineSchedule, times, comm, blocking, overhead):
             for i, a in enumerate(actions):
                 bounds = [0.0]
                 if i:
-                    before = actions[i - 1]
-                    bounds.append(end((rank, i - 1)) + (sends(before) if blocking else 0.0))
+                    bounds.append(arrival((rank, i - 1)) if blocking else end((rank, i - 1)))
                 source = ("F", a.stage - 1, a.microbatch) if a.kind is F else ("I", a.stage + 1, a.microbatch)
                 if a.kind is not W and source in place:
-                    bounds.append(end(place[source]) + hop(source[1], a.stage, a.microbatch))
+                    bounds.append(arrival(place[source]))
                 if max(bounds) > starts[rank, i]:
                     starts[rank, i] = max(bounds)
                     moved = True
-    return {node: (starts[node], end(node)) for node in starts}
+    return {node: (starts[node], end(node), arrival(node)) for node in starts}
 
 
 seconds = st.integers(0, 8).map(lambda n: n / 4)
@@ -112,7 +124,8 @@ def test_the_simulator_equals_a_longest_path_search(schedule, data, blocking, ov
     expected = longest_paths(schedule, times, comm, blocking, overhead)
     for rank, actions in enumerate(schedule.actions):
         for i in range(len(actions)):
-            assert (timeline.starts[rank][i], timeline.ends[rank][i]) == pytest.approx(expected[rank, i])
+            got = timeline.starts[rank][i], timeline.ends[rank][i], timeline.arrivals[rank][i]
+            assert got == pytest.approx(expected[rank, i])
 
 
 @settings(max_examples=examples(80), deadline=None)
@@ -158,6 +171,19 @@ def test_messages_overlapped_and_blocking():
     assert blocking.starts[0][:3] == (0.0, 1.5, 3.0)
     assert overlapped.starts[1][0] == blocking.starts[1][0] == 1.5
     assert blocking.makespan_seconds > overlapped.makespan_seconds
+
+
+def test_a_link_carries_one_message_after_the_other():
+    timeline = simulate(build("gpipe", 2, 3), equal_stages(2, 1.0, 1.0, 1.0), 5.0)
+    assert timeline.ends[0][:3] == (1.0, 2.0, 3.0)
+    assert timeline.arrivals[0][:3] == timeline.starts[1][:3] == (6.0, 11.0, 16.0)
+    assert timeline.makespan_seconds == 1 + 3 * 5 + 1 + 2 + 3 * 5 + 2  # the gradients' way back is another link
+
+
+def test_both_directions_of_a_v_share_a_link_with_the_other_chunk():
+    """Rank 0 sends rank 1 activations of its first chunk and gradients of its last."""
+    timeline = simulate(build("zbv", 2, 6), equal_stages(4, 1.0, 1.0, 1.0), 100.0)
+    assert timeline.makespan_seconds > 2 * 6 * 100.0
 
 
 def test_stages_on_one_rank_send_nothing():

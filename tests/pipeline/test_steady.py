@@ -53,7 +53,7 @@ def slower_last(times: StageTimes, factor: float) -> StageTimes:
 
 
 @settings(max_examples=examples(250), deadline=None)
-@given(pipeline=pipelines(), data=st.data(), message=st.sampled_from((0.0, 0.01, 0.3, 2.0)))
+@given(pipeline=pipelines(), data=st.data(), message=st.sampled_from((0.0, 0.01, 0.3, 2.0, 20.0)))
 def test_extrapolation_equals_the_whole_simulation(pipeline, data, message):
     times = data.draw(any_times(pipeline[1] * pipeline[3]))
     seconds, timeline = simulated_pipeline(*pipeline, times, message)
@@ -86,7 +86,7 @@ def test_rounding_the_times_changes_next_to_nothing(pipeline, data, message):
 @given(
     pipeline=pipelines(EXACT, st.integers(1, 40)),
     passes=st.tuples(*[st.integers(1, 12).map(lambda n: n / 7)] * 3),
-    message=st.sampled_from((0.0, 0.01, 0.1)),
+    message=st.sampled_from((0.0, 0.01, 0.1, 4.0)),
 )
 @example(pipeline=("1f1b", 8, 4096, 1), passes=(1.0, 1.0, 1.0), message=0.1)
 def test_it_equals_the_closed_form_where_that_is_exact(pipeline, passes, message):

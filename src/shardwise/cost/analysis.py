@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.communication import step_traffic
+from shardwise.cost.communication.pipeline import waiting_for_links
 from shardwise.cost.compute import StageCompute, at_peak, bubble_seconds, stage_compute
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory import DeviceMemory, device_memories
@@ -132,7 +133,10 @@ def analyze(job: Job) -> Analysis:
     for contents in rank_kinds(job, pipeline_ranks_to_price(job)):
         compute = stage_compute(job, contents)
         traffics = with_exposed_seconds(step_traffic(ideal, contents), compute.windows(job.microbatches))
-        analysis = Analysis(job, contents, compute, tuple(traffics), memories, bubble_seconds(job, compute))
+        bubble = bubble_seconds(job, compute)
+        silent = job.microbatches * (compute.forward + compute.backward) + bubble
+        traffics = waiting_for_links(job, traffics, silent)
+        analysis = Analysis(job, contents, compute, tuple(traffics), memories, bubble)
         if slowest is None or analysis.step_seconds > slowest.step_seconds:
             slowest = analysis
     assert slowest is not None

@@ -132,10 +132,10 @@ def _waited_seconds(traffic: Traffic) -> float:
 
 def _messages(timeline: Timeline, number: int, seconds: float) -> Iterator[_Slice]:
     schedule = timeline.schedule
-    for action, end in zip(schedule.actions[number], timeline.ends[number]):
+    for action, arrival in zip(schedule.actions[number], timeline.arrivals[number]):
         target = _receiver(schedule, action)
         if target not in (None, number):
-            yield _Slice("pp", f"{action.kind}{action.microbatch} to rank {target}", end, seconds)
+            yield _Slice("pp", f"{action.kind}{action.microbatch} to rank {target}", arrival - seconds, seconds)
 
 
 def _receiver(schedule: PipelineSchedule, action: Action) -> int | None:

@@ -1,8 +1,9 @@
 """Bubbles by formula: what a step costs beyond the work of one rank, without building a schedule.
 
 Times are those of one stage (one chunk). "Exact" means equal to the simulator for equal stages and overlapped
-messages; ``bubble_is_exact`` says where. All arguments may be numpy arrays. The bubble is that of the longest
-rank (``Timeline.bubble_seconds``).
+messages; ``bubble_is_exact`` says where. Elsewhere the longer of two estimates counts: passes set the pace, or
+messages do (`message_pace`). All arguments may be numpy arrays. The bubble is that of the longest rank
+(``Timeline.bubble_seconds``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.pipeline.build import chunks_per_rank
+from shardwise.pipeline.message_pace import one_f_one_b_wait, paced_by_messages
 from shardwise.spec.errors import SpecError
+
+_ANY_MESSAGES = frozenset(("sequential", "gpipe", "1f1b"))  # exact for short and for long ones
 
 
 def bubble_seconds(
@@ -26,8 +30,20 @@ def bubble_seconds(
     released_by_input_grad: float = 0.0,
 ) -> Any:
     """Seconds that the longest rank spends beyond its own work, for equal stages."""
-    p, m, v = ranks, microbatches, chunks_per_rank(name) if chunks is None else chunks
-    F, I, W, c = forward, input_grad, weight_grad, comm_seconds  # noqa: E741
+    v = chunks_per_rank(name) if chunks is None else chunks
+    seconds = (forward, input_grad, weight_grad, comm_seconds)
+    bubble = _paced_by_passes(name, ranks, microbatches, v, seconds, released_by_input_grad)
+    if name in _ANY_MESSAGES:
+        return bubble
+    work = microbatches * v * (forward + input_grad + weight_grad)
+    return maximum(bubble, (ranks > 1) * (paced_by_messages(name, ranks, microbatches, v, *seconds) - work))
+
+
+def _paced_by_passes(
+    name: str, p: Any, m: Any, v: Any, seconds: tuple[Any, Any, Any, Any], released_by_input_grad: float
+) -> Any:
+    """The bubble where messages delay what waits for them and no link is short of time."""
+    F, I, W, c = seconds  # noqa: E741
     hops = p - 1
     round_trip = hops * (F + I)
     match name:
@@ -35,18 +51,20 @@ def bubble_seconds(
             # Every other rank's work of every microbatch is waited for.
             return m * hops * (F + I + W + 2 * c)
         case "gpipe":
-            # (p-1)(F+B): Narayanan et al. 2021, section 2.2.1; a message per hop, there and back.
-            return hops * (F + I + W + 2 * c)
+            # (p-1)(F+B): Narayanan et al. 2021, section 2.2.1; a message per hop, there and back. Each way, all follow
+            # each other at the pace of the pass or of the message, whichever is slower.
+            queue = maximum(0.0, c - F) + maximum(0.0, c - (I + W))
+            return hops * (F + I + W + 2 * c) + (m - 1) * queue * (p > 1)
         case "1f1b":
             # The same; besides, p in flight make every later microbatch pay (p-1)/p of a round trip of messages.
-            return hops * (F + I + W) + _one_f_one_b_messages(p, m) * c
+            return hops * (F + I + W) + one_f_one_b_wait(p, m, F + I + W, c)
         case "interleaved":
             # (p-1)(F+B)/v of a whole rank: Narayanan et al. 2021, section 2.2.2; every boundary once each way.
             return hops * (F + I + W) + 2 * (p * v - 1) * (p > 1) * c
         case "zb-h1" | "zb-1p":
             # (p-1)(F+I-W): Qi et al. 2023, section 2.2; needs m >= p and W <= F, else as here.
-            messages = minimum(_one_f_one_b_messages(p, m), 4 * hops)
-            return round_trip - minimum(m - 1, hops) * minimum(W, F) + messages * c
+            waits = minimum(one_f_one_b_wait(p, m, F + I, c), 4 * hops * c)
+            return round_trip - minimum(m - 1, hops) * minimum(W, F) + waits
         case "zb-h2":
             # (p-1)(F+I-2W): Qi et al. 2023, section 2.2; fewer microbatches fill less.
             return maximum(0.0, round_trip - minimum(m - 1, 2 * hops) * W) + 2 * hops * c
@@ -117,11 +135,3 @@ def bubble_is_exact(
         "dualpipe": even and m >= 2 * p and m % 2 == 0,
         "dualpipev": even and m >= 2 * p,
     }.get(name, False)
-
-
-def _one_f_one_b_messages(p: Any, m: Any) -> Any:
-    """Messages that 1F1B waits for: the first round trip, then (p-1)/p of one for every further microbatch.
-
-    Exact for any m and any message time (the form 2(p-1)m/p + 2(p-2) is so only when p divides m).
-    """
-    return 2 * (p - 1) + 2 * ((m - 1) * (p - 1) // p)

@@ -1,4 +1,7 @@
-"""When every action of a schedule runs: each rank does its list in order, as early as its inputs allow."""
+"""When every action of a schedule runs: each rank does its list in order, as early as its inputs allow.
+
+A link leads from one rank to another, and carries one message after the other, in the order of the actions that send.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ def simulate(
     """The timeline of a ``schedule`` that the verifier accepts.
 
     ``comm_seconds``: a message between neighbouring stages on different ranks (one number, or one per
-    boundary). Overlapped, the sender goes on at once and the receiver waits for the arrival; ``blocking``,
-    the sender waits too. ``overhead_seconds`` is added to every action (launching it), and is not busy time.
+    boundary); as long, its link carries no other. Overlapped, the sender goes on at once and the receiver waits for
+    the arrival; ``blocking``, the sender waits too. ``overhead_seconds`` is added to every action (launching it), and
+    is not busy time.
     """
     comm = boundary_seconds(schedule, comm_seconds)
     if times.stages != schedule.stages:
@@ -39,6 +43,7 @@ def simulate(
         schedule,
         tuple(map(tuple, run.starts)),
         tuple(map(tuple, run.ends)),
+        tuple(map(tuple, run.arrivals)),
         tuple(run.busy),
     )
 
@@ -55,29 +60,31 @@ def boundary_seconds(schedule: PipelineSchedule, comm_seconds: float | Sequence[
 class _Run:
     """The state of one simulation.
 
-    ``arrival[2s + backward][j]`` is when the input of stage s's forward (backward) of microbatch j is there.
+    ``ready[2s + backward][j]`` is when the input of stage s's forward (backward) of microbatch j is there, and
+    ``links[rank][other]`` when the link from rank to the other is free.
     """
 
     def __init__(
         self, schedule: PipelineSchedule, times: StageTimes, comm: tuple[float, ...], blocking: bool, overhead: float
     ) -> None:
         stages, m, ranks = schedule.stages, schedule.microbatches, schedule.ranks
-        self.schedule, self.blocking, self.overhead = schedule, blocking, overhead
+        self.schedule, self.comm, self.blocking, self.overhead = schedule, comm, blocking, overhead
         self.seconds = {
             ActionKind.F: times.forward,
             ActionKind.B: times.backward,
             ActionKind.I: times.input_grad,
             ActionKind.W: times.weight_grad,
         }
-        self.arrival = [[_NEVER] * m for _ in range(2 * stages)]
-        self.arrival[0] = [0.0] * m
-        self.arrival[2 * stages - 1] = [0.0] * m
-        self.hops = [_hops(placement, comm) for placement in schedule.placements]
+        self.ready = [[_NEVER] * m for _ in range(2 * stages)]
+        self.ready[0] = [0.0] * m
+        self.ready[2 * stages - 1] = [0.0] * m
         self.waiting: dict[tuple[int, int], int] = {}
         self.starts: list[list[float]] = [[] for _ in range(ranks)]
         self.ends: list[list[float]] = [[] for _ in range(ranks)]
+        self.arrivals: list[list[float]] = [[] for _ in range(ranks)]
         self.busy = [0.0] * ranks
         self.free = [0.0] * ranks
+        self.links = [[0.0] * ranks for _ in range(ranks)]
         self.runnable = list(range(ranks))
 
     def to_the_end(self) -> None:
@@ -92,43 +99,47 @@ class _Run:
 
     def _advance(self, rank: int) -> None:
         """Run ``rank`` until it waits for a message that nobody has sent yet."""
-        arrival, waiting, seconds, overhead = self.arrival, self.waiting, self.seconds, self.overhead
-        starts, ends, now, busy = self.starts[rank], self.ends[rank], self.free[rank], self.busy[rank]
-        last, copies, m = self.schedule.stages - 1, len(self.hops), self.schedule.microbatches
-        actions = self.schedule.actions[rank]
+        ready, waiting, seconds, overhead = self.ready, self.waiting, self.seconds, self.overhead
+        starts, ends, arrivals = self.starts[rank], self.ends[rank], self.arrivals[rank]
+        now, busy = self.free[rank], self.busy[rank]
+        last, actions = self.schedule.stages - 1, self.schedule.actions[rank]
         for position in range(len(ends), len(actions)):
             kind, stage, j = actions[position]
             seen = kind is F
             target = -1
             if kind is not W:
                 channel = 2 * stage + (not seen)
-                ready = arrival[channel][j]
-                if ready < 0.0:
+                there = ready[channel][j]
+                if there < 0.0:
                     waiting[channel, j] = rank
                     break
-                if ready > now:
-                    now = ready
+                if there > now:
+                    now = there
                 if seen:
                     target = stage + 1 if stage < last else -1
                 else:
                     target = stage - 1
             pass_seconds = seconds[kind][stage]
-            end = now + pass_seconds + overhead
+            end = arrival = now + pass_seconds + overhead
             starts.append(now)
             ends.append(end)
             busy += pass_seconds
             now = end
             if target >= 0:
-                hop = self.hops[j * copies // m][stage if seen else target]
+                arrival = self._send(rank, self.schedule.rank_of(target, j), min(stage, target), end)
                 channel = 2 * target + (not seen)
-                arrival[channel][j] = end + hop
+                ready[channel][j] = arrival
                 if self.blocking:
-                    now = end + hop
+                    now = arrival
                 if (channel, j) in waiting:
                     self.runnable.append(waiting.pop((channel, j)))
+            arrivals.append(arrival)
         self.free[rank], self.busy[rank] = now, busy
 
-
-def _hops(placement: tuple[int, ...], comm: tuple[float, ...]) -> list[float]:
-    """Seconds across each boundary; nothing where both stages share a rank."""
-    return [0.0 if placement[s] == placement[s + 1] else comm[s] for s in range(len(comm))]
+    def _send(self, sender: int, receiver: int, boundary: int, end: float) -> float:
+        """When a message that is there to be sent at ``end`` arrives."""
+        if sender == receiver:
+            return end
+        links = self.links[sender]
+        links[receiver] = arrival = max(end, links[receiver]) + self.comm[boundary]
+        return arrival

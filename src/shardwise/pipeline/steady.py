@@ -1,10 +1,12 @@
 """The seconds of many microbatches from the simulation of few: a full pipeline repeats itself.
 
-Each action starts when the one before it on its rank and the message it needs are there. Let no action lag more than
-``depth`` microbatches behind the newest one its rank has begun. Then every chain of such causes that leads back from
-a later microbatch passes through any ``depth`` successive ones. If all their actions run once more, ``period``
-microbatches on, and all by the same ``shift`` later, so does everything that follows (by induction along the chains),
-the emptying of the pipeline included: T(m + period) = T(m) + shift, for every such m.
+Each action starts when the one before it on its rank and the message it needs are there, each message when it is sent
+and the one before it on its link has arrived; that one was sent by an earlier action of the same rank. Let no action
+lag more than ``depth`` microbatches behind the newest one its rank has begun. Then every chain of such causes that
+leads back from a later microbatch passes through any ``depth`` successive ones. If all their actions run once more and
+their messages arrive once more, ``period`` microbatches on, and all by the same ``shift`` later, so does everything
+that follows (by induction along the chains), the emptying of the pipeline included: T(m + period) = T(m) + shift, for
+every such m.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class _Pipeline:
     def extrapolated(self, microbatches: int) -> float | None:
         """Seconds of the longest rank from at most half of the microbatches; None where that proves nothing."""
         if self.name == "gpipe":
-            # Both halves run at the pace of their slowest stage from the first microbatch on.
+            # Both halves run at the pace of their slowest stage or message from the first microbatch on.
             first = self.seconds(1)
             return first + (microbatches - 1) * (self.seconds(2) - first)
         if self.name in _NEVER_EXTRAPOLATED:
@@ -109,10 +111,10 @@ def repetition(timeline: Timeline, order_period: int = 1) -> tuple[int, float] |
     schedule = timeline.schedule
     copies = len(schedule.placements)
     own = schedule.microbatches // copies  # that enter at one end
-    depth, begins = _depth(schedule), _begins(timeline)
+    depth, moments = _depth(schedule), _moments(timeline)
     for period in range(order_period, own - 2 * depth + 1, order_period):
         until = own - depth - period
-        shift = _common_shift(begins, range(until - depth, until), period)
+        shift = _common_shift(moments, range(until - depth, until), period)
         if shift is not None:
             return copies * period, shift
     return None
@@ -135,26 +137,28 @@ def _depth(schedule: PipelineSchedule) -> int:
     return most + 1
 
 
-Begins = list[dict[tuple[ActionKind, int, int], float]]  # of every microbatch: kind, stage, end where it entered
+# Of every microbatch, by kind, stage and end where it entered: when the action moments, and when its result arrives.
+Moments = list[dict[tuple[ActionKind, int, int], tuple[float, float]]]
 
 
-def _begins(timeline: Timeline) -> Begins:
+def _moments(timeline: Timeline) -> Moments:
     entering = _entering(timeline.schedule)
-    begins: Begins = [{} for _ in range(entering)]
-    for actions, starts in zip(timeline.schedule.actions, timeline.starts):
-        for (kind, stage, microbatch), start in zip(actions, starts):
+    moments: Moments = [{} for _ in range(entering)]
+    for actions, starts, arrivals in zip(timeline.schedule.actions, timeline.starts, timeline.arrivals):
+        for (kind, stage, microbatch), start, arrival in zip(actions, starts, arrivals):
             end, index = divmod(microbatch, entering)
-            begins[index][kind, stage, end] = start
-    return begins
+            moments[index][kind, stage, end] = start, arrival
+    return moments
 
 
-def _common_shift(begins: Begins, window: range, period: int) -> float | None:
+def _common_shift(moments: Moments, window: range, period: int) -> float | None:
     """By how much later all actions of the window run ``period`` microbatches on; None unless all by the same."""
     shifts: set[float] = set()
     for index in window:
-        later = begins[index + period]
-        for what, start in begins[index].items():
-            shifts.add(later.get(what, math.inf) - start)
+        later = moments[index + period]
+        for what, (start, arrival) in moments[index].items():
+            later_start, later_arrival = later.get(what, (math.inf, math.inf))
+            shifts |= {later_start - start, later_arrival - arrival}
             if len(shifts) > 1:
                 return None
     return shifts.pop()

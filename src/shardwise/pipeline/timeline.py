@@ -14,12 +14,14 @@ from shardwise.spec.errors import SpecError
 class Timeline:
     """``starts[rank][i]`` and ``ends[rank][i]`` belong to ``schedule.actions[rank][i]``, in seconds.
 
-    ``busy`` is what every rank computes, without overhead and messages.
+    ``arrivals[rank][i]`` is when the result of that action is where it is needed next: its end, unless a message
+    carries it to another rank. ``busy`` is what every rank computes, without overhead and messages.
     """
 
     schedule: PipelineSchedule
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
+    arrivals: tuple[tuple[float, ...], ...]
     busy: tuple[float, ...]
 
     @property

@@ -105,6 +105,7 @@ class _Messages:
         self.seconds = {F: times.forward, I: times.input_grad, W: times.weight_grad}
         self.arrival: dict[Action, float] = {}
         self.sleeping: dict[Action, int] = {}
+        self.link_free: dict[tuple[int, int], float] = {}
 
     def earliest(self, action: Action, now: float) -> tuple[float, bool]:
         """When the action's input is there, and whether that is certain or only the earliest possible time."""
@@ -121,7 +122,9 @@ class _Messages:
         if action.kind is W or not 0 <= target < len(self.placement):
             return None
         message = Action(action.kind, target, action.microbatch)
-        self.arrival[message] = end + self._hop(action.stage, target)
+        link = self.placement[action.stage], self.placement[target]
+        arrival = max(end, self.link_free.get(link, 0.0)) + self._hop(action.stage, target)
+        self.arrival[message] = self.link_free[link] = arrival
         return self.sleeping.pop(message, None)
 
     def _hop(self, source: int, target: int) -> float:
