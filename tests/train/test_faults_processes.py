@@ -12,6 +12,7 @@ import pytest
 
 from train.faults import final_state, small_job, train
 from train.faulty_worker import Fault
+from train.runs import run as run_in_pool
 from train.runs import write_shards
 
 LIMIT_SECONDS = 10  # after which a rank without a sign of life has failed
@@ -24,9 +25,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: str) -> tuple[Any, ...]:
-    ended = train(small_job(shards), tmp_path_factory.mktemp("undisturbed") / "run")
-    ended.require(0)
-    return final_state(ended.folder)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_in_pool(small_job(shards), folder)
+    return final_state(folder)
 
 
 def test_one_run_survives_what_may_happen_to_its_processes(

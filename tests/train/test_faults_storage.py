@@ -19,6 +19,7 @@ from shardwise.spec import Job
 from shardwise.train.checkpoint.load import problems_of
 from train.faults import STEPS, final_state, read_only, small_disk, small_job, train
 from train.faulty_worker import Fault
+from train.runs import run as run_in_pool
 from train.runs import write_shards
 
 KEEP_ALL = {"checkpoints": {"steps": 2, "seconds": None, "keep": 9}}
@@ -32,9 +33,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, shards: str) -> Path:
     """The folder of a run with all its checkpoints."""
-    ended = train(small_job(shards, run=KEEP_ALL), tmp_path_factory.mktemp("undisturbed") / "run")
-    ended.require(0)
-    return ended.folder
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_in_pool(small_job(shards, run=KEEP_ALL), folder)
+    return folder
 
 
 class Hostile:
