@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.calibrate import started_cluster
 from shardwise.cli.main import main
+from shardwise.launch.started import Started
 from shardwise.measure.calibrate.far_off import far_off
 from shardwise.measure.calibrate.ranks import hosts_of
 from shardwise.spec import SpecError
@@ -120,6 +122,21 @@ def test_what_does_not_fit_the_ranks_is_told_in_a_line(
     error = capsys.readouterr().err
     assert said in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "widths"),
+    [
+        (None, Started(0, 4, 4), [1, 4]),
+        (None, Started(0, 6, 2), [2, 3]),
+        ("dgx-h100", Started(0, 4, 4), [4, 1]),
+        ("dgx-h100:2", Started(0, 16, 8), [8, 2]),
+    ],
+)
+def test_hosts_become_levels(name: str | None, here: Started, widths: list[int]) -> None:
+    cluster = started_cluster(name, "cpu", here)
+    assert [level.width for level in cluster.levels] == widths
+    assert (cluster.nodes, cluster.node_devices) == (here.hosts, here.ranks_per_host)
 
 
 class Answers:

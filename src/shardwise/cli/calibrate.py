@@ -71,7 +71,7 @@ def _measure(parsed: argparse.Namespace, here: Started | None) -> int:
     if emulation is not None:
         require_emulation()
     device = _device(parsed.device, emulated=emulation is not None)
-    cluster = _cluster(parsed, device, emulation) if here is None else _started_cluster(parsed, device, here)
+    cluster = _cluster(parsed, device, emulation) if here is None else started_cluster(parsed.cluster, device, here)
     threads = max(1, (os.cpu_count() or 1) // (cluster.devices if here is None else here.ranks_per_host))
     request = Request(cluster, device, threads, path.resolve().parent, emulation, _parts(parsed.only), here)
     with Console(stderr=True, quiet=not writes).status("") as status:
@@ -98,7 +98,7 @@ def _device(asked: str, *, emulated: bool) -> str:
 
 def _cluster(parsed: argparse.Namespace, device: str, emulation: Emulation | None) -> Cluster:
     """What is known before anything is measured: as many devices as there are, or as are asked for."""
-    base = named_cluster(_require_cluster(parsed) if device == "cuda" else parsed.cluster or "laptop:1")
+    base = named_cluster(_require_name(parsed.cluster) if device == "cuda" else parsed.cluster or "laptop:1")
     if emulation is not None:
         return cluster_of(emulation, base)
     if device == "cuda":
@@ -109,23 +109,24 @@ def _cluster(parsed: argparse.Namespace, device: str, emulation: Emulation | Non
     return base.with_devices(count) if parsed.cluster is not None else cpu_hosts(1, count)
 
 
-def _started_cluster(parsed: argparse.Namespace, device: str, here: Started) -> Cluster:
+def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
     """What the hosts are by name, which has to fit the ranks on them; of CPUs a name is not needed."""
-    if parsed.cluster is None and device == "cpu":
+    if name is None and device == "cpu":
         return cpu_hosts(here.hosts, here.ranks_per_host)
-    cluster = cluster_of_ranks(_require_cluster(parsed), here.world)
+    name = _require_name(name)
+    if here.hosts == 1:  # a part of a node will do
+        return named_cluster(name).with_devices(here.world)
+    cluster = cluster_of_ranks(name, here.world)
     if cluster.node_devices != here.ranks_per_host:
-        problem = (
-            f"a node of {cluster.name} has {cluster.node_devices} devices, a host here {here.ranks_per_host} ranks"
-        )
-        raise SpecError("--cluster", problem, "start one rank per device, or give a file with devices_per_node")
+        nodes = f"a node of {cluster.name} has {cluster.node_devices} devices"
+        remedy = "start one rank per device, or give a file with devices_per_node"
+        raise SpecError("--cluster", f"{nodes}, a host here {here.ranks_per_host} ranks", remedy)
     return cluster
 
 
-def _require_cluster(parsed: argparse.Namespace) -> str:
-    if parsed.cluster is None:
+def _require_name(name: str | None) -> str:
+    if name is None:
         raise SpecError("--cluster", "is missing", "name what these GPUs are, such as dgx-h200:1 (`shardwise list`)")
-    name: str = parsed.cluster
     return name
 
 
