@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.cost.analysis import Analysis
+from shardwise.cost.communication import step_traffic
+from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import Traffic
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
@@ -16,6 +18,7 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
 GIB = 2**30
+HIDDEN = 128 * 64 * 2  # bytes of one microbatch of one sequence: s·h·e
 
 GPT = Model(
     layers=8,
@@ -97,3 +100,29 @@ def sent(traffics: tuple[Traffic, ...] | list[Traffic], what: str = "") -> float
 
 def sent_in(analysis: Analysis, dimension: str, what: str = "") -> float:
     return sent(analysis.dimension_traffics(dimension), what)
+
+
+def ring(model: Model, **fields: Any) -> Job:
+    """A job whose collectives run over rings."""
+    return job(model, **{"collective": "ring", "dp": 1, **fields})
+
+
+def traffics(case: Job, dimension: str, rank: int = 0) -> list[Traffic]:
+    """What a dimension sends on a pipeline rank."""
+    return [t for t in step_traffic(case, rank_contents(case, rank)) if t.dimension == dimension]
+
+
+def named(found: list[Traffic], *names: str) -> list[Traffic]:
+    """Those with these names, which must be there."""
+    wanted = [traffic for traffic in found if traffic.what in names]
+    assert len(wanted) == len(names)
+    return wanted
+
+
+def far_apart(**strategy: Any) -> Job:
+    """Two sites with a line of 200 Mb/s between them; what is data parallel crosses it."""
+    fields = {"tp": 8, "dp": 4, "order": ["tp", "cp", "pp", "dp"], **strategy}
+    training = {"global_batch": 256, "seq": 4096}
+    return Job.from_dict(
+        {"model": "llama3-8b", "cluster": "over-the-internet", "strategy": fields, "training": training}
+    )
