@@ -11,7 +11,8 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.collectives import CollectiveKind
-from shardwise.measure.collectives.request import Level, bus_factor, levels_of, sizes_between
+from shardwise.measure.collectives.request import Level, Measured, bus_factor, levels_of, sizes_between
+from shardwise.report.collectives_picture import collectives_picture
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 
@@ -33,6 +34,19 @@ def test_every_collective_is_measured_and_right(capsys: pytest.CaptureFixture[st
         assert len(list(csv.DictReader(file))) == len(found)
     circles = ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}circle")
     assert len(list(circles)) >= len(found)
+
+
+def test_a_picture_has_two_times_to_read_by_and_no_two_algorithms_look_alike() -> None:
+    names = ["backend", *(f"way_{number}" for number in range(10))]
+    measured = [
+        Measured("world", "all_reduce", one, 4, 8 * 4**k, 3, 2.1e-3, 2e-3, True) for k in (0, 1) for one in names
+    ]
+    root = ElementTree.fromstring(collectives_picture(measured))
+    texts = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "all-reduce over world: 4 ranks" in texts and "way 9" in texts
+    assert sum(text.endswith(" ms") for text in texts) >= 2
+    looks = [(one.get("fill"), one.get("stroke")) for one in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert len(set(looks)) == len(names)
 
 
 def test_bus_bandwidth_by_the_definitions_of_nccl_tests() -> None:

@@ -14,19 +14,20 @@ if TYPE_CHECKING:
     from shardwise.measure.collectives.request import Measured
 
 _INK, _SOFT, _LINE, _PAPER = "#1f2430", "#5b6472", "#dde1e7", "#ffffff"
-_COLOURS = ("#2f6fde", "#e2853d", "#5fa777", "#8c6bb8", "#c23b3b", "#d9b03f", "#1f4fa8", "#aab2bf")
+_COLOURS = ("#2f6fde", "#e2853d", "#5fa777", "#8c6bb8", "#c23b3b", "#d9b03f", "#1b2a41", "#8a94a3")
 _WIDTH, _LEFT, _RIGHT = 1000, 84, 250
-_TOP, _PANEL, _ROW = 60, 260, 340
+_TOP, _PANEL, _ROW = 86, 260, 366
+_EXPLAINED = "Points: measured, the median of the slowest rank's times. Lines: the model, dashed for the backend's own."
 
 
 def collectives_picture(measured: Sequence[Measured]) -> str:
     """A panel for every collective and level, as the text of an SVG file."""
     panels = [
-        (f"{kind.replace('_', '-')} over {level}", list(some))
-        for (level, kind), some in groupby(measured, key=lambda one: (one.level, one.kind))
+        (f"{kind.replace('_', '-')} over {level}: {ranks} ranks", list(some))
+        for (level, kind, ranks), some in groupby(measured, key=lambda one: (one.level, one.kind, one.ranks))
     ]
     height = _TOP + _ROW * len(panels)
-    parts = [_text(24, 34, "Collectives: time against size (points measured, lines by the model)", 17, weight=600)]
+    parts = [_text(24, 34, "Collectives: time against size", 17, weight=600), _text(24, 56, _EXPLAINED, 12, fill=_SOFT)]
     for index, (title, some) in enumerate(panels):
         parts.append(f'<g transform="translate({_LEFT} {_TOP + index * _ROW + 30})">')
         parts += [_text(0, -10, title, 13, weight=600), *_Panel(some).drawn(), "</g>"]
@@ -57,27 +58,55 @@ class _Panel:
     def drawn(self) -> Iterator[str]:
         yield from self._axes()
         names = list(dict.fromkeys(one.algorithm for one in self.measured))
-        for index, name in enumerate(names):
-            colour = _COLOURS[index % len(_COLOURS)]
+        for index, name in reversed(list(enumerate(names))):  # the backend's dashes over the line that they follow
+            colour, hollow = _COLOURS[index % len(_COLOURS)], index >= len(_COLOURS)
             some = sorted((one for one in self.measured if one.algorithm == name), key=lambda one: one.size_bytes)
-            modelled = [(one.size_bytes, one.predicted_seconds) for one in some if one.predicted_seconds]
-            line = " ".join(f"{self.x(size):.1f},{self.y(seconds):.1f}" for size, seconds in modelled)
-            yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.7"/>'
+            yield from self._modelled(some, colour, dashed=name == "backend")
             for one in some:
-                at = f'cx="{self.x(one.size_bytes):.1f}" cy="{self.y(one.median_seconds):.1f}"'
-                yield f'<circle {at} r="3.5" fill="{colour}"/>'
-            yield f'<circle cx="{self.width + 24}" cy="{10 + 20 * index}" r="4" fill="{colour}"/>'
-            yield _text(self.width + 36, 14 + 20 * index, name, 12)
+                yield _point(self.x(one.size_bytes), self.y(one.median_seconds), colour, hollow)
+            yield _point(self.width + 24, 10 + 20 * index, colour, hollow)
+            yield _text(self.width + 36, 14 + 20 * index, name.replace("_", " "), 12)
+
+    def _modelled(self, some: list[Measured], colour: str, *, dashed: bool) -> Iterator[str]:
+        modelled = [(one.size_bytes, one.predicted_seconds) for one in some if one.predicted_seconds]
+        if modelled:
+            line = " ".join(f"{self.x(size):.1f},{self.y(seconds):.1f}" for size, seconds in modelled)
+            dashes = ' stroke-dasharray="6 5"' if dashed else ""
+            yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.7"{dashes}/>'
 
     def _axes(self) -> Iterator[str]:
         yield f'<rect width="{self.width}" height="{_PANEL}" fill="none" stroke="{_LINE}"/>'
-        for power in range(math.ceil(self.times[0]), math.floor(self.times[1]) + 1):
-            y = self.y(10.0**power)
+        for seconds in _time_ticks(*self.times):
+            y = self.y(seconds)
             yield f'<line x1="0" x2="{self.width}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_LINE}"/>'
-            yield _text(-8, y + 4, readable_seconds(10.0**power), 11, anchor="end", fill=_SOFT)
+            yield _text(-8, y + 4, _short(readable_seconds(seconds)), 11, anchor="end", fill=_SOFT)
         low, high = (round(bound / math.log10(2)) for bound in self.sizes)
         for power in range(low, high + 1, max(1, (high - low) // 7)):
-            yield _text(self.x(2.0**power), _PANEL + 18, readable_bytes(2**power), 11, anchor="middle", fill=_SOFT)
+            x = self.x(2.0**power)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_PANEL}" stroke="{_LINE}"/>'
+            yield _text(x, _PANEL + 18, _short(readable_bytes(2**power)), 11, anchor="middle", fill=_SOFT)
+        yield _text(self.width / 2, _PANEL + 36, "size of the collective", 11, anchor="middle", fill=_SOFT)
+
+
+def _time_ticks(low: float, high: float) -> list[float]:
+    """Seconds between 10^low and 10^high: powers of ten; where that is fewer than two, finer steps."""
+    powers = range(math.floor(low), math.floor(high) + 1)
+    for steps in ((1,), (1, 2, 5), range(1, 10)):
+        ticks = [step * 10.0**power for power in powers for step in steps if low <= math.log10(step) + power <= high]
+        if len(ticks) > 1:
+            break
+    return ticks
+
+
+def _short(figure: str) -> str:
+    """A round figure without the zeros that a table has behind its point: 1.00 ms is 1 ms."""
+    number, unit = figure.split(" ")
+    return f"{float(number):g} {unit}"
+
+
+def _point(x: float, y: float, colour: str, hollow: bool) -> str:
+    fill = _PAPER if hollow else colour
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
