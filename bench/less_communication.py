@@ -1,7 +1,8 @@
 """What sending less does to training: plain synchronous data parallelism beside compression, and beside DiLoCo.
 
 python bench/less_communication.py compression [--steps 300]
-python bench/less_communication.py diloco [--steps 480] [--inner 16] [--outer 1.0,0.0] [--emulate 2x1,200Mbit,1ms]
+python bench/less_communication.py late [--steps 300]
+python bench/less_communication.py diloco [--steps 320] [--inner 16] [--outer 1.0,0.0] [--emulate 2x1,200Mbit,1ms]
 
 Two workers train the tiny model on the built-in corpus. Curves go to ``--out`` as CSV, and DiLoCo's as a picture.
 ``--outer`` are the outer learning rate and momentum; the 0.7 and 0.9 of the paper are for runs of many meetings.
@@ -40,14 +41,24 @@ COMPRESSIONS: dict[str, Any] = {
     "powersgd 4, no feedback": {"method": "powersgd", "rank": 4, "error_feedback": False},
     "1bit": "1bit",
     "1bit, no feedback": {"method": "1bit", "error_feedback": False},
+    "1bit-adam": {"method": "1bit-adam", "exact_steps": 1},
+    "1bit-adam, no feedback": {"method": "1bit-adam", "exact_steps": 1, "error_feedback": False},
+}
+EXACT = 0.25  # of the steps, where a method begins with exact ones
+LATE: dict[str, Any] = {
+    "every step": "every-step",
+    **{f"async, {steps} late": {"method": "async", "staleness": steps} for steps in (1, 2, 4, 8)},
 }
 NEAR = 0.02  # of the uncompressed loss
 HELD_OUT_BATCHES = 8
+ROWS = 32  # of a microbatch: what fits the cache of a core
+MANY = 512  # sequences: with two workers DiLoCo needs batches whose halves are still much alike
 
 
 @dataclass(frozen=True)
 class Trained:
-    """``losses`` on held-out data by the tokens before them; bytes that one worker sent, seconds spent on sending."""
+    """``losses`` on held-out data by the tokens before them; bytes that one worker sent in a step (that is not
+    exact), seconds spent on sending."""
 
     losses: dict[int, float]
     bytes_per_step: float
@@ -59,16 +70,20 @@ class Trained:
         return list(self.losses.values())[-1]
 
 
-def job_of(steps: int, sequences: int, **strategy: Any) -> Job:
+Train = Callable[[Job, int], Trained]  # a job of two workers; the validation loss after every so many steps
+
+
+def job_of(steps: int, sequences: int, beta2: float = 0.95, **strategy: Any) -> Job:
     """Few sequences: what is lost in a gradient shows soon. Many: workers' own gradients are much alike."""
-    rows = sequences // 2
+    rows = min(sequences // 2, ROWS)
     return Job.from_dict(
         {
             "model": "tiny",
             "cluster": "laptop:2",
             "strategy": {"dp": 2, "microbatch": rows, **strategy},
             "training": {
-                "global_batch": sequences, "seq": 64, "precision": "fp32", "optimization": {"learning_rate": 3e-3},
+                "global_batch": sequences, "seq": 64, "precision": "fp32",
+                "optimization": {"learning_rate": 3e-3, "beta2": beta2},
             },
             "run": {"steps": steps, "schedule": {"warmup": min(20, steps - 1)}},
         }
@@ -82,7 +97,7 @@ def planned_bytes(job: Job) -> float:
 # -- one worker ---------------------------------------------------------------------------------------
 
 
-def work(place: Place, job: Job, folder: str, interval: int) -> Trained:
+def work(place: Place, job: Job, folder: str, interval: int, threads: int) -> Trained:
     import torch
 
     from shardwise.engine.engine import Engine
@@ -91,7 +106,7 @@ def work(place: Place, job: Job, folder: str, interval: int) -> Trained:
     from shardwise.train.data.of_run import mixtures_of
     from shardwise.train.evaluation import batch_of, evaluate
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     with joined(place.rank, place.world, place.meeting_file):
         engine, losses = Engine(job), {}
         training, validation = mixtures_of(job, Path(folder))
@@ -115,7 +130,7 @@ def work(place: Place, job: Job, folder: str, interval: int) -> Trained:
         loader.close()
         held_out.close()
         sent = engine.data.compressed_bytes + sum(one.sent_bytes for one in (engine.outer, engine.late) if one)
-        return Trained(losses, sent / steps, spent, seconds)
+        return Trained(losses, sent / (steps - job.strategy.compression.exact_steps), spent, seconds)
 
 
 class Clock:
@@ -155,12 +170,19 @@ def watched(engine: Any) -> Clock:
 # -- compression --------------------------------------------------------------------------------------
 
 
-def compressions(pool: Pool, steps: int, folder: str, out: Path) -> None:
+def compressed_job(steps: int, compression: Any) -> Job:
+    """The exact steps of a method that begins with them are a share of all."""
+    if isinstance(compression, dict) and "exact_steps" in compression:
+        compression = compression | {"exact_steps": round(EXACT * steps)}
+    return job_of(steps, 16, compression=compression)
+
+
+def compressions(train: Train, steps: int, out: Path) -> None:
     print(f"{'gradients':26} {'bytes/step':>11} {'planned':>11} {'loss':>8} {'of uncompressed':>16}")
     curves: dict[str, dict[int, float]] = {}
     for name, compression in COMPRESSIONS.items():
-        job = job_of(steps, 16, compression=compression)
-        found = pool.run(work, 2, job, folder, max(1, steps // 10), timeout_seconds=3600)[0]
+        job = compressed_job(steps, compression)
+        found = train(job, max(1, steps // 10))
         curves[name] = found.losses
         off = found.last / list(curves["none"].values())[-1] - 1
         counted = "-" if name == "none" else f"{found.bytes_per_step:,.0f}"
@@ -171,18 +193,32 @@ def compressions(pool: Pool, steps: int, folder: str, out: Path) -> None:
     write_curves(out / "compression.csv", curves)
 
 
+# -- late sums ----------------------------------------------------------------------------------------
+
+
+def lateness(train: Train, steps: int, out: Path) -> None:
+    """What gradients that move the weights some steps later do to the loss."""
+    print(f"{'gradients':26} {'loss':>8} {'of synchronous':>16}")
+    curves: dict[str, dict[int, float]] = {}
+    for name, synchronise in LATE.items():
+        curves[name] = train(job_of(steps, 16, synchronise=synchronise), max(1, steps // 10)).losses
+        first, last = (list(curves[one].values())[-1] for one in ("every step", name))
+        print(f"{name:26} {last:8.4f} {last / first - 1:+16.2%}", flush=True)
+    write_curves(out / "late.csv", curves)
+
+
 # -- DiLoCo -------------------------------------------------------------------------------------------
 
 
-def diloco(pool: Pool, steps: int, inner: int, outer: tuple[float, float], folder: str, out: Path) -> None:
+def diloco(train: Train, steps: int, inner: int, outer: tuple[float, float], out: Path) -> None:
     """The loss of N tokens of synchronous training, and after how many DiLoCo has it."""
     rate, momentum = outer
     seldom_met = {
         "method": "diloco", "inner_steps": inner, "outer_learning_rate": rate, "outer_momentum": momentum,
     }  # fmt: skip
     more = -(-round(1.1 * steps) // inner) * inner
-    plain = pool.run(work, 2, job_of(steps, 64), folder, inner, timeout_seconds=3600)[0]
-    seldom = pool.run(work, 2, job_of(more, 64, synchronise=seldom_met), folder, inner, timeout_seconds=3600)[0]
+    plain = train(job_of(steps, MANY, beta2=0.99), inner)
+    seldom = train(job_of(more, MANY, beta2=0.99, synchronise=seldom_met), inner)
     tokens = list(plain.losses)[-1]
     reached = next((at for at, loss in seldom.losses.items() if at and loss <= plain.last), None)
     print(f"synchronous: loss {plain.last:.4f} after {tokens:,} tokens, {per_token(plain):.2f} µs/token on sending")
@@ -240,8 +276,9 @@ def picture(curves: dict[str, dict[int, float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("compression", "diloco"))
-    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("what", choices=("compression", "late", "diloco"))
+    parser.add_argument("--steps", type=int, help="300, of diloco 320")
+    parser.add_argument("--threads", type=int, default=1, help="of each of the two workers")
     parser.add_argument("--inner", type=int, default=16)
     parser.add_argument("--outer", default="1.0,0.0", help="outer learning rate and momentum")
     parser.add_argument("--emulate", help="train across such a network, like 2x1,200Mbit,1ms")
@@ -253,11 +290,16 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     pool = EmulatedPool(Emulation.parse(asked.emulate), PRELOAD) if asked.emulate else Pool(PRELOAD)
     with closing(pool), tempfile.TemporaryDirectory() as folder:
-        if asked.what == "compression":
-            compressions(pool, asked.steps, folder, asked.out)
-        else:
+
+        def train(job: Job, interval: int) -> Trained:
+            found: Trained = pool.run(work, 2, job, folder, interval, asked.threads, timeout_seconds=7200)[0]
+            return found
+
+        if asked.what == "diloco":
             rate, momentum = map(float, asked.outer.split(","))
-            diloco(pool, asked.steps, asked.inner, (rate, momentum), folder, asked.out)
+            diloco(train, asked.steps or 320, asked.inner, (rate, momentum), asked.out)
+        else:
+            {"compression": compressions, "late": lateness}[asked.what](train, asked.steps or 300, asked.out)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ from shardwise.train.checkpoint.save import Saver
 from train.runs import boxes
 
 METHODS = COMPRESSIONS[1:]
+EXACT = 2  # steps, where a method has to begin with some
 # Sizes whose every matrix is whole blocks for two ranks.
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab": 128, "max_seq": 32}
+
+
+def compressing(method: str, **fields: Any) -> dict[str, Any]:
+    return {"method": method, "exact_steps": EXACT if method == "1bit-adam" else 0, **fields}
 
 
 def job(compression: Any = "none", model: dict[str, Any] | str = MODEL, **strategy: Any) -> Job:
@@ -52,12 +58,12 @@ def planned_bytes(one: Job) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_stay_equal_and_send_what_is_planned(method: str) -> None:
-    one = job({"method": method, "rank": 2, "block": 32})
-    first, second = on_ranks(2, trained, one, 4)
+    one = job(compressing(method, rank=2, block=32))
+    first, second = on_ranks(2, trained, one, 6)
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
     assert first["losses"] == second["losses"]
     assert first["losses"][-1] < first["losses"][0]
-    assert first["bytes"] == second["bytes"] == 4 * planned_bytes(one)
+    assert first["bytes"] == second["bytes"] == (6 - one.strategy.compression.exact_steps) * planned_bytes(one)
 
 
 def test_blocks_that_do_not_divide_are_priced_whole() -> None:
@@ -65,12 +71,12 @@ def test_blocks_that_do_not_divide_are_priced_whole() -> None:
     assert on_ranks(2, trained, one, 1)[0]["bytes"] == planned_bytes(one)
 
 
-@pytest.mark.parametrize("method", ["int8", "powersgd"])
+@pytest.mark.parametrize("method", ["int8", "powersgd", "1bit-adam"])
 def test_beside_tensor_and_pipeline_parallelism(method: str) -> None:
     """Every rank of a replica has parameters of its own; those with the same stay equal."""
-    one = job({"method": method, "rank": 2, "block": 32}, tp=2, pp=2, schedule="zb-h1")
+    one = job(compressing(method, rank=2, block=32), tp=2, pp=2, schedule="zb-h1")
     of_place: dict[Any, list[dict[str, Tensor]]] = {}
-    for rank in on_ranks(8, trained, one, 2):
+    for rank in on_ranks(8, trained, one, EXACT + 2):
         of_place.setdefault(rank["place"], []).append(rank["weights"])
     for first, second in of_place.values():
         assert all(torch.equal(first[name], second[name]) for name in first)
@@ -118,10 +124,12 @@ def resumed(one: Job, folder: str, steps: int, then: int) -> list[Any]:
     return [boxes(engine), boxes(again)]
 
 
-@pytest.mark.parametrize("method", ["int8", "powersgd", "1bit"])
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "steps"), [("int8", 3), ("powersgd", 3), ("1bit", 3), ("1bit-adam", 1), ("1bit-adam", 3)]
+)
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, method: str, steps: int) -> None:
     """What error feedback keeps back is part of the state, of every rank."""
-    for before, after in on_ranks(2, resumed, job({"method": method, "rank": 2}), str(tmp_path), 3, 2):
+    for before, after in on_ranks(2, resumed, job(compressing(method, rank=2)), str(tmp_path), steps, 3):
         assert any(key.startswith("feedback/") for key, *_ in before)
         for (key, _, _, value), (_, _, _, again) in zip(before, after):
             assert (value == again).all(), key
@@ -133,3 +141,8 @@ def test_what_it_does_not_go_with_is_refused() -> None:
             Engine(job("int8", **fields))
     with pytest.raises(SpecError, match="block"):
         job({"method": "int8", "block": 12})
+    with pytest.raises(SpecError, match=r"exact_steps.*there are none"):
+        job("1bit-adam")
+    other = job(compressing("1bit-adam"))
+    with pytest.raises(SpecError, match=r"training.optimizer.*momentum of AdamW"):
+        Engine(replace(other, training=replace(other.training, optimizer="sgd-momentum")))

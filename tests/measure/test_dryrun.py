@@ -60,6 +60,7 @@ QUICK = {
 SLOW = {
     "zero-1": job(SMALL, {"dp": 8, "zero": 1}, 16),
     "1-bit-gradients": job(SMALL, {"dp": 4, "tp": 2, "compression": "1bit"}, 16),
+    "1-bit-adam": job(SMALL, {"dp": 4, "pp": 2, "compression": {"method": "1bit-adam", "exact_steps": 9}}, 16),
     "powersgd": job(MIXTURE, {"dp": 8, "ep": 2, "compression": "powersgd"}, 16),
     "zero-2": job(SMALL, {"dp": 8, "zero": 2}, 16),
     "zero-3-kept": job(SMALL, {"dp": 8, "zero": 3, "keep_parameters": True}, 16),

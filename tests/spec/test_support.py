@@ -51,6 +51,7 @@ USING: dict[str, Fields] = {
     "buckets": {"bucket": "1MiB"},
     "compression": {"compression": {"method": "int8", "error_feedback": False}},
     "error-feedback": {"compression": {"method": "int8"}},
+    "compressed-momentum": {"compression": {"method": "1bit-adam", "exact_steps": 2, "error_feedback": False}},
     "local-steps": {"synchronise": {"method": "diloco"}},
     "async": {"synchronise": {"method": "async"}},
     "experts": {"model": EXPERTS},
@@ -261,7 +262,7 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
     table: Any = SimpleNamespace(**columns, **nested)
     scalars_only = {"uneven-kv-heads", "ragged-widths", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
-                    "error-feedback", "local-steps", "async"}  # fmt: skip
+                    "compressed-momentum", "error-feedback", "local-steps", "async"}  # fmt: skip
     for name, uses in TECHNIQUES.items():
         if name not in scalars_only:
             expected = [bool(uses(one.strategy, training, model)) for one in cases]

@@ -23,9 +23,10 @@ def moved_bytes(strategy: Strategy) -> float:
     """Bytes read and written in a device's memory for each of its parameters in a step, to compress its gradient.
 
     It is read into fp32, that is read, and the sum is written (16); what was left out is read and written (8); codes
-    are written, read to be added, written and read again. The products of powersgd read the matrix twice (8). When
-    workers meet, what they send is made from their weights and put back (16), by an outer step that reads and writes
-    two states (16); late sums are copied once.
+    are written, read to be added, written and read again. The products of powersgd read the matrix twice (8); 1-bit
+    Adam makes its momentum from the gradient, and a gradient from the sum (24). When workers meet, what they send is
+    made from their weights and put back (16), by an outer step that reads and writes two states (16); late sums are
+    copied once.
     """
     compression, meeting = strategy.compression, strategy.synchronise
     if not meeting.every_step and strategy.gradient_group > 1:
@@ -33,4 +34,5 @@ def moved_bytes(strategy: Strategy) -> float:
     if not compression.is_used or strategy.gradient_group == 1:
         return 0.0
     codes = 8.0 if compression.method == "powersgd" else 4 * compression.element_bytes
-    return 16 + (8 if compression.error_feedback else 0) + codes
+    momentum = 24 if compression.of_momentum else 0
+    return 16 + (8 if compression.error_feedback else 0) + momentum + codes

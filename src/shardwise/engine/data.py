@@ -6,7 +6,7 @@ loss of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -56,6 +56,18 @@ class DataParallel:
     def compressed_bytes(self) -> int:
         """What has left this rank in compressed sums until now."""
         return sum(part.compressed_bytes for part in self.parts.values() if isinstance(part, Replicated))
+
+    def follow_momenta(self, momentum: Callable[[nn.Parameter], Tensor], kept: float) -> None:
+        """Where the optimizer's momentum of a parameter is, and how much of it is left after a step."""
+        for part in self.parts.values():
+            if isinstance(part, Replicated):
+                part.follow_momenta(momentum, kept)
+
+    def compress(self, now: bool) -> None:
+        """Whether the next sums are compressed, where the strategy compresses at all."""
+        for part in self.parts.values():
+            if isinstance(part, Replicated):
+                part.compress(now)
 
     def forget_masters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Somebody else keeps the fp32 values of these from now on."""

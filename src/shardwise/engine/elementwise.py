@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ class Update:
     """One step of a group of parameters.
 
     ``step`` counts it; gradients are divided by ``divisor``, and nothing moves where ``bad`` is 1. All three are
-    scalars on the device of the tensors.
+    scalars on the device of the tensors. With ``learnt_steps`` the second moments of AdamW are those of so many steps,
+    and stay.
     """
 
     kind: str
@@ -33,13 +34,12 @@ class Update:
     step: Tensor
     bad: Tensor | None
     divisor: Tensor | None
+    learnt_steps: int | None = None
 
     def on(self, device: torch.device) -> Update:
         """The same step for tensors elsewhere, of a step that is known not to be left out."""
         divisor = None if self.divisor is None else self.divisor.to(device)
-        return Update(
-            self.kind, self.settings, self.learning_rate, self.weight_decay, self.step.to(device), None, divisor
-        )
+        return replace(self, step=self.step.to(device), bad=None, divisor=divisor)
 
     def __call__(
         self, values: Sequence[Tensor], gradients: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]
@@ -53,6 +53,9 @@ class Update:
             "found_inf": self.bad,
         }
         settings, lists = self.settings, {name: list(some) for name, some in states.items()}
+        if self.kind == "adamw" and self.learnt_steps is not None:
+            self._with_fixed_moments(values, gradients, lists["exp_avg"], lists["exp_avg_sq"])
+            return
         if self.kind == "adamw":
             # The kernel of torch.optim.AdamW(fused=True), without its bookkeeping for each parameter.
             torch._fused_adamw_(
@@ -67,3 +70,22 @@ class Update:
             is_first_step=False,  # the buffers are zero, which comes to the same
             **common,
         )  # fmt: skip
+
+    def _with_fixed_moments(
+        self, values: Sequence[Tensor], gradients: Sequence[Tensor], firsts: list[Tensor], seconds: list[Tensor]
+    ) -> None:
+        """AdamW but for the second moments; no kernel of PyTorch leaves these alone."""
+        assert self.learnt_steps is not None and self.divisor is None, "fp16 is refused"
+        settings, moves = self.settings, torch.ones_like(self.step)
+        if self.bad is not None:
+            moves = moves - self.bad
+            gradients = [one.nan_to_num(0.0, 0.0, 0.0) for one in gradients]
+        rate = moves * self.learning_rate
+        corrected = rate / (1 - settings.beta1**self.step)
+        learnt = (1 - settings.beta2**self.learnt_steps) ** 0.5
+        for value, gradient, first, second in zip(values, gradients, firsts, seconds):
+            first.lerp_(gradient, moves * (1 - settings.beta1))
+            value.mul_(1 - rate * self.weight_decay)
+            moved = corrected * first / (second.sqrt().div_(learnt).add_(settings.epsilon))
+            # What had no gradient in the exact steps would move by the mean of its block over epsilon.
+            value.sub_(moved.masked_fill_(second == 0, 0.0))

@@ -45,6 +45,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.masters = settings, masters
+        self.learnt_steps: int | None = None  # after which AdamW's second moments stay as they are
         self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
         for group in self.param_groups:
             group["step"] = _step_counter(group["params"])
@@ -131,8 +132,9 @@ class LocalOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["step"] += 1 if bad is None else 1 - bad
                 update = Update(
-                    group["kind"], self.settings, group["lr"], group["weight_decay"], group["step"], bad, divisor
-                )
+                    group["kind"], self.settings, group["lr"], group["weight_decay"], group["step"], bad, divisor,
+                    self.learnt_steps,
+                )  # fmt: skip
                 updates.append(update)
                 # A rank that holds no row of a small parameter still takes part in what Muon gathers.
                 muon = group["kind"] == "muon"
@@ -165,6 +167,10 @@ class LocalOptimizer(torch.optim.Optimizer):
                 for name, value in state_dict["state"].get(number, {}).items():
                     local(self.state[parameter][name]).copy_(local(value))
         self._publish()
+
+    def steps_taken(self) -> int:
+        """Without those that were left out; waits for the device."""
+        return max((int(group["step"].item()) for group in self.param_groups), default=0)
 
     @property
     def state_bytes(self) -> int:

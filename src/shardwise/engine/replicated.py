@@ -11,18 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from shardwise.engine.bucket import Bucket
 from shardwise.engine.collectives.choose import GradientSums
-from shardwise.engine.compression import CompressedSum, compressed_sum
+from shardwise.engine.compression import MomentumSum
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.names import sent, waited
 from shardwise.engine.precision import Precision
-from shardwise.engine.reductions import Pending
 from shardwise.engine.units import Unit, own_parameters
-from shardwise.spec.less_communication import Compression
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel, unless the strategy says otherwise
@@ -45,7 +42,7 @@ class Replicated:
     ) -> None:
         self.root, self.units, self.mesh, self.precision, self.sums = root, units, mesh, precision, sums
         self.masters: dict[nn.Parameter, Tensor] = {}
-        self.buckets: list[_Bucket] = []
+        self.buckets: list[Bucket] = []
         self.last = False
         self._has_started = False
         self._will_finish = False
@@ -62,7 +59,7 @@ class Replicated:
                 self._lower(parameter)
         self.buckets = _buckets(self.root, self.units, self.mesh, self.sums)
         for bucket in self.buckets:
-            bucket.compress(self.mesh.strategy.compression)
+            bucket.expect(self.mesh.strategy.compression)
         for module in {bucket.complete_after for bucket in self.buckets}:
             if module is not None:
                 module.register_forward_pre_hook(self._mark, with_kwargs=True)
@@ -79,6 +76,17 @@ class Replicated:
     def compressed_bytes(self) -> int:
         """What has left this rank in compressed sums until now."""
         return sum(bucket.compressed.sent_bytes for bucket in self.buckets if bucket.compressed)
+
+    def follow_momenta(self, momentum: Callable[[nn.Parameter], Tensor], kept: float) -> None:
+        """Where the optimizer's momentum of a parameter is, and how much of it is left after a step."""
+        for bucket in self.buckets:
+            if isinstance(bucket.compressed, MomentumSum):
+                bucket.compressed.follow([momentum(one) for one in bucket.parameters], kept)
+
+    def compress(self, now: bool) -> None:
+        """Whether the next sums are compressed, where the strategy compresses at all."""
+        for bucket in self.buckets:
+            bucket.compresses = now
 
     @torch.no_grad()
     def _lower(self, parameter: nn.Parameter) -> None:
@@ -117,7 +125,7 @@ class Replicated:
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         if bucket.started:
             return
         bucket.started = True
@@ -188,88 +196,21 @@ class _Mark(torch.autograd.Function):
         return (None, *gradients)
 
 
-class _Bucket:
-    """Parameters whose gradients are summed together, once the backward pass has left ``complete_after`` (or ended).
-
-    The memory is taken once and for all; from the first backward pass of a step on the gradients are in it.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, sums: GradientSums) -> None:
-        self.group, self.sums = group, sums
-        self.parameters: list[nn.Parameter] = []
-        self.complete_after: nn.Module | None = None
-        self.flat: Tensor | None = None
-        self.compressed: CompressedSum | None = None
-        self.collected = self.started = False
-        self.work: Pending | None = None
-
-    @property
-    def bytes(self) -> int:
-        return sum(one.numel() * one.element_size() for one in self.parameters)
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameters[0].device
-
-    def compress(self, compression: Compression) -> None:
-        """Before the first sum, if at all."""
-        shapes = [one.shape for one in self.parameters]
-        self.compressed = compressed_sum(compression, shapes, self.group, self.device)
-
-    def reduce(self) -> Pending | None:
-        """Begins the sum of what was collected."""
-        flat = self.collect()
-        if self.compressed is not None:
-            return self.compressed.start(flat)
-        with sent("dp", "all-reduce of gradients", flat):
-            return self.sums.all_reduce(flat, self.group)
-
-    @torch.no_grad()
-    def collect(self) -> Tensor:
-        """All gradients in one tensor, which they are parts of from now on; zero where a parameter had none."""
-        if self.flat is None:
-            first = self.parameters[0]
-            elements = sum(one.numel() for one in self.parameters)
-            self.flat = torch.empty(elements, dtype=first.grad_dtype or first.dtype, device=first.device)
-            pieces = torch.split(self.flat, [one.numel() for one in self.parameters])
-            self.places = [piece.view_as(one) for piece, one in zip(pieces, self.parameters)]
-        if self.collected:
-            return self.flat
-        self.collected = True
-        missing = [place for place, one in zip(self.places, self.parameters) if one.grad is None]
-        if missing:
-            torch._foreach_zero_(missing)
-        there = [(place, one.grad) for place, one in zip(self.places, self.parameters) if one.grad is not None]
-        torch._foreach_copy_([place for place, _ in there], [gradient for _, gradient in there])
-        for place, one in zip(self.places, self.parameters):
-            one.grad = place
-        return self.flat
-
-    def wait(self) -> None:
-        if self.work is not None:
-            with waited("dp", "all-reduce of gradients"):
-                self.work.wait()
-            self.work = None
-
-    def clear(self) -> None:
-        self.collected, self.started, self.work = False, False, None
-
-
-def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh, sums: GradientSums) -> list[_Bucket]:
+def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh, sums: GradientSums) -> list[Bucket]:
     """In the order in which the backward pass completes them; none for a group of one rank, or workers apart."""
-    buckets: list[_Bucket] = []
+    buckets: list[Bucket] = []
     if not mesh.strategy.synchronise.every_step:
         return buckets
     for expert, name in ((False, "replicate"), (True, "expert_replicate")):
         if mesh.size(name) == 1:
             continue
-        bucket = _Bucket(mesh.group(name), sums)
+        bucket = Bucket(mesh.group(name), sums)
         for unit, parameters, after in _completed(root, units):
             if (unit is not None and unit.expert) != expert:
                 continue
             if bucket.bytes >= (mesh.strategy.bucket or BUCKET_BYTES):
                 buckets.append(bucket)
-                bucket = _Bucket(mesh.group(name), sums)
+                bucket = Bucket(mesh.group(name), sums)
             bucket.parameters += [one for one in parameters if one.requires_grad]
             bucket.complete_after = after
         buckets.append(bucket)

@@ -84,6 +84,9 @@ class Trainer(ABC, Generic[Given]):
         copies = [ranks_with_copy(one.part, mesh) / self.workers for one in self.parameters]
         self.gradient_norm = GradientNorm(copies, device, together)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
+        if job.strategy.compression.of_momentum:
+            data.follow_momenta(lambda one: self.optimizer.state[one]["exp_avg"], optimization.beta1)
+        self.steps_given()
 
     def step(self, batch: Given, *, loss_limit: float | None = None) -> StepResult:
         """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it.
@@ -95,6 +98,8 @@ class Trainer(ABC, Generic[Given]):
 
     def forward_backward(self, batch: Given) -> Tensor:
         """The loss of the global batch; gradients are complete on every rank (times the scale of the loss in fp16)."""
+        if not self.compresses:
+            self.compress(self.optimizer.steps_taken() >= self.job.strategy.compression.exact_steps)
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted) if self.workers == 1 else counted
         divisor = total if self.scaler is None else total / self.scaler.scale
@@ -121,6 +126,8 @@ class Trainer(ABC, Generic[Given]):
             self._end_step()
             return torch.zeros((), device=self.device)
         gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
+        if self.optimizer.learnt_steps is not None:
+            largest = None  # momentum was on its way before the whole gradient was there
         elsewhere = self.data.settle_gradients(one.parameter for one in self.parameters)
         norm, scale = self.gradient_norm(gradients, refused, elsewhere), None
         bad = (~torch.isfinite(norm)).float()
@@ -142,6 +149,17 @@ class Trainer(ABC, Generic[Given]):
         self.data.after_step()
         self.optimizer.zero_grad()
 
+    def steps_given(self) -> None:
+        """After the count of steps got another value: they are exact until that is known to be over."""
+        self.compress(not self.job.strategy.compression.exact_steps)
+
+    def compress(self, now: bool) -> None:
+        """Whether the next steps compress what they send, where the strategy does: after its exact steps."""
+        compression = self.job.strategy.compression
+        self.compresses = now
+        self.data.compress(now)
+        self.optimizer.learnt_steps = compression.exact_steps if now and compression.of_momentum else None
+
     def _meetings(self) -> tuple[OuterSteps | None, LateSums | None]:
         """How this worker meets the others, where it does not in every step."""
         synchronise = self.job.strategy.synchronise
@@ -156,6 +174,7 @@ class Trainer(ABC, Generic[Given]):
     def weights_given(self) -> None:
         """After the weights were written by others than the optimizer, the same on all data-parallel ranks."""
         self.data.publish()
+        self.steps_given()
         if self.outer is not None:
             self.outer.begin()
 

@@ -10,6 +10,7 @@ from shardwise.planner.masks import CellBook
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES, Offload, Strategy
 from shardwise.spec.support import MATRIX, TECHNIQUES, Finding, Status, verdict
+from shardwise.spec.training import OPTIMIZERS, RECIPES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,6 +25,7 @@ _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard"
 _OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
             "offload-nvme", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
 _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
+_TRAINING = frozenset((*OPTIMIZERS, *RECIPES))
 
 
 class Supported:
@@ -32,7 +34,7 @@ class Supported:
     def __init__(self, job: Job, *, any_priced: bool = False) -> None:
         """``any_priced`` also lets through what is priced only."""
         self.job = job
-        findings = [one for one in MATRIX if one.status in _unwanted(any_priced)]
+        findings = [one for one in MATRIX if one.status in _unwanted(any_priced) and self._may_hold(one)]
         named = dict.fromkeys(name for one in findings for name in one.techniques)
         self._bit = {name: 1 << number for number, name in enumerate(named)}
         assert len(self._bit) < 63, "more techniques than bits"
@@ -41,6 +43,11 @@ class Supported:
         self._of_offload: dict[Offload, int] = {}
         self._of_group: dict[int, tuple[Group, tuple[Any, ...]]] = {}
         self._of_shards: dict[int, tuple[tuple[ShardChoice, ...], Array]] = {}
+
+    def _may_hold(self, finding: Finding) -> bool:
+        """Not where it is about another optimizer or precision: no search changes these."""
+        fixed = (name for name in finding.techniques if name in _TRAINING)
+        return all(TECHNIQUES[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
 
     def allowed(self, piece: Piece) -> Array | None:
         """Column × row: whether a cell runs; None where all do."""

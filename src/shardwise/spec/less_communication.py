@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError
 
-CompressionMethod = Literal["none", "bf16", "fp16", "int8", "fp8", "powersgd", "1bit"]
+CompressionMethod = Literal["none", "bf16", "fp16", "int8", "fp8", "powersgd", "1bit", "1bit-adam"]
 COMPRESSIONS: tuple[str, ...] = get_args(CompressionMethod)
 SCALE_BYTES = 4  # of a block of int8, fp8 or 1-bit codes
-_CODE_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "1bit": 1 / 8}
+_CODE_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.0, "fp8": 1.0, "1bit": 1 / 8, "1bit-adam": 1 / 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,22 @@ class Compression(Spec):
 
     ``bf16`` and ``fp16`` round them; ``int8``, ``fp8`` and ``1bit`` send codes and one fp32 scale for every ``block``
     of elements; ``powersgd`` sends two thin matrices of ``rank`` columns for every matrix. With ``error_feedback`` what
-    a rank could not send is added to its next gradient.
+    a rank could not send is added to its next gradient. The first ``exact_steps`` steps compress nothing.
+
+    ``1bit-adam`` sends AdamW's momentum as ``1bit`` does gradients, and keeps the second moments of the exact steps
+    (Tang et al. 2021, arXiv 2102.02888): what comes late or wrong then never counts as noise of the gradient.
     """
 
     method: CompressionMethod = "none"
     rank: int = count(4)
     block: int = count(256, minimum=8, maximum=65536)
     error_feedback: bool = True
+    exact_steps: int = count(0, minimum=0)
 
     def check(self) -> None:
+        if self.of_momentum and not self.exact_steps:
+            problem = "1bit-adam keeps the second moments of the exact steps, and there are none"
+            raise SpecError("exact_steps", problem, "use a fifth to a quarter of the run's steps")
         if self.block % 8:
             nearest = 8 * max(1, round(self.block / 8))
             raise SpecError("block", f"{self.block} is no multiple of 8, the codes of a byte", f"use {nearest}")
@@ -40,6 +47,11 @@ class Compression(Spec):
     @property
     def is_used(self) -> bool:
         return self.method != "none"
+
+    @property
+    def of_momentum(self) -> bool:
+        """Whether what travels is the optimizer's momentum."""
+        return self.method == "1bit-adam"
 
     @property
     def keeps_errors(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES
 from shardwise.spec.techniques import SPLIT_BACKWARD, TECHNIQUES
+from shardwise.spec.training import OPTIMIZERS
 
 # Best first. "needs": one option away from running; "priced only": no engine of ours runs it now; "refused": it would
 # fail, or compute something else.
@@ -164,6 +165,20 @@ MATRIX: tuple[Finding, ...] = (
         ("error-feedback", "fp16"), "needs",
         "what is kept of a gradient is in the scale of the loss of its step, which changes",
         "compression.error_feedback: false, or precision: bf16", ("training.precision", "bf16"),
+    ),
+    *_each(
+        ("compressed-momentum",), tuple(name for name in OPTIMIZERS if name != "adamw"), "needs",
+        "1bit-adam compresses the momentum of AdamW", "optimizer: adamw, or another compression",
+        ("training.optimizer", "adamw"),
+    ),
+    Finding(
+        ("compressed-momentum", "fp16"), "needs",
+        "momentum is without the scale of the loss, which the gradients of a step have", "precision: bf16",
+        ("training.precision", "bf16"),
+    ),
+    Finding(
+        ("compressed-momentum", "offload-optimizer"), "needs", "the momentum that travels is on the device",
+        "offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
     ),
     *_each(
         ("local-steps", "async"), ("zero-1", "zero-2", "zero-3", "zero-3-kept"), "needs",

@@ -85,6 +85,7 @@ TECHNIQUES: dict[str, Uses] = {
     "accumulate-local": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "local"),
     "buckets": lambda s, t, m: s.bucket is not None,
     "compression": lambda s, t, m: s.compression.is_used,
+    "compressed-momentum": lambda s, t, m: s.compression.of_momentum,
     "error-feedback": lambda s, t, m: s.compression.keeps_errors,
     "local-steps": lambda s, t, m: s.synchronise.seldom,
     "async": lambda s, t, m: s.synchronise.is_async,

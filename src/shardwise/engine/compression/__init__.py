@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.engine.compression.momentum import MomentumSum
 from shardwise.engine.compression.reduction import CompressedSum, compressed_sum
 
-__all__ = ["CompressedSum", "compressed_sum"]
+__all__ = ["CompressedSum", "MomentumSum", "compressed_sum"]

@@ -88,7 +88,7 @@ class Signs:
 def codec_of(compression: Compression) -> Codec:
     """Of every method that sends element by element."""
     method, block = compression.method, compression.block
-    if method == "1bit":
+    if method in ("1bit", "1bit-adam"):
         return Signs(block)
     if method in ("bf16", "fp16"):
         return Rounded(torch.bfloat16 if method == "bf16" else torch.float16)

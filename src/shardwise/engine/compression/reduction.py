@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.engine.compression.codecs import codec_of
 from shardwise.engine.compression.exchanged import ExchangedSum
 from shardwise.engine.compression.low_rank import LowRankSum
+from shardwise.engine.compression.momentum import MomentumSum
 from shardwise.engine.reductions import Pending
 from shardwise.spec.less_communication import Compression
 
@@ -20,7 +21,9 @@ class CompressedSum(Protocol):
     """Sums the same bucket over a group again and again; see `ExchangedSum`."""
 
     states: dict[str, Tensor]
-    sent_bytes: int
+
+    @property
+    def sent_bytes(self) -> int: ...
 
     def start(self, flat: Tensor) -> Pending: ...
 
@@ -35,4 +38,5 @@ def compressed_sum(
         return LowRankSum(compression.rank, shapes, group, device, error_feedback=compression.error_feedback)
     elements = sum(shape.numel() for shape in shapes)
     codec = codec_of(compression)
-    return ExchangedSum(codec, elements, group, device, error_feedback=compression.error_feedback)
+    exchanged = ExchangedSum(codec, elements, group, device, error_feedback=compression.error_feedback)
+    return MomentumSum(exchanged) if compression.of_momentum else exchanged

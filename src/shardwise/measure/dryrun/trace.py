@@ -98,6 +98,7 @@ def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
         entered.enter_context(memory)
         engine = Engine(job, device="cpu", seed=0)
         _pose(engine, assumed)
+        engine.compress(True)  # no step is as dear for long as the exact ones before
         places.follow(engine.stages, kinds)
         _claim(engine, memory)
         batch = _batch(job)
