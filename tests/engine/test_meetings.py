@@ -23,12 +23,15 @@ from shardwise.train.checkpoint.load import load
 from shardwise.train.checkpoint.save import Saver
 from train.runs import boxes
 
+ENDS = ("embedding.weight", "head.weight")
+
 
 def job(synchronise: Any = "every-step", run: dict[str, Any] | None = None, **strategy: Any) -> Job:
     # A large epsilon: where a gradient is nearly zero, Adam would make rounding a whole step.
     optimization = {"learning_rate": 1e-2, "clip_norm": 0.5, "epsilon": 1e-4}
-    training = {"global_batch": 8, "seq": 16, "precision": "fp32", "optimization": optimization}
     strategy = {"dp": 2, "synchronise": synchronise, **strategy}
+    batch = 4 * max(2, strategy["dp"])
+    training = {"global_batch": batch, "seq": 16, "precision": "fp32", "optimization": optimization}
     devices = strategy["dp"] * strategy.get("tp", 1) * strategy.get("pp", 1)
     fields = {"model": MODEL, "cluster": f"laptop:{devices}", "strategy": strategy, "training": training}
     return Job.from_dict(fields if run is None else {**fields, "run": run})
@@ -155,6 +158,21 @@ def test_a_worker_may_be_several_ranks(method: str, layout: dict[str, int]) -> N
     single = on_ranks(2, trained, job({"method": method, "inner_steps": 2}), 4)
     losses = [rank["losses"] for rank in of_place[max(of_place)]]
     assert losses[0] == pytest.approx(single[0]["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["local-sgd", "diloco", "async"])
+def test_both_ends_of_a_pipeline_keep_the_same_bits_of_a_tied_embedding(method: str) -> None:
+    """Of three workers: the sum of three depends on their order, and the two ends meet in groups of their own."""
+    one = job({"method": method, "inner_steps": 2}, dp=3, pp=2)
+    ranks = on_ranks(6, trained, replace(one, model=replace(one.model, tied_embeddings=True)), 5)
+    for step in (1, 3, 4):
+        copies = [w for rank in ranks for name, w in rank["weights"][step].items() if name.endswith(ENDS)]
+        assert len(copies) == 6
+        if step < 4 or method == "async":
+            assert all(torch.equal(copies[0], other) for other in copies[1:])
+            continue
+        # Between two meetings each worker has weights of its own, the same ones at both ends.
+        assert len({tuple(one.flatten().tolist()) for one in copies}) == 3
 
 
 # -- late sums -----------------------------------------------------------------------------------------

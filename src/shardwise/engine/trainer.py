@@ -125,6 +125,8 @@ class Trainer(ABC, Generic[Given]):
         if self.late is not None and not self.late.exchange():
             self._end_step()
             return torch.zeros((), device=self.device)
+        if self.late is not None and self.tied and self.tied.weight.grad is not None:
+            self.tied.copy_of(self.tied.weight.grad)
         gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
         if self.optimizer.learnt_steps is not None:
             largest = None  # momentum was on its way before the whole gradient was there
@@ -140,6 +142,8 @@ class Trainer(ABC, Generic[Given]):
             scale_gradients(gradients, factor)
         self.optimizer.step(bad=bad, divisor=scale, stored_factor=factor)
         if self.outer is not None and self.outer.after_step():
+            if self.tied:
+                self.tied.copy_of(self.optimizer.values(self.tied.weight))
             self.data.publish()
         self.after_update()
         self._end_step()

@@ -41,14 +41,23 @@ class TiedEnds:
 
     def copy(self) -> None:
         """The last stage takes the first one's values, where they were not drawn equal."""
+        self.copy_of(self.weight)
+
+    def copy_of(self, tensor: Tensor) -> None:
+        """The last stage takes what the first one has in ``tensor``, of the weight's shape.
+
+        Sums over more than two workers round by where a number lies in what is sent, which is not the same place at
+        both ends.
+        """
         if self.group is not None:
-            dist.broadcast(_local(self._weight), group=self.group, group_src=0)
+            with sent("pp", "copy of the tied weight", tensor):
+                dist.broadcast(_local(tensor), group=self.group, group_src=0)
 
     def add_gradients(self) -> None:
         """After the gradients were reduced over the data-parallel ranks, whose shards are the same at both ends."""
         if self.group is None:
             return
-        weight = self._weight
+        weight = self.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         gradient = _local(weight.grad)
@@ -56,10 +65,10 @@ class TiedEnds:
             all_reduce_sum(gradient, self.group)
 
     @property
-    def _weight(self) -> Tensor:
+    def weight(self) -> nn.Parameter:
         module = self.embedding or self.head
         assert module is not None
-        weight: Tensor = module.weight  # type: ignore[assignment]
+        weight: nn.Parameter = module.weight  # type: ignore[assignment]
         return weight
 
 
