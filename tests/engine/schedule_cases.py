@@ -48,7 +48,7 @@ class Result:
     bits: list[int]
 
 
-def run_all(seed: int, in_rounds: bool) -> Result:
+def run_all(seed: int, in_rounds: bool, device: str = "cpu") -> Result:
     """Every schedule for the world and for a part of it, on tensors of random sizes and formats."""
     random = Random(seed)
     world = dist.get_world_size()
@@ -68,7 +68,7 @@ def run_all(seed: int, in_rounds: bool) -> Result:
         for schedule in schedules(len(ranks)):
             elements, dtype, pieces, in_background = _draw(random)
             one = pipelined(schedule, pieces)
-            result, expected = _case(communicator, one, elements, dtype, in_background, in_rounds)
+            result, expected = _case(communicator, one, elements, dtype, in_background, in_rounds, device)
             if not _close(result, expected):
                 wrong.append(f"{one.algorithm} {one.kind} of {elements} {dtype} on {len(ranks)}, {pieces} pieces")
             if schedule.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST):
@@ -94,10 +94,11 @@ def _case(
     dtype: torch.dtype,
     in_background: bool,
     in_rounds: bool,
+    device: str,
 ) -> tuple[Tensor, Tensor]:
     """What a rank has afterwards and what it should have; nothing of either where it gets nothing."""
     kind, n, rank = schedule.kind, schedule.n, communicator.group.rank()
-    tensors = inputs_and_output(kind, n, rank, elements, dtype)
+    tensors = [None if one is None else one.to(device) for one in inputs_and_output(kind, n, rank, elements, dtype)]
     untouched = [None if one is None else one.clone() for one in tensors]
     if in_rounds:
         prepared = communicator._prepare(schedule, elements)
@@ -117,7 +118,7 @@ def _case(
     if expected is None:
         return torch.empty(0), torch.empty(0)
     assert result is not None
-    return result, expected
+    return result.cpu(), expected
 
 
 def inputs_and_output(
