@@ -53,7 +53,7 @@ def trained(strategy: Strategy, tied_model: bool, precision: str = "fp32") -> di
             tied.head.weight.add_(1.0)  # values that only `copy` makes right
     data = apply_data(list(modules.values()), mesh, settings, patterns=toy.PATTERNS)
     if tied:
-        tied.copy()
+        tied.copy_of(tied.weight)
         tied.follow()
     data.start()
     runner = toy.runner_of(schedule, modules, pipeline, data, tied, settings.compute)

@@ -39,10 +39,6 @@ class TiedEnds:
             assert self.embedding is not None
             head.__dict__["weight"] = self.embedding.weight  # no parameter of the head in anybody's eyes
 
-    def copy(self) -> None:
-        """The last stage takes the first one's values, where they were not drawn equal."""
-        self.copy_of(self.weight)
-
     def copy_of(self, tensor: Tensor) -> None:
         """The last stage takes what the first one has in ``tensor``, of the weight's shape.
 
