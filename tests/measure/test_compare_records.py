@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from shardwise.interop.jobs import model_from
+from shardwise.measure.compare.flights import unlike
 from shardwise.measure.compare.links import links_of, slow_link
 from shardwise.measure.compare.measured import Measured, measured
 from shardwise.measure.compare.stragglers import rank_slowness, straggler
 from shardwise.measure.recut import recut
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.profile.record import HOST, STREAMS, Range, RankRecord, read_records
+from shardwise.train.profile.record import HOST, STREAMS, Flight, Range, RankRecord, read_records
 
 BACKEND = 1
 ALONE = ("tp", "cp", "dp", "pp", "shard", "replicate", "ep", "expert_tp")
@@ -220,3 +221,15 @@ def test_records_that_cannot_be_used(tmp_path: Path) -> None:
     assert again.ranges[0].lane == HOST
     with pytest.raises(SpecError, match="did not record the same steps"):
         measured([again, record(1, ("step 2", 0.0, 1.0))], pipelined=False)
+
+
+def test_a_rank_that_does_something_else_is_named() -> None:
+    def recorded(rank: int, *flights: tuple[str, int]) -> RankRecord:
+        own = tuple(Flight(name, (0, 1), size, 0.1 * number) for number, (name, size) in enumerate(flights))
+        return replace(record(rank), flights=own)
+
+    same = [("all_reduce", 64), ("all_gather", 32)]
+    assert unlike([recorded(0, *same), recorded(1, ("all_reduce", 64), ("all_gather", 16))]) is None
+    for other, said in ((("all_reduce", 60), "60 B"), (("all_to_all", 64), "all_to_all")):
+        found = unlike([recorded(0, *same), recorded(1, other, same[1])])
+        assert found is not None and found.startswith("Rank 1's collective 1 with 0, 1") and said in found

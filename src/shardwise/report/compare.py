@@ -21,6 +21,7 @@ _MEANING = {
     "data": "data wait",
 }
 _MOST_RANKS = 16
+_SENT_COLUMNS = ("", "collectives", "planned", "recorded")
 
 
 def comparison_data(found: Comparison) -> dict[str, Any]:
@@ -57,6 +58,14 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
             }
             for one in found.found.ranks
         ],
+        "sent": {
+            ", ".join(one.dimensions): {
+                "collectives": one.collectives,
+                "planned_bytes": one.planned,
+                "recorded_bytes": one.recorded,
+            }
+            for one in found.sent
+        },
         "slow_rank": found.slow_rank,
         "slow_link": _link_data(found.slow_link),
     }
@@ -105,6 +114,12 @@ def print_comparison(found: Comparison, trace: Path | None) -> None:
             for one in found.memory
         ]
         out.print(table("Memory", ("", "predicted", "measured", "measured / predicted"), cells))
+    if found.sent:
+        cells = [
+            (", ".join(one.dimensions), f"{one.collectives:,.0f}", *map(readable_bytes, (one.planned, one.recorded)))
+            for one in found.sent
+        ]
+        out.print(table("Sent in a step, by the backend's own record", _SENT_COLUMNS, cells))
     _print_ranks(found)
     if found.differences:
         cells = [
@@ -151,6 +166,8 @@ def verdicts(found: Comparison) -> list[str]:
             f"Slow link: between {link.between}, {slow.times:.1f} times as long as {slow.than} "
             f"({link.dimension}: {link.what}, {size} in {took})."
         )
+    if found.unlike is not None:
+        lines.append(found.unlike)
     return lines
 
 

@@ -24,6 +24,7 @@ from shardwise.train.attempt import Place, Reporter
 from shardwise.train.data.of_run import mixtures_of
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.metrics.recorder import Recorder
+from shardwise.train.profile.flights import record_flights
 from shardwise.train.profile.profiler import Profiler
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.start import State, load_newest, start_from
@@ -97,6 +98,8 @@ def engine_of(job: Job, place: Place) -> Iterator[Engine]:
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
     _share_cores(place, device)
+    if job.run.profile is not None:
+        record_flights()
     timeouts = job.run.timeouts
     # The launcher watches each phase by its own limit; this one is for who is started without it.
     longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)

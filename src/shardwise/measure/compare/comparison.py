@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory import DeviceMemory, memory_of_rank
 from shardwise.measure.compare.causes import Evidence, cause_of
+from shardwise.measure.compare.flights import SentBytes, sent_bytes, unlike
 from shardwise.measure.compare.labels import DIMENSIONS
 from shardwise.measure.compare.links import SlowLink, links_of, slow_link
 from shardwise.measure.compare.measured import BUBBLE, LATE, Measured
@@ -63,6 +64,8 @@ class Comparison:
     slowness: tuple[float, ...] | None
     slow_rank: int | None
     slow_link: SlowLink | None
+    sent: tuple[SentBytes, ...] = ()  # of the rank whose step is shown
+    unlike: str | None = None  # ranks that did not begin the same collectives
 
 
 def compare(run: ProfiledRun) -> Comparison:
@@ -91,6 +94,7 @@ def compare(run: ProfiledRun) -> Comparison:
     return Comparison(
         job, found, expected, parts, _memory(job, found, lines), tuple(differences),
         summarise(plain).step_seconds, slowness, slow_rank, slow,
+        sent_bytes(job, found.records[busiest.rank], len(found.numbers)), unlike(found.records),
     )  # fmt: skip
 
 

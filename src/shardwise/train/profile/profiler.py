@@ -19,8 +19,9 @@ from shardwise.engine.trainer import Trainer
 from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
 from shardwise.train.profile.clocks import clock_offset
+from shardwise.train.profile.flights import flights
 from shardwise.train.profile.ranges import recorded
-from shardwise.train.profile.record import Range, RankRecord
+from shardwise.train.profile.record import Flight, Range, RankRecord
 
 
 class Profiler:
@@ -63,10 +64,11 @@ class Profiler:
         zero: list[Any] = [min((one.start for one in ranges), default=0.0)]
         dist.broadcast_object_list(zero, 0)
         zero_ns = int(zero[0] * 1e9) + self._offset_ns
-        self._record(self._ranges(zero_ns)).write(self.folder)
+        begin, end = (int(1e9 * moment) for moment in (ranges[0].start, max(one.end for one in ranges)))
+        self._record(self._ranges(zero_ns), flights(begin, end, zero_ns)).write(self.folder)
         dist.barrier()  # the folder is whole when any rank goes on
 
-    def _record(self, ranges: list[Range]) -> RankRecord:
+    def _record(self, ranges: list[Range], backend: tuple[Flight, ...]) -> RankRecord:
         trainer, rank = self.trainer, dist.get_rank()
         layers = stage_layers(trainer.job)
         return RankRecord(
@@ -78,6 +80,7 @@ class Profiler:
             stages={stage: tuple(layers[stage]) for stage in trainer.stages},
             memory=state_bytes(trainer),
             ranges=tuple(ranges),
+            flights=backend,
         )
 
 

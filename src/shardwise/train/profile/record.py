@@ -28,6 +28,16 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Flight:
+    """A collective as the backend recorded it: ``bytes`` are what this rank gave, to all ``members``."""
+
+    name: str
+    members: tuple[int, ...]
+    bytes: int
+    start: float
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """``groups``: the ranks with which this one communicates, by the name of the group (`engine.mesh.Mesh`).
 
@@ -42,6 +52,7 @@ class RankRecord:
     stages: Mapping[int, tuple[int, ...]]  # the layers of every stage that this rank holds
     memory: Mapping[str, int]
     ranges: tuple[Range, ...]
+    flights: tuple[Flight, ...] = ()
 
     def write(self, folder: Path) -> None:
         content = {
@@ -53,6 +64,7 @@ class RankRecord:
             "stages": self.stages,
             "memory": self.memory,
             "ranges": [(one.name, round(one.start, 7), round(one.end, 7), one.lane) for one in self.ranges],
+            "flights": [(one.name, one.members, one.bytes, round(one.start, 7)) for one in self.flights],
         }
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f"rank-{self.rank}.part"
@@ -89,6 +101,7 @@ def _read(path: Path) -> RankRecord:
             {int(stage): tuple(layers) for stage, layers in content["stages"].items()},
             content["memory"],
             tuple(Range(*one) for one in content["ranges"]),
+            tuple(Flight(name, tuple(ranks), size, at) for name, ranks, size, at in content.get("flights", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(str(path), f"is no record of a rank ({error})", "profile the run again") from None

@@ -1,0 +1,95 @@
+"""Bytes that a rank sent, by the backend's own record, beside the plan's; and ranks that did not do the same."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardwise.cost.communication import step_traffic
+from shardwise.cost.stages import rank_contents
+from shardwise.measure.compare.labels import label_of
+from shardwise.spec.job import Job
+from shardwise.train.profile.record import Flight, Range, RankRecord
+
+# What a rank sends for the bytes that it gives, as nccl-tests counts; by what is in the backend's name for it.
+_SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
+    ("gather", lambda n: n - 1),
+    ("reduce_scatter", lambda n: (n - 1) / n),
+    ("reduce", lambda n: 2 * (n - 1) / n),
+    ("to_all", lambda n: (n - 1) / n),
+    ("broadcast", lambda n: (n - 1) / n),
+    ("send", lambda n: 1.0),
+)
+# Which dimension a group's traffic is priced as.
+_DIMENSION = (
+    ("tp", "tp"), ("kv_copies", "tp"), ("cp", "cp"), ("ep", "ep"), ("expert_tp", "ep"), ("pp", "pp"), ("dp", "dp"),
+    ("replicate", "dp"), ("shard", "dp"), ("expert_replicate", "dp"), ("expert_shard", "dp"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Of one rank in a step. What the record does not hold (gloo: messages) is not here either."""
+
+    dimensions: tuple[str, ...]  # several where they have the same ranks
+    collectives: float
+    planned: float
+    recorded: float
+
+
+def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...]:
+    counts: dict[tuple[str, ...], int] = defaultdict(int)
+    recorded: dict[tuple[str, ...], float] = defaultdict(float)
+    planned: dict[str, float] = defaultdict(float)
+    stage = record.rank // job.strategy.stride("pp") % job.strategy.pp
+    for traffic in step_traffic(job, rank_contents(job, stage)):
+        planned[traffic.dimension] += traffic.bytes_sent
+    begun = [one for one in record.ranges if label_of(one.name).kind == "begin"]
+    for one in record.flights:
+        dimensions = tuple(name for name in _dimensions(record, one) if planned[name])
+        if dimensions:
+            counts[dimensions] += 1
+            recorded[dimensions] += one.bytes * _factor(one, _name(one, begun))
+    return tuple(
+        SentBytes(names, counts[names] / steps, sum(planned[name] for name in names), recorded[names] / steps)
+        for names in counts
+    )
+
+
+def unlike(records: Sequence[RankRecord]) -> str | None:
+    """Names the first rank whose collectives of a group are not those of the group's first rank."""
+    for record in records:
+        for members in dict.fromkeys(one.members for one in record.flights):
+            first = records[members[0]]
+            pairs = zip(_of(first, members), _of(record, members))
+            for number, (theirs, own) in enumerate(pairs, 1):
+                if theirs.name != own.name or (theirs.bytes != own.bytes and "reduce" in own.name):
+                    return (
+                        f"Rank {record.rank}'s collective {number} with {', '.join(map(str, members))} is {own.name} "
+                        f"of {own.bytes} B, rank {first.rank}'s is {theirs.name} of {theirs.bytes} B."
+                    )
+    return None
+
+
+def _of(record: RankRecord, members: tuple[int, ...]) -> list[Flight]:
+    return [one for one in record.flights if one.members == members]
+
+
+def _dimensions(record: RankRecord, one: Flight) -> tuple[str, ...]:
+    found = (dimension for name, dimension in _DIMENSION if record.groups.get(name) == one.members)
+    return tuple(dict.fromkeys(found))
+
+
+def _name(one: Flight, begun: Sequence[Range]) -> str:
+    """What the engine calls it, inside whose range it began; empty where it has no name."""
+    number = bisect_right(begun, one.start, key=lambda range: range.start) - 1
+    return begun[number].name if number >= 0 and one.start <= begun[number].end else ""
+
+
+def _factor(one: Flight, name: str) -> float:
+    # Two ranks on gloo gather and scatter by exchanging what the other lacks (`engine.reductions`), and no more.
+    if len(one.members) == 2 and "to_all" in one.name and ("all-gather" in name or "reduce-scatter" in name):
+        return 1.0
+    return next((factor(len(one.members)) for word, factor in _SENT if word in one.name), 0.0)
