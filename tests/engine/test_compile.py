@@ -110,7 +110,7 @@ def test_a_compiled_layer_keeps_what_the_planner_says(model: Model) -> None:
 @pytest.mark.parametrize(
     ("model", "strategy", "sharded"),
     [
-        (LLAMA, {"tp": 2, **FULL}, False),
+        pytest.param(LLAMA, {"tp": 2, **FULL}, False, marks=pytest.mark.slow),
         (MIXTURE, {"tp": 2, **CHEAP}, False),
         (MIXTURE, {"dp": 2, "ep": 2}, False),  # other numbers of tokens in every batch
         (LLAMA, {"dp": 2, "zero": 3, **CHEAP}, True),

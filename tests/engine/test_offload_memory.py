@@ -62,12 +62,12 @@ def plain() -> tuple[int, dict[str, torch.Tensor]]:
     return found
 
 
-SAVERS: list[dict[str, Any]] = [
+SAVERS: list[Any] = [
     {"activations": 0.5},
     {"activations": 1},
     {"optimizer": 1},
-    {"layout": {"recompute": "selective"}},
-    {"layout": {"recompute": "full"}},
+    pytest.param({"layout": {"recompute": "selective"}}, marks=pytest.mark.slow),
+    pytest.param({"layout": {"recompute": "full"}}, marks=pytest.mark.slow),
 ]
 
 

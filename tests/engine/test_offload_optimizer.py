@@ -48,7 +48,7 @@ def trained(one: Job, shares: tuple[float, ...] = ()) -> tuple[dict[str, torch.T
 LAYOUTS: list[Any] = [
     (1, {"precision": "fp32"}),
     pytest.param(1, {"precision": "fp16"}, marks=pytest.mark.slow),
-    (1, {"precision": "fp16", "optimizer": "sgd-momentum"}),
+    pytest.param(1, {"precision": "fp16", "optimizer": "sgd-momentum"}, marks=pytest.mark.slow),
     pytest.param(2, {"dp": 2, "zero": 1, "precision": "fp16"}, marks=pytest.mark.slow),
     pytest.param(2, {"dp": 2, "zero": 2}, marks=pytest.mark.slow),
     (2, {"dp": 2, "zero": 3, "precision": "fp16"}),

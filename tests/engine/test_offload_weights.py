@@ -72,7 +72,7 @@ SHARES: list[Any] = [
     pytest.param(
         *({"model": "tiny-moe", "dp": 2, "ep": 2, "zero": 3}, {**ALL, "weights": 0.5}), marks=pytest.mark.slow
     ),
-    ({"dp": 2, "tp": 2, "zero": 3}, ALL),
+    pytest.param({"dp": 2, "tp": 2, "zero": 3}, ALL, marks=pytest.mark.slow),
     pytest.param({"dp": 2, "zero": 3, "recompute": "full"}, {**ALL, "gradients": 0.3}, marks=pytest.mark.slow),
 ]
 

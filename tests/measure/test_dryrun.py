@@ -239,7 +239,7 @@ EXTENDED = {
         {**MIXTURE, "layers": 11, "moe": {**MIXTURE["moe"], "dense_layers": 5}}, {"dp": 8, "ep": 4, "zero": 1}, 8
     ),
 }
-EXTENDED_QUICK = ("layers", "microbatches")  # one at a time
+EXTENDED_QUICK = ("layers",)
 
 
 @pytest.mark.parametrize(
