@@ -210,15 +210,15 @@ def lateness(train: Train, steps: int, out: Path) -> None:
 # -- DiLoCo -------------------------------------------------------------------------------------------
 
 
-def diloco(train: Train, steps: int, inner: int, outer: tuple[float, float], out: Path) -> None:
+def diloco(train: Train, steps: int, sequences: int, inner: int, outer: tuple[float, float], out: Path) -> None:
     """The loss of N tokens of synchronous training, and after how many DiLoCo has it."""
     rate, momentum = outer
     seldom_met = {
         "method": "diloco", "inner_steps": inner, "outer_learning_rate": rate, "outer_momentum": momentum,
     }  # fmt: skip
     more = -(-round(1.1 * steps) // inner) * inner
-    plain = train(job_of(steps, MANY, beta2=0.99), inner)
-    seldom = train(job_of(more, MANY, beta2=0.99, synchronise=seldom_met), inner)
+    plain = train(job_of(steps, sequences, beta2=0.99), inner)
+    seldom = train(job_of(more, sequences, beta2=0.99, synchronise=seldom_met), inner)
     tokens = list(plain.losses)[-1]
     reached = next((at for at, loss in seldom.losses.items() if at and loss <= plain.last), None)
     print(f"synchronous: loss {plain.last:.4f} after {tokens:,} tokens, {per_token(plain):.2f} µs/token on sending")
@@ -279,6 +279,7 @@ def main() -> None:
     parser.add_argument("what", choices=("compression", "late", "diloco"))
     parser.add_argument("--steps", type=int, help="300, of diloco 320")
     parser.add_argument("--threads", type=int, default=1, help="of each of the two workers")
+    parser.add_argument("--sequences", type=int, default=MANY, help="in a step of diloco")
     parser.add_argument("--inner", type=int, default=16)
     parser.add_argument("--outer", default="1.0,0.0", help="outer learning rate and momentum")
     parser.add_argument("--emulate", help="train across such a network, like 2x1,200Mbit,1ms")
@@ -297,7 +298,7 @@ def main() -> None:
 
         if asked.what == "diloco":
             rate, momentum = map(float, asked.outer.split(","))
-            diloco(train, asked.steps or 320, asked.inner, (rate, momentum), asked.out)
+            diloco(train, asked.steps or 320, asked.sequences, asked.inner, (rate, momentum), asked.out)
         else:
             {"compression": compressions, "late": lateness}[asked.what](train, asked.steps or 300, asked.out)
     return None
