@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.stages import rank_contents
+from shardwise.measure.collectives.request import bus_factor
 from shardwise.measure.compare.labels import label_of
 from shardwise.spec.job import Job
 from shardwise.train.profile.record import Flight, Range, RankRecord
 
-# What a rank sends for the bytes that it gives, as nccl-tests counts; by what is in the backend's name for it.
-_SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
-    ("gather", lambda n: n - 1),
-    ("reduce_scatter", lambda n: (n - 1) / n),
-    ("reduce", lambda n: 2 * (n - 1) / n),
-    ("to_all", lambda n: (n - 1) / n),
-    ("broadcast", lambda n: (n - 1) / n),
-    ("send", lambda n: 1.0),
+# What kind of collective the backend means by a name; the first word that is in it.
+_KINDS = (
+    ("gather", CollectiveKind.ALL_GATHER),
+    ("reduce_scatter", CollectiveKind.REDUCE_SCATTER),
+    ("reduce", CollectiveKind.ALL_REDUCE),
+    ("to_all", CollectiveKind.ALL_TO_ALL),
+    ("broadcast", CollectiveKind.BROADCAST),
+    ("send", CollectiveKind.SEND_RECV),
 )
 # Which dimension a group's traffic is priced as.
 _DIMENSION = (
@@ -51,7 +53,7 @@ def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...
         dimensions = tuple(name for name in _dimensions(record, one) if planned[name])
         if dimensions:
             counts[dimensions] += 1
-            recorded[dimensions] += one.bytes * _factor(one, _name(one, begun))
+            recorded[dimensions] += _bytes_sent(one, _name(one, begun))
     return tuple(
         SentBytes(names, counts[names] / steps, sum(planned[name] for name in names), recorded[names] / steps)
         for names in counts
@@ -88,8 +90,12 @@ def _name(one: Flight, begun: Sequence[Range]) -> str:
     return begun[number].name if number >= 0 and one.start <= begun[number].end else ""
 
 
-def _factor(one: Flight, name: str) -> float:
+def _bytes_sent(one: Flight, name: str) -> float:
+    kind, n = next((kind for word, kind in _KINDS if word in one.name), None), len(one.members)
+    if kind is None:
+        return 0.0
     # Two ranks on gloo gather and scatter by exchanging what the other lacks (`engine.reductions`), and no more.
-    if len(one.members) == 2 and "to_all" in one.name and ("all-gather" in name or "reduce-scatter" in name):
-        return 1.0
-    return next((factor(len(one.members)) for word, factor in _SENT if word in one.name), 0.0)
+    if kind is CollectiveKind.ALL_TO_ALL and n == 2 and ("all-gather" in name or "reduce-scatter" in name):
+        return float(one.bytes)
+    size = one.bytes * (n if kind is CollectiveKind.ALL_GATHER else 1)
+    return size * bus_factor(kind, n)
