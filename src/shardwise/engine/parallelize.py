@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.data import apply_data
 from shardwise.engine.mesh import build_mesh
@@ -165,17 +164,8 @@ class Parallel(Trainer[Any]):
         for one in self.parameters:
             if one.part.counted:
                 dtype = self.optimizer.dtype(one.parameter, MASTER)
-                pieces[one.name] = Piece(one.part, dtype, partial(self._trained, one.parameter))
+                pieces[one.name] = Piece(one.part, dtype, partial(self.weight, one))
         yield from whole_tensors(pieces, self.aliases)
-
-    def _trained(self, parameter: nn.Parameter) -> Tensor:
-        """The values that the optimizer moves, divided as the parameter is."""
-        values = self.optimizer.read(parameter, MASTER).to(self.device)
-        if not isinstance(parameter, DTensor):
-            return values
-        return DTensor.from_local(
-            values, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
 
     def microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:
         rows = self.job.strategy.microbatch

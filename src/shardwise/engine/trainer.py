@@ -15,17 +15,19 @@ from shardwise.engine.build_optimizer import build_optimizer
 from shardwise.engine.context import cut_sequence
 from shardwise.engine.data import DataParallel
 from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
-from shardwise.engine.gradients import Held, held, ranks_with_copy, sum_partial
+from shardwise.engine.gradients import Held, held, local, ranks_with_copy, sum_partial
 from shardwise.engine.meetings import LateSums, OuterSteps
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named, sent
 from shardwise.engine.offload.activations import offload_activations
+from shardwise.engine.offload.states import GRADIENT, MASTER
 from shardwise.engine.offload.store import Store
 from shardwise.engine.patterns import Patterns
 from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
 from shardwise.engine.pipeline.stage import Call
 from shardwise.engine.precision import LossScaler, precision_of
 from shardwise.engine.reductions import all_reduce_sum
+from shardwise.engine.values import as_divided
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -181,6 +183,19 @@ class Trainer(ABC, Generic[Given]):
         self.steps_given()
         if self.outer is not None:
             self.outer.begin()
+
+    def weight(self, one: Held) -> Tensor:
+        """The fp32 values that are trained, wherever they are, divided as the parameter is."""
+        return as_divided(self.optimizer.read(one.parameter, MASTER).to(self.device), one.parameter)
+
+    def gradient(self, one: Held) -> Tensor | None:
+        """As `forward_backward` left it, wherever it is, divided as the parameter is; None where there is none."""
+        self.data.settle_gradients(())
+        stored = self.optimizer.stored
+        if stored is None or one.parameter not in stored.summed:
+            return one.parameter.grad
+        values = stored.read(one.parameter, GRADIENT).view(local(one.parameter).shape)
+        return as_divided(values.to(self.device), one.parameter)
 
     def offload_activations(self, patterns: Patterns) -> None:
         """What the layers save for their backward passes leaves the device, as much of it as the strategy says."""

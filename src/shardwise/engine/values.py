@@ -56,6 +56,13 @@ def divided_as(tensor: Tensor, value: Tensor) -> Tensor:
     return value
 
 
+def as_divided(values: Tensor, like: Tensor) -> Tensor:
+    """This rank's ``values`` as a tensor that is divided as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return values
+    return DTensor.from_local(values, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
 def _drawn(name: str, part: Part, seed: int, model: Model, device: torch.device) -> Tensor:
     """The part's own values; of stacked experts only those that are here are drawn."""
     first, rest = part.cuts[:1], part.cuts[1:]

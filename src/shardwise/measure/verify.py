@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.gradients import Held
+from shardwise.engine.offload.states import MASTER
 from shardwise.engine.refuse import require_devices, require_runs
-from shardwise.engine.values import fill
+from shardwise.engine.values import divided_as
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Place, Pool
 from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
@@ -148,13 +148,15 @@ def _compare(
     with joined(place.rank, place.world, place.meeting_file, device=device):
         engine = Engine(job, device=device, seed=seed)
         for one in engine.parameters:
-            fill(one, lambda name, part: part.of(sample_weight(name, part.shape, seed, job.model)))
+            value = one.part.of(sample_weight(one.name, one.part.shape, seed, job.model))
+            engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
+        engine.weights_given()
         for step in range(steps):
             at = f"step {step + 1}"
             batch = sample_batch(job, step, seed, device).share(engine.mesh.rank("dp"), engine.mesh.size("dp"))
             loss = engine.forward_backward(batch)
             found["loss"].append(relative(at, float(loss), reference.losses[step]))
-            found["gradient"] += _gradients(engine.parameters, reference.gradients[step], at)
+            found["gradient"] += _gradients(engine, reference.gradients[step], at)
             norm = float(engine.update())
             found["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
             if place.rank == 0:
@@ -163,16 +165,17 @@ def _compare(
     return {kind: Deviation.worst(several) for kind, several in found.items()}
 
 
-def _gradients(parameters: Sequence[Held], expected: dict[str, torch.Tensor], at: str) -> list[Deviation]:
+def _gradients(engine: Engine, expected: dict[str, torch.Tensor], at: str) -> list[Deviation]:
     rounding, norm = negligible(expected), global_norm(expected.values())
     found = []
-    for one in parameters:
-        if one.parameter.grad is None:
+    for one in engine.parameters:
+        gradient = engine.gradient(one)
+        if gradient is None:
             found.append(Deviation(float("inf"), f"{one.name}, {at}: no gradient"))
             continue
         scale = norm if one.name in rounding else None
         wanted = expected[_reference_name(one.name, expected)]
-        found.append(deviation(f"{one.name}, {at}", one.parameter.grad, one.part, wanted, scale))
+        found.append(deviation(f"{one.name}, {at}", gradient, one.part, wanted, scale))
     return found
 
 
@@ -183,7 +186,7 @@ def _weights(engine: Engine, reference: Reference) -> list[Deviation]:
     for one in engine.parameters:
         scale = norm if one.name in rounding else None
         expected = reference.weights[_reference_name(one.name, reference.weights)]
-        found.append(deviation(one.name, one.parameter.detach(), one.part, expected, scale))
+        found.append(deviation(one.name, engine.weight(one), one.part, expected, scale))
     return found
 
 

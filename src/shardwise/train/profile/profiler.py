@@ -132,6 +132,6 @@ def state_bytes(trainer: Trainer[Any]) -> dict[str, int]:
         for value in (local(one) for one in of_parameter.values() if isinstance(one, torch.Tensor))
     }
     return {
-        "weights": sum(one.nbytes for one in weights),
+        "weights": sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in weights),  # none of those offloaded
         "optimizer": sum(one.nbytes for place, one in states.items() if place not in known),
     }
