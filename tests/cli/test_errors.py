@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -166,6 +167,23 @@ def test_a_mistake_in_a_hugging_face_config(config: str, parts: list[str], tmp_p
     line = error_line(run("analyze", "--model", str(tmp_path / "config.json"), "--cluster", "laptop"))
     for part in parts:
         assert part in line
+
+
+def test_a_hugging_face_folder_stands_wherever_a_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("small-one", "tiny", "empty"):
+        (tmp_path / name).mkdir()
+    for name in ("small-one", "tiny"):
+        shape = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **shape}))
+    laptop = ("--cluster", "laptop:2", "--seq", "64", "--global-batch", "4")
+    for verb in (("analyze",), ("plan",), ("export", "--to", "deepspeed")):
+        assert run(*verb, "--model", "small-one", *laptop).status == 0, verb
+    assert "small-one" in run("explain", "flops", "--model", "small-one").out
+    preset, folder = (run("explain", "flops", "--model", name).out for name in ("tiny", "./tiny"))
+    assert preset != folder  # a preset's name is the preset
+    line = error_line(run("analyze", "--model", "empty", *laptop))
+    assert "'empty' is a folder without a config.json" in line
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], *([verb, "--help"] for verb in VERBS)])

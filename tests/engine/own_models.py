@@ -34,6 +34,10 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+GPT: dict[str, Any] = {
+    "n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,6 +48,10 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {**SMALL, "sliding_window": 5}),
     "mixtral": ("Mixtral", {**SMALL, **EXPERTS}),
     "qwen2-moe": ("Qwen2Moe", {**SMALL, **MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
+    "olmo": ("Olmo", SMALL),
+    "phi": ("Phi", {**SMALL, "num_key_value_heads": 4}),
+    "gpt-drops": ("GPT2", {**GPT, "attn_pdrop": 0.1}),
+    "stablelm": ("StableLm", SMALL),
     "qwen3-moe": ("Qwen3Moe", {**SMALL, **MOE, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]}),
 }
 
@@ -174,7 +182,8 @@ def build(network: str) -> nn.Module:
         import transformers
 
         name, config = CLASSES[network]
-        module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        module = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**config))
     with torch.no_grad():  # all weights count: norms are not one, biases not zero, routers not even
         for one in module.parameters():
             one.add_(0.05 * torch.randn(one.shape))
@@ -202,6 +211,11 @@ def summed_loss(outputs: Any, batch: Any) -> Tensor:
     labels = batch["shift_labels"] if "shift_labels" in batch else _shifted(batch["labels"])
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def predicted(batch: dict[str, Tensor]) -> Tensor:
+    """What `summed_loss` sums over, of a network without a table."""
+    return (batch["labels"][:, 1:] != -100).sum()
 
 
 def _shifted(labels: Tensor) -> Tensor:
@@ -252,7 +266,8 @@ def compare(case: Case, loss: Callable[[Any, Any], Tensor] | None = None) -> dic
     """On one rank: the worst deviations of the parallel network from the plain one."""
     loss = summed_loss if case.network == "perceptron" else loss
     plain = plain_run(case.network, case.samples)
-    parallel = case.parallelize(build(case.network), loss=loss)
+    count = None if case.network == "perceptron" or loss is None else predicted
+    parallel = case.parallelize(build(case.network), loss=loss, count=count)
     rank, size = parallel.mesh.rank("dp"), parallel.mesh.size("dp")
     found: dict[str, list[Deviation]] = {kind: [] for kind in ("loss", "gradient", "weight", "norm", "gathered")}
     for step in range(STEPS):

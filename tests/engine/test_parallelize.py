@@ -101,3 +101,11 @@ def test_so_do_other_layouts(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case("llama", {**SP, "cp": 2}), Case("writer", {"pp": 2})], ids=named)
 def test_a_loss_of_the_users_own_sees_logits_wherever_they_are(case: Case) -> None:
     check(case, summed_loss)
+
+
+UNKNOWN = [Case("olmo", {"dp": 2}), Case("phi", {"dp": 2, "zero": 3}), Case("stablelm", {"dp": 2, "zero": 2})]
+
+
+@pytest.mark.parametrize("case", UNKNOWN, ids=named)
+def test_data_parallelism_asks_nothing_about_a_network_with_a_loss_of_its_own(case: Case) -> None:
+    check(case, summed_loss)

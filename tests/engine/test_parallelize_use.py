@@ -124,6 +124,24 @@ def test_the_module_still_gives_logits() -> None:
     assert max(on_ranks(2, called_by_itself, {"tp": 2})) < 1e-5
 
 
+def steps_of(network: str) -> tuple[float, set[str]]:
+    """Of a network that drops something while it trains, with a loss of the user's own."""
+    seen: set[str] = set()
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        seen.update(batch)
+        return summed_loss(outputs, batch)
+
+    parallel = parallelize(build(network), Strategy(dp=2, zero=1), training=TRAINING, loss=loss)
+    return float(parallel.step(parallel.share(make_batch(network, 2, 0))).loss), seen
+
+
+@pytest.mark.parametrize("network", ["gpt-drops", "llama"])
+def test_a_loss_finds_the_labels_that_were_given(network: str) -> None:
+    loss, seen = on_ranks(2, steps_of, network)[0]
+    assert 0 < loss < 10 and {"input_ids", "labels"} <= seen
+
+
 # -- what it refuses -------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +187,9 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
         ("perceptron", {"dp": 2}, {"loss": summed_loss, "training": replace(TRAINING, attention="unfused")},
          r"training.attention: unfused, but no table"),
         ("llama", {"tp": 2}, {"dropout": True}, r"module: drops 0.1 of something"),
+        ("stablelm", {"tp": 2}, {}, r"strategy.tp: 2, but no table says what the modules of StableLm\w+ are; pass"),
+        ("stablelm", {"tp": 2}, {"patterns": WRITER},
+         r"module.config.model_type: 'stablelm' is not supported; .*gpt2"),
         ("llama", {"pp": 2, "schedule": "dualpipe"}, {}, r"strategy: dualpipe"),
         ("llama", {"dp": 2, "ep": 2}, {}, r"strategy.ep: 2, but llama has no experts"),
         ("writer", {"dp": 2}, {"patterns": replace(WRITER, rows=("blocks.*.write",))},

@@ -118,7 +118,7 @@ def quantise(files: Files) -> None:
     ("how", "line"),
     [
         (lambda files: files.pop("model.norm.weight"), r"^model\.norm\.weight: is missing in "),
-        (lambda files: files.update(extra=torch.ones(1)), r"^extra: in .* belongs to no part of llama as config"),
+        (lambda files: files.update(extra=torch.ones(1)), r"^extra: in .* belongs to no part of \S+ as config"),
         (
             lambda files: files.update({"model.norm.weight": torch.ones(31)}),
             r"^model\.norm\.weight: is \[31\] in .* but config.json makes it \[32\]",
@@ -178,7 +178,7 @@ def test_a_folder_that_is_not_whole_is_one_line(folder: Path) -> None:
 
 
 def test_an_unknown_name_is_one_line(folder: Path) -> None:
-    with pytest.raises(SpecError, match=r"^layers\.9\.norm\.weight: is no tensor of llama"):
+    with pytest.raises(SpecError, match=r"^layers\.9\.norm\.weight: is no tensor of "):
         read_slice(folder, "layers.9.norm.weight", ())
 
 

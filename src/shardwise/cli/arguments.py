@@ -71,7 +71,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """A job file, and flags that override it."""
     parser.add_argument("job", nargs="?", help="job file (YAML); flags override it")
     what = parser.add_argument_group("the job")
-    what.add_argument("--model", help="preset, model file, or a Hugging Face config.json")
+    what.add_argument("--model", help="preset, model file, or a Hugging Face folder or its config.json")
     what.add_argument("--cluster", help="preset or file, sized: dgx-h100:64, tpu-v5p:8x8x16")
     what.add_argument("--gpus", help="number of devices")
     what.add_argument("--gpus-per-node", help="devices of a node in use")

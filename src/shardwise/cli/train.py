@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch, whole
+from shardwise.interop.jobs import is_folder
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resumed import changes_since_saved
@@ -56,7 +57,7 @@ def run(arguments: list[str]) -> int:
     folder = RunFolder(Path(job.run.folder))
     if not parsed.print_torchrun:
         job, checked = _tried(job, folder, checked)
-    for note in checked.notes:
+    for note in (*checked.notes, *_weights_left(parsed.model, job)):
         print(f"note: {note}", file=sys.stderr)
     if parsed.print_torchrun:
         from shardwise.launch.torchrun import torchrun_commands
@@ -71,6 +72,15 @@ def run(arguments: list[str]) -> int:
         _make_ready(job, folder, checked)
         outcome = _watched(Launch(job, folder, grace_seconds, parsed.debug), quiet=parsed.json)
     return _told(outcome, job, folder.metrics, parsed)
+
+
+def _weights_left(named: str | None, job: Job) -> list[str]:
+    """A folder with weights that only gave its shape: a user may have meant both."""
+    if named is None or job.run.start_from is not None or not is_folder(named):
+        return []
+    if not any(Path(named).glob("*.safetensors")):
+        return []
+    return [f"weights are random; --set run.start_from={named} begins with those in the folder"]
 
 
 def _check_emulation(job: Job, parsed: argparse.Namespace) -> None:

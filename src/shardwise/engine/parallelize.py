@@ -18,6 +18,8 @@ from shardwise.engine.data import apply_data
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.offload.states import MASTER
 from shardwise.engine.own_model.checks import (
+    drops,
+    is_cut,
     require_described,
     require_matching,
     require_table,
@@ -83,11 +85,13 @@ def parallelize(
     """
     if isinstance(job, Job) and training is not None:
         raise SpecError("training", "is part of the job already", "leave one of them out")
-    table = patterns or (supplied_table(module) if call is None else None)
     strategy = job.strategy if isinstance(job, Job) else job
+    table = patterns or (supplied_table(module) if call is None else None)
+    if patterns is None and loss is not None and not is_cut(strategy) and drops(module):
+        table = None  # a loss of the user's own and whole modules: numbers may be drawn as their author wants
     require_table(module, strategy, table)
     if isinstance(job, Strategy):
-        require_described(module, job, patterns)
+        require_described(module, job)
         job = job_for(module, job, training, dist.get_world_size() if dist.is_initialized() else 1)
     require_world(job.strategy)
     require_runs(job)

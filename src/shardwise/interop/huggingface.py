@@ -25,7 +25,10 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
     key, for what is malformed, of a family not known here, or outside what a `Model` can say.
     """
     if isinstance(config, (str, Path)):
-        config = _read_json(Path(config))
+        folder = Path(config)
+        config = _read_json(folder)
+        if name is None and folder.is_dir() and isinstance(config, Mapping):
+            name = _name_in(config) or folder.resolve().name
     if not isinstance(config, Mapping):
         raise SpecError("config", f"{shown(config)} should be a mapping of keys", "give the content of config.json")
     model_type, nested = config.get("model_type"), config.get("text_config")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from shardwise.spec import presets
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -32,19 +33,36 @@ def read_job_fields(path: Path | str) -> dict[str, Any]:
 
 
 def model_from(named: Any) -> Model:
-    """A model by preset name, mapping, our own file, or a Hugging Face config.json (or its folder)."""
+    """A model by preset name, mapping, our own file, or a Hugging Face config.json (or its folder).
+
+    A folder that is called as a preset is written with a slash: ``./tiny``.
+    """
     try:
-        if isinstance(named, str) and presets.looks_like_file(named):
-            path = Path(named)
-            if path.is_dir():
-                path = path / "config.json"
-            if path.suffix.lower() == ".json":
+        if isinstance(named, str):
+            if is_folder(named):
+                return _model_in_folder(Path(named))
+            if presets.looks_like_file(named) and named.lower().endswith(".json"):
                 from shardwise.interop.huggingface import model_from_hf_config
 
-                return model_from_hf_config(path)
+                return model_from_hf_config(Path(named))
         return presets.resolve("model", Model, named)
     except SpecError as error:
         raise error.under("model") from None
+
+
+def is_folder(named: str) -> bool:
+    """Whether a model's name is that of a folder: one that is there, and is no preset."""
+    preset = not presets.looks_like_file(named) and named.lower() in presets.names("model")
+    return not preset and os.path.isdir(named)  # noqa: PTH112 (Path.is_dir raises for what can be no path)
+
+
+def _model_in_folder(folder: Path) -> Model:
+    if not (folder / "config.json").is_file():
+        problem = f"{shown(str(folder))} is a folder without a config.json"
+        raise SpecError("", problem, "name a Hugging Face folder, a preset or a file")
+    from shardwise.interop.huggingface import model_from_hf_config
+
+    return model_from_hf_config(folder)
 
 
 def other_framework(path: Path | str) -> str | None:

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.own_model.attention import dropout_of
-from shardwise.engine.own_model.jobs import described
+from shardwise.engine.own_model.jobs import described, read_description
 from shardwise.engine.own_model.tables import SUPPLIED, is_hugging_face
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
+_NEED_A_TABLE = ("tp", "cp", "pp", "ep")
 _DESCRIBED = ("layers", "hidden", "heads", "key_value_heads", "vocab", "moe")
 
 
@@ -23,7 +24,7 @@ def require_table(module: nn.Module, strategy: Strategy, patterns: Patterns | No
     """Without a table only what treats all modules alike is possible."""
     if patterns is not None:
         return
-    for name in ("tp", "cp", "pp", "ep"):
+    for name in _NEED_A_TABLE:
         degree = getattr(strategy, name)
         if degree > 1:
             raise SpecError(
@@ -33,10 +34,24 @@ def require_table(module: nn.Module, strategy: Strategy, patterns: Patterns | No
             )
 
 
-def require_described(module: nn.Module, strategy: Strategy, patterns: Patterns | None) -> None:
+def is_cut(strategy: Strategy) -> bool:
+    """Whether a network itself is taken apart, which data parallelism of any kind does not do."""
+    return any(getattr(strategy, name) > 1 for name in _NEED_A_TABLE)
+
+
+def drops(module: nn.Module) -> bool:
+    return module.training and dropout_of(module) > 0
+
+
+def require_described(module: nn.Module, strategy: Strategy) -> None:
     """A strategy without a job is enough where the network describes itself, or nothing depends on its shape."""
-    shaped = any(getattr(strategy, name) > 1 for name in ("tp", "cp", "pp", "ep"))
-    if shaped and patterns is not None and described(module) is None:
+    if not is_cut(strategy):
+        return
+    try:
+        found = read_description(module)
+    except SpecError as error:
+        raise error.under("module.config") from None
+    if found is None:
         problem = f"is only a strategy, which does not tell the heads and layers of {type(module).__name__}"
         raise SpecError("job", problem, "give a Job, whose model does")
 
@@ -57,9 +72,8 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
     if normed is not None:
         problem = f"{normed} takes its statistics from the samples of one rank and microbatch"
         raise SpecError("module", problem, "use LayerNorm or GroupNorm, or put it into eval mode")
-    dropped = dropout_of(module)
-    if tabled and dropped and module.training:
-        problem = f"drops {dropped:g} of something, and cut parts would draw other numbers than the whole"
+    if tabled and drops(module):
+        problem = f"drops {dropout_of(module):g} of something, and cut parts would draw other numbers than the whole"
         raise SpecError("module", problem, "set its dropout to 0")
     if job.training.compile:
         problem = "true, but layers that others wrote may not compile whole, nor between their collectives"

@@ -57,9 +57,15 @@ def shifted(labels: Tensor) -> Tensor:
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
 
 
-def as_mapping(batch: Batch) -> dict[str, Tensor]:
-    """What a user's loss sees of a token batch: this rank's tokens, labels where they are predicted."""
+def as_mapping(batch: Batch, whole_rows: bool = True) -> dict[str, Tensor]:
+    """What a user's loss sees of a token batch: this rank's tokens, labels where they are predicted.
+
+    Of ``whole_rows`` also ``labels`` where the tokens themselves stand; the first, which nothing predicts, is -100.
+    """
     named = {"input_ids": batch.tokens, "shift_labels": batch.labels, "position_ids": batch.positions}
+    if whole_rows:
+        none = torch.full_like(batch.labels[:, :1], IGNORED)
+        named["labels"] = torch.cat([none, batch.labels[:, :-1]], 1)
     return named if batch.documents is None else {**named, "documents": batch.documents}
 
 

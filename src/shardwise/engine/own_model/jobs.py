@@ -10,6 +10,7 @@ from shardwise.engine.own_model.tables import is_hugging_face
 from shardwise.engine.units import find_layers
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.spec.clusters import cluster_from
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
@@ -27,9 +28,17 @@ def job_for(module: nn.Module, strategy: Strategy, training: Training | None, wo
 
 
 def described(module: nn.Module) -> Model | None:
-    """What a network says of itself."""
+    """What a network says of itself; None where it says nothing, or what no `Model` holds."""
+    try:
+        return read_description(module)
+    except SpecError:
+        return None
+
+
+def read_description(module: nn.Module) -> Model | None:
+    """What a Hugging Face network's config says; raises SpecError for what no `Model` holds."""
     config: Any = getattr(module, "config", None)
-    if not is_hugging_face(module) or config is None:
+    if not is_hugging_face(module) or not hasattr(config, "to_dict"):
         return None
     return model_from_hf_config(config.to_dict())
 

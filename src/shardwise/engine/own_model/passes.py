@@ -80,7 +80,7 @@ class TokenPass:
     """
 
     def __init__(self, root: nn.Module, patterns: Patterns, mesh: Mesh, loss: Loss | None) -> None:
-        self.patterns, self.loss = patterns, loss
+        self.patterns, self.loss, self.whole_rows = patterns, loss, mesh.size("cp") == 1
         self.labels: Tensor | None = None
         self.total: Tensor | None = None
         heads = [head for _, head in matching(root, patterns.head)]
@@ -111,7 +111,7 @@ class TokenPass:
         try:
             outputs = plain(batch.tokens if inputs is None else inputs, **self._named(batch))
             if one.last and self.loss is not None:
-                return self.loss(outputs, as_mapping(batch))
+                return self.loss(outputs, as_mapping(batch, self.whole_rows))
             expected = self.total if at_loss else self.ends[0].seen
         finally:
             self.labels = self.total = None
