@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from effort import examples
 from shardwise.spec.errors import SpecError
+from shardwise.train.data import pair as pairs
 from shardwise.train.data.mixture import Mixture
 from shardwise.train.data.pair import Pair, PairWriter, check_sums, open_pair
 from shardwise.train.data.permutation import Permutation
@@ -79,7 +80,7 @@ def test_masked_tokens_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_documents_stays_there(tmp_path: Path) -> None:
-    stream = Stream(pair_of(tmp_path, [100, 100, 100]), SEQ, VOCAB, seed=0, first=1, last=2)
+    stream = Stream(pair_of(tmp_path, [100, 100, 100]), SEQ, VOCAB, seed=0, begin=100, end=200)
     places = stream.places(np.arange(5 * stream.per_epoch))
     assert places.min() >= 100
     assert places.max() + SEQ + 1 <= 200
@@ -176,3 +177,11 @@ def test_tokens_beyond_the_vocabulary_are_named(tmp_path: Path) -> None:
 def test_too_little_data_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="has 16 tokens, a sequence needs 17"):
         Stream(pair_of(tmp_path, [16]), SEQ, VOCAB, seed=0)
+
+
+def test_a_document_longer_than_a_sequence_of_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index counts the tokens of a sequence with 31 bits: a longer document has several sequences."""
+    monkeypatch.setattr(pairs, "LONGEST_SEQUENCE", 16)
+    found = pair_of(tmp_path, [0, 40, 16, 3])
+    assert found.starts.tolist() == [0, 0, 40, 56, 59]
+    assert np.array_equal(found.tokens, np.arange(59))

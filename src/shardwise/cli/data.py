@@ -57,24 +57,26 @@ def _build(files: list[Path], out: Path, parsed: object) -> int:
         print(json.dumps({**asdict(built), "prefix": str(built.prefix)}))
     else:
         share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
-        print(f"{out}: {built.documents:,} documents, {built.tokens:,} tokens{share}, vocabulary {built.vocab:,}")
+        print(f"{out}: {_documents(built.documents)}, {built.tokens:,} tokens{share}, vocabulary {built.vocab:,}")
     return 0
 
 
 def _check(prefixes: list[str], as_json: bool) -> int:
     from shardwise.train.data.pair import check_sums, open_pair
 
-    found = []
-    for prefix in prefixes:
-        pair, summed = open_pair(prefix), check_sums(prefix)
-        found.append({"prefix": prefix, "documents": pair.documents, "tokens": len(pair.tokens), "checksums": summed})
+    found = [(prefix, open_pair(prefix), check_sums(prefix)) for prefix in prefixes]
     if as_json:
-        print(json.dumps(found))
+        told = [(prefix, pair.documents, len(pair.tokens), summed) for prefix, pair, summed in found]
+        print(json.dumps([dict(zip(("prefix", "documents", "tokens", "checksums"), one)) for one in told]))
         return 0
-    for one in found:
-        how = "every checksum agrees" if one["checksums"] else "sizes agree; there are no checksums"
-        print(f"{one['prefix']}: {one['documents']:,} documents, {one['tokens']:,} tokens; {how}")
+    for prefix, pair, summed in found:
+        how = "every checksum agrees" if summed else "sizes agree; there are no checksums"
+        print(f"{prefix}: {_documents(pair.documents)}, {len(pair.tokens):,} tokens; {how}")
     return 0
+
+
+def _documents(number: int) -> str:
+    return f"{number:,} document{'' if number == 1 else 's'}"
 
 
 @contextmanager

@@ -38,6 +38,8 @@ def run(arguments: list[str]) -> int:
     add_job_arguments(parser)
     parser.add_argument("--run-folder", metavar="DIR", help="where the run is kept (default runs/NAME of the job)")
     parser.add_argument("--steps", metavar="N", help="steps of the whole run (default: of training.tokens, or 1000)")
+    shards = "token shards to train on, without a suffix; again for several (default: the built-in corpus)"
+    parser.add_argument("--data", action="append", metavar="SHARDS", help=shards)
     parser.add_argument("--grace", default=GRACE, metavar="TIME", help=f"for a last checkpoint (default {GRACE})")
     emulate = "on virtual nodes of this machine: 2x2,1Gbit,1ms are 2 of 2 ranks (as root; docs/emulate.md)"
     parser.add_argument("--emulate", metavar="NODES", help=emulate)
@@ -122,10 +124,11 @@ def _job(parsed: argparse.Namespace) -> Job:
     if parsed.profile is not None:
         changes["profile"] = Profile.parse(parsed.profile, "--profile")
     data = job.run.data
-    changes["data"] = replace(data, shards=_absolute(data.shards), validation=_absolute(data.validation))
+    shards = _absolute(tuple(parsed.data or data.shards))
     if job.run.start_from is not None:
         changes["start_from"] = str(Path(job.run.start_from).resolve())
     try:
+        changes["data"] = replace(data, shards=shards, validation=_absolute(data.validation))
         return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
     except SpecError as error:
         raise error.under("run") from None

@@ -17,7 +17,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
-from shardwise.train.data.pair import open_pair
+from shardwise.train.data.of_run import check_data
 
 TIGHT = 0.9  # of a device's memory
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
@@ -41,8 +41,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
     if here:
         _require_places(job)
         _require_wandb(job)
-        for name in (*job.run.data.shards, *job.run.data.validation):
-            open_pair(name)
+    notes = check_data(job) if here else []
     price = candidate(job)
     needed, there = price.memory.total, job.cluster.device.memory
     if needed > there:
@@ -50,8 +49,9 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         raise SpecError("strategy", problem, _nearest(job))
     if here:
         _require_host_memory(job, needed)
-    tight = f"tight: a device needs {readable_bytes(needed)} of {readable_bytes(there)}"
-    return Preflight(price, (tight,) if needed > TIGHT * there else ())
+    if needed > TIGHT * there:
+        notes.append(f"tight: a device needs {readable_bytes(needed)} of {readable_bytes(there)}")
+    return Preflight(price, tuple(notes))
 
 
 def _require_places(job: Job) -> None:

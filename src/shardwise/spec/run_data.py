@@ -8,6 +8,7 @@ from typing import Literal
 from shardwise.spec.codec import Spec, count, quantity
 from shardwise.spec.errors import SpecError, shown
 
+MOST_SHARDS = 1024
 CORPUS_VOCAB = 257  # the built-in corpus has bytes for tokens, and one that ends a document
 
 
@@ -16,8 +17,9 @@ class Data(Spec):
     """``shards`` name pairs of files without their suffix (`shardwise data build`); none: Python's own library.
 
     ``weights`` say how often each is drawn from (their tokens, unless given). Evaluation reads ``validation``, or the
-    share ``held_out`` of the documents, the last ones of each, which training never sees then. ``stage`` copies
-    shards to memory or to a local disk first, if they are no larger than ``stage_limit`` together.
+    share ``held_out`` of the tokens, the last ones of each, which training never sees then: whole documents, or a part
+    of one where there are few. ``stage`` copies shards to memory or to a local disk first, if they are no larger than
+    ``stage_limit`` together.
     """
 
     shards: tuple[str, ...] = ()
@@ -33,6 +35,10 @@ class Data(Spec):
         if self.weights and len(self.weights) != len(self.shards):
             problem = f"{len(self.weights)} weights for {len(self.shards)} shards"
             raise SpecError("weights", problem, "give one for each, or none")
+        for name in ("shards", "validation"):
+            if len(getattr(self, name)) > MOST_SHARDS:
+                problem = f"names {len(getattr(self, name)):,} pairs, a run reads {MOST_SHARDS:,} at the most"
+                raise SpecError(name, problem, "build larger ones: data build takes many files")
         for number, path in enumerate(self.shards):
             if path.endswith((".bin", ".idx")):
                 raise SpecError(f"shards[{number}]", f"{shown(path)} has a suffix", f"write {shown(path[:-4])}")

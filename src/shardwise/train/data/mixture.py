@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardwise.spec.run_data import MOST_SHARDS
 from shardwise.train.data.permutation import Numbers, Permutation
 from shardwise.train.data.samples import Sample, Stream
 
-MOST_STREAMS = 1024
 _SAMPLES_PER_STREAM = 1024
 
 
@@ -22,7 +22,7 @@ class Mixture:
     """
 
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
-        assert len(streams) == len(weights) <= MOST_STREAMS
+        assert len(streams) == len(weights) <= MOST_SHARDS
         assert all(weight > 0 for weight in weights)
         self.streams, self.seed = list(streams), seed
         self.shares = np.array(weights, float) / sum(weights)

@@ -27,6 +27,7 @@ VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 CHUNK_BYTES = 16 * 2**20  # of which each has its own checksum: damage is found to within one
+LONGEST_SEQUENCE = 2**30  # tokens; an index counts those of a sequence with 31 bits, and a document may have several
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -117,7 +118,8 @@ class PairWriter:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._code = next(code for code, one in _DTYPES.items() if np.dtype(one) == self.dtype)
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._lengths: list[int] = []
+        self._lengths: list[int] = []  # of sequences
+        self._ends = [0]  # of documents, in sequences
         self._tokens = self._open(".bin")
         self._mask = self._open(".mask") if masked else None
 
@@ -139,15 +141,17 @@ class PairWriter:
         if self._mask:
             counted = np.ones(len(tokens), np.uint8) if mask is None else np.ascontiguousarray(mask, np.uint8)
             self._mask.write(counted.tobytes())
-        self._lengths.append(len(tokens))
+        whole, rest = divmod(len(tokens), LONGEST_SEQUENCE)
+        self._lengths += [LONGEST_SEQUENCE] * whole + ([rest] if rest or not whole else [])
+        self._ends.append(len(self._lengths))
 
     def close(self) -> None:
         index = self._open(".idx")
         lengths = np.array(self._lengths, np.int32)
         pointers = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
-        index.write(lengths.tobytes() + pointers.tobytes() + np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
+        index.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._ends)))
+        index.write(lengths.tobytes() + pointers.tobytes() + np.array(self._ends, np.int64).tobytes())
         files = [self._tokens, index, *([self._mask] if self._mask else [])]
         for file in files:
             file.flush()

@@ -24,23 +24,22 @@ class Sample:
 
 
 class Stream:
-    """Sequences of ``seq`` tokens out of a part of a pair: ``first`` to ``last`` of its documents.
+    """Sequences of ``seq`` tokens out of a part of a pair: its tokens from ``begin`` up to ``end``.
 
     An epoch is every sequence once, in an order drawn from (seed, epoch); where the sequences begin is drawn anew, so
     that no border is always the same. A label never crosses the border of a document.
     """
 
-    def __init__(self, pair: Pair, seq: int, vocab: int, seed: int, first: int = 0, last: int | None = None) -> None:
+    def __init__(self, pair: Pair, seq: int, vocab: int, seed: int, begin: int = 0, end: int | None = None) -> None:
         self.pair, self.seq, self.vocab, self.seed = pair, seq, vocab, seed
-        self.begin = int(pair.starts[first])
-        self.tokens = int(pair.starts[pair.documents if last is None else last]) - self.begin
+        self.begin = begin
+        self.tokens = (len(pair.tokens) if end is None else end) - begin
         self.shifts = self.tokens >= 2 * seq
         # One token more than the sequences, for the last label.
         self.per_epoch = (self.tokens - seq) // seq if self.shifts else (self.tokens - 1) // seq
         if self.per_epoch < 1:
-            raise SpecError(
-                f"{pair.prefix}", f"has {self.tokens:,} tokens, a sequence needs {seq + 1:,}", "give more data"
-            )
+            problem = f"has {self.tokens:,} tokens, a sequence needs {seq + 1:,}"
+            raise SpecError(f"{pair.prefix}", problem, "give more data, or a shorter sequence (--seq)")
 
     def places(self, numbers: Numbers) -> Numbers:
         """The first token of each sample: samples are counted through all epochs."""
@@ -57,13 +56,7 @@ class Stream:
 
     def sample(self, start: int) -> Sample:
         pair, stop = self.pair, start + self.seq + 1
-        window = np.asarray(pair.tokens[start:stop]).astype(np.int64)
-        if int(window.min()) < 0 or int(window.max()) >= self.vocab:
-            bad = int(np.flatnonzero((window < 0) | (window >= self.vocab))[0])
-            raise SpecError(
-                f"{pair.prefix}.bin", f"token {start + bad:,} is {window[bad]}, the vocabulary ends at {self.vocab:,}",
-                "use the tokenizer of the model",
-            )  # fmt: skip
+        window = self.known(start, stop)
         document = np.searchsorted(pair.starts, np.arange(start, stop), "right")
         labels = window[1:].copy()
         labels[document[1:] != document[:-1]] = IGNORED
@@ -71,6 +64,15 @@ class Stream:
             labels[np.asarray(pair.mask[start + 1 : stop]) == 0] = IGNORED
         _, inside = np.unique(document[:-1], return_inverse=True)
         return Sample(window[:-1], labels, inside.astype(np.int64))
+
+    def known(self, start: int, stop: int) -> Tokens:
+        """The tokens there; raises SpecError where the vocabulary does not have one of them."""
+        window: Tokens = np.asarray(self.pair.tokens[start:stop]).astype(np.int64)
+        if len(window) and (int(window.min()) < 0 or int(window.max()) >= self.vocab):
+            bad = int(np.flatnonzero((window < 0) | (window >= self.vocab))[0])
+            problem = f"token {start + bad:,} is {window[bad]}, the vocabulary ends at {self.vocab:,}"
+            raise SpecError(f"{self.pair.prefix}.bin", problem, "use the tokenizer of the model")
+        return window
 
 
 def positions_in(documents: Tokens) -> Tokens:
