@@ -66,7 +66,8 @@ class Ended:
         return list(read_lines(self.folder / "metrics.jsonl"))
 
     def require_whole(self) -> None:
-        """Every checkpoint that has a name is as it was written, and no step is told twice."""
+        """Every checkpoint that has a name is as it was written, nothing unfinished is left, no step is told twice."""
+        assert not list(self.checkpoints.path.glob("*.part-*"))
         for step in self.checkpoints.present():
             assert not problems_of(self.checkpoints.of_step(step))
         told = [one["step"] for one in self.lines() if "loss" in one]

@@ -2,7 +2,7 @@
 
 It reads lines from the launcher, "+PID" for a process group that has begun and "-PID" for one that has ended. When
 the pipe closes, the launcher is gone, and so must be all that it left: ranks that are stopped, what they started, and
-the file in which they met, which is its argument.
+the folder in which they met, which is its argument.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ def main() -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    # By os, not pathlib: nothing but the standard library's smallest part is loaded here.
     with contextlib.suppress(OSError):
-        os.unlink(sys.argv[1])  # noqa: PTH108 - nothing but the standard library's smallest part is loaded here
+        for name in os.listdir(sys.argv[1]):  # noqa: PTH208
+            os.unlink(f"{sys.argv[1]}/{name}")  # noqa: PTH108
+        os.rmdir(sys.argv[1])  # noqa: PTH106
 
 
 if __name__ == "__main__":

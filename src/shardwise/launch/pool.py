@@ -6,16 +6,16 @@ import gc
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from shardwise.launch.owned import OwnedFolder
 
 MOST_CALLS = 12  # of one worker: PyTorch's caches keep some groups of earlier worlds, and their threads wake up
 VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their messages only repeat its
@@ -57,7 +57,7 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._workers: dict[int, _Worker] = {}  # by rank
-        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
+        self._folder = OwnedFolder("pool")
         self._calls = 0
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class Pool:
         """What each rank returned; raises `WorkerError` for the first rank that failed."""
         self._start(world)
         self._calls += 1
-        meeting = str(Path(self._folder.name) / f"call-{self._calls}")
+        meeting = str(self._folder.path / f"call-{self._calls}")
         taking_part = [self._workers[rank] for rank in range(world)]
         for rank, worker in enumerate(taking_part):
             worker.calls += 1
@@ -85,7 +85,7 @@ class Pool:
 
     def close(self) -> None:
         self._end(list(self._workers.values()))
-        self._folder.cleanup()
+        self._folder.close()
 
     def first(self, rank: int) -> Callable[[], None] | None:
         """What the worker of ``rank`` does before its first call; it travels there."""

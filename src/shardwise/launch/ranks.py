@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
+from shardwise.launch.owned import OwnedFolder
 from shardwise.train.attempt import STACKS_SIGNAL
 from shardwise.train.records import (
     FailureRecord,
@@ -30,6 +30,7 @@ from shardwise.train.records import (
 
 _TAIL_BYTES = 65536  # native errors stand before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
+_MEETING_BYTES = 2**20  # of room for what ranks tell each other when they meet
 _STACKS_SECONDS = 0.3  # for a rank to write down what it is doing
 
 
@@ -103,9 +104,9 @@ class Ranks:
         self.folder = folder
         self._network = network
         self.all: list[Rank] = []
-        self._meeting = _meeting_file(folder)
+        self._meeting = _meeting(folder)
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(self._meeting)],
+            [sys.executable, "-I", "-S", guard.__file__, str(self._meeting.path)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -116,7 +117,7 @@ class Ranks:
             raise
 
     def _start(self, command: Sequence[str], number: int, world: int, environment: Mapping[str, str]) -> Rank:
-        own = {**_environment(number, world, self.folder, self._meeting), **environment}
+        own = {**_environment(number, world, self.folder, self._meeting.path / "store"), **environment}
         if self._network is not None:
             own |= self._network.environment_of_rank(number)
             command = self._network.command(self._network.emulation.node_of(number), command)
@@ -168,6 +169,7 @@ class Ranks:
         if self._guard.stdin is not None:
             self._guard.stdin.close()
         self._guard.wait()
+        self._meeting.close()
 
     def _tell_guard(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the guard was killed: the ranks still watch their parent themselves
@@ -181,12 +183,15 @@ def _kill_group(rank: Rank) -> None:
         os.killpg(rank.process.pid, signal.SIGKILL)
 
 
-def _meeting_file(folder: Path) -> Path:
-    """A new file, in memory where there is a place for it: ranks can then talk while the disk is full."""
-    place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder
-    handle, path = tempfile.mkstemp(prefix="shardwise-meeting-", dir=place)
-    os.close(handle)
-    return Path(path)
+def _meeting(folder: Path) -> OwnedFolder:
+    """Where ranks meet: in memory where there is a place for it, so that they can talk while the disk is full."""
+    found = OwnedFolder("meeting", _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder)
+    try:
+        found.require_room(_MEETING_BYTES, "the processes of a run meet there")
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def _environment(number: int, world: int, folder: Path, meeting: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ process wrote to a file; so copies that should be equal are all checked, and not
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from shardwise.engine.offload.states import MASTER
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.values import divided_as
 from shardwise.engine.world import joined
+from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Place, Pool
 from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
 from shardwise.measure.reference import Reference, reference_key, run_reference
@@ -81,7 +81,7 @@ def verify(
     require_memory(job, steps, available_bytes())
     own_pool = pool or Pool(PRELOAD)
     try:
-        with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
+        with OwnedFolder("verify") as folder:
             path = str(Path(references or folder) / f"{reference_key(job, steps, seed)}.pt")
             alone, together = Ticks(f"{folder}/alone"), Ticks(f"{folder}/together")
             if not Path(path).exists():

@@ -1,7 +1,7 @@
 """Checkpoints of a run: begun at the same step on all ranks, written while training goes on, settled later.
 
-How one ended is told through the store in which the ranks have met, not by a collective: a slow disk of one rank is
-no reason to break the others' communication.
+How one ended is told in a group of its own, which has the time limit of a checkpoint: a slow disk of one rank is no
+reason to break the others' communication. The store in which the ranks have met would grow with every save.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Keeper:
         self._last_at = time.monotonic()
         self.last_begun: int | None = None  # the step of the newest, unless it failed
         self._unsettled: int | None = None
-        self._settled = 0
-        self._store: Any = dist.distributed_c10d._get_default_store()
+        limit = timedelta(seconds=run.timeouts.checkpoint)
+        self._group = dist.new_group(backend="gloo", timeout=limit) if self.saver.world > 1 else None
 
     def due_at(self, step: int) -> bool:
         """Whether this many steps call for a checkpoint, by count."""
@@ -89,20 +89,15 @@ class Keeper:
             self.saver.finish()
         except SaveError as error:
             problem = str(error)
-        self._settled += 1  # a step may be saved again after a roll-back
-        key = f"saved/{self.attempt}/{self._settled}"
-        limit = timedelta(seconds=self.run.timeouts.checkpoint)
-        if self.saver.rank:
-            self._store.set(f"{key}/{self.saver.rank}", "ended")
-            self._store.wait([key], limit)
-            told: bytes = self._store.get(key)
-            return told.decode().removeprefix("ended:")
-        if self.saver.world > 1:  # what a rank still writes could not be cleared
-            self._store.wait([f"{key}/{rank}" for rank in range(1, self.saver.world)], limit)
-        self._tidy(step, problem)
-        self.say(step, problem)
-        self._store.set(key, f"ended:{problem}")
-        return problem
+        if self._group is not None:  # what a rank still writes could not be cleared
+            dist.barrier(self._group)
+        if self.saver.rank == 0:
+            self._tidy(step, problem)
+            self.say(step, problem)
+        told: list[Any] = [problem]
+        if self._group is not None:
+            dist.broadcast_object_list(told, group=self._group)
+        return str(told[0])
 
     def _tidy(self, step: int, problem: str) -> None:
         if problem:

@@ -56,11 +56,14 @@ def main(arguments: list[str], work: Work) -> int:
 
 @contextlib.contextmanager
 def _alone(folder: RunFolder, place: Place) -> Iterator[None]:
-    """What the launcher does for its ranks, rank 0 does where there is none: no two runs are in one folder."""
-    if place.rank or place.folder is not None:
+    """No two runs are in one folder: the launcher has locked it, or where there is none, rank 0 does.
+
+    What an attempt before this one has left unfinished goes; nobody saves yet, since that takes all ranks.
+    """
+    if place.rank:
         yield
         return
-    with folder.checkpoints.locked():
+    with folder.checkpoints.locked() if place.folder is None else contextlib.nullcontext():
         folder.checkpoints.clear_unfinished()
         yield
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardwise.engine.world import joined
 from shardwise.launch.local import supervise
+from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.finding import Examination, Finding
 from shardwise.spec.timeouts import Timeouts
 from shardwise.spec.units import readable_bytes, readable_seconds
@@ -26,9 +25,9 @@ _RESULT = "result.json"
 
 def check_all_reduce(asked: Examination) -> Finding:
     world = asked.processes if asked.device == "cuda" else min(asked.processes, _MOST_CPU_PROCESSES)
-    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as folder:
+    with OwnedFolder("doctor") as folder:
         command = [sys.executable, "-m", __name__, asked.device]
-        found = supervise(command, world, Path(folder), timeouts=_TIMEOUTS, restarts=0, grace_seconds=1)
+        found = supervise(command, world, folder, timeouts=_TIMEOUTS, restarts=0, grace_seconds=1)
         if found.status != 0 or found.stopped:
             return Finding("all-reduce", "fail", str(found.failure or "stopped"), "the same would end a run")
         result = json.loads((found.attempts[0].folder / _RESULT).read_text(encoding="utf-8"))

@@ -86,8 +86,8 @@ def write_checkpoint(
         raise SpecError(str(folder.of_step(about.step)), "is already there", "name another folder")
     require_space(folder.path, sum(one.size for one in tensors.values()))
     with folder.locked():
+        folder.clear_unfinished()  # of an earlier try that was killed
         part = folder.unfinished(about.step, _ATTEMPT)
-        shutil.rmtree(part, ignore_errors=True)  # of an earlier try that was killed
         try:
             part.mkdir()
             manifest = _write_files(part, about, tensors, _shared_out(tensors, shards), progress)

@@ -1,0 +1,82 @@
+"""Temporary folders with an owner: the process that made one holds a lock in it, and what nobody holds is cleared.
+
+The kernel frees a lock when its process ends, however that ends. Process numbers would not do: they come again, and in
+another container they are other processes'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from shardwise.spec.errors import SpecError
+
+PREFIX = "shardwise-"
+LOCK = ".owner"
+
+
+class OwnedFolder:
+    """``path`` is a new folder in ``root`` until `close`; folders there whose owners are gone are removed first."""
+
+    def __init__(self, kind: str, root: Path | None = None) -> None:
+        self.root = Path(tempfile.gettempdir()) if root is None else root
+        clear_unowned(self.root)
+        self.path, self._lock = self._made(kind)
+
+    def require_room(self, size: int, why: str) -> None:
+        """Raises SpecError where its disk cannot take this many bytes."""
+        probe = self.path / "room"
+        try:
+            probe.write_bytes(bytes(size))
+        except OSError as error:
+            raise _refused(self.root, error, why) from None
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _made(self, kind: str) -> tuple[Path, int]:
+        while True:
+            try:
+                path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=self.root))
+                lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise _refused(self.root, error, "temporary files go there") from None
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                return path, lock
+            os.close(lock)  # somebody cleared it before it was locked
+
+
+def clear_unowned(root: Path) -> None:
+    """Removes this user's folders that no living process holds."""
+    for path in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is just being made, held, or gone
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
+
+
+def _refused(root: Path, error: OSError, why: str) -> SpecError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    problem = "has no room left" if full else f"cannot be written ({error.strerror})"
+    return SpecError(str(root), f"{problem}: {why}", f"free some of it (df {root})" if full else "check it")
