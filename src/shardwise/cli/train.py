@@ -11,7 +11,8 @@ from typing import Any
 
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, require_torch, whole
-from shardwise.interop.jobs import is_folder
+from shardwise.interop.companions import folder_of_model
+from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight, preflight
 from shardwise.launch.resumed import changes_since_saved
@@ -65,13 +66,13 @@ def run(arguments: list[str]) -> int:
         from shardwise.launch.torchrun import torchrun_commands
 
         with folder.checkpoints.locked():
-            _make_ready(job, folder, checked)
+            _make_ready(job, folder, checked, parsed)
         print(*torchrun_commands(job, folder.path), sep="\n")
         return 0
     if parsed.rehearse is not None:
         return _rehearsed(job, folder, checked, whole(parsed.rehearse, "--rehearse"), as_json=parsed.json)
     with folder.checkpoints.locked():
-        _make_ready(job, folder, checked)
+        _make_ready(job, folder, checked, parsed)
         outcome = _watched(Launch(job, folder, grace_seconds, parsed.debug), quiet=parsed.json)
     return _told(outcome, job, folder.metrics, parsed)
 
@@ -106,10 +107,13 @@ def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Prefli
     return found, checked if found == job else preflight(found)
 
 
-def _make_ready(job: Job, folder: RunFolder, checked: Preflight) -> None:
+def _make_ready(job: Job, folder: RunFolder, checked: Preflight, parsed: argparse.Namespace) -> None:
     for note in changes_since_saved(job, folder.checkpoints):
         print(f"note: {note}", file=sys.stderr)
-    prepare(job, folder, checked)
+    named = parsed.model
+    if named is None and parsed.job and other_framework(parsed.job) is None:
+        named = read_job_fields(parsed.job).get("model")
+    prepare(job, folder, checked, folder_of_model(named))
 
 
 def _job(parsed: argparse.Namespace) -> Job:

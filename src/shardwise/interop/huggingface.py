@@ -14,6 +14,8 @@ from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.model import Model
 
 _MAX_BYTES = 16 * 2**20
+_ROPE = {"rope_theta", "rope_scaling"}  # the newer `rope_parameters` would outweigh them
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 
 
 def model_from_hf_config(config: Config | Path | str, name: str | None = None) -> Model:
@@ -26,7 +28,7 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
     """
     if isinstance(config, (str, Path)):
         folder = Path(config)
-        config = _read_json(folder)
+        config = read_config(folder)
         if name is None and folder.is_dir() and isinstance(config, Mapping):
             name = _name_in(config) or folder.resolve().name
     if not isinstance(config, Mapping):
@@ -60,7 +62,33 @@ def hf_config_from_model(model: Model) -> dict[str, Any]:
     )
 
 
-def _read_json(path: Path) -> Any:
+def hf_config_like(config: Config, model: Model) -> dict[str, Any]:
+    """The config.json of ``model`` that differs from ``config`` as little as the model does from what that describes.
+
+    A model that the family of ``config`` cannot say becomes one of the first that can; keys that say nothing of the
+    model's shape, such as the ids of special tokens, stay in any case.
+    """
+    family = _family(config.get("model_type"))
+    before = replace(_read(family, config), name=model.name)
+    if _shape(before) == _shape(model):
+        return dict(config)
+    try:
+        after = _write(family, model)
+        if _shape(_read(family, after)) != _shape(model):
+            raise SpecError("model", f"is none of {family.model_type}")
+    except SpecError:
+        return {**hf_config_from_model(model), **{name: config[name] for name in _SPECIAL_TOKENS if name in config}}
+    written_before = _write(family, before)
+    changed = {name: value for name, value in after.items() if written_before.get(name) != value}
+    outdated = {name for key in family.keys.values() if key.name in changed for name in key.names}
+    if _ROPE & changed.keys():
+        changed |= {name: after[name] for name in _ROPE}
+        outdated |= {"rope_parameters"}
+    return {**{name: value for name, value in config.items() if name not in outdated}, **changed}
+
+
+def read_config(path: Path) -> Any:
+    """The content of a ``config.json``, or of the one in a folder; raises SpecError for what is none."""
     try:
         path = path / "config.json" if path.is_dir() else path
         if path.stat().st_size > _MAX_BYTES:

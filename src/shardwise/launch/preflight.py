@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 from shardwise.engine.refuse import require_devices, require_runs
@@ -17,6 +18,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
+from shardwise.train.checkpoint.find import start_at
 from shardwise.train.data.of_run import check_data
 
 TIGHT = 0.9  # of a device's memory
@@ -41,6 +43,8 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
     if here:
         _require_places(job)
         _require_wandb(job)
+        if job.run.start_from is not None:
+            start_at(Path(job.run.start_from))
     notes = check_data(job) if here else []
     price = candidate(job)
     needed, there = price.memory.total, job.cluster.device.memory

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
+from shardwise.interop.companions import keep_companions
 from shardwise.launch.emulate.network import Network, emulated
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Commit, Event, Outcome
@@ -14,13 +16,22 @@ from shardwise.launch.preflight import Preflight
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.train.checkpoint.find import companions_at
 from shardwise.train.metrics.predicted import write_prediction
 from shardwise.train.run_folder import RunFolder
 
 
-def prepare(job: Job, folder: RunFolder, checked: Preflight) -> None:
-    """Writes what the processes read; only for who has locked the folder."""
+def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path | None = None) -> None:
+    """Writes what the processes read; only for who has locked the folder.
+
+    ``model_folder`` is a Hugging Face folder that describes the model: its small files are kept for who converts what
+    was trained, unless those of ``run.start_from`` are.
+    """
     folder.checkpoints.clear_unfinished()
+    if not folder.checkpoints.present():
+        start = job.run.start_from
+        came_from = None if start is None else companions_at(Path(start))
+        keep_companions(came_from or model_folder, folder.checkpoints.path)
     temporary = folder.job.with_suffix(".part")
     # What a rank's tensors hold is measured; what the framework takes beside them is not.
     tensors = checked.price.memory.total - checked.price.memory.allowance

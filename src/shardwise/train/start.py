@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from shardwise.engine.trainer import Trainer
+from shardwise.interop.companions import has_companions
 from shardwise.models.huggingface import read_model, read_slice
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.checkpoint.find import newest_at
+from shardwise.train.checkpoint.find import start_at
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import load, newest_good, problems_of
 from shardwise.train.checkpoint.state import kept
@@ -55,21 +56,13 @@ def load_newest(
 
 def start_from(trainer: Trainer[Any], source: Path) -> None:
     """The weights of a Hugging Face folder, of a checkpoint, or of the newest in a folder, into any layout."""
-    if not (source / "config.json").is_file():
-        source = _checkpoint_at(source)
+    source = start_at(source)
+    if not has_companions(source):
         for problem in problems_of(source):
             raise SpecError("run.start_from", problem, "take another checkpoint")
         load(trainer, source, weights_only=True)
     else:
         _load_huggingface(trainer, source)
-
-
-def _checkpoint_at(source: Path) -> Path:
-    try:
-        return newest_at(source)
-    except SpecError as error:
-        remedy = "name a Hugging Face folder, a checkpoint (step-...), a folder of them, or a run's folder"
-        raise SpecError("run.start_from", f"{source} {error.problem}", remedy) from None
 
 
 @torch.no_grad()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from shardwise.interop import hf_config_from_model, model_from_hf_config
+from shardwise.interop import model_from_hf_config
+from shardwise.interop.companions import config_for
 from shardwise.models.huggingface.layouts import LAYOUTS, Layout
 from shardwise.models.huggingface.places import Place, places_of
 from shardwise.spec.errors import SpecError, shown
@@ -31,9 +33,9 @@ class Naming:
         return cls(replace(described, mtp_layers=0), _layout_of(config), config)
 
     @classmethod
-    def of_model(cls, model: Model) -> Naming:
-        """As the first family that can say the model would have it."""
-        config = hf_config_from_model(replace(model, mtp_layers=0))
+    def of_model(cls, model: Model, source: Path | None = None) -> Naming:
+        """As the first family that can say the model would have it, or that of the folder it came from, ``source``."""
+        config = config_for(replace(model, mtp_layers=0), source)
         if config["model_type"] not in LAYOUTS:
             problem = f"weights of the family {config['model_type']} are not written"
             raise SpecError("model", problem, f"written are {', '.join(LAYOUTS)}")

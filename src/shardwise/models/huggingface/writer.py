@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardwise.interop.companions import CONFIG, copy_companions
 from shardwise.models.huggingface.folder import INDEX, SINGLE
 from shardwise.models.huggingface.naming import Naming
 from shardwise.models.huggingface.places import Place
@@ -18,26 +19,37 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 
 MAX_SHARD_BYTES = 5 * 10**9
+_TYPE_KEYS = ("dtype", "torch_dtype")  # since transformers 5, and before
 
 
 def write_folder(
-    folder: Path | str, model: Model, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: Path | str,
+    model: Model,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    source: Path | None = None,
 ) -> None:
     """Writes ``tensors``, named as in a `Decoder` of ``model``, in the layout and with the names of a family.
+
+    ``source`` is the folder that the weights came from, or one with its small files: the family is that one's, its
+    config.json goes on with what is still true of it, and its other files are copied (`interop.companions`).
 
     No more than one file's tensors are held at a time. The index is written last, so a folder left unfinished is
     never taken for a whole one. Raises SpecError when a tensor is missing, unknown, twice there or of another
     shape, when no family can say the model, and when the folder already holds weights.
     """
     folder = Path(folder)
-    naming = Naming.of_model(model)
+    naming = Naming.of_model(model, source)
     _make_empty(folder)
+    if source is not None:
+        copy_companions(source, folder, leave_out=(CONFIG,))
     files = _Files(folder, max_shard_bytes)
     for name, tensor in stored_tensors(naming, tensors):
         files.add(name, tensor)
     index = files.finish()
-    also = {"architectures": [naming.layout.architecture], "dtype": files.dtype, "torch_dtype": files.dtype}
-    _write_json(folder / "config.json", {**naming.config, **also})
+    stored_as = [name for name in _TYPE_KEYS if name in naming.config] or _TYPE_KEYS
+    config = {"architectures": [naming.layout.architecture], **naming.config, **dict.fromkeys(stored_as, files.dtype)}
+    _write_json(folder / CONFIG, config)
     _write_json(folder / INDEX, index)
 
 

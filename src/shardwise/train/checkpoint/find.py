@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardwise.interop.companions import KEPT_IN, has_companions
 from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.manifest import NAME
@@ -35,3 +36,26 @@ def newest_at(path: Path) -> Path:
 def _folder_at(path: Path) -> CheckpointFolder:
     inner = path / "checkpoints"
     return CheckpointFolder(inner if inner.is_dir() else path)
+
+
+def start_at(source: Path) -> Path:
+    """Where a run that starts from a path finds weights: that Hugging Face folder, or the newest checkpoint there."""
+    if has_companions(source):
+        return source
+    try:
+        return newest_at(source)
+    except SpecError as error:
+        remedy = "name a Hugging Face folder, a checkpoint (step-...), a folder of them, or a run's folder"
+        raise SpecError("run.start_from", f"{source} {error.problem}", remedy) from None
+
+
+def companions_at(source: Path) -> Path | None:
+    """The folder with the small files of the Hugging Face folder that weights to start from are, or came from."""
+    found = start_at(source)
+    folder = found if has_companions(found) else kept_companions(found)
+    return folder if has_companions(folder) else None
+
+
+def kept_companions(checkpoint: Path) -> Path:
+    """Where the small files are kept of the Hugging Face folder that the weights of a checkpoint once came from."""
+    return checkpoint.absolute().parent / KEPT_IN

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwise.interop.companions import has_companions, keep_companions
 from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.contents import weight_keys
+from shardwise.train.checkpoint.find import kept_companions
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import problems_of
 from shardwise.train.checkpoint.manifest import read_manifest
@@ -31,4 +33,7 @@ def reshard(
     manifest = read_manifest(source)
     keys = weight_keys(manifest) if weights_only else list(manifest.tensors)
     about = Described(manifest.step, manifest.job, {} if weights_only else manifest.numbers)
-    return write_checkpoint(out, about, whole_tensors(source, manifest, keys), shards, progress)
+    made = write_checkpoint(out, about, whole_tensors(source, manifest, keys), shards, progress)
+    if has_companions(kept_companions(source)):
+        keep_companions(kept_companions(source), out.path)
+    return made

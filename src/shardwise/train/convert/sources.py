@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shardwise.interop.companions import folder_of_model, has_companions
 from shardwise.interop.jobs import model_from
 from shardwise.models.huggingface.folder import DTYPES, open_folder
 from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
@@ -16,7 +18,7 @@ from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 from shardwise.train.checkpoint.contents import weight_keys
-from shardwise.train.checkpoint.find import newest_at
+from shardwise.train.checkpoint.find import kept_companions, newest_at
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import problems_of
 from shardwise.train.checkpoint.manifest import NAME as MANIFEST
@@ -41,6 +43,21 @@ def open_weights(source: Path, given: str | None = None) -> Weights:
 
     ``given`` names the model where the source does not say it. Raises SpecError for what is damaged or unknown.
     """
+    return replace(_opened(source, given), companions=_companions_of(source, given))
+
+
+def _companions_of(source: Path, given: str | None) -> Path | None:
+    """The folder with the config.json that the user names, that is beside the weights, or that a checkpoint keeps."""
+    if given is not None:
+        return folder_of_model(given)
+    if source.is_dir() and _is_ours(source):
+        folder = kept_companions(newest_at(source))
+    else:
+        folder = source if source.is_dir() else source.parent
+    return folder if has_companions(folder) else None
+
+
+def _opened(source: Path, given: str | None) -> Weights:
     if source.is_file():
         return _from_file(source, given)
     if not source.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Weights:
     """All tensors of ``model``: parameters in ``tensors``, and in ``buffers`` what balances experts.
 
     ``origin`` says in words where they come from; ``step`` is how long they were trained, where that is known.
+    ``companions`` is a folder with the small files of the Hugging Face folder that they once came from.
     """
 
     model: Model
@@ -32,6 +34,7 @@ class Weights:
     buffers: frozenset[str]
     origin: str
     step: int = 0
+    companions: Path | None = None
 
     @property
     def size(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from shardwise.interop.companions import keep_companions, require_companions
 from shardwise.models.huggingface.naming import Naming
 from shardwise.models.huggingface.writer import stored_tensors, write_folder
 from shardwise.spec import presets
@@ -34,7 +35,7 @@ def write_file(weights: Weights, path: Path, progress: Progress, *, family_names
         metadata[MODEL_KEY] = json.dumps(presets.shorten(weights.model))
     with _new(path, weights.size) as part:
         if family_names:
-            naming = Naming.of_model(weights.model)
+            naming = Naming.of_model(weights.model, weights.companions)
             # The same steps on tensors without numbers say what the header has to announce.
             empty = ((n, torch.empty(one.shape, dtype=one.dtype, device="meta")) for n, one in weights.tensors.items())
             entries = [Entry(n, one.dtype, tuple(one.shape)) for n, one in stored_tensors(naming, empty)]
@@ -47,9 +48,9 @@ def write_file(weights: Weights, path: Path, progress: Progress, *, family_names
 
 
 def write_huggingface(weights: Weights, path: Path, progress: Progress) -> Path:
-    """A folder that the transformers library loads: config.json, safetensors and their index."""
+    """A folder that the transformers library loads: config.json, safetensors, their index, and what came with them."""
     with _new(path, weights.size) as part:
-        write_folder(part, weights.model, _in_turn(weights, progress), SHARD_BYTES)
+        write_folder(part, weights.model, _in_turn(weights, progress), SHARD_BYTES, weights.companions)
         for file in part.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
@@ -64,7 +65,12 @@ def write_as_checkpoint(weights: Weights, path: Path, progress: Progress) -> Pat
     }
     about = Described(weights.step, {"model": presets.shorten(weights.model)}, {})
     shards = max(1, min(len(keyed), -(-weights.size // SHARD_BYTES)))
-    return write_checkpoint(CheckpointFolder(path), about, keyed, shards, progress)
+    if weights.companions is not None:
+        require_companions(weights.companions, path)
+    made = write_checkpoint(CheckpointFolder(path), about, keyed, shards, progress)
+    if weights.companions is not None:
+        keep_companions(weights.companions, path)
+    return made
 
 
 def _in_turn(weights: Weights, progress: Progress) -> Iterator[tuple[str, Tensor]]:
