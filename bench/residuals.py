@@ -6,7 +6,8 @@
 Step time per device, memory per software stack (bytes do not depend on the device, but on what a framework saves),
 dense models and mixtures of experts apart. Rows that are set aside are not counted. ``band`` holds 80% of the rows;
 where a device's constants are fitted, it is taken over errors with the row's own model left out of the fit (its own
-table, on a device with one model).
+table, on a device with one model). "ratio" lines are about two strategies of one job: how far their predicted ratio is
+off. What a device's constants miss is missed in both, so that all devices are in one line.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+from itertools import combinations
 
 import numpy as np
 
 from fit_devices import FITS, PRIOR_WIDTH, ROW_WIDTH, TABLE, Fit, groups, log_errors, with_constants
-from shardwise.cost.validation.residuals import COVERAGE, FILE, Residuals, kind_of, residuals
+from shardwise.cost.validation.residuals import COVERAGE, FILE, ONE_JOB, Residuals, kind_of, residuals
 from shardwise.cost.validation.runs import Run, read_runs
 from shardwise.cost.validation.scores import score
 from shardwise.spec.efficiency import Efficiency
@@ -117,12 +119,41 @@ def table() -> Iterator[Residuals]:
         for run in runs
     ]  # fmt: skip
     yield from _grouped("time", times)
+    yield from _grouped("ratio", _ratios(runs, {name: one.time_error for name, one in scores.items()}, left_out))
     memories = [
         (run.job.stack.name, kind_of(run.job.model), Error(run.model_name, error))
         for run in runs
         if (error := scores[run.row_id].memory_error) is not None
     ]
     yield from _grouped("memory", memories)
+
+
+def _ratios(
+    runs: Sequence[Run], scored: dict[str, float], left_out: dict[str, float]
+) -> Iterator[tuple[str, str, Error]]:
+    """Every two rows of one job that differ in their strategy: slower over faster, predicted against reported."""
+    jobs: dict[tuple[object, ...], list[Run]] = {}
+    for run in runs:
+        jobs.setdefault(_job_and_software(run), []).append(run)
+    for own in jobs.values():
+        for one, other in combinations(own, 2):
+            if one.job.strategy == other.job.strategy:
+                continue
+            slow, fast = sorted((one, other), key=lambda run: -run.reported_seconds)
+            both = (_ratio(errors, slow.row_id, fast.row_id) for errors in (scored, {**scored, **left_out}))
+            yield ONE_JOB, kind_of(one.job.model), Error(one.model_name, *both)
+
+
+def _ratio(errors: dict[str, float], slow: str, fast: str) -> float:
+    return (1 + errors[slow]) / (1 + errors[fast]) - 1
+
+
+def _job_and_software(run: Run) -> tuple[object, ...]:
+    """What two rows share that differ in the strategy alone; the rows of another container ran other software."""
+    job, locator = run.job, run.row.text("locator")
+    release = locator if "container" in locator else ""
+    machine = (job.cluster.device.name, job.cluster.devices)
+    return (*machine, job.model, job.training, job.sequences, job.stack.name, run.source.name, release)
 
 
 def _grouped(what: str, errors: Iterable[tuple[str, str, Error]]) -> Iterator[Residuals]:

@@ -9,7 +9,7 @@ from shardwise.cost.validation.bubbles import score_bubbles
 from shardwise.cost.validation.collectives import score_all_reduces
 from shardwise.cost.validation.machines import machine_name
 from shardwise.cost.validation.ranges import FIELDS, predicted_range
-from shardwise.cost.validation.residuals import residuals
+from shardwise.cost.validation.residuals import ONE_JOB, residuals
 from shardwise.cost.validation.runs import read_runs
 from shardwise.cost.validation.scores import Score, score, summarize, summary
 from shardwise.cost.validation.sources import SOURCES
@@ -22,7 +22,8 @@ TABLES = ROOT / "validation"
 def page() -> str:
     runs = list(read_runs(TABLES / "training_runs.csv"))
     scores = [score(run, predicted_range(run)) for run in runs]
-    parts = (HEAD, *_devices(scores), *_memory(scores), *_others(), *_aside(scores), *_sources(), *_ranges(scores))
+    of_scores = (*_devices(scores), *_pairs(), *_memory(scores))
+    parts = (HEAD, *of_scores, *_others(), *_aside(scores), *_sources(), *_ranges(scores))
     return "\n".join(parts) + "\n"
 
 
@@ -57,6 +58,19 @@ def _devices(scores: list[Score]) -> list[str]:
         "",
         '"Left out" is the mean error of rows whose own model was left out of the fit (`bench/residuals.py`), of those',
         "on the 500 W card, all of one model, whose own table was.",
+        "",
+    ]
+
+
+def _pairs() -> list[str]:
+    known = residuals()["ratio", ONE_JOB, "dense"]
+    return [
+        "## Two strategies of one job",
+        "",
+        f"{known.rows} pairs of rows ({known.models} dense models) differ in the strategy alone: same model, machine,",
+        f"batch, format, source and release. Their predicted ratio is off by {known.mape:.1%} in the mean,",
+        f"{_percent(known.left_out_mape)} with their model left out of the fit, and by at most {known.band:.1%} for",
+        "80% of them. Strategies that are closer than that are within noise for `plan`.",
         "",
     ]
 

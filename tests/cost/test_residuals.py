@@ -35,7 +35,7 @@ def test_the_table_is_shipped() -> None:
 
 
 def test_bands_of_unseen_models_are_no_narrower_than_the_fit_says() -> None:
-    fitted = [one for one in residuals().values() if one.left_out_mape is not None]
+    fitted = [one for one in residuals().values() if one.what == "time" and one.left_out_mape is not None]
     assert {one.of for one in fitted} == {"a100-80gb", "h100-sxm", "h100-sxm-96gb-hbm2e", "b200", "gb200"}
     rows = sum(one.rows for one in fitted)
     left_out = sum(one.rows * (one.left_out_mape or 0) for one in fitted) / rows

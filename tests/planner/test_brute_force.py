@@ -50,8 +50,9 @@ def check(request: Request) -> None:
     assert found.search.unsupported == len(inside[0]) - len(inside[1])
     assert found.search.too_large == len(inside[1]) - len(inside[2])
     best = min(candidate(job).seconds_per_token for job in fitting)
-    assert found.best.job in fitting
-    assert best <= found.best.seconds_per_token <= 1.01 * best
+    assert found.best.job in fitting and found.fastest.job in fitting
+    assert best <= found.fastest.seconds_per_token <= 1.005 * best
+    assert found.best.seconds_per_token <= found.fastest.seconds_per_token * (1 + found.noise.share)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -66,7 +67,7 @@ def test_the_plan_beats_the_text_book(model: str, cluster: str) -> None:
     found, rule = plan(request), textbook(request)
     assert isinstance(found, Plan) and rule is not None
     assert runs(request, rule.job) and fits(request, rule.job)
-    assert found.best.seconds_per_token <= 1.006 * rule.seconds_per_token
+    assert found.fastest.seconds_per_token <= 1.001 * rule.seconds_per_token
 
 
 @pytest.mark.slow
@@ -81,5 +82,5 @@ def test_more_memory_never_makes_a_plan_slower() -> None:
     times = []
     for gigabytes in (8, 12, 16, 24, 40, 80):
         found = plan(replace(request, memory_bytes=gigabytes * 1e9))
-        times.append(found.best.seconds_per_token if isinstance(found, Plan) else float("inf"))
-    assert all(later <= 1.006 * earlier for earlier, later in itertools.pairwise(times))
+        times.append(found.fastest.seconds_per_token if isinstance(found, Plan) else float("inf"))
+    assert all(later <= 1.001 * earlier for earlier, later in itertools.pairwise(times))

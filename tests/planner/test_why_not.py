@@ -14,7 +14,7 @@ from planner.test_offers import keeps_to
 from shardwise.cost.memory import peak_memory
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.constraints import Allowed, allowed
-from shardwise.planner.plan import TIE, Plan, plan
+from shardwise.planner.plan import Plan, plan
 from shardwise.planner.why_not import why_not
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
@@ -41,6 +41,7 @@ CHOSEN = (
     {"schedule": "zbv", "zero": "3", "keep_parameters": "false"},
     {"tp": "1", "cp": "1", "pp": "1", "zero": "0"},
     {"accumulate": "local", "zero": "2"},
+    {"tp": "4"},
     {"recompute": "selective"},
     {"tp": "4", "zero": "1..3"},
     {"tp": "4", "keep_parameters": "true"},
@@ -104,19 +105,24 @@ def test_the_verdict_is_that_of_trying_everything(texts: dict[str, str]) -> None
         assert answer.verdict == "does not fit"
         assert readable_bytes(min(peak_memory(job).total for job in running)) in answer.reason
     else:
-        assert answer.verdict in ("slower", "the plan itself")
+        assert answer.verdict in ("within noise", "slower", "the plan itself")
         assert answer.best is not None and answer.loss is not None
         assert keeps_to(answer.best.job.strategy, wish)
         best, first = min(simulated(job.strategy).seconds_per_token for job in fitting), planned().best
-        assert best <= answer.best.seconds_per_token * (1 + 1e-12) <= best * (1 + TIE) * (1 + 1e-9)
+        # Where noise does not tell it from the fastest, the simplest counts as the best.
+        limit = (
+            best if answer.verdict == "slower" else planned().fastest.seconds_per_token * (1 + planned().noise.share)
+        )
+        assert best <= answer.best.seconds_per_token * (1 + 1e-12) <= limit * (1 + 1e-9)
         assert answer.loss == pytest.approx(answer.best.seconds_per_token / first.seconds_per_token - 1, abs=1e-12)
         assert (answer.verdict == "the plan itself") == (answer.best.job.strategy == first.job.strategy)
     assert "\n" not in answer.reason
 
 
-@pytest.mark.parametrize(
-    ("texts", "verdict"), list(zip(CHOSEN, ("does not divide", "not supported", "does not fit", "slower")))
-)
+VERDICTS = ("does not divide", "not supported", "does not fit", "within noise", "slower")
+
+
+@pytest.mark.parametrize(("texts", "verdict"), list(zip(CHOSEN, VERDICTS)))
 def test_every_verdict_occurs(texts: dict[str, str], verdict: str) -> None:
     assert why_not(planned(), {name: allowed(name, text) for name, text in texts.items()}).verdict == verdict
 

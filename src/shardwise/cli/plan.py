@@ -136,6 +136,7 @@ def _parser() -> Parser:
     asked.add_argument("--pareto", choices=("memory", "money"), help="time against memory, or against money")
     add_campaign_arguments(parser)
     parser.add_argument("--top", default="8", metavar="N", help="how many layouts to show (default 8)")
+    parser.add_argument("--all", action="store_true", help="show near-duplicates of a layout as rows of their own")
     parser.add_argument("--output", default="job.yaml", metavar="FILE", help="where the job goes; - for nowhere")
     parser.add_argument("--json", action="store_true", help="the same for a machine")
     return parser
@@ -155,6 +156,7 @@ class Answer:
     what_if: list[Any]
     pareto: Any
     campaign: Any
+    unfolded: bool = False
 
 
 def _answer(
@@ -165,9 +167,15 @@ def _answer(
     from shardwise.planner.sizes import sizes
     from shardwise.planner.textbook import textbook
     from shardwise.planner.what_if import what_if
-    from shardwise.planner.why_not import why_not
+    from shardwise.planner.why_not import judged, wish
 
     progress.say("explaining")
+    # What is simulated to answer a question may be the best of its kind: all tables are about all that is known.
+    asked = [wish(found, wanted) for _, wanted in wishes]
+    rule = textbook(found.request)
+    found = found.joined([one for own in asked for one in own.candidates])
+    if rule is not None and found.request.allows(rule.job.strategy):
+        found = found.joined([rule])
     best = found.best
     pareto: Any = None
     if parsed.pareto == "memory":
@@ -179,12 +187,13 @@ def _answer(
         notes,
         framework,
         explain(found),
-        textbook(found.request),
+        rule,
         who_can_run(found),
-        [why_not(found, wish) for _, wish in wishes],
+        [judged(found, one) for one in asked],
         [what_if(found.request, change) for change in parsed.what_if],
         pareto,
         campaign_from(parsed, best.job, best.step_seconds),
+        parsed.all,
     )
 
 

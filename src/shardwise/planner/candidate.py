@@ -55,6 +55,10 @@ class Candidate:
     def degrees(self) -> Degrees:
         return degrees_of(self.job.strategy)
 
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        return dimensions_used(self.degrees)
+
     @cached_property
     def parts(self) -> dict[str, float]:
         """Where the seconds of the step go; they add up to it."""
@@ -91,12 +95,19 @@ def degrees_of(strategy: Strategy) -> Degrees:
     return strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep
 
 
+def dimensions_used(degrees: Degrees) -> tuple[str, ...]:
+    """Names of the dimensions beside data parallelism that ``degrees`` use."""
+    tp, cp, pp, _, ep = degrees
+    return tuple(name for name, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep)) if degree > 1)
+
+
 def complexity(strategy: Strategy) -> int:
     """How much there is to get right: the dimensions in use, and what is unusual about them."""
     return (
-        3 * sum(degree > 1 for degree in (strategy.tp, strategy.cp, strategy.pp, strategy.ep))
+        3 * len(dimensions_used(degrees_of(strategy)))
         + 2 * (strategy.schedule not in ("1f1b", "interleaved")) * (strategy.pp > 1)
         + (strategy.schedule == "interleaved")
+        + isinstance(strategy.stage_layers, tuple)
         + (strategy.zero > 1)
         + (strategy.shard_group is not None)
         + strategy.keep_parameters

@@ -1,9 +1,13 @@
-"""Strategies in words."""
+"""Strategies in words: any two that differ in what they do differ in their words."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from itertools import groupby
+from typing import Any
+
 from shardwise.planner.constraints import offload_name
-from shardwise.spec.strategy import Strategy
+from shardwise.spec.strategy import DIMENSIONS, Offload, Overlap, Strategy
 
 
 def strategy_words(strategy: Strategy) -> str:
@@ -14,31 +18,66 @@ def strategy_words(strategy: Strategy) -> str:
     if strategy.cp > 1:
         words.append(f"cp {strategy.cp} ({strategy.context_method})")
     if strategy.pp > 1:
-        chunks = f" {strategy.interleave}" if strategy.schedule == "interleaved" else ""
-        words.append(f"pp {strategy.pp} ({strategy.schedule}{chunks})")
+        words.append(f"pp {strategy.pp} ({schedule_words(strategy)})")
     words.append(f"dp {strategy.data_parallel}")
-    if strategy.ep > 1:
+    if strategy.ep > 1 or strategy.expert_tensor_parallel != strategy.tp:
         split = strategy.expert_tensor_parallel
         words.append(f"ep {strategy.ep}" + (f" × {split}" if split > 1 else ""))
     words.append(sharding_words(strategy))
     words.append(f"microbatch {strategy.microbatch}")
     words.append(recompute_words(strategy))
-    if strategy.offload.any:
-        words.append(f"offload {offload_name(strategy.offload)}")
+    words.append(offload_words(strategy))
     words += less_communication_words(strategy)
-    if strategy.order[-1] != "pp" and strategy.pp > 1:
-        words.append("-".join(strategy.order))
+    words += communication_words(strategy)
+    words.append(order_words(strategy))
     return " · ".join(word for word in words if word)
+
+
+def schedule_words(strategy: Strategy) -> str:
+    """The schedule of a pipeline, with the layers of its stages where they were chosen: "zbv, layers 9-8×2-7"."""
+    chunks = f" {strategy.interleave}" if strategy.schedule == "interleaved" else ""
+    layers = ""
+    if isinstance(strategy.stage_layers, tuple):
+        runs = ((count, len(list(same))) for count, same in groupby(strategy.stage_layers))
+        layers = ", layers " + "-".join(f"{count}×{times}" if times > 1 else str(count) for count, times in runs)
+    return f"{strategy.schedule}{chunks}{layers}"
 
 
 def less_communication_words(strategy: Strategy) -> list[str]:
     """How gradients are compressed and how often workers meet, where that is not the plain way."""
     meeting, words = strategy.synchronise, []
     if strategy.compression.is_used:
-        words.append(f"{strategy.compression.method} gradients")
+        chosen = _unusual(strategy.compression, "method")
+        words.append(f"{strategy.compression.method} gradients" + (f" ({', '.join(chosen)})" if chosen else ""))
     if not meeting.every_step:
-        words.append(f"async {meeting.staleness}" if meeting.is_async else f"{meeting.method} {meeting.inner_steps}")
+        times = meeting.staleness if meeting.is_async else meeting.inner_steps
+        chosen = _unusual(meeting, "method", "staleness", "inner_steps")
+        words.append(f"{meeting.method} {times}" + (f" ({', '.join(chosen)})" if chosen else ""))
     return words
+
+
+def communication_words(strategy: Strategy) -> list[str]:
+    """What else is sent otherwise than by default."""
+    words = []
+    if strategy.ep > 1 and strategy.dispatch != "all-to-all":
+        words.append(f"{strategy.dispatch} dispatch")
+    usual = Overlap()
+    changed = [one.name for one in fields(Overlap) if getattr(strategy.overlap, one.name) != getattr(usual, one.name)]
+    for hidden, word in ((True, "overlaps"), (False, "does not overlap")):
+        names = [name for name in changed if getattr(strategy.overlap, name) is hidden and _has(strategy, name)]
+        words += [f"{word} {', '.join(names)}"] if names else []
+    if strategy.collective != "auto":
+        words.append(f"by {strategy.collective}")
+    if strategy.bucket is not None:
+        words.append(f"buckets of {strategy.bucket:g} bytes")
+    return words
+
+
+def _has(strategy: Strategy, name: str) -> bool:
+    """Whether there is anything of a kind to overlap."""
+    if name == "offload":
+        return strategy.offload.any
+    return (strategy.gradient_group if name == "dp" else int(getattr(strategy, name))) > 1
 
 
 def sharding_words(strategy: Strategy) -> str:
@@ -55,5 +94,33 @@ def sharding_words(strategy: Strategy) -> str:
 def recompute_words(strategy: Strategy) -> str:
     if strategy.recompute == "none":
         return ""
+    named = strategy.recompute == "selective" and strategy.recompute_operators != ("attention",)
+    operators = f" of {', '.join(strategy.recompute_operators)}" if named else ""
     layers = "" if strategy.recompute_layers is None else f" of {strategy.recompute_layers} layers per rank"
-    return f"{strategy.recompute} recompute{layers}"
+    return f"{strategy.recompute} recompute{operators}{layers}"
+
+
+def offload_words(strategy: Strategy) -> str:
+    """What is kept outside the device: "offload optimizer", or shares of it: "offload optimizer 0.5"."""
+    offload = strategy.offload
+    if not offload.any:
+        return ""
+    name = offload_name(offload)
+    if name == "own":
+        kinds = ("optimizer", "gradients", "weights", "activations")
+        name = ", ".join(f"{kind} {getattr(offload, kind):g}" for kind in kinds if getattr(offload, kind))
+    return f"offload {name}" + ("" if offload.target == Offload().target else f" to {offload.target}")
+
+
+def order_words(strategy: Strategy) -> str:
+    """The order of the dimensions over the ranks, where it differs from the usual one in those that are used."""
+    used = [name for name in strategy.order if strategy.degree(name) > 1]
+    usual = [name for name in DIMENSIONS if strategy.degree(name) > 1]
+    return "" if used == usual else "-".join(strategy.order)
+
+
+def _unusual(spec: Any, *said: str) -> list[str]:
+    """Fields of a part of the strategy that differ from their defaults and are not ``said`` already."""
+    usual = type(spec)()
+    names = (one.name for one in fields(spec) if one.name not in said)
+    return [f"{name} {getattr(spec, name)}" for name in names if getattr(spec, name) != getattr(usual, name)]

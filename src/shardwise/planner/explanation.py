@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.cost.prediction import predict
+from shardwise.cost.validation.residuals import Noise
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.plan import TIE, Plan
-from shardwise.planner.why_not import largest_differences
+from shardwise.planner.plan import Plan
+from shardwise.planner.ranking import Group
+from shardwise.planner.why_not import TIE, largest_differences
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.units import readable_bytes
 
 _MOST = 16.0  # a factor beyond which nobody builds
 
@@ -29,8 +32,14 @@ class Turning:
 
 @dataclass(frozen=True)
 class Explanation:
+    """The plan's first strategy against the next idea; ``within`` layouts take as long as the fastest, within noise."""
+
     first: Candidate
     second: Candidate | None
+    fastest: Candidate
+    within: int
+    noise: Noise
+    group: Group
     differences: str
     turnings: tuple[Turning, ...]
 
@@ -40,25 +49,48 @@ class Explanation:
         return self.second.seconds_per_token / self.first.seconds_per_token - 1
 
     def sentence(self) -> str:
-        """One sentence about the two."""
+        """Why it is first, and where the next one loses."""
+        return f"{self._standing()} {self._next()}"
+
+    def _standing(self) -> str:
+        if self.within == 1:
+            return f"It is the only layout within noise ({self.noise.share:.1%}) of the fastest."
+        gap = self.fastest.seconds_per_token / self.first.seconds_per_token - 1
+        fastest = "itself" if self.fastest is self.first else f"{strategy_words(self.fastest.job.strategy)}"
+        margin = "" if abs(gap) < TIE else f", {gap:+.1%}"
+        return (
+            f"It is the simplest of {self.within} layouts within noise ({self.noise.share:.1%}) of the fastest "
+            f"({fastest}{margin})."
+        )
+
+    def _next(self) -> str:
         if self.second is None:
-            return "no other layout fits"
-        words = strategy_words(self.second.job.strategy)
-        if self.loss <= 0:
-            return f"{words}, is as fast within {TIE:.1%} ({self.loss:+.1%}: {self.differences}) and less simple"
-        text = f"{words}, takes {self.loss:+.1%}: {self.differences}"
+            return "No other layout fits."
+        text = f"The next, {strategy_words(self.second.job.strategy)}, "
+        if self.group == "within noise":
+            more = self.second.margin_bytes - self.first.margin_bytes
+            left = f" and leaves {readable_bytes(more)} more" if more > 0 else ""
+            return f"{text}{_takes(self.loss)} ({self.differences}), is less simple{left}."
+        text += f"takes {self.loss:+.1%}: {self.differences}"
         if not self.turnings:
-            return text + f"; no link, device or batch up to {_MOST:g} times as fast or large turns that round"
-        return text + "; it would win with " + " or ".join(str(one) for one in self.turnings)
+            return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large turns that round."
+        return f"{text}; it would win with {' or '.join(str(one) for one in self.turnings)}."
+
+
+def _takes(loss: float) -> str:
+    return "ties" if abs(loss) < TIE else f"takes {loss:+.1%}"
 
 
 def explain(found: Plan) -> Explanation:
-    """The plan's first strategy against the best of another layout."""
-    first = found.best
-    second = next((one for one in found.layouts if one.degrees != first.degrees), None)
+    """The plan's first strategy against the next that is another idea."""
+    first, second = found.best, next((row.best for row in found.rows[1:]), None)
+    within = sum(found.group_of(one) == "within noise" for one in found.layouts)
+    standing = (first, second, found.fastest, within, found.noise)
     if second is None:
-        return Explanation(first, None, "", ())
-    return Explanation(first, second, largest_differences(first, second), tuple(turnings(first, second)))
+        return Explanation(*standing, "slower", "", ())
+    group = found.group_of(second)
+    turned = tuple(turnings(first, second)) if group == "slower" else ()
+    return Explanation(*standing, group, largest_differences(first, second), turned)
 
 
 def turnings(first: Candidate, second: Candidate) -> Iterator[Turning]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.planner.candidate import Candidate
+from shardwise.planner.candidate import Candidate, complexity
 from shardwise.planner.constraints import Constraints
 from shardwise.planner.mixed_division import divided, polished
 from shardwise.planner.mixed_estimate import estimated
 from shardwise.planner.mixed_space import MixedRequest, MixedSpace
 from shardwise.planner.mixed_step import MixedStep, mixed_step
-from shardwise.planner.plan import Plan, plan, ranked
+from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -25,6 +25,7 @@ __all__ = ["MixedCluster", "MixedPlan", "parse_mixed", "plan_mixed"]
 
 MOST_SIMULATED = 64
 POLISHED = 4  # of the fastest, whose neighbouring divisions are tried too
+TIE = 0.005  # strategies this close are told apart by how simple they are
 BEYOND = 1.02  # strategies whose floor is this much slower than the best one are not looked at
 
 
@@ -85,7 +86,11 @@ def plan_mixed(
 
 
 def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
-    return ranked(steps, lambda step: step.arrangement.strategy)
+    """By time; first the simplest of those that the fastest does not clearly beat."""
+    by_time = sorted(steps, key=lambda one: one.seconds_per_token)
+    tied = [one for one in by_time if one.seconds_per_token <= by_time[0].seconds_per_token * (1 + TIE)]
+    first = min(tied, key=lambda one: (complexity(one.arrangement.strategy), one.seconds_per_token))
+    return [first, *(one for one in by_time if one is not first)]
 
 
 def _alone(request: MixedRequest) -> tuple[Candidate | None, ...]:
@@ -100,7 +105,7 @@ def _alone(request: MixedRequest) -> tuple[Candidate | None, ...]:
             any_priced=request.any_priced,
         )
         result = plan(own)
-        found.append(result.best if isinstance(result, Plan) else None)
+        found.append(result.fastest if isinstance(result, Plan) else None)
     return tuple(found)
 
 

@@ -2,71 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
 
-from shardwise.planner.candidate import Candidate, Degrees, candidate, complexity, job_with
+from shardwise.cost.validation.residuals import Noise
+from shardwise.planner.candidate import Candidate, candidate, dimensions_used, job_with
 from shardwise.planner.constraints import Allowed
+from shardwise.planner.ranking import Group, Ranking, Row, ranked
 from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
 from shardwise.planner.space import Space
 from shardwise.planner.stages import with_best_stages
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import Strategy
 
 RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all
 OWN_STAGES = 10  # of the fastest pipelines, whose layers are divided by time and memory too
+FRONT_STEP = 0.005  # by which a strategy has to be faster to stand beside one that needs less memory
 Filters = Mapping[str, Mapping[str, Allowed]]
-TIE = 0.005  # strategies this close are told apart by how simple they are
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``candidates``: all that were simulated, best first."""
+    """What a search found, and the order of all that was simulated.
+
+    Every table and answer is about these: a strategy has one price, and the best of a kind is the first of that kind.
+    """
 
     request: Request
     search: Search
     narrowing: tuple[str, ...]
-    candidates: tuple[Candidate, ...]
+    ranking: Ranking
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self.ranking.candidates
 
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
 
-    @cached_property
+    @property
+    def fastest(self) -> Candidate:
+        return self.ranking.fastest
+
+    @property
+    def noise(self) -> Noise:
+        return self.ranking.noise
+
+    @property
     def layouts(self) -> tuple[Candidate, ...]:
-        """The best strategy of every layout (tp, cp, pp, dp, ep), best first."""
-        first: dict[Degrees, Candidate] = {}
-        for one in self.candidates:
-            first.setdefault(one.degrees, one)
-        return tuple(first.values())
+        return self.ranking.layouts
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.ranking.rows
+
+    def group_of(self, one: Candidate) -> Group:
+        return self.ranking.group_of(one)
+
+    def joined(self, others: Iterable[Candidate]) -> Plan:
+        """The plan with what was simulated besides, as the answer to a question about it."""
+        known = {one.job for one in self.candidates}
+        more = {one.job: one for one in others if one.job not in known}
+        return replace(self, ranking=ranked([*self.candidates, *more.values()])) if more else self
 
     @cached_property
     def families(self) -> tuple[Family, ...]:
-        """The best with each set of dimensions, fastest first; then the sets with which nothing fits."""
-        best: dict[tuple[str, ...], Found] = {}
+        """The first with each set of dimensions, fastest first; then the sets with which nothing fits."""
+        first: dict[tuple[str, ...], Candidate] = {}
+        for one in self.candidates:
+            first.setdefault(one.dimensions, one)
         least: dict[tuple[str, ...], float] = {}
-        for degrees, found in self.search.of_degrees.items():
-            used = dimensions_used(degrees)
-            if used not in best or found.seconds_per_sequence < best[used].seconds_per_sequence:
-                best[used] = found
         for degrees, held in self.search.least_of_degrees.items():
             used = dimensions_used(degrees)
             least[used] = min(held, least.get(used, held))
-        fitting = [Family(used, candidate(_job(self.request.job, one)), least[used]) for used, one in best.items()]
+        fitting = [Family(used, one, least[used]) for used, one in first.items()]
         fitting.sort(key=lambda one: one.best.seconds_per_token if one.best else 0.0)
-        return (*fitting, *(Family(used, None, held) for used, held in least.items() if used not in best))
+        return (*fitting, *(Family(used, None, held) for used, held in least.items() if used not in first))
 
     @cached_property
     def front(self) -> tuple[Candidate, ...]:
         """Nothing found is both faster and smaller than one of these: least memory first."""
         kept: list[Candidate] = []
-        priced = [candidate(_job(self.request.job, found)) for found in self.search.front]
+        known = {one.job for one in self.candidates}
+        jobs = dict.fromkeys(_job(self.request.job, found) for found in self.search.front)
+        priced = [candidate(job) for job in jobs if job not in known]
         for one in sorted([*priced, *self.candidates], key=lambda one: one.memory.total):
-            if not kept or one.seconds_per_token < kept[-1].seconds_per_token * (1 - TIE):
+            if not kept or one.seconds_per_token < kept[-1].seconds_per_token * (1 - FRONT_STEP):
                 kept.append(one)
         return tuple(kept)
 
@@ -78,12 +102,6 @@ class Family:
     dimensions: tuple[str, ...]
     best: Candidate | None
     least_memory_bytes: float
-
-
-def dimensions_used(degrees: Degrees) -> tuple[str, ...]:
-    """Names of the dimensions beside data parallelism that ``degrees`` use."""
-    tp, cp, pp, _, ep = degrees
-    return tuple(name for name, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep)) if degree > 1)
 
 
 def plan(
@@ -99,7 +117,7 @@ def plan(
         return result
     candidates = _simulated(request.job, result)
     candidates += _with_own_stages(request, candidates)
-    return Plan(request, result, space.narrowing, tuple(ranked(candidates, lambda one: one.job.strategy)))
+    return Plan(request, result, space.narrowing, ranked(candidates))
 
 
 def _search(request: Request, space: Space, filters: Filters | None, progress: Callable[[int], None] | None) -> Search:
@@ -113,42 +131,32 @@ def _search(request: Request, space: Space, filters: Filters | None, progress: C
 
 
 def _simulated(job: Job, result: Search) -> list[Candidate]:
-    layouts = sorted(result.of_degrees.values(), key=lambda one: one.seconds_per_sequence)[:RANKED_LAYOUTS]
-    jobs = dict.fromkeys(_job(job, found) for found in [*result.best, *layouts])
-    return [candidate(one) for one in jobs]
+    """The best of all, of the fastest layouts, and of every set of dimensions."""
+    layouts = sorted(result.of_degrees.items(), key=lambda item: item[1].seconds_per_sequence)
+    families: dict[tuple[str, ...], Found] = {}
+    for degrees, found in layouts:
+        families.setdefault(dimensions_used(degrees), found)
+    finalists = [*result.best, *(found for _, found in layouts[:RANKED_LAYOUTS]), *families.values()]
+    return [candidate(one) for one in dict.fromkeys(_job(job, found) for found in finalists)]
 
 
-def _with_own_stages(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest pipelines once more, where uneven stages make them faster; the even ones stay for other engines."""
+def _with_own_stages(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The fastest pipelines, and the fastest of every layout, once more with uneven stages where these are faster.
+
+    Those with even stages stay for other engines.
+    """
     if request.constraints.names("stage_layers"):
         return []
-    pipelines = [one for one in candidates if one.job.strategy.pp > 1]
-    fastest = sorted(pipelines, key=lambda one: one.seconds_per_token)[:OWN_STAGES]
-    divided = [with_best_stages(one, request.capacity_bytes) for one in fastest]
-    return [own for own, even in zip(divided, fastest) if own is not even]
+    by_time = sorted(candidates, key=lambda one: one.seconds_per_token)
+    pipelines = [one for one in by_time if one.job.strategy.pp > 1]
+    of_layouts = {one.degrees: one for one in reversed(pipelines)}
+    chosen = {one.job: one for one in [*pipelines[:OWN_STAGES], *of_layouts.values()]}.values()
+    divided = [with_best_stages(one, request.capacity_bytes) for one in chosen]
+    return [own for own, even in zip(divided, chosen) if own is not even]
 
 
 def _job(job: Job, found: Found) -> Job:
     return job_with(job, found.strategy(), found.sequences)
-
-
-class Timed(Protocol):
-    """A simulated step."""
-
-    @property
-    def seconds_per_token(self) -> float: ...
-
-
-Step = TypeVar("Step", bound=Timed)
-
-
-def ranked(steps: Iterable[Step], strategy_of: Callable[[Step], Strategy]) -> list[Step]:
-    """By time; first the simplest of those that the fastest does not clearly beat."""
-    by_time = sorted(steps, key=lambda one: one.seconds_per_token)
-    limit = by_time[0].seconds_per_token * (1 + TIE)
-    tied = [one for one in by_time if one.seconds_per_token <= limit]
-    first = min(tied, key=lambda one: (complexity(strategy_of(one)), one.seconds_per_token))
-    return [first, *(one for one in by_time if one is not first)]
 
 
 def required(found: Plan | Search, request: Request) -> Plan:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.planner.constraints import Constraints
+from shardwise.planner.constraints import Constraints, has
 from shardwise.planner.space import Space
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
 
 MOST_GROUPS = 1200  # of a space that answers in seconds
 
@@ -43,6 +44,13 @@ class Request:
     def space(self, *, offload: bool) -> Space:
         space = Space(self.job, self.constraints, self.minimum_batch, offload, self.any_priced)
         return space if self.thorough else space.within(MOST_GROUPS)
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Whether the constraints do; fields that make no difference may have any value."""
+        wanted, excluded = self.constraints.allowed, self.constraints.excluded
+        return all(has(strategy, name, values, idle=True) for name, values in wanted.items()) and not any(
+            all(has(strategy, name, values, idle=False) for name, values in entry.items()) for entry in excluded
+        )
 
     def on(self, cluster: Cluster) -> Request:
         """The same asked of another cluster."""

@@ -13,7 +13,7 @@ _MOST_SIZES = 5
 
 @dataclass(frozen=True)
 class Size:
-    """The best plan on some of the devices."""
+    """The fastest strategy on some of the devices."""
 
     devices: int
     best: Candidate
@@ -26,7 +26,7 @@ class Size:
 
 def sizes(found: Plan) -> tuple[Size, ...]:
     """All devices, half of them, a quarter, ... while something fits; those that cost no less are left out."""
-    result = [Size(found.request.job.cluster.devices, found.best)]
+    result = [Size(found.request.job.cluster.devices, found.fastest)]
     cluster = found.request.job.cluster
     while len(result) < _MOST_SIZES:
         try:
@@ -36,7 +36,7 @@ def sizes(found: Plan) -> tuple[Size, ...]:
         other = plan(found.request.on(cluster))
         if not isinstance(other, Plan):
             break
-        result.append(Size(cluster.devices, other.best))
+        result.append(Size(cluster.devices, other.fastest))
     front: list[Size] = []
     for one in result:
         if not front or one.device_seconds_per_token < front[-1].device_seconds_per_token:

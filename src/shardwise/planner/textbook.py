@@ -12,6 +12,7 @@ from dataclasses import replace
 from shardwise.cost.memory import peak_memory
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.request import Request
+from shardwise.planner.space import plain_strategy
 from shardwise.planner.supported import findings_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -24,7 +25,8 @@ _RECOMPUTES = ("none", "selective", "full")
 def textbook(request: Request) -> Candidate | None:
     """The better of the pipeline and the ZeRO-3 variant; None where neither fits."""
     inner = _inside_the_node(request.job)
-    found = [_first_that_fits(request, options) for options in (_by_pipeline(request, inner), _by_zero3(inner))]
+    ways = (_by_pipeline(request, inner), _by_zero3(request, inner))
+    found = [_first_that_fits(request, options) for options in ways]
     priced = [candidate(job) for job in found if job is not None]
     return min(priced, key=lambda one: one.seconds_per_token, default=None)
 
@@ -33,7 +35,7 @@ def _inside_the_node(job: Job) -> Strategy:
     """As much of TP, or of EP for experts, as one node has room for."""
     width = min(job.cluster.levels[0].width, job.cluster.devices)
     model = job.model
-    plain = Strategy(overlap=job.stack.overlap, dispatch=job.stack.dispatch, stage_layers="balanced")
+    plain = plain_strategy(job)
     if model.moe:
         ep = max(degree for degree in divisors(model.moe.experts) if degree <= width and width % degree == 0)
         return replace(plain, ep=ep, expert_tp=1)
@@ -48,15 +50,19 @@ def _inside_the_node(job: Job) -> Strategy:
 
 def _by_pipeline(request: Request, inner: Strategy) -> Iterator[Strategy]:
     """Ever longer pipelines with ZeRO-1, each without, with selective and with full recompute."""
-    devices = request.job.cluster.devices // inner.tp
-    for pp in (degree for degree in divisors(devices) if degree <= request.job.model.layers):
+    layers, devices = request.job.model.layers, request.job.cluster.devices // inner.tp
+    for pp in (degree for degree in divisors(devices) if degree <= layers):
+        split = "even" if layers % pp == 0 else "balanced"
         for recompute in _RECOMPUTES:
-            yield replace(inner, pp=pp, zero=1, recompute=recompute)  # type: ignore[arg-type]
+            zero = int(devices > pp)  # one rank has nothing to divide
+            yield replace(inner, pp=pp, zero=zero, recompute=recompute, stage_layers=split)  # type: ignore[arg-type]
 
 
-def _by_zero3(inner: Strategy) -> Iterator[Strategy]:
+def _by_zero3(request: Request, inner: Strategy) -> Iterator[Strategy]:
+    if request.job.cluster.devices == inner.tp:
+        return
     for recompute in _RECOMPUTES:
-        yield replace(inner, zero=3, recompute=recompute)  # type: ignore[arg-type]
+        yield replace(inner, zero=3, recompute=recompute, stage_layers="even")  # type: ignore[arg-type]
 
 
 def _first_that_fits(request: Request, strategies: Iterator[Strategy]) -> Job | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.planner.candidate import PARTS, Candidate
-from shardwise.planner.constraints import Allowed
+from shardwise.planner.constraints import Allowed, has
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.missing import what_is_missing
 from shardwise.planner.plan import Plan, plan
@@ -16,10 +16,12 @@ from shardwise.planner.supported import findings_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
 
+TIE = 0.0005  # what prints as 0.0%
+
 
 @dataclass(frozen=True)
 class WhyNot:
-    """``verdict``: "does not divide", "not supported", "does not fit" or "slower" (or "the plan itself").
+    """``verdict``: "does not divide", "not supported", "does not fit", "within noise", "slower" or "the plan itself".
 
     ``best`` is the best strategy with these values that could be priced at all.
     """
@@ -31,21 +33,54 @@ class WhyNot:
     loss: float | None = None  # by how much its time per token is longer
 
 
-def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
-    """What keeps strategies with the ``wanted`` values from being the plan."""
+@dataclass(frozen=True)
+class Wish:
+    """Strategies with certain values, searched by themselves: what was found, or why nothing can be."""
+
+    words: str
+    wanted: Mapping[str, Allowed]
+    request: Request
+    found: Plan | Search | None
+    problem: str = ""
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self.found.candidates if isinstance(self.found, Plan) else ()
+
+    def holds_for(self, one: Candidate) -> bool:
+        strategy = one.job.strategy
+        return all(has(strategy, name, values, idle=False) for name, values in self.wanted.items())
+
+
+def wish(found: Plan, wanted: Mapping[str, Allowed]) -> Wish:
+    """The search for strategies with the ``wanted`` values; what it simulates belongs to the plan (`Plan.joined`)."""
     words = ", ".join(f"{name} {one}" for name, one in wanted.items())
     request = found.request
     try:
         constraints = request.constraints.with_allowed(wanted)
-        # Offload as the plan may: a wish is not to be saved by what the plan did not need.
-        offload = request.offload if request.offload is not None else found.best.job.strategy.offload.any
-        restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
     except SpecError as error:
-        return WhyNot(words, "does not divide", f"{error.problem}: the plan was asked for otherwise")
-    other = plan(restricted)
-    if isinstance(other, Plan):
-        return _slower(words, found.best, other.best)
-    return _ruled_out(words, other, restricted)
+        return Wish(words, wanted, request, None, f"{error.problem}: the plan was asked for otherwise")
+    # Offload as the plan may: a wish is not to be saved by what the plan did not need.
+    offload = request.offload if request.offload is not None else found.best.job.strategy.offload.any
+    restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
+    return Wish(words, wanted, restricted, plan(restricted))
+
+
+def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
+    """What keeps strategies with the ``wanted`` values from being the plan."""
+    asked = wish(found, wanted)
+    return judged(found.joined(asked.candidates), asked)
+
+
+def judged(found: Plan, asked: Wish) -> WhyNot:
+    """The answer to a wish whose strategies are among those of the plan."""
+    if isinstance(asked.found, Plan):
+        own = {one.job for one in asked.candidates}
+        best = next(one for one in found.candidates if one.job in own or asked.holds_for(one))
+        return _behind(asked.words, found, best)
+    if asked.found is None:
+        return WhyNot(asked.words, "does not divide", asked.problem)
+    return _ruled_out(asked.words, asked.found, asked.request)
 
 
 def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
@@ -64,11 +99,13 @@ def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
     return WhyNot(words, "does not fit", reason)
 
 
-def _slower(words: str, first: Candidate, other: Candidate) -> WhyNot:
+def _behind(words: str, found: Plan, other: Candidate) -> WhyNot:
+    first = found.best
     loss = other.seconds_per_token / first.seconds_per_token - 1
-    if other.job.strategy == first.job.strategy:
+    if other is first:
         return WhyNot(words, "the plan itself", "that is what the plan does", other, 0.0)
-    return WhyNot(words, "slower", largest_differences(first, other), other, loss)
+    verdict = "slower" if found.group_of(other) == "slower" else "within noise"
+    return WhyNot(words, verdict, largest_differences(first, other), other, loss)
 
 
 def largest_differences(first: Candidate, other: Candidate) -> str:
@@ -77,5 +114,10 @@ def largest_differences(first: Candidate, other: Candidate) -> str:
     whole = first.step_seconds
     deltas = {part: (other.parts[part] * scale - first.parts[part]) / whole for part in PARTS}
     ordered = sorted(deltas.items(), key=lambda item: -abs(item[1]))
-    shown = [f"{part} {delta:+.1%}" for part, delta in ordered if abs(delta) >= 0.0005][:4]
+    shown = [f"{part} {delta:+.1%}" for part, delta in ordered if abs(delta) >= TIE][:4]
     return ", ".join(shown) or "no part differs by 0.1%"
+
+
+def difference_words(loss: float) -> str:
+    """How much longer something takes: "+1.3%", or "ties" for what would print as 0.0%."""
+    return "ties" if abs(loss) < TIE else f"{loss:+.1%}"

@@ -7,7 +7,8 @@ from typing import Any
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.plan import Plan
+from shardwise.planner.plan import Family, Plan
+from shardwise.planner.ranking import Row
 from shardwise.report.campaign import campaign_data
 
 
@@ -17,8 +18,12 @@ def plan_data(answer: Any) -> dict[str, Any]:
     result = found.search
     return {
         "job": found.best.job.to_dict(),
-        "candidates": [candidate_data(one) for one in found.candidates],
-        "layouts": [candidate_data(one) for one in found.layouts],
+        "candidates": [_ranked(found, one) for one in found.candidates],
+        "layouts": [_ranked(found, one) for one in found.layouts],
+        "ranking": [_row(number, row) for number, row in enumerate(found.rows, 1)],
+        "families": [_family(one) for one in found.families],
+        "fastest": strategy_words(found.fastest.job.strategy),
+        "noise": {"share": found.noise.share, "basis": found.noise.basis},
         "search": {
             "priced": result.priced,
             "fitting": result.fitting,
@@ -36,6 +41,21 @@ def plan_data(answer: Any) -> dict[str, Any]:
         "campaign": None if answer.campaign is None else campaign_data(answer.campaign),
         "notes": list(answer.notes),
     }
+
+
+def _ranked(found: Plan, one: Candidate) -> dict[str, Any]:
+    return {"group": found.group_of(one), **candidate_data(one)}
+
+
+def _row(number: int, row: Row) -> dict[str, Any]:
+    """A row of the ranking; what is said of its strategy is among the layouts, by its words."""
+    like = [strategy_words(one.job.strategy) for one in row.like]
+    return {"rank": number, "group": row.group, "words": strategy_words(row.best.job.strategy), "like": like}
+
+
+def _family(one: Family) -> dict[str, Any]:
+    best = None if one.best is None else candidate_data(one.best)
+    return {"dimensions": list(one.dimensions), "best": best, "least_memory_bytes": one.least_memory_bytes}
 
 
 def candidate_data(one: Candidate) -> dict[str, Any]:
@@ -68,6 +88,7 @@ def _explanation(explanation: Any) -> dict[str, Any]:
         "sentence": explanation.sentence(),
         "second": None if second is None else strategy_words(second.job.strategy),
         "loss": None if second is None else explanation.loss,
+        "layouts_within_noise": explanation.within,
         "turnings": [{"what": one.what, "factor": one.factor} for one in explanation.turnings],
     }
 
@@ -89,8 +110,10 @@ def _why_not(one: Any) -> dict[str, Any]:
 
 
 def _what_if(one: Any) -> dict[str, Any]:
-    best = candidate_data(one.found.best) if isinstance(one.found, Plan) else None
-    return {"change": one.change, "best": best}
+    best, fastest = None, None
+    if isinstance(one.found, Plan):
+        best, fastest = candidate_data(one.found.best), candidate_data(one.found.fastest)
+    return {"change": one.change, "best": best, "fastest": fastest}
 
 
 def _point(one: Any) -> dict[str, Any]:

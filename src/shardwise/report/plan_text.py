@@ -12,11 +12,18 @@ from shardwise.cost.analysis import analyze
 from shardwise.cost.sending_less import sending_less
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.planner.candidate import PARTS, Candidate
-from shardwise.planner.constraints import offload_name
-from shardwise.planner.describe import recompute_words, sharding_words, strategy_words
+from shardwise.planner.describe import (
+    offload_words,
+    order_words,
+    recompute_words,
+    schedule_words,
+    sharding_words,
+    strategy_words,
+)
 from shardwise.planner.plan import Plan
+from shardwise.planner.ranking import GROUPS, Group, Row
 from shardwise.planner.search import Search
-from shardwise.planner.why_not import largest_differences
+from shardwise.planner.why_not import difference_words, largest_differences
 from shardwise.report.analysis_text import collective_lines
 from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, table
@@ -24,6 +31,7 @@ from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
 
 _MOST_FAMILIES = 10
+_LIKE = "like it: layouts that add dimensions to the same idea and gain neither time nor memory; --all lists them"
 _WORDS = {
     "compute": "arithmetic",
     "recompute": "arithmetic run again",
@@ -44,8 +52,13 @@ def print_plan(answer: Any, *, written: Path | None, top: int) -> None:
     out.print(_headline(found), markup=False)
     for note in [*answer.notes, *_notes(found)]:
         out.print(f"note: {note}", style="yellow", markup=False)
-    out.print(_ranking(found.layouts[:top]))
-    out.print(_batches(found.layouts[:top]))
+    rows = _rows(found, top=top, unfolded=answer.unfolded)
+    for group in GROUPS:
+        if any(row.group == group for row in rows):
+            out.print(_ranking(found, rows, group))
+    if any(row.like for row in rows):
+        out.print(_LIKE, markup=False)
+    out.print(_batches([row.best for row in rows]))
     out.print(_families(found))
     out.print(_where_time_goes(found.best))
     for line in _sentences(answer):
@@ -80,38 +93,51 @@ def _notes(found: Plan) -> Iterator[str]:
         yield less
 
 
-def _ranking(candidates: Sequence[Candidate]) -> RenderableType:
-    columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "80% of runs",
-               "tokens/s", "MFU", "memory", "left")  # fmt: skip
-    title = "The best strategy of each layout"
-    return table(title, columns, [_row(i, one) for i, one in enumerate(candidates, 1)], numbers_from=4)
+def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[Row]:
+    if unfolded:
+        return [Row(found.group_of(one), one) for one in found.layouts[:top]]
+    return found.rows[:top]
 
 
-def _row(number: int, one: Candidate) -> tuple[str, ...]:
-    strategy, band = one.job.strategy, error_bar(one.job)
-    chunks = f" {strategy.interleave}" if strategy.schedule == "interleaved" else ""
-    low, high = (readable_seconds(one.step_seconds * (1 + part)) for part in (band.time_low, band.time_high))
+def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> RenderableType:
+    titles = {
+        "within noise": f"Within noise ({found.noise.share:.1%}) of the fastest: the simplest first",
+        "slower": "Slower than noise: by time",
+    }
+    columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
+               "tokens/s", "MFU", "memory", "left", "like it")  # fmt: skip
+    own = [_row(number, row, found.best) for number, row in enumerate(rows, 1) if row.group == group]
+    return table(titles[group], columns, own, numbers_from=4)
+
+
+def _row(number: int, row: Row, first: Candidate) -> tuple[str, ...]:
+    one, strategy = row.best, row.best.job.strategy
     others = [
         sharding_words(strategy) or "none",
         *(["no SP"] if strategy.tp > 1 and not strategy.sequence_parallel else []),
         *([strategy.context_method] if strategy.cp > 1 else []),
-        *([f"offload {offload_name(strategy.offload)}"] if strategy.offload.any else []),
-        *(["-".join(strategy.order)] if strategy.order[-1] != "pp" and strategy.pp > 1 else []),
+        *filter(None, [offload_words(strategy), order_words(strategy)]),
     ]
     return (
         str(number),
-        f"{strategy.schedule}{chunks}" if strategy.pp > 1 else "-",
+        schedule_words(strategy) if strategy.pp > 1 else "-",
         ", ".join(others),
         recompute_words(strategy).replace(" recompute", "").replace(" per rank", "") or "none",
         *(str(x) for x in (strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep)),
         str(strategy.microbatch),
         readable_seconds(one.step_seconds),
-        f"{low} - {high}",
+        "" if one is first else difference_words(_loss(one, first)),
         f"{one.tokens_per_second:,.0f}",
         f"{one.mfu:.1%}",
         readable_bytes(one.memory.total),
         readable_bytes(one.margin_bytes),
+        f"+{len(row.like)}" if row.like else "",
     )
+
+
+def _loss(one: Candidate, first: Candidate) -> float:
+    """By how much more time a token takes."""
+    return one.seconds_per_token / first.seconds_per_token - 1
 
 
 def _batches(candidates: Sequence[Candidate]) -> RenderableType:
@@ -144,11 +170,11 @@ def _families(found: Plan) -> RenderableType:
             rows.append((name, f"does not fit: needs at least {need} of {capacity}", "", ""))
             continue
         words = strategy_words(one.best.job.strategy)
-        if one.best.degrees == found.best.degrees:
+        if one.best is found.best:
             rows.append((name, words, "the plan", ""))
             continue
-        loss = one.best.seconds_per_token / found.best.seconds_per_token - 1
-        rows.append((name, words, largest_differences(found.best, one.best), f"{loss:+.1%}"))
+        time = difference_words(_loss(one.best, found.best))
+        rows.append((name, words, largest_differences(found.best, one.best), time))
     title = "The best with each set of dimensions (beside dp), and where it loses and gains"
     return table(title, ("uses", "strategy", "against 1", "time"), rows, numbers_from=3)
 
@@ -166,31 +192,34 @@ def _where_time_goes(one: Candidate) -> RenderableType:
 def _sentences(answer: Any) -> Iterator[str]:
     found: Plan = answer.plan
     explanation, rule = answer.explanation, answer.textbook
-    yield f"Why 1 wins. The next layout, {explanation.sentence()}."
+    yield f"Why 1 wins. {explanation.sentence()}"
     if rule is None:
         yield "The text-book order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
     else:
-        gain = rule.seconds_per_token / found.best.seconds_per_token - 1
-        words = strategy_words(rule.job.strategy)
-        if gain > 0.001:
-            yield f"The text-book order gives {words}: {readable_seconds(rule.step_seconds)} a step, {gain:.1%} slower."
-        else:
-            yield f"The text-book order gives {words}: as fast."
+        loss, words = _loss(rule, found.best), strategy_words(rule.job.strategy)
+        step = readable_seconds(rule.step_seconds)
+        noise = " (within noise)" if found.group_of(rule) == "within noise" else ""
+        yield f"The text-book order gives {words}: {step} a step, {difference_words(loss)}{noise}."
     result = found.search
     yield (
         f"Searched {result.priced:,} strategies in {result.seconds:.1f} s: {result.fitting:,} run and fit, "
         f"{result.too_large:,} do not fit, {result.unsupported:,} are not run; the best {len(found.candidates)} were "
         "simulated."
     )
-    yield f"Error bars hold 80% of published runs. {error_bar(found.best.job).basis.capitalize()}."
+    band = error_bar(found.best.job)
+    low, high = (readable_seconds(found.best.step_seconds * (1 + part)) for part in (band.time_low, band.time_high))
+    yield f"Error bars hold 80% of published runs: the step of 1 takes {low} to {high}. {band.basis.capitalize()}."
+    yield f"Noise: {found.noise.basis}."
     yield from collective_lines(analyze(found.best.job))
 
 
 def _asked(answer: Any) -> Iterator[Any]:
     for one in answer.why_not:
-        loss = "" if one.loss is None or one.verdict != "slower" else f" by {one.loss:.1%}"
+        loss = ""
+        if one.loss is not None and one.verdict in GROUPS:
+            loss = f" by {one.loss:.1%}" if one.verdict == "slower" else f" ({difference_words(one.loss)})"
         yield f"\nWhy not {one.wanted}? {one.verdict.capitalize()}{loss}: {one.reason}."
-        if one.best is not None and one.verdict == "slower":
+        if one.best is not None and one.verdict in GROUPS:
             yield f"  Its best is {strategy_words(one.best.job.strategy)}."
     if answer.what_if:
         yield _what_if_table(answer)
@@ -201,17 +230,17 @@ def _asked(answer: Any) -> Iterator[Any]:
 
 
 def _what_if_table(answer: Any) -> RenderableType:
-    best = answer.plan.best
-    rows = [("as it is", strategy_words(best.job.strategy), readable_seconds(best.step_seconds), "")]
+    """The fastest on every machine: the simplest of one and of another may differ by as much as noise."""
+    now = answer.plan.fastest
+    rows = [("as it is", strategy_words(now.job.strategy), readable_seconds(now.step_seconds), "")]
     for one in answer.what_if:
         if isinstance(one.found, Search):
             rows.append((one.change, "nothing fits", "", ""))
             continue
-        other = one.found.best
-        gain = best.seconds_per_token / other.seconds_per_token - 1
-        step = readable_seconds(other.step_seconds)
-        rows.append((one.change, strategy_words(other.job.strategy), step, f"{gain:+.1%}"))
-    return table("What if", ("change", "best strategy", "step", "tokens/s"), rows, numbers_from=2)
+        other = one.found.fastest
+        gain = difference_words(now.seconds_per_token / other.seconds_per_token - 1)
+        rows.append((one.change, strategy_words(other.job.strategy), readable_seconds(other.step_seconds), gain))
+    return table("What if", ("change", "fastest strategy", "step", "tokens/s"), rows, numbers_from=2)
 
 
 def _pareto_table(answer: Any) -> RenderableType:
@@ -219,7 +248,7 @@ def _pareto_table(answer: Any) -> RenderableType:
     if answer.pareto and isinstance(answer.pareto[0], Candidate):
         rows = [
             (strategy_words(one.job.strategy), readable_bytes(one.memory.total), readable_seconds(one.step_seconds),
-             f"{one.seconds_per_token / found.best.seconds_per_token - 1:+.1%}")
+             "" if one is found.best else difference_words(_loss(one, found.best)))
             for one in answer.pareto
         ]  # fmt: skip
         return table("Time against memory", ("strategy", "memory", "step", "time"), rows)
@@ -243,5 +272,5 @@ def _runners(answer: Any) -> Iterator[str]:
         if one.own is None:
             yield f"  {one.name} lacks {lacks}; nothing that it can say and that fits was found."
         else:
-            loss = one.own.seconds_per_token / answer.plan.best.seconds_per_token - 1
-            yield f"  {one.name} lacks {lacks}; its best is {strategy_words(one.own.job.strategy)}: {loss:+.1%} time."
+            loss = difference_words(_loss(one.own, answer.plan.best))
+            yield f"  {one.name} lacks {lacks}; its best is {strategy_words(one.own.job.strategy)}: {loss} time."

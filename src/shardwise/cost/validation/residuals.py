@@ -13,12 +13,13 @@ from shardwise.spec.model import Model
 
 FILE = Path(__file__).with_name("residuals.csv")
 COVERAGE = 0.8  # share of the rows that a band holds
+ONE_JOB = "one job"  # what a "ratio" line is of: two strategies of the same job, on any device
 _KINDS = {"dense": "dense models", "moe": "mixtures of experts"}
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Relative errors of the rows of one device (``what`` is time) or software stack (memory).
+    """Relative errors of the rows of one device (``what`` is time) or software stack (memory), or of two rows' ratio.
 
     An error is predicted / reported − 1. ``band`` is the size that a share of COVERAGE of them does not pass, with the
     row's own model left out of the fit where ``left_out_mape`` is given.
@@ -58,6 +59,26 @@ def error_bar(job: Job) -> ErrorBar:
     time, time_basis = _band("time", job.cluster.device.name, kind, "on")
     memory, memory_basis = _band("memory", job.stack.name, kind, "with")
     return ErrorBar(*_truth(time.band), *_truth(memory.band), f"step time: {time_basis}; memory: {memory_basis}")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far the predicted ratio of two strategies' times may be off, as a share. ``basis`` says how that is known."""
+
+    share: float
+    basis: str
+
+
+def noise_of(job: Job) -> Noise:
+    """Of strategies of one job: closer than this, the prediction cannot tell which is faster.
+
+    Narrower than two error bars: what a device's constants miss is missed in both.
+    """
+    kind = kind_of(job.model)
+    known = residuals().get(("ratio", ONE_JOB, kind)) or residuals()["ratio", ONE_JOB, "dense"]
+    pairs = f"{known.rows} pairs of published runs of {_KINDS[known.kind]} ({known.models} models)"
+    missing = "" if known.kind == kind else f"no such pairs of {_KINDS[kind]}: "
+    return Noise(known.band, f"{missing}{COVERAGE:.0%} of {pairs} that differ in the strategy alone")
 
 
 def kind_of(model: Model) -> str:

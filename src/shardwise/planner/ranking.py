@@ -1,0 +1,105 @@
+"""Which strategy comes first: of those that noise does not tell apart the simplest, then the others by time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from shardwise.cost.validation.residuals import Noise, error_bar, noise_of
+from shardwise.interop.frameworks import TARGETS, can_run
+from shardwise.planner.candidate import Candidate, Degrees, complexity
+
+Group = Literal["within noise", "slower"]
+GROUPS: tuple[Group, ...] = ("within noise", "slower")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The first strategy of a layout; ``like`` are those of layouts that only add dimensions to the same idea."""
+
+    group: Group
+    best: Candidate
+    like: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Simulated strategies of one job, best first: those within ``noise`` of the fastest, then the others."""
+
+    candidates: tuple[Candidate, ...]
+    noise: Noise
+
+    @cached_property
+    def fastest(self) -> Candidate:
+        return min(self.candidates, key=lambda one: one.seconds_per_token)
+
+    def group_of(self, one: Candidate) -> Group:
+        near = one.seconds_per_token <= self.fastest.seconds_per_token * (1 + self.noise.share)
+        return "within noise" if near else "slower"
+
+    @cached_property
+    def layouts(self) -> tuple[Candidate, ...]:
+        """The first strategy of every layout (tp, cp, pp, dp, ep)."""
+        first: dict[Degrees, Candidate] = {}
+        for one in self.candidates:
+            first.setdefault(one.degrees, one)
+        return tuple(first.values())
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The layouts, with near-duplicates under the one that they repeat."""
+        rows: list[Row] = []
+        for one in self.layouts:
+            group = self.group_of(one)
+            for number, row in enumerate(rows):
+                if row.group == group and self._repeats(row.best, one):
+                    rows[number] = Row(group, row.best, (*row.like, one))
+                    break
+            else:
+                rows.append(Row(group, one))
+        return tuple(rows)
+
+    def _repeats(self, first: Candidate, other: Candidate) -> bool:
+        """Whether the other has all dimensions of the first, takes as long within noise and clearly saves no memory."""
+        as_long = other.seconds_per_token <= first.seconds_per_token * (1 + self.noise.share)
+        most_bytes = other.memory.total * (1 + error_bar(other.job).memory_high)
+        return set(first.dimensions) <= set(other.dimensions) and as_long and most_bytes >= first.memory.total
+
+
+def ranked(candidates: Iterable[Candidate]) -> Ranking:
+    """The strategies in the order in which to try them."""
+    by_time = sorted(candidates, key=lambda one: one.seconds_per_token)
+    noise = noise_of(by_time[0].job)
+    limit = by_time[0].seconds_per_token * (1 + noise.share)
+    near = [one for one in by_time if one.seconds_per_token <= limit]
+    first = sorted(_simplest_of_layouts(near), key=_difficulty)
+    taken = {id(one) for one in first}
+    return Ranking((*first, *(one for one in by_time if id(one) not in taken)), noise)
+
+
+def _simplest_of_layouts(by_time: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Of each layout the simplest strategy; of several as simple the fastest."""
+    simplest: dict[Degrees, Candidate] = {}
+    for one in by_time:
+        known = simplest.get(one.degrees)
+        if known is None or complexity(one.job.strategy) < complexity(known.job.strategy):
+            simplest[one.degrees] = one
+    yield from simplest.values()
+
+
+def _difficulty(one: Candidate) -> tuple[float, ...]:
+    """Fewest dimensions first, then what a framework can say, then plain choices, then what fits if memory is more.
+
+    What is left then goes by time, and where that ties (as it is printed) by the memory left.
+    """
+    lacks_room = one.margin_bytes < one.memory.total * error_bar(one.job).memory_high
+    printed_seconds = float(f"{one.seconds_per_token:.3g}")
+    choices = complexity(one.job.strategy)
+    return len(one.dimensions), not said_by_a_framework(one), choices, lacks_room, printed_seconds, -one.margin_bytes
+
+
+def said_by_a_framework(one: Candidate) -> bool:
+    """Whether some framework's configuration can say the strategy; formats and the like are its own affair."""
+    return any(all(not lost.field.startswith("strategy.") for lost in can_run(one.job, name)) for name in TARGETS)
