@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from shardwise.cost.activations import (
     layer_activation_bytes,
     layer_saved_tensors,
 )
+from shardwise.cost.memory import peak_memory
+from shardwise.interop.jobs import read_job
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.training import RECIPES
@@ -174,3 +177,27 @@ def test_a_parallel_block_has_one_norm_output_and_one_dropout() -> None:
     training = {"dropout": True}
     plain, parallel = (layer(model, training) for model in (GPT, replace(GPT, parallel_block=True, norms_per_layer=1)))
     assert plain - parallel == SBH * (2 + 2 + 1)
+
+
+# -- DeepSeek-V3 as published (arXiv 2412.19437) -----------------------------------------------------
+
+DEEPSEEK = Path(__file__).parents[2] / "examples" / "deepseek-v3-hgx-h800.yaml"
+
+
+def test_deepseek_v3_keeps_what_its_report_says() -> None:
+    """A token of an expert layer, by hand: norms, SwiGLU and up-projections run again (sections 3.2.3 and 3.3.3)."""
+    hidden, heads, experts, wide = 7168, 128, 8, 2048
+    residual = 2 * 2 * hidden  # the inputs of two norms, bf16
+    attention = heads * 128 * 1.5 + 4 * heads + 2 * (1536 + 512 + 64 + 1536 + 512)  # E5M6, log-sum-exp, latents
+    experts_in = 8 * 256 + experts * hidden  # router in fp32; dispatched tokens in FP8
+    gates = 2 * (experts + 1) * wide  # inputs of SwiGLU in FP8, the shared expert's too
+    published = read_job(DEEPSEEK)
+    assert layer_activation_bytes(published, moe=True) == 4096 * (residual + attention + experts_in + gates)
+    wider = published.unchecked(stack=replace(published.stack, saved_activations="16-bit"))
+    more = layer_activation_bytes(wider, moe=True) - layer_activation_bytes(published, moe=True)
+    assert more == 4096 * (gates + heads * 128 * (1 + 2 - 1.5))  # bf16 gates; FP8 and bf16 instead of E5M6
+
+
+def test_deepseek_v3_as_published_fits() -> None:
+    published = read_job(DEEPSEEK)
+    assert peak_memory(published).total < published.cluster.device.memory

@@ -15,6 +15,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
 Region = Literal["sequence", "tensor"]
+_E5M6_BYTES = 1.5  # DeepSeek-V3's format of what attention and the projection after it both read (arXiv 2412.19437)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class _Sizes:
     element: float
     linear_input: float
     separate_gate: bool  # the gate of a gated MLP is a kernel of its own
+    gate_input: float
+    attention_outputs: tuple[float, ...]  # one for the projection's backward pass, one for attention's own, or for both
 
 
 def _sizes(job: Job) -> _Sizes:
@@ -47,7 +50,11 @@ def _sizes(job: Job) -> _Sizes:
     tokens = job.microbatch_tokens
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
     separate = job.model.gated and job.stack.gated_activation == "separate"
-    return _Sizes(tokens, region, strategy.tp, job.training.seq, recipe.activation, recipe.linear_input, separate)
+    element, linear_input = recipe.activation, recipe.linear_input
+    gate_input, outputs = element, (linear_input, element)
+    if job.stack.saved_activations == "8-bit" and recipe.compute == "fp8":
+        gate_input, outputs = linear_input if job.model.gated else element, (_E5M6_BYTES,)
+    return _Sizes(tokens, region, strategy.tp, job.training.seq, element, linear_input, separate, gate_input, outputs)
 
 
 def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
@@ -84,7 +91,7 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         SavedTensor("queries", tokens * heads * model.query_key_dim * sizes.element, queries_again),
         SavedTensor("keys", tokens * kv_heads * model.query_key_dim * sizes.element, again),
         SavedTensor("values", tokens * kv_heads * model.value_dim * sizes.element, again),
-        SavedTensor("attention output", tokens * heads * model.value_dim * sizes.linear_input),
+        SavedTensor("attention output", tokens * heads * model.value_dim * sizes.attention_outputs[0]),
         *_score_tensors(job, sizes, heads),
     ]
     if job.training.attention == "flash" and job.strategy.cp > 1 and job.strategy.context_method == "ulysses":
@@ -111,8 +118,9 @@ def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
         # Dao et al. 2022 (arXiv 2205.14135): one fp32 log-sum-exp per head and query; the output is kept
         # in the element type for the backward pass, beside a narrower linear input if there is one.
         extra = 0.0
-        if sizes.linear_input != sizes.element:
-            extra = sizes.full_tokens * heads * job.model.value_dim * sizes.element
+        projected, *own = sizes.attention_outputs
+        if own and own != [projected]:
+            extra = sizes.full_tokens * heads * job.model.value_dim * own[0]
         return [SavedTensor("log-sum-exp", 4 * sizes.full_tokens * heads + extra)]
     scores = heads * sizes.full_tokens * sizes.key_tokens
     kept = scores * sizes.element  # softmax output
@@ -125,7 +133,7 @@ def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, owner: str = "") -> l
     """What an MLP keeps around its activation function, ``wide`` elements of each tensor."""
     before = 2 if model.gated else 1
     tensors = [
-        SavedTensor(f"{owner}activation inputs", before * wide * sizes.element),
+        SavedTensor(f"{owner}activation inputs", before * wide * sizes.gate_input),
         SavedTensor(f"{owner}activation output", wide * sizes.linear_input, "activation"),
     ]
     if sizes.separate_gate:

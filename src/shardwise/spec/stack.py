@@ -29,15 +29,18 @@ class Stack(Spec):
     copy of the logits ("copied"), the plain one on such a copy ("plain"), one that turns the 16-bit logits into their
     gradient in place ("fused"), or one that makes the logits of a few tokens at a time and keeps none ("pieces").
     ``gated_activation``: a gate that is a kernel of its own keeps its output. ``expert_outputs`` are "kept" where they
-    are weighted after they have come back to their tokens. ``latents``, the narrow vectors of latent attention, are
-    kept "whole" by tensor-parallel ranks, or "cut" and gathered again as Megatron-LM does. ``gradients`` have memory
-    from the start ("kept") or are made in the backward pass, so that those of a single microbatch never meet all its
-    activations ("made"). ``dummy_gradients``: an empty 16-bit gradient of every weight shape stays allocated.
-    ``late_gradients``: 16-bit gradients are added to fp32 ones after a whole backward pass. ``sharded_parameters`` in
-    "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones that are gathered from them
-    for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head once for both passes and sums
-    copies of shards after the last microbatch. ``allocator`` and ``layer_launches`` (kernels of a layer's forward pass,
-    where tensors of collectives wait for the device) say what PyTorch reserves beyond its tensors.
+    are weighted after they have come back to their tokens. ``saved_activations`` in "8-bit" are those of an FP8 recipe
+    that also keeps the inputs of gated activations in FP8 and one output of attention, in 12 bits, for its own backward
+    pass and the projection's, as DeepSeek-V3 does (arXiv 2412.19437, section 3.3.3). ``latents``, the narrow vectors of
+    latent attention, are kept "whole" by tensor-parallel ranks, or "cut" and gathered again as Megatron-LM does.
+    ``gradients`` have memory from the start ("kept") or are made in the backward pass, so that those of a single
+    microbatch never meet all its activations ("made"). ``dummy_gradients``: an empty 16-bit gradient of every weight
+    shape stays allocated. ``late_gradients``: 16-bit gradients are added to fp32 ones after a whole backward pass.
+    ``sharded_parameters`` in "fp32" are the master weights too; in "fp32 shards" they are so beside whole 16-bit ones
+    that are gathered from them for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head
+    once for both passes and sums copies of shards after the last microbatch. ``allocator`` and ``layer_launches``
+    (kernels of a layer's forward pass, where tensors of collectives wait for the device) say what PyTorch reserves
+    beyond its tensors.
     """
 
     name: str = "custom"
@@ -63,6 +66,7 @@ class Stack(Spec):
     sharded_parameters: Literal["16-bit", "fp32", "fp32 shards"] = "16-bit"
     gradients: Literal["kept", "made"] = "kept"
     expert_outputs: Literal["weighted", "kept"] = "weighted"
+    saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
     latents: Literal["cut", "whole"] = "cut"
     allocator: Literal["segments", "expandable"] = "segments"
     layer_launches: int = 0
