@@ -51,7 +51,8 @@ def _sizes(job: Job) -> _Sizes:
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
     separate = job.model.gated and job.stack.gated_activation == "separate"
     element, linear_input = recipe.activation, recipe.linear_input
-    gate_input, outputs = element, (linear_input, element)
+    gate_input = element
+    outputs: tuple[float, ...] = (linear_input, element)
     if job.stack.saved_activations == "8-bit" and recipe.compute == "fp8":
         gate_input, outputs = linear_input if job.model.gated else element, (_E5M6_BYTES,)
     return _Sizes(tokens, region, strategy.tp, job.training.seq, element, linear_input, separate, gate_input, outputs)
