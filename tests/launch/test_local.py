@@ -157,6 +157,18 @@ def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
     assert (found.failure.mistake, found.failure.reason) == (True, "job.yaml: no such model")
 
 
+@pytest.mark.parametrize("when", ["before it reports", "after"])
+def test_what_cannot_be_imported_is_not_tried_again(when: str, tmp_path: Path) -> None:
+    """A package that is broken, or missing in what the ranks run."""
+    body = "import no_such_package"
+    if when == "after":
+        body = f"try:\n    {body}\nexcept ImportError as error:\n    reporter.failed(error)\n    sys.exit(1)"
+    found = launch(tmp_path, body, restarts=3)
+    assert (found.status, len(found.attempts)) == (2, 1)
+    assert found.failure is not None
+    assert found.failure.reason == "ModuleNotFoundError: No module named 'no_such_package'"
+
+
 def test_a_mistake_that_a_rank_reports(tmp_path: Path) -> None:
     found = launch(
         tmp_path,

@@ -149,5 +149,5 @@ def test_weights_and_biases_that_is_not_there_is_said_before_anything_starts(
     small = ("--model", "tiny", "--cluster", "laptop:1", "--seq", "32", "--global-batch", "4", "--precision", "fp32")
     settings = ("--set", "run.logging.wandb=birds", "--run-folder", str(tmp_path / "run"))
     line = error_line(run("train", *small, *settings))
-    assert "run.logging.wandb: the package is not installed; pip install wandb" in line
+    assert "run.logging.wandb: needs the package wandb, which is not installed; pip install wandb" in line
     assert not (tmp_path / "run").exists()

@@ -56,7 +56,7 @@ def _inspect(path: Path, parsed: argparse.Namespace) -> int:
 
 
 def _verify(paths: list[Path], *, as_json: bool) -> int:
-    require_torch("checkpoint verify")
+    require_torch("checkpoint verify", "safetensors")
     from shardwise.report.bytes_progress import bytes_progress
     from shardwise.spec.units import readable_bytes
     from shardwise.train.checkpoint.find import checkpoints_at
@@ -81,7 +81,7 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
         if getattr(parsed, flag) is None:
             raise SpecError(f"--{flag}", "is missing", f"see `shardwise checkpoint --help` for {flag}")
     shards, out = whole(parsed.shards, "--shards"), path_from(parsed.out)
-    require_torch("checkpoint reshard")
+    require_torch("checkpoint reshard", "safetensors")
     from shardwise.report.bytes_progress import bytes_progress
     from shardwise.train.checkpoint.contents import contents_of
     from shardwise.train.checkpoint.find import newest_at

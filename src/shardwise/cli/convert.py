@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
     source, out = path_from(parsed.source), path_from(parsed.out)
     if parsed.names != "ours" and parsed.to != "full":
         raise SpecError("--names", f"is for --to full, not for {parsed.to}", "leave it out")
-    require_torch("convert")
+    require_torch("convert", "safetensors")
     from shardwise.report.bytes_progress import bytes_progress
     from shardwise.train.convert import write
     from shardwise.train.convert.sources import open_weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 from collections.abc import Mapping
@@ -22,6 +21,8 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.packages import require_packages, torch_notes
+from shardwise.spec.processor import planned_precision_notes
 from shardwise.spec.stack import stack_from
 from shardwise.spec.units import parse
 
@@ -74,6 +75,7 @@ def planning_job(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         notes.append(f"no global batch given: {batch} (--global-batch)")
     fields["training"] = training
     job = Job.from_dict(fields)
+    notes += planned_precision_notes(job)
     try:
         return job.unchecked(training=replace(job.training, global_batch=batch)), notes
     except SpecError as error:
@@ -243,7 +245,11 @@ def path_from(text: str) -> Path:
     return Path(text)
 
 
-def require_torch(verb: str) -> None:
-    """Refuses a verb that computes where only the planner was installed."""
-    if importlib.util.find_spec("torch") is None:
-        raise SpecError(verb, "needs PyTorch, which is not installed", "pip install 'shardwise[train]'")
+def require_torch(verb: str, *also: str) -> None:
+    """Refuses a verb that computes where only the planner was installed; says where PyTorch is one not tested.
+
+    ``also`` names what the verb needs besides.
+    """
+    require_packages(verb, "torch", *also)
+    for note in torch_notes():
+        print(f"note: {note}", file=sys.stderr)

@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     grace_seconds = float(parse(parsed.grace, "seconds", "--grace"))
     job = _job(parsed)
-    require_torch("train")
+    require_torch("train", "safetensors")
     if job.run.emulate is not None:
         _check_emulation(job, parsed)
     checked = preflight(job, here=not parsed.print_torchrun)

@@ -31,6 +31,7 @@ _OTHER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 _RAISED_BY_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_CANNOT_IMPORT = ("ImportError", "ModuleNotFoundError")  # no other try would end better
 _NATIVE_WORDS = re.compile(r"what\(\):\s*(?P<words>.+)")
 _MOST_WORDS = 300
 
@@ -86,7 +87,8 @@ def _own_failure(rank: Rank, records: dict[int, FailureRecord]) -> Failure:
     """What happened to one rank that has failed: in its own words, else by how it ended."""
     record, log = records.get(rank.number), log_path(rank.folder, rank.number)
     if record is not None:
-        return Failure(rank.number, "raised", _told(record), record.phase, record.step, log, record.mistake)
+        mistake = record.mistake or record.kind in _CANNOT_IMPORT
+        return Failure(rank.number, "raised", _told(record), record.phase, record.step, log, mistake)
     assert rank.status is not None
     words, where = rank.last_words(), (*rank.where, log)
     if rank.status < 0:
@@ -94,8 +96,8 @@ def _own_failure(rank: Rank, records: dict[int, FailureRecord]) -> Failure:
         said = f": {shown(native['words'], _MOST_WORDS)}" if native else ""
         return Failure(rank.number, "killed", f"killed by {_signal_name(-rank.status)}{said}", *where)
     last_line = next((line for line in reversed(words.splitlines()) if line.strip()), "it printed nothing")
-    if rank.status == MISTAKE:
-        return Failure(rank.number, "exited", last_line, *where, mistake=True)
+    if rank.status == MISTAKE or last_line.startswith(tuple(f"{kind}: " for kind in _CANNOT_IMPORT)):
+        return Failure(rank.number, "exited", last_line[:_MOST_WORDS], *where, mistake=True)
     if rank.status == STOPPED_WITHOUT_CHECKPOINT:
         return Failure(rank.number, "exited", "stopped without a checkpoint in time", *where)
     return Failure(rank.number, "exited", f"exit status {rank.status}: {shown(last_line, _MOST_WORDS)}", *where)

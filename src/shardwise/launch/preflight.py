@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +15,8 @@ from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.packages import TRAINING, require_packages
+from shardwise.spec.processor import slow_precision_notes
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
 from shardwise.train.checkpoint.find import start_at
@@ -42,7 +43,9 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         raise error.under("run.data") from None
     if here:
         _require_places(job)
-        _require_wandb(job)
+        require_packages("train", *TRAINING)
+        if job.run.logging.wandb is not None:
+            require_packages("run.logging.wandb", "wandb")
         if job.run.start_from is not None:
             start_at(Path(job.run.start_from))
     notes = check_data(job) if here else []
@@ -53,6 +56,8 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         raise SpecError("strategy", problem, _nearest(job))
     if here:
         _require_host_memory(job, needed)
+    if here and job.run_device == "cpu":
+        notes += slow_precision_notes(job.training.precision)
     if needed > TIGHT * there:
         notes.append(f"tight: a device needs {readable_bytes(needed)} of {readable_bytes(there)}")
     return Preflight(price, tuple(notes))
@@ -72,16 +77,6 @@ def _require_places(job: Job) -> None:
     if world > PROCESSES_PER_CORE * cores:
         remedy = f"plan for laptop:{cores}, or --print-torchrun for several hosts"
         raise SpecError("cluster", f"{world:,} processes on {cores} cores", remedy)
-
-
-def _require_wandb(job: Job) -> None:
-    """Rank 0 would find out in the end, when all of them have started."""
-    try:
-        there = job.run.logging.wandb is None or importlib.util.find_spec("wandb") is not None
-    except ValueError:  # a module that is imported and has no specification
-        there = False
-    if not there:
-        raise SpecError("run.logging.wandb", "the package is not installed", "pip install wandb")
 
 
 def _require_host_memory(job: Job, needed_bytes: float) -> None:

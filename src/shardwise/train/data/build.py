@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.spec.errors import SpecError
 from shardwise.train.data.pair import PairWriter, Tokens, narrowest
-from shardwise.train.data.sources import Document, read_documents
+from shardwise.train.data.sources import Document, read_documents, require_readable
 from shardwise.train.data.tokenizers import Tokenizer, tokenizer_from
 
 PORTION = 64  # documents handed to a process at a time
@@ -41,8 +41,7 @@ def build(
     if not files:
         raise SpecError("files", "there are none", "name text, JSON lines, Parquet or tar files")
     for path in files:
-        if not path.is_file():
-            raise SpecError(str(path), "is not there", "name files, or a pattern that your shell expands")
+        require_readable(path)
     chosen = tokenizer_from(tokenizer)
     documents = (document for path in files for document in read_documents(path, field))
     first, rest = _peek(documents)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.packages import require_packages
 
+_PARQUET = (".parquet",)
 TEXT_BYTES = 2**20  # of one piece of a text file without blank lines
 
 
@@ -35,9 +37,23 @@ def read_documents(path: Path, field: str = "text") -> Iterator[Document]:
     for suffixes, read in _READERS:
         if path.name.lower().endswith(suffixes):
             return read(path, field)
-    raise SpecError(
-        str(path), "has a suffix that is not known", "use " + ", ".join(s for all, _ in _READERS for s in all)
-    )
+    raise _unknown(path)
+
+
+def require_readable(path: Path) -> None:
+    """Raises SpecError where a file is not there, is of no known kind, or of one whose package is not installed."""
+    if not path.is_file():
+        raise SpecError(str(path), "is not there", "name files, or a pattern that your shell expands")
+    name = path.name.lower()
+    if not any(name.endswith(suffixes) for suffixes, _ in _READERS):
+        raise _unknown(path)
+    if name.endswith(_PARQUET):
+        require_packages(str(path), "pyarrow")
+
+
+def _unknown(path: Path) -> SpecError:
+    known = ", ".join(suffix for suffixes, _ in _READERS for suffix in suffixes)
+    return SpecError(str(path), "has a suffix that is not known", f"use {known}")
 
 
 def _text(path: Path, field: str) -> Iterator[Document]:
@@ -63,10 +79,9 @@ def _json_lines(path: Path, field: str) -> Iterator[Document]:
 
 
 def _parquet(path: Path, field: str) -> Iterator[Document]:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise SpecError(str(path), "needs the package pyarrow", "pip install pyarrow") from None
+    require_packages(str(path), "pyarrow")
+    from pyarrow import parquet
+
     file: Any = parquet.ParquetFile(path)
     row = 0
     for batch in file.iter_batches(batch_size=1024):
@@ -119,7 +134,7 @@ def _message(message: Any, where: str) -> Span:
 
 _READERS: tuple[tuple[tuple[str, ...], Callable[[Path, str], Iterator[Document]]], ...] = (
     ((".jsonl", ".jsonl.gz", ".ndjson"), _json_lines),
-    ((".parquet",), _parquet),
+    (_PARQUET, _parquet),
     ((".tar", ".tar.gz", ".tgz"), _tar),
     ((".txt", ".text", ".md", ".py", ".txt.gz"), _text),
 )

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.packages import require_packages
 from shardwise.train.data.pair import Tokens
 
 
@@ -35,10 +36,9 @@ class HuggingFace:
     """A ``tokenizer.json``, or the folder that holds one."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Model
-        except ImportError:
-            raise SpecError("tokenizer", "needs the package tokenizers", "pip install tokenizers") from None
+        require_packages("tokenizer", "tokenizers")
+        from tokenizers import Tokenizer as Model
+
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise SpecError(str(file), "is not there", "name a tokenizer.json or a folder that holds one, or: bytes")
