@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run, run_json
-from shardwise.spec.units import readable_count, readable_seconds
+from shardwise.spec.units import readable_count, readable_duration, readable_money
 
 JOB = "analyze --model llama3-8b --cluster dgx-h100:2 --global-batch 64 --seq 2048"
 BARE = "analyze --model llama3-8b --topology ring --gpus 16 --bandwidth 50GB/s --global-batch 64"
@@ -34,6 +34,17 @@ def test_llama_3_405b_comes_out_as_published() -> None:
     assert data["cost"] == pytest.approx(2.5 * data["device_hours"])
 
 
+@pytest.mark.parametrize(
+    ("price", "shown"), [("2.5/h", "$2.50"), ("$2.5/h", "$2.50"), ("€2/h", "€2.00"), ("¥ 20", "¥20.00")]
+)
+def test_money_has_a_currency(price: str, shown: str) -> None:
+    command = f"{JOB} --tokens 1T --price '{price}'"
+    data, text = campaign(command), " ".join(run(*shlex.split(command)).out.split())
+    assert data["currency"] == shown[0]
+    assert f"cost at {shown} per device-hour {readable_money(data['cost'], shown[0])}" in text
+    assert campaign(f"{JOB} --tokens 1T")["currency"] is None
+
+
 def test_text_and_json_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     command = f"{JOB} --tokens 1T --price $2.5/h --mtbf 50700h"
@@ -41,11 +52,11 @@ def test_text_and_json_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "The whole run: 1.00T tokens" in text
     for figure in (
         f"100.0% device-hours {readable_count(data['device_hours'])}",
-        f"cost at 2.5 per device-hour {readable_count(data['cost'])}",
-        f"one every {readable_seconds(data['seconds_between_interruptions'])} {data['interruptions']:.2f}",
-        f"one checkpoint (parallel filesystem) {readable_seconds(data['checkpoint_seconds'])}",
-        f"best time between checkpoints {readable_seconds(data['best_interval_seconds'])}",
-        f"one restart {readable_seconds(data['restart_seconds'])}",
+        f"cost at $2.50 per device-hour ${readable_count(data['cost'])}",
+        f"one every {readable_duration(data['seconds_between_interruptions'])} {data['interruptions']:.2f}",
+        f"one checkpoint (parallel filesystem) {readable_duration(data['checkpoint_seconds'])}",
+        f"best time between checkpoints {readable_duration(data['best_interval_seconds'])}",
+        f"one restart {readable_duration(data['restart_seconds'])}",
         f"goodput {data['goodput']:.1%}",
     ):
         assert figure in text
@@ -113,7 +124,7 @@ def test_checkpoints_are_taken_as_the_job_says_and_never_within_a_step() -> None
         (f"{JOB} --tokens 1T --mtbf inf", ["--mtbf: 'inf' is not a quantity"]),
         (f"{JOB} --tokens 1T --mtbf 9h --checkpoint-seconds=-1", ["--checkpoint-seconds: '-1' is not 0 or more"]),
         (f"{JOB} --tokens 1T --mtbf 16h --checkpoint-seconds 2h",
-         ["--checkpoint-seconds: a checkpoint takes 2.0 h", "interrupted every 60.0 min", "does not end"]),
+         ["--checkpoint-seconds: a checkpoint takes 2 h", "interrupted every 1 h:", "does not end"]),
         (f"{JOB} --tokens 1T --mtbf 16h --restart-seconds 1h", ["--restart-seconds: a restart takes", "does not end"]),
         (f"{JOB} --tokens 1T --mtbf 16h --set training.checkpoint_interval=1d",
          ["training.checkpoint_interval: only", "does not end", "is best"]),

@@ -17,7 +17,7 @@ from shardwise.planner.mixed_division import divided, fits_kinds, polished
 from shardwise.planner.mixed_space import MixedRequest, MixedSpace
 from shardwise.planner.mixed_step import Arrangement, MixedStep, message_seconds, mixed_step
 from shardwise.planner.pieces import pieces_of
-from shardwise.report.mixed import mixed_data, mixed_lines
+from shardwise.report.mixed import mixed_data, print_mixed
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
@@ -253,13 +253,14 @@ def test_nothing_in_the_space_is_better() -> None:
     assert found.best.seconds_per_token <= 1.01 * min(every)
 
 
-def test_mixing_is_compared_with_each_kind_alone() -> None:
+def test_mixing_is_compared_with_each_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:
     found = small_plan(mixed_of("dgx-h100", "dgx-a100"), "schedule=1f1b", alone=True)
     assert [one is not None for one in found.alone] == [True, True]
     assert found.best_alone is found.alone[0]
     assert found.gain is not None
     assert 1 < found.gain < 2
-    text = "\n".join(mixed_lines(found))
+    print_mixed(found)
+    text = capsys.readouterr().out
     assert "priced only" in text
     assert "times the better kind alone" in text
     assert max(map(len, text.splitlines())) < 150
@@ -268,7 +269,7 @@ def test_mixing_is_compared_with_each_kind_alone() -> None:
     assert data["candidates"][0]["kinds"][0]["cluster"].startswith("dgx-")
 
 
-def test_a_model_that_no_kind_holds_alone() -> None:
+def test_a_model_that_no_kind_holds_alone(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = [with_memory(name, 14) for name in ("dgx-h100", "dgx-a100")]
     constraints = Constraints(
         parse_constraints("tp=8,schedule=1f1b,microbatch=1,zero=0..1,recompute=none,offload=none")
@@ -277,7 +278,8 @@ def test_a_model_that_no_kind_holds_alone() -> None:
     found = plan_mixed(model("llama3-8b"), mixed_of(*kinds), training, constraints=constraints)
     assert found.alone == (None, None)
     assert found.gain is None
-    assert "no kind holds the model alone" in mixed_lines(found)
+    print_mixed(found)
+    assert "no kind holds the model alone\n" in capsys.readouterr().out
 
 
 def test_three_kinds() -> None:

@@ -14,21 +14,24 @@ from shardwise.cost.storage import checkpoint_level
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.training import Training
-from shardwise.spec.units import parse, readable_seconds
+from shardwise.spec.units import parse, readable_duration
 
 # A prior: from an interruption to training again. MegaScale (arXiv 2402.15627, section 6.3; recalled) needs less than
 # ten minutes to find a fault and about as long again to be where it was.
 RESTART_SECONDS = 600.0
 _LEAST_GOODPUT = 0.01
+_CURRENCY = "$"
 
 _FLAGS = (
     ("--tokens", "15T", "tokens of the whole run (default: the job's training.tokens)"),
-    ("--price", "2.5/h", "money per device-hour"),
+    ("--price", "2.5/h", "money per device-hour, in $ unless it says otherwise: €2.5/h"),
     ("--mtbf", "50700h", "device-hours per interruption; 50700h is what Llama 3 saw"),
     ("--checkpoint-seconds", "30s", "how long a checkpoint stops training (default: the cluster's shared storage)"),
     ("--restart-seconds", "10min", "from an interruption to training again (default: 10min)"),
 )
-_PRICE = re.compile(r"\s*[$€£¥]?\s*([^/\s]+)\s*(?:(?:/|per)\s*(?:(?:gpu|device)[\s-]*)?h(?:ours?)?)?\s*", re.IGNORECASE)
+_PRICE = re.compile(
+    r"\s*([$€£¥]?)\s*([^/\s]+)\s*(?:(?:/|per)\s*(?:(?:gpu|device)[\s-]*)?h(?:ours?)?)?\s*", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Terms:
 
     tokens: float
     price: float | None
+    currency: str
     device_hours_per_interruption: float
     checkpoint_seconds: float | None
     restart_seconds: float
@@ -59,9 +63,11 @@ def terms_from(parsed: argparse.Namespace, training: Training) -> Terms | None:
         idle = ("restart_seconds",) if training.checkpoint_interval else ("checkpoint_seconds", "restart_seconds")
         _refuse(parsed, idle, "--mtbf 50700h")
     checkpoint, restart = parsed.checkpoint_seconds, parsed.restart_seconds
+    price, currency = (None, _CURRENCY) if parsed.price is None else _price(parsed.price)
     return Terms(
         float(tokens),
-        None if parsed.price is None else _price(parsed.price),
+        price,
+        currency,
         math.inf if parsed.mtbf is None else _device_hours(parsed.mtbf),
         None if checkpoint is None else _amount("--checkpoint-seconds", checkpoint, "seconds", zero=True),
         RESTART_SECONDS if restart is None else _amount("--restart-seconds", restart, "seconds", zero=True),
@@ -87,6 +93,7 @@ def campaign_from(parsed: argparse.Namespace, job: Job, step_seconds: float | No
             restart_seconds=terms.restart_seconds,
             checkpoint_interval=job.training.checkpoint_interval,
             storage=where,
+            currency=terms.currency,
         )
         if run.interval < step:  # nobody saves in the middle of a step
             run = replace(run, checkpoint_interval=step)
@@ -95,7 +102,7 @@ def campaign_from(parsed: argparse.Namespace, job: Job, step_seconds: float | No
     if run.goodput < _LEAST_GOODPUT:
         problem = f"only {run.goodput:.2g} of the time moves training forward: the run does not end"
         best = (
-            f"{readable_seconds(run.best_interval)} is best" if math.isfinite(run.best_interval) else "save less often"
+            f"{readable_duration(run.best_interval)} is best" if math.isfinite(run.best_interval) else "save less often"
         )
         raise SpecError("training.checkpoint_interval", problem, best)
     return run
@@ -126,8 +133,8 @@ def _check_that_it_ends(terms: Terms, step_seconds: float, checkpoint_seconds: f
     ):
         if seconds >= between:
             problem = (
-                f"{what} takes {readable_seconds(seconds)}, and {devices:,} devices are interrupted every "
-                f"{readable_seconds(between)}: the run does not end"
+                f"{what} takes {readable_duration(seconds)}, and {devices:,} devices are interrupted every "
+                f"{readable_duration(between)}: the run does not end"
             )
             raise SpecError(flag, problem, "give a shorter one, or a longer --mtbf")
 
@@ -150,11 +157,12 @@ def _amount(flag: str, text: str, dimension: str, zero: bool = False) -> float:
     return number
 
 
-def _price(text: str) -> float:
+def _price(text: str) -> tuple[float, str]:
+    """Money per device-hour, and its currency."""
     match = _PRICE.fullmatch(text)
     if match is None:
         raise SpecError("--price", f"{shown(text)} is not money per device-hour", "write it like 2.5/h")
-    return _amount("--price", match[1], "count")
+    return _amount("--price", match[2], "count"), match[1] or _CURRENCY
 
 
 def _device_hours(text: str) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import path_from, require_torch, whole
 from shardwise.spec.errors import SpecError
+from shardwise.spec.units import counted, readable_bytes
 
 _DOES = """inspect: step, model, layout, tensors and bytes of a checkpoint, from its manifest.
 verify: reads every byte of all checkpoints and compares it with its checksum; exit 1 where one is damaged.
@@ -58,7 +59,6 @@ def _inspect(path: Path, parsed: argparse.Namespace) -> int:
 def _verify(paths: list[Path], *, as_json: bool) -> int:
     require_torch("checkpoint verify", "safetensors")
     from shardwise.report.bytes_progress import bytes_progress
-    from shardwise.spec.units import readable_bytes
     from shardwise.train.checkpoint.find import checkpoints_at
     from shardwise.train.checkpoint.load import problems_of
 
@@ -98,5 +98,5 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps({"path": str(made), "files": found.file_bytes, "tensors": len(found.tensors)}))
     else:
-        print(f"{made}: {len(found.tensors):,} tensors in {shards} file{'s' if shards > 1 else ''}")
+        print(f"{made}: {counted(len(found.tensors), 'tensor')} in {counted(shards, 'file')}")
     return 0

@@ -7,6 +7,7 @@ import json
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import path_from, require_torch
 from shardwise.spec.errors import SpecError
+from shardwise.spec.units import counted
 
 _DOES = """Reads the weights of one of our checkpoints or runs, of a Hugging Face folder, of a safetensors or torch file
 (.pt, .pth, .bin), of a folder of DeepSpeed (ZeRO-1, 2, 3), of Megatron-LM (--ckpt-format torch or torch_dist) or of
@@ -52,5 +53,5 @@ def run(arguments: list[str]) -> int:
     if parsed.json:
         print(json.dumps({**about, "source": weights.origin}))
     else:
-        print(f"{made}: {len(weights.tensors):,} tensors of {weights.model.name}, from {weights.origin}")
+        print(f"{made}: {counted(len(weights.tensors), 'tensor')} of {weights.model.name}, from {weights.origin}")
     return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardwise.cli.arguments import Parser
 from shardwise.spec.errors import SpecError
+from shardwise.spec.units import counted
 
 _DOES = """build: reads text (.txt, .md, .py), JSON lines, Parquet and WebDataset tars, and writes OUT.bin and OUT.idx,
 which Megatron-LM reads too. Records with a prompt and an answer, or with messages, count only what is answered.
@@ -57,7 +58,7 @@ def _build(files: list[Path], out: Path, parsed: object) -> int:
         print(json.dumps({**asdict(built), "prefix": str(built.prefix)}))
     else:
         share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
-        print(f"{out}: {_documents(built.documents)}, {built.tokens:,} tokens{share}, vocabulary {built.vocab:,}")
+        print(f"{out}: {_size(built.documents, built.tokens)}{share}, vocabulary {built.vocab:,}")
     return 0
 
 
@@ -71,12 +72,12 @@ def _check(prefixes: list[str], as_json: bool) -> int:
         return 0
     for prefix, pair, summed in found:
         how = "every checksum agrees" if summed else "sizes agree; there are no checksums"
-        print(f"{prefix}: {_documents(pair.documents)}, {len(pair.tokens):,} tokens; {how}")
+        print(f"{prefix}: {_size(pair.documents, len(pair.tokens))}; {how}")
     return 0
 
 
-def _documents(number: int) -> str:
-    return f"{number:,} document{'' if number == 1 else 's'}"
+def _size(documents: int, tokens: int) -> str:
+    return f"{counted(documents, 'document')}, {counted(tokens, 'token')}"
 
 
 @contextmanager
@@ -93,6 +94,6 @@ def _progress(shown: bool) -> Iterator[Callable[[int, int], None]]:
         task = bar.add_task("reading")
 
         def tell(documents: int, tokens: int) -> None:
-            bar.update(task, description=f"{documents:,} documents, {tokens:,} tokens")
+            bar.update(task, description=_size(documents, tokens))
 
         yield tell

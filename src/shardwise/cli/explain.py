@@ -142,10 +142,7 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     analysis = analyze(job)
     strategy = job.strategy
     again = recomputed_flops_per_token(job.model, job.training.seq, strategy.recompute, job.recomputed_operators)
-    devices = job.cluster.devices
-    return explain_mfu(
-        analysis.flops_per_step(), seconds, devices, analysis.peak_flops / devices, again * job.tokens_per_step
-    ), parsed.json
+    return explain_mfu(job, seconds, analysis.flops_per_step(), again * job.tokens_per_step), parsed.json
 
 
 def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:

@@ -76,7 +76,8 @@ def one_message(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     """One message over one link."""
     from shardwise.collectives import p2p_latency
     from shardwise.report.explain.explanation import Explanation
-    from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+    from shardwise.report.explain.quantity import Quantity, rate, seconds, size
+    from shardwise.spec.units import readable_bytes
 
     parser = topic_parser(
         topic, "One message over one link.", "shardwise explain p2p --size 64MiB --link infiniband-ndr"
@@ -92,20 +93,20 @@ def one_message(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     else:
         link = presets.resolve("link", Link, parsed.link or "infiniband-ndr")
     cost = p2p_latency(parsed.size, link)
-    size = float(cost.volume.sent_bytes)
+    sent = float(cost.volume.sent_bytes)
     explanation = Explanation(
-        title=f"One message of {readable_bytes(size)} over {link.name}",
+        title=f"One message of {readable_bytes(sent)} over {link.name}",
         formula=("seconds = a + m·b",),
         numbers=(
-            ("m", "bytes of the message", f"{size:,.0f}"),
-            ("a", "latency, end to end in software", readable_seconds(link.latency)),
-            ("1/b", "bandwidth, one direction, after line coding", readable_rate(link.bandwidth)),
+            ("m", "bytes of the message", Quantity(sent, "bytes", f"{sent:,.0f}")),
+            ("a", "latency, end to end in software", seconds(link.latency)),
+            ("1/b", "bandwidth, one direction, after line coding", rate(link.bandwidth)),
         ),
         result=(
-            ("latency part", readable_seconds(link.latency)),
-            ("bandwidth part", readable_seconds(size / link.bandwidth)),
-            ("total", readable_seconds(float(cost.latency))),
-            ("half of the bandwidth is reached at", readable_bytes(link.latency * link.bandwidth)),
+            ("latency part", seconds(link.latency)),
+            ("bandwidth part", seconds(sent / link.bandwidth)),
+            ("total", seconds(float(cost.latency))),
+            ("half of the bandwidth is reached at", size(link.latency * link.bandwidth)),
         ),
         source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
     )

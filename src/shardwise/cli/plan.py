@@ -85,7 +85,7 @@ def _plan_mixed(
 ) -> int:
     """The plan for several kinds of nodes, which is priced only: nothing is written."""
     from shardwise.planner.mixed import plan_mixed
-    from shardwise.report.mixed import mixed_data, mixed_lines
+    from shardwise.report.mixed import mixed_data, print_mixed
 
     for flag in ("why_not", "what_if", "framework", "pareto", "offload", "tokens", "gpus", "gpus_per_node"):
         if getattr(parsed, flag):
@@ -110,7 +110,7 @@ def _plan_mixed(
         return 0
     for note in notes:
         print(f"note: {note}")
-    print(*mixed_lines(found), sep="\n")
+    print_mixed(found)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
 from shardwise.spec.errors import SpecError
-from shardwise.spec.units import readable_bytes, readable_seconds
+from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.cost.validation.bubbles import ScoredBubble
@@ -68,15 +68,15 @@ def _runs(path: str, as_json: bool) -> int:
     from shardwise.report.console import console, table
 
     out = console()
-    out.print(table("Step time and memory", _COLUMNS, map(_row, scores), numbers_from=2))
+    out.print(table("Step time and memory", _COLUMNS, map(_row, scores), numbers_from=2, optional=("from", "range")))
     out.print(table("Per device", _SUMMARY, [_summary_row(device, one) for device, one in by_device.items()]))
     for line in _remarks(scores, total):
         out.print(line, markup=False)
     return 0
 
 
-_COLUMNS = ("row", "from", "reported", "predicted", "error", "range", "memory", "predicted", "error")
-_SUMMARY = ("device", "rows", "time, mean", "worst", "bias", "memory, mean", "worst", "ranged", "in range")
+_COLUMNS = ("row", "from", "reported", "predicted", "error", "range", "memory", "memory predicted", "memory error")
+_SUMMARY = ("device", "rows", "time, mean", "worst", "bias", "memory, mean", "memory, worst", "ranged", "in range")
 
 
 def _row(one: Score) -> tuple[str, ...]:
@@ -87,14 +87,14 @@ def _row(one: Score) -> tuple[str, ...]:
         memory = (
             readable_bytes(one.reported_memory_bytes),
             readable_bytes(one.predicted_memory_bytes),
-            f"{one.memory_error:+.1%}",
+            readable_change(one.memory_error),
         )
     return (
         one.row_id + (" *" if one.set_aside else ""),
         one.reported_from,
         readable_seconds(one.reported_seconds),
         readable_seconds(one.predicted_seconds),
-        f"{one.time_error:+.1%}",
+        readable_change(one.time_error),
         between,
         *memory,
     )
@@ -115,7 +115,7 @@ def _summary_row(device: str, summary: Summary) -> tuple[str, ...]:
         str(summary.rows),
         share(summary.time_mape),
         share(summary.time_worst),
-        share(summary.time_bias, "+.1%"),
+        "" if summary.time_bias is None else readable_change(summary.time_bias),
         share(summary.memory_mape),
         share(summary.memory_worst),
         str(summary.ranged_rows) if summary.ranged_rows else "",
@@ -151,7 +151,7 @@ def _collectives(path: str, as_json: bool) -> int:
             readable_bytes(row.size_bytes),
             readable_seconds(row.measured_seconds),
             readable_seconds(row.predicted_seconds),
-            f"{row.error:+.1%}",
+            readable_change(row.error),
         )
 
     rows = score_all_reduces(path)
@@ -170,7 +170,7 @@ def _bubbles(path: str, as_json: bool) -> int:
             str(row.microbatches),
             f"{row.reported:.2%}",
             f"{row.simulated:.2%}",
-            f"{row.error:+.2%}",
+            readable_change(row.error, 2),
         )
 
     rows = score_bubbles(path)

@@ -87,7 +87,7 @@ class Campaign:
     ``device_hours_per_interruption`` is the mean between unexpected interruptions of the whole job, times its devices
     (infinite: none). ``checkpoint_seconds`` is how long writing one stops training. Left out, ``checkpoint_interval``
     (seconds of training between two checkpoints) is the best one, and there is no ``cost`` without a price.
-    ``storage`` names where the checkpoints go, for whoever reads the figures.
+    ``storage`` names where the checkpoints go and ``currency`` what the price is in, for whoever reads the figures.
     Raises SpecError for numbers that are none of that.
     """
 
@@ -100,13 +100,14 @@ class Campaign:
     restart_seconds: float = 0.0
     checkpoint_interval: float | None = None
     storage: str = ""
+    currency: str = "$"
 
     def __post_init__(self) -> None:
         positive = ("tokens", "tokens_per_second", "devices", "device_hours_per_interruption", "checkpoint_interval")
         endless = ("device_hours_per_interruption", "checkpoint_interval")
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if value is None or name == "storage":
+            if value is None or name in ("storage", "currency"):
                 continue
             if math.isnan(value) or (math.isinf(value) and name not in endless):
                 raise SpecError(name, f"{value} is not a finite number", "correct it")

@@ -28,6 +28,7 @@ from shardwise.launch.outcome import (
 from shardwise.launch.ranks import Rank, Ranks
 from shardwise.launch.stalled import overdue
 from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.units import counted, readable_duration
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
@@ -66,7 +67,7 @@ def supervise(
             own_folder = new_folder(folder)
             ranks = Ranks(command, world, own_folder, given, network)
             one = _Run(ranks, timeouts or Timeouts(), grace_seconds, stop)
-            on_event(Event("started", len(attempts), f"{world} processes, logs in {own_folder}"))
+            on_event(Event("started", len(attempts), f"{counted(world, 'process')}, logs in {own_folder}"))
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
             attempts.append(Attempt(own_folder, time.monotonic() - began, failure))
@@ -137,7 +138,7 @@ class _Run:
 
     def _stopped(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
         """Somebody wants the run to end: the ranks get their time for a last checkpoint."""
-        tell("stopping", f"{self._stop.name}: the ranks have {self._grace_seconds:g} s for a checkpoint")
+        tell("stopping", f"{self._stop.name}: the ranks have {readable_duration(self._grace_seconds)} for a checkpoint")
         asked = self._stop.requested
         self._ranks.tell(signal.SIGTERM)
         deadline = time.monotonic() + self._grace_seconds

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from shardwise.launch.outcome import Cause, Failure
 from shardwise.launch.ranks import Rank
 from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.units import readable_duration
 from shardwise.train.records import BEAT_SECONDS, PHASES, FailureRecord, Phase, Progress, log_path
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
@@ -48,7 +49,8 @@ def silent_rank(running: Sequence[Rank]) -> Failure | None:
     if not silent:
         return None
     rank = min(silent, key=lambda one: last[one.number])
-    reason = f"no sign of life for {now - last[rank.number]:.1f} s: stopped, or in a call that holds the interpreter"
+    silence = readable_duration(now - last[rank.number])
+    reason = f"no sign of life for {silence}: stopped, or in a call that holds the interpreter"
     return _failure(rank, "silent", reason)
 
 
@@ -58,20 +60,26 @@ def waited_for(running: Sequence[Rank], gave_up: Sequence[FailureRecord], timeou
     unheard = [rank for rank in running if rank.progress() is None]
     if unheard:
         seconds = now - unheard[0].started
-        return _failure(unheard[0], "stuck", f"has not reported since it was started {seconds:.1f} s ago")
+        return _failure(unheard[0], "stuck", f"has not reported since it was started {readable_duration(seconds)} ago")
     rank = _not_in_a_collective(running, gave_up) or _behind(running, gave_up)
     progress = rank.progress() if rank else None
     if rank is None or progress is None:
         return None
     limit = limit_seconds(progress, timeouts)
-    return _failure(rank, "stuck", f"no progress for {now - progress.since:.1f} s (limit {limit:g} s){_doing(rank)}")
+    return _failure(
+        rank,
+        "stuck",
+        f"no progress for {readable_duration(now - progress.since)} (limit {readable_duration(limit)}){_doing(rank)}",
+    )
 
 
 def nobody_moves(running: Sequence[Rank]) -> Failure:
     """Every rank is in the same place; what each was doing is in its file of stacks."""
     progress = running[0].progress()
     seconds = time.monotonic() - (progress.since if progress else running[0].started)
-    reason = f"none moved for {seconds:.1f} s{_doing(running[0])}; the stacks of all are in {running[0].folder}"
+    reason = (
+        f"none moved for {readable_duration(seconds)}{_doing(running[0])}; the stacks of all are in {running[0].folder}"
+    )
     return Failure(None, "stuck", reason, *running[0].where)
 
 

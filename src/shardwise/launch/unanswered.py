@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardwise.launch.outcome import Failure
 from shardwise.launch.ranks import Rank
+from shardwise.spec.units import readable_duration
 
 _REPEATED = 3  # times that a packet was sent again: for more than a second nothing came back
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
@@ -44,7 +45,9 @@ def cut_off(running: Sequence[Rank]) -> Failure | None:
     pairs = ", ".join(
         " and ".join(f"{host} ({_ranks(ranks_at.get(host, set()))})" for host in pair) for pair in sorted(silent)
     )
-    return Failure(None, "stuck", f"none moved for {seconds:.1f} s, no answer between {pairs}", *running[0].where)
+    return Failure(
+        None, "stuck", f"none moved for {readable_duration(seconds)}, no answer between {pairs}", *running[0].where
+    )
 
 
 def _connections(process: int) -> Iterator[_Connection]:

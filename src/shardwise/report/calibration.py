@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.report.console import console, table
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
-from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, readable_seconds, readable_share
 
 if TYPE_CHECKING:
     from shardwise.measure.calibrate.run import Calibration
@@ -36,7 +36,8 @@ def print_calibration(found: Calibration, before: Cluster, written: Path) -> Non
         columns = ("level", "whose collectives", "bandwidth", "a step", "a call", "half the bandwidth at")
         out.print(table("Network", columns, levels, numbers_from=2))
     rows = [
-        (one.what, str(one.figures), f"{one.median_error:.1%}", f"{one.worst_error:.1%}") for one in found.residuals
+        (one.what, str(one.figures), readable_share(one.median_error), readable_share(one.worst_error))
+        for one in found.residuals
     ]
     if rows:
         out.print(table("How well the model explains what was measured", ("", "figures", "median", "worst"), rows))
@@ -51,10 +52,10 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
         data_type = "bf16" if device.vendor != "generic" else "fp32"
         reached = device.peak_flops(data_type) * own.gemm_share(data_type)
         rows = [
-            (f"large products, {data_type}", f"{reached / 1e9:,.1f} GFLOP/s"),
+            (f"large products, {data_type}", f"{readable_flops(reached)}/s"),
             ("inner dimension at which half of it is left", f"{own.gemm_rolloff:.0f}"),
-            ("attention, forward", f"{own.attention_forward * device.peak_flops(data_type) / 1e9:,.1f} GFLOP/s"),
-            ("a score, beside its products", f"{own.score_flops:.0f} FLOP"),
+            ("attention, forward", f"{readable_flops(own.attention_forward * device.peak_flops(data_type))}/s"),
+            ("a score, beside its products", readable_flops(own.score_flops)),
             ("memory", readable_rate(device.memory_bandwidth * own.memory)),
             ("elementwise traffic, of the least", f"{own.elementwise_traffic:.2f}"),
             ("a kernel's call", readable_seconds(own.operator_seconds)),

@@ -10,7 +10,14 @@ from rich.console import RenderableType
 
 from shardwise.cost.campaign import Campaign
 from shardwise.report.console import bar, table
-from shardwise.spec.units import readable_count, readable_seconds
+from shardwise.report.tables import Cell
+from shardwise.spec.units import (
+    counted,
+    readable_count,
+    readable_duration,
+    readable_money,
+    readable_share,
+)
 
 _SHARES = {
     "training": "training",
@@ -23,33 +30,34 @@ _SHARES = {
 def campaign_lines(run: Campaign) -> Iterator[RenderableType]:
     """What a console prints of a whole run, one piece after the other."""
     tokens, rate = readable_count(run.tokens), f"{run.tokens_per_second:,.0f} tokens/s"
-    title = f"The whole run: {tokens} tokens at {rate} on {run.devices:,} device{'s' if run.devices > 1 else ''}"
+    title = f"The whole run: {tokens} tokens at {rate} on {counted(run.devices, 'device')}"
     yield table(title, ("part", "share of the run", "value", "share"), _rows(run), numbers_from=2)
     if math.isinf(run.between_interruptions):
         yield "No interruptions are counted: give --mtbf (50700h is what Llama 3 saw on 16,384 GPUs).\n"
 
 
-def _rows(run: Campaign) -> Iterator[tuple[str, str, str, str]]:
+def _rows(run: Campaign) -> Iterator[tuple[Cell, ...]]:
     shares = {name: share for name, share in run.shares.items() if share > 0}
     if len(shares) > 1:
         for name, share in shares.items():
-            yield _SHARES[name], bar(share), readable_seconds(share * run.seconds), f"{share:.1%}"
-    yield "whole run, wall time", bar(1), readable_seconds(run.seconds), "100.0%"
+            yield _SHARES[name], bar(share), readable_duration(share * run.seconds), readable_share(share)
+    yield "whole run, wall time", bar(1), readable_duration(run.seconds), "100.0%"
     yield "device-hours", "", readable_count(run.device_hours), ""
     if run.cost is not None:
-        yield f"cost at {run.price_per_device_hour:g} per device-hour", "", readable_count(run.cost), ""
+        price = readable_money(run.price_per_device_hour or 0.0, run.currency)
+        yield f"cost at {price} per device-hour", "", readable_money(run.cost, run.currency), ""
     if math.isfinite(run.between_interruptions):
-        every = f"interruptions, one every {readable_seconds(run.between_interruptions)}"
+        every = f"interruptions, one every {readable_duration(run.between_interruptions)}"
         yield every, "", f"{run.interruptions:,.{0 if run.interruptions >= 10 else 2}f}", ""
-        yield "one restart", "", readable_seconds(run.restart_seconds), ""
+        yield "one restart", "", readable_duration(run.restart_seconds), ""
     if math.isfinite(run.interval):
         where = f" ({run.storage})" if run.storage else ""
-        yield f"one checkpoint{where}", "", readable_seconds(run.checkpoint_seconds), ""
+        yield f"one checkpoint{where}", "", readable_duration(run.checkpoint_seconds), ""
         if run.interval != run.best_interval:
-            yield "time between checkpoints", "", readable_seconds(run.interval), ""
+            yield "time between checkpoints", "", readable_duration(run.interval), ""
         if math.isfinite(run.best_interval):
-            yield "best time between checkpoints", "", readable_seconds(run.best_interval), ""
-    yield "goodput", "", f"{run.goodput:.1%}", ""
+            yield "best time between checkpoints", "", readable_duration(run.best_interval), ""
+    yield "goodput", "", readable_share(run.goodput), ""
 
 
 def campaign_data(run: Campaign) -> dict[str, Any]:
@@ -63,6 +71,7 @@ def campaign_data(run: Campaign) -> dict[str, Any]:
         "device_hours": run.device_hours,
         "price_per_device_hour": run.price_per_device_hour,
         "cost": run.cost,
+        "currency": None if run.cost is None else run.currency,
         "device_hours_per_interruption": _finite(run.device_hours_per_interruption),
         "seconds_between_interruptions": _finite(run.between_interruptions),
         "interruptions": run.interruptions,

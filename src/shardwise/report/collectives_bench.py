@@ -24,7 +24,7 @@ def print_measured(measured: Sequence[Measured]) -> None:
         title = f"{kind.replace('_', '-')} over {level}: {ranks} ranks"
         heads = ("algorithm", "size", "median", "least", "algbw", "busbw", "model", "median/model", "result")
         rows = sorted(some, key=lambda one: (one.size_bytes, one.median_seconds))
-        out.print(table(title, heads, (_row(one) for one in rows)))
+        out.print(table(title, heads, (_row(one) for one in rows), optional=("least", "algbw", "model")))
 
 
 def _row(one: Measured) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import console, table
-from shardwise.spec.units import readable_bytes, readable_seconds
+from shardwise.spec.units import readable_bytes, readable_difference, readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison, MemoryPart
@@ -95,15 +95,15 @@ def print_comparison(found: Comparison, trace: Path | None) -> None:
         (
             _MEANING.get(one.name, one.name),
             *(readable_seconds(seconds) for seconds in (one.predicted, one.measured)),
-            f"{one.difference * 1e3:+,.2f} ms",
+            readable_difference(one.difference),
             *(_optional(seconds) for seconds in (one.hidden_predicted, one.hidden_measured)),
         )
         for one in found.parts
     ]
     whole = (found.predicted.step_seconds, found.found.step_seconds)
-    rows.append(("step", *map(readable_seconds, whole), f"{(whole[1] - whole[0]) * 1e3:+,.2f} ms", "", ""))
+    rows.append(("step", *map(readable_seconds, whole), readable_difference(whole[1] - whole[0]), "", ""))
     columns = ("part", "predicted", "measured", "difference", "hidden, predicted", "hidden, measured")
-    out.print(table(title, columns, rows))
+    out.print(table(title, columns, rows, optional=("hidden, measured", "hidden, predicted")))
     if found.usual_seconds:
         first, last = found.found.numbers[0], found.found.numbers[-1]
         usual = readable_seconds(found.usual_seconds)
@@ -123,7 +123,7 @@ def print_comparison(found: Comparison, trace: Path | None) -> None:
     _print_ranks(found)
     if found.differences:
         cells = [
-            (_MEANING.get(one.part.name, one.part.name), f"{one.part.difference * 1e3:+,.2f} ms", one.cause)
+            (_MEANING.get(one.part.name, one.part.name), readable_difference(one.part.difference), one.cause)
             for one in found.differences
         ]
         out.print(table("Largest differences first", ("part", "a step", "likely cause"), cells, numbers_from=9))

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+
+from shardwise.report.tables import Bar, Cell, Column, FittedTable
 
 _FILE_WIDTH = 132  # where no terminal says how wide it is
 
 
 def console() -> Console:
-    """A console on standard output; in a pipe or file lines are long rather than cut."""
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _FILE_WIDTH
-    return Console(width=width, highlight=False, soft_wrap=False)
+    """A console on standard output, as wide as the terminal or COLUMNS say.
+
+    In a pipe or a file without COLUMNS sentences stay on one line, and tables are as wide as all of their columns need.
+    """
+    bounded = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if bounded else _FILE_WIDTH, soft_wrap=not bounded, highlight=False)
 
 
 def table(
-    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *, numbers_from: int = 1
-) -> RenderableType:
-    """A plain table under its title: the first ``numbers_from`` columns hold words, the rest numbers."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, name in enumerate(columns):
-        # Words may wrap; numbers never do.
-        is_number = index >= numbers_from
-        result.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
-    for row in rows:
-        result.add_row(*row)
-    return Group(Text(title, style="bold"), result) if title else result
+    title: str,
+    columns: Iterable[str],
+    rows: Iterable[Iterable[Cell]],
+    *,
+    numbers_from: int = 1,
+    optional: Sequence[str] = (),
+) -> FittedTable:
+    """A table under its title: the first ``numbers_from`` columns hold words, the rest numbers.
+
+    ``optional`` names the columns that a narrow console leaves out, the first to go first.
+    """
+    described = tuple(Column(name, numeric=index >= numbers_from) for index, name in enumerate(columns))
+    return FittedTable(title, described, tuple(tuple(row) for row in rows), tuple(optional))
 
 
 def spoken(algorithm: str) -> str:
@@ -39,8 +43,6 @@ def spoken(algorithm: str) -> str:
     return algorithm.replace("_", " ").replace(",", ", ")
 
 
-def bar(share: float, width: int = 40) -> str:
-    """A bar of eighth blocks; shares above 1 fill it."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+def bar(share: float, width: int = 40) -> Cell:
+    """A bar of eighth blocks for a table; it shrinks, and at last goes, where the console is narrow."""
+    return Bar(share, width)

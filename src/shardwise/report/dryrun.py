@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from shardwise.measure.dryrun.result import PARTS, TOLERANCE, Calls, Compared, DryRun
 from shardwise.report.console import console, table
-from shardwise.spec.units import readable_bytes, readable_count, readable_flops
+from shardwise.spec.units import readable_bytes, readable_change, readable_count, readable_flops
 
 _WORDS = {
     "weights": "weights",
@@ -99,7 +99,7 @@ def _planned_and_traced(one: Compared) -> tuple[str, str]:
 
 
 def _difference(one: Compared) -> str:
-    return f"{one.difference:+.1%}" if isfinite(one.difference) else "not planned"
+    return readable_change(one.difference) if isfinite(one.difference) else "not planned"
 
 
 def _verdict(found: DryRun) -> Iterator[str]:

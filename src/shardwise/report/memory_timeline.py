@@ -53,7 +53,7 @@ def memory_table(memory: MemoryOverTime) -> RenderableType:
         for rank in memory.ranks
     ]
     columns = ("rank", "peak during", "held by", "over the step", "peak", "of device", "at")
-    return table(title, columns, rows, numbers_from=3)
+    return table(title, columns, rows, numbers_from=3, optional=("over the step", "of device"))
 
 
 def sparkline(rank: RankMemory, step_seconds: float, low: float, high: float) -> str:

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.mixed import MixedPlan
 from shardwise.planner.mixed_step import KindPart, MixedStep
+from shardwise.report.console import console, table
+from shardwise.report.tables import FittedTable
 from shardwise.spec.mixed import sized_name
-from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+from shardwise.spec.units import counted, readable_bytes, readable_rate, readable_seconds
 
 SHOWN = 6
 
 
-def mixed_lines(plan: MixedPlan) -> list[str]:
+def print_mixed(plan: MixedPlan) -> None:
+    out = console()
+    for piece in mixed_pieces(plan):
+        out.print(piece, markup=False)
+
+
+def mixed_pieces(plan: MixedPlan) -> Iterator[str | FittedTable]:
     """The plan, what each kind does in it, the next best, and what each kind would do alone."""
     mixed, best = plan.request.mixed, plan.best
     devices = " + ".join(f"{kind.devices} × {kind.device.name}" for kind in mixed.kinds)
     speed = readable_rate(mixed.between.bandwidth_per_direction)
     job = best.arrangement.job
-    lines = [
-        f"{job.model.name} on {mixed.name}: {devices}, {speed} per device between the kinds",
-        f"{plan.status}: {plan.note}",
-        "",
-        f"best of {plan.tried:,} strategies: {strategy_words(best.arrangement.strategy)}",
+    yield f"{job.model.name} on {mixed.name}: {devices}, {speed} per device between the kinds"
+    yield f"{plan.status}: {plan.note}\n"
+    yield f"best of {plan.tried:,} strategies: {strategy_words(best.arrangement.strategy)}"
+    yield (
         f"step {readable_seconds(best.step_seconds)}, {best.tokens_per_second:,.0f} tokens/s, "
-        f"MFU {best.mfu:.1%} of the summed peak, {job.sequences:,} sequences in {job.microbatches:,} microbatches",
-        "",
-        *_table(("kind", "pipeline ranks", "layers", "per rank", "memory", "of", "idle"), map(_part_row, best.parts)),
-    ]
+        f"MFU {best.mfu:.1%} of the summed peak, {job.sequences:,} sequences in "
+        f"{counted(job.microbatches, 'microbatch')}"
+    )
+    columns = ("kind", "pipeline ranks", "layers", "per rank", "memory", "of", "idle")
+    yield table("", columns, map(_part_row, best.parts))
     if len(plan.candidates) > 1:
-        header = ("strategy", "order", "layers", "step", "tokens/s", "MFU")
-        lines += ["", *_table(header, map(_step_row, plan.candidates[:SHOWN]))]
-    return lines + (["", *_alone_lines(plan)] if plan.alone else [])
+        compared = ("strategy", "order", "layers", "step", "tokens/s", "MFU")
+        yield table("", compared, map(_step_row, plan.candidates[:SHOWN]), numbers_from=2)
+    if plan.alone:
+        yield from _alone(plan)
 
 
 def _part_row(part: KindPart) -> tuple[str, ...]:
@@ -61,43 +70,22 @@ def _step_row(step: MixedStep) -> tuple[str, ...]:
     )
 
 
-def _alone_lines(plan: MixedPlan) -> list[str]:
+def _alone(plan: MixedPlan) -> Iterator[str | FittedTable]:
     rows = [_alone_row(sized_name(kind), one) for kind, one in zip(plan.request.mixed.kinds, plan.alone)]
     rate = plan.best.tokens_per_second
-    rows.append(("both" if len(rows) == 2 else "all", f"{rate:,.0f}", "the plan above"))
-    lines = _table(("on", "tokens/s", "strategy"), rows)
+    rows.append(("both" if len(rows) == 2 else "all", "the plan above", f"{rate:,.0f}"))
+    yield table("", ("on", "strategy", "tokens/s"), rows, numbers_from=2)
     if plan.gain is None:
-        return [*lines, "", "no kind holds the model alone"]
+        yield "no kind holds the model alone"
+        return
     summed = sum(one.tokens_per_second for one in plan.alone if one is not None)
-    return [
-        *lines,
-        "",
-        f"{plan.gain:.2f} times the better kind alone, {rate / summed:.1%} of what the kinds reach apart",
-    ]
+    yield f"{plan.gain:.2f} times the better kind alone, {rate / summed:.1%} of what the kinds reach apart"
 
 
 def _alone_row(name: str, one: Candidate | None) -> tuple[str, ...]:
     if one is None:
-        return f"{name} alone", "-", "no strategy fits"
-    return f"{name} alone", f"{one.tokens_per_second:,.0f}", strategy_words(one.job.strategy)
-
-
-def _table(header: Sequence[str], rows: Any) -> list[str]:
-    """Columns as wide as they need to be, numbers to the right."""
-    table = [tuple(header), *rows]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    right = [all(_is_number(cell) for cell in column[1:]) for column in zip(*table)]
-    aligned = [
-        "  ".join(
-            cell.rjust(width) if numeric else cell.ljust(width) for cell, width, numeric in zip(row, widths, right)
-        )
-        for row in table
-    ]
-    return [line.rstrip() for line in (aligned[0], "─" * sum(widths, 2 * len(widths) - 2), *aligned[1:])]
-
-
-def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit() or cell == "-"
+        return f"{name} alone", "no strategy fits", "-"
+    return f"{name} alone", strategy_words(one.job.strategy), f"{one.tokens_per_second:,.0f}"
 
 
 def mixed_data(plan: MixedPlan) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwise.launch.rehearsal import Point
 from shardwise.report.console import console, table
-from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
+from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds
 from shardwise.train.metrics.summary import RunSummary
 
 
@@ -21,7 +21,7 @@ def print_summary(found: RunSummary) -> None:
         for name, predicted, measured, show in rows
     ]
     out.print(table("Predicted beside measured", ("", "predicted", "measured", "measured / predicted"), cells))
-    words = [f"{found.steps:,} steps"]
+    words = [counted(found.steps, "step")]
     if found.tokens_per_second is not None and found.mfu is not None:
         words.append(f"{readable_count(found.tokens_per_second)} tokens/s, MFU {found.mfu:.1%}")
     if found.first_loss is not None and found.last_loss is not None:

@@ -9,21 +9,31 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress import Progress, Task
+from rich.text import Text
 
-from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
+from shardwise.report.tables import Bar
+from shardwise.spec.units import (
+    readable_bytes,
+    readable_count,
+    readable_duration,
+    readable_seconds,
+    readable_share,
+)
 from shardwise.train.metrics.lines import Follower
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 _TOLD = {"checkpoint_damaged": "a checkpoint was left out: ", "checkpoint_failed": "no checkpoint: ", "bad": "bad, "}
 RECENT = 20  # steps whose median says how long the rest will take
+_BAR, _LEAST_BAR = 40, 8
 
 
 class TrainingProgress:
@@ -34,9 +44,8 @@ class TrainingProgress:
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
-            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("starting", total=steps)
+            self._bar = _OneLine(console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=steps, words=("starting",))
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last_line = time.monotonic()
         self._validation: float | None = None
@@ -78,34 +87,72 @@ class TrainingProgress:
     def _show(self, record: Mapping[str, Any]) -> None:
         if record.get("validation_loss") is not None:
             self._validation = record["validation_loss"]
-        for name, words in _TOLD.items():
+        for name, meaning in _TOLD.items():
             if record.get(name):
-                self._say_once(f"step {record['step']:,}: {words}{record[name]}")
+                self._say_once(f"step {record['step']:,}: {meaning}{record[name]}")
         if record.get("rolled_back_from"):  # the record of the step itself is soon gone
             self._say_once(f"step {record['rolled_back_from']:,}: bad, roll back")
         if record.get("seconds") is None:
             return
         if "memory_bytes_of_ranks" not in record:
             self._recent.append(record["seconds"])
-        text = self._words(record)
+        words = self._words(record)
         if self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], description=text)
+            self._bar.update(self._task, completed=record["step"], words=words)
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
-            self.say(f"step {record['step']:,} of {self._steps:,}: {text}")
+            self.say(f"{_step(record['step'], self._steps)}: {', '.join(words)}")
 
-    def _words(self, record: Mapping[str, Any]) -> str:
+    def _words(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        """What is said of a step, the most wanted first: a narrow terminal shows no more than fits."""
         seconds = statistics.median(self._recent) if self._recent else record["seconds"]
         loss = record.get("loss")
         words = ["loss –" if loss is None else f"loss {loss:.3f}"]
+        words.append(f"{readable_duration((self._steps - record['step']) * seconds)} left")
         if self._validation is not None:
             words.append(f"held out {self._validation:.3f}")
         words.append(f"{readable_count(record['tokens_per_second'])} tokens/s")
-        words.append(f"MFU {record['mfu']:.1%}")
         predicted = record.get("predicted_seconds")
         beside = f" (predicted {readable_seconds(predicted)})" if predicted else ""
         words.append(f"{readable_seconds(seconds)} a step{beside}")
+        words.append(f"MFU {readable_share(record['mfu'])}")
         if record.get("memory_bytes"):
             words.append(readable_bytes(record["memory_bytes"]))
-        words.append(f"{readable_seconds((self._steps - record['step']) * seconds)} left")
-        return ", ".join(words)
+        return tuple(words)
+
+
+def _step(step: int, steps: int) -> str:
+    return f"step {step:,} of {steps:,}"
+
+
+def fitted(head: str, words: Sequence[str], width: int) -> str:
+    """``head`` and as many of the words after it as ``width`` has room for, in their order."""
+    line = head
+    for word in words:
+        longer = f"{line}{', ' if line != head else ': '}{word}"
+        if cell_len(longer) > width:
+            break
+        line = longer
+    return line
+
+
+class _OneLine(Progress):
+    """The step, what is said of it, and a bar in the room that is left."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        return map(_Drawn, self.tasks)
+
+
+class _Drawn:
+    """Drawn for the width that there is when it is drawn: terminals are resized."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        done, steps = int(self._task.completed), int(self._task.total or 0)
+        line = fitted(_step(done, steps), self._task.fields["words"], options.max_width)
+        room = min(_BAR, options.max_width - cell_len(line) - 2)
+        if room >= _LEAST_BAR:
+            line += "  " + Bar(done / steps if steps else 0.0).drawn(room)
+        yield Text(line, no_wrap=True, overflow="crop")

@@ -20,6 +20,7 @@ from rich.progress import (
 
 from shardwise.report.console import console, table
 from shardwise.spec.job import Job
+from shardwise.spec.units import counted
 
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verification
@@ -43,10 +44,12 @@ def print_verification(asked: Job, found: Verification) -> None:
     if run.strategy.world != asked.strategy.world:
         out.print(f"{asked.strategy.world} ranks are reduced to {run.strategy.world}: {_degrees(run)}, the same order.")
     if run.model != asked.model:
-        out.print(f"{asked.model.name} is shrunk to {run.model.layers} layers of {run.model.hidden} features.")
+        out.print(
+            f"{asked.model.name} is shrunk to {counted(run.model.layers, 'layer')} of {run.model.hidden} features."
+        )
     if asked.training.precision != run.training.precision:
         out.print(f"Numbers are {run.training.precision}: {asked.training.precision} would hide what differs.")
-    title = f"{run.model.name}, {_degrees(run)}, against one process, {found.steps} steps"
+    title = f"{run.model.name}, {_degrees(run)}, against one process, {counted(found.steps, 'step')}"
     rows = [
         (_WORDS[kind], f"{one.value:.1e}", "equal" if one.value <= found.tolerance else "DIFFERS", one.where)
         for kind, one in found.worst.items()

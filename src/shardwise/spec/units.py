@@ -124,53 +124,146 @@ def render(number: Number, dimension: str) -> Number | str:
     return number
 
 
+# -- for people: three digits and the largest unit that leaves at least one before the point ------------------
+
+_MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 86400 * 365.25
+_BYTES = tuple(
+    (2.0 ** (10 * power), f" {unit}B") for power, unit in enumerate(("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))
+)
+_RATES = tuple((10.0 ** (3 * power), f" {unit}B/s") for power, unit in enumerate(("", "k", "M", "G", "T", "P")))
+_FLOPS = tuple(
+    (10.0 ** (3 * power), f" {unit}FLOP") for power, unit in enumerate(("", "k", "M", "G", "T", "P", "E", "Z", "Y"))
+)
+_COUNTS = tuple((10.0 ** (3 * power), unit) for power, unit in enumerate(("", "k", "M", "B", "T")))
+# Each with the first number of seconds that is written in it: a step of 262 s is compared with one of 259 s.
+_TIMES = ((1e-9, " ns", 0.0), (1e-6, " µs", 1e-6), (1e-3, " ms", 1e-3), (1.0, " s", 1.0), (_MINUTE, " min", 600.0),
+          (_HOUR, " h", _HOUR), (_DAY, " days", 2 * _DAY), (_YEAR, " years", 2 * _YEAR))  # fmt: skip
+
+
 def readable_bytes(number: float) -> str:
     """Bytes for a table: three digits and a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(number) < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.{_digits_after_point(number)}f} {unit}"
+    return _scaled_text(number, _BYTES, whole=True)
 
 
 def readable_seconds(number: float) -> str:
-    """Seconds for a table, from nanoseconds to years."""
-    if number == 0:
-        return "0 s"
-    for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "µs"), (1, 1e3, "ms"), (600, 1, "s")):
-        if abs(number) < limit:
-            scaled = number * factor
-            return f"{scaled:.{_digits_after_point(scaled)}f} {unit}"
-    for limit, divisor, unit in ((7200, 60, "min"), (172800, 3600, "h"), (86400 * 730, 86400, "days")):
-        if abs(number) < limit:
-            return f"{number / divisor:.1f} {unit}"
-    return f"{number / (86400 * 365.25):,.1f} years"
+    """A time for a table, from nanoseconds to years: three digits and one unit, so that two can be compared."""
+    if _is_odd(number):
+        return _odd(number)
+    sign, magnitude = _sign(number), abs(number)
+    for (factor, unit, _), (_, _, above) in zip(_TIMES, (*_TIMES[1:], (0.0, "", math.inf))):
+        text = _three_digits(magnitude / factor)
+        if _value(text) * factor < above * (1 - 1e-12):
+            return f"{sign}{text}{unit}" if _value(text) else "0 s"
+    raise AssertionError("the last unit has no end")
+
+
+def readable_duration(number: float) -> str:
+    """How long something takes, as people say it: "4 min 22 s", "2 h 5 min", "3 days 4 h"."""
+    if _is_odd(number):
+        return _odd(number)
+    sign, magnitude = _sign(number), abs(number)
+    if round(magnitude) < _MINUTE:
+        return readable_seconds(number)
+    for large, small, below in (
+        (("min", _MINUTE), ("s", 1.0), _HOUR),
+        (("h", _HOUR), ("min", _MINUTE), _DAY),
+        (("day", _DAY), ("h", _HOUR), 10 * _DAY),
+    ):
+        steps = round(magnitude / small[1])
+        if steps * small[1] < below:
+            many, rest = divmod(steps, round(large[1] / small[1]))
+            first = counted(many, "day") if large[0] == "day" else f"{many} {large[0]}"
+            return sign + first + (f" {rest} {small[0]}" if rest else "")
+    return readable_seconds(number)
 
 
 def readable_rate(number: float) -> str:
     """Bytes per second for a table, in the decimal units links are sold in."""
-    for factor, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
-        if abs(number) >= factor:
-            return f"{number / factor:.{_digits_after_point(number / factor)}f} {unit}"
-    return f"{number:.0f} B/s"
+    return _scaled_text(number, _RATES, whole=True)
 
 
 def readable_count(number: float) -> str:
     """A large count in thousands, millions, billions or trillions, three significant digits."""
-    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= factor:
-            return f"{number / factor:.{_digits_after_point(number / factor)}f}{unit}"
-    return f"{number:.0f}"
+    return _scaled_text(number, _COUNTS, whole=float(number).is_integer())
 
 
 def readable_flops(number: float) -> str:
     """FLOPs for a table, in the largest prefix below the number."""
-    for factor, unit in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if abs(number) >= factor:
-            return f"{number / factor:.{_digits_after_point(number / factor)}f} {unit}FLOP"
-    return f"{number:.0f} FLOP"
+    return _scaled_text(number, _FLOPS, whole=True)
 
 
-def _digits_after_point(number: float) -> int:
-    magnitude = abs(number)
-    return 2 if magnitude < 10 else 1 if magnitude < 100 else 0
+def readable_share(number: float, digits: int = 1) -> str:
+    """A share in per cent."""
+    return _odd(number) if _is_odd(number) else _without_minus_zero(f"{number:.{digits}%}")
+
+
+def readable_change(number: float, digits: int = 1) -> str:
+    """A share by which something grows or shrinks, with its sign."""
+    text = readable_share(number, digits)
+    return f"+{text}" if number > 0 and any(one in "123456789" for one in text) else text
+
+
+def readable_difference(seconds: float) -> str:
+    """A time by which something takes longer or shorter, with its sign."""
+    text = readable_seconds(seconds)
+    return f"+{text}" if seconds > 0 and text != "0 s" else text
+
+
+def readable_money(amount: float, currency: str) -> str:
+    """An amount with its currency: "$2.50", "€1.23M"."""
+    if _is_odd(amount):
+        return _odd(amount)
+    small = _without_minus_zero(f"{amount:.2f}")
+    text = small if _value(small.lstrip("-")) < 1000 else readable_count(amount)
+    sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
+    return f"{sign}{currency}{digits}"
+
+
+def counted(number: int, one: str) -> str:
+    """A number of things: "1 document", "2,000 documents", "2 batches", "3 strategies"."""
+    if number == 1:
+        return f"1 {one}"
+    if one.endswith("y"):
+        return f"{number:,} {one[:-1]}ies"
+    return f"{number:,} {one}{'es' if one.endswith(('s', 'ch', 'x')) else 's'}"
+
+
+def _scaled_text(number: float, units: tuple[tuple[float, str], ...], whole: bool) -> str:
+    """In the largest unit in which the rounded text is at least 1; ``whole`` numbers have no point in the smallest."""
+    if _is_odd(number):
+        return _odd(number)
+    sign, magnitude = _sign(number), abs(number)
+    for (factor, unit), (above, _) in zip(units, (*units[1:], (math.inf, ""))):
+        text = f"{magnitude:,.0f}" if whole and factor == 1 else _three_digits(magnitude / factor)
+        if _value(text) * factor < above:
+            return f"{sign}{text}{unit}" if _value(text) else f"0{units[0][1]}"
+    raise AssertionError("the last unit has no end")
+
+
+def _three_digits(magnitude: float) -> str:
+    """Three significant digits from 1 on; two behind the point below."""
+    for digits in (2, 1):
+        text = f"{magnitude:.{digits}f}"
+        if float(text) < 10 ** (3 - digits):
+            return text
+    return f"{magnitude:,.0f}"
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _sign(number: float) -> str:
+    return "-" if number < 0 else ""
+
+
+def _is_odd(number: float) -> bool:
+    return not abs(number) < math.inf
+
+
+def _odd(number: float) -> str:
+    return "–" if number != number else f"{_sign(number)}∞"
+
+
+def _without_minus_zero(text: str) -> str:
+    return text if any(one in "123456789" for one in text) else text.removeprefix("-")

@@ -17,8 +17,9 @@ from shardwise.collectives.cost import algorithm_names
 from shardwise.collectives.listing import SYMBOLS
 from shardwise.collectives.shapes import Grid as GridShape
 from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.report.explain.quantity import Quantity, number, rate, seconds, size
 from shardwise.spec.errors import SpecError
-from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+from shardwise.spec.units import counted, readable_bytes, readable_seconds
 
 _LARGEST_CHECKED = 64  # ranks up to which the schedule itself is built and priced
 _LARGEST_DRAWN = 8
@@ -60,7 +61,7 @@ def _levels_formula(topology: Topology) -> str:
     return "every level: hops·a + V·b, V the bytes over its busiest link"
 
 
-def _numbers(kind: CollectiveKind, size_bytes: float, topology: Topology) -> tuple[tuple[str, str, str], ...]:
+def _numbers(kind: CollectiveKind, size_bytes: float, topology: Topology) -> tuple[tuple[str, str, Quantity], ...]:
     meaning = {
         CollectiveKind.ALL_TO_ALL: "bytes one rank sends in all",
         CollectiveKind.ALL_GATHER: "bytes of the gathered whole",
@@ -69,29 +70,29 @@ def _numbers(kind: CollectiveKind, size_bytes: float, topology: Topology) -> tup
         CollectiveKind.SCATTER: "bytes of the whole before it is scattered",
     }.get(kind, "bytes every rank holds")
     numbers = [
-        ("n", "ranks", str(topology.size)),
-        ("m", meaning, f"{size_bytes:,.0f} ({readable_bytes(size_bytes)})"),
+        ("n", "ranks", number(topology.size)),
+        ("m", meaning, Quantity(size_bytes, "bytes", f"{size_bytes:,.0f} ({readable_bytes(size_bytes)})")),
     ]
     for index, level in enumerate(topology.levels):
         suffix = str(index + 1) if len(topology.levels) > 1 else ""
         shape = level.shape.name
         if isinstance(level.shape, GridShape) and len(level.shape.axes) > 1:
             shape += " " + "x".join(str(axis.size) for axis in level.shape.axes)
-        where = f"{level.name or shape}, {level.size} members" if suffix else shape
-        numbers.append((f"a{suffix}", f"latency of one message ({where})", readable_seconds(level.latency)))
-        numbers.append((f"1/b{suffix}", f"bandwidth, one direction ({where})", readable_rate(level.rate)))
+        where = f"{level.name or shape}, {counted(level.size, 'member')}" if suffix else shape
+        numbers.append((f"a{suffix}", f"latency of one message ({where})", seconds(level.latency)))
+        numbers.append((f"1/b{suffix}", f"bandwidth, one direction ({where})", rate(level.rate)))
     return tuple(numbers)
 
 
-def _result(cost: CollectiveCost) -> tuple[tuple[str, str], ...]:
+def _result(cost: CollectiveCost) -> tuple[tuple[str, Quantity], ...]:
     return (
-        ("latency part", readable_seconds(float(cost.latency_seconds))),
-        ("bandwidth part", readable_seconds(float(cost.bandwidth_seconds))),
-        ("total", readable_seconds(float(cost.seconds))),
-        ("steps, one after the other", f"{float(cost.steps):.0f}"),
-        ("bytes the busiest rank sends", readable_bytes(float(cost.sent_bytes))),
-        ("bytes the busiest rank receives", readable_bytes(float(cost.received_bytes))),
-        ("bytes of all ranks", readable_bytes(float(cost.total_bytes))),
+        ("latency part", seconds(float(cost.latency_seconds))),
+        ("bandwidth part", seconds(float(cost.bandwidth_seconds))),
+        ("total", seconds(float(cost.seconds))),
+        ("steps, one after the other", number(float(cost.steps))),
+        ("bytes the busiest rank sends", size(float(cost.sent_bytes))),
+        ("bytes the busiest rank receives", size(float(cost.received_bytes))),
+        ("bytes of all ranks", size(float(cost.total_bytes))),
     )
 
 
@@ -99,14 +100,15 @@ def _by_level(cost: CollectiveCost) -> Grid:
     rows = tuple(
         (
             level.level_name,
-            f"{float(level.hops):.0f}",
-            readable_bytes(float(level.bytes)),
-            readable_seconds(float(level.latency_seconds)),
-            readable_seconds(float(level.bandwidth_seconds)),
+            number(float(level.hops)),
+            size(float(level.bytes)),
+            seconds(float(level.latency_seconds)),
+            seconds(float(level.bandwidth_seconds)),
         )
         for level in cost.levels
     )
-    return Grid("numbers put in", ("level", "hops", "V", "hops·a", "V·b"), rows)
+    keys = ("level", "hops", "bytes", "latency_seconds", "bandwidth_seconds")
+    return Grid("numbers put in", ("level", "hops", "V", "hops·a", "V·b"), keys, rows)
 
 
 def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, chosen: str) -> Grid:
@@ -114,12 +116,13 @@ def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, c
     for name in dict.fromkeys((chosen, *algorithm_names(kind, topology))):
         cost = collective_cost(kind, size_bytes, topology, name)
         formula, _ = _row_of(kind, topology, name)
-        seconds = float(cost.seconds)
-        rows.append((seconds, (name.replace("_", " "), formula, f"{float(cost.steps):.0f}", readable_seconds(seconds))))
+        total = float(cost.seconds)
+        rows.append((total, (name.replace("_", " "), formula, number(float(cost.steps)), seconds(total))))
     rows.sort(key=lambda row: row[0])
     return Grid(
         "every algorithm here, cheapest first",
         ("algorithm", "seconds", "steps", "total"),
+        ("algorithm", "formula", "steps", "total_seconds"),
         tuple(row for _, row in rows),
         words=2,
     )
@@ -136,11 +139,10 @@ def _schedule_remark(
         schedule = build_schedule(kind, topology, cost.algorithm, size_bytes)
     except SpecError:
         return ()
-    seconds = float(price_schedule(schedule, topology, size_bytes).seconds)
+    priced = float(price_schedule(schedule, topology, size_bytes).seconds)
     return (
-        f"The schedule itself ({len(schedule.rounds)} rounds), priced by its busiest links: "
-        f"{readable_seconds(seconds)}, "
-        f"{_distance(seconds, float(cost.seconds))}.",
+        f"The schedule itself ({counted(len(schedule.rounds), 'round')}), priced by its busiest links: "
+        f"{readable_seconds(priced)}, {_distance(priced, float(cost.seconds))}.",
     )
 
 
@@ -151,8 +153,8 @@ def _distance(priced: float, closed_form: float) -> str:
 
 def _crossover_remarks(kind: CollectiveKind, topology: Topology) -> tuple[str, ...]:
     return tuple(
-        f"From {readable_bytes(size)} on {after.replace('_', ' ')} is cheaper than {before.replace('_', ' ')}."
-        for size, before, after in crossovers(kind, topology)
+        f"From {readable_bytes(least)} on {after.replace('_', ' ')} is cheaper than {before.replace('_', ' ')}."
+        for least, before, after in crossovers(kind, topology)
     )
 
 

@@ -7,16 +7,19 @@ from shardwise.cost.flops import CONVENTIONS, flops_per_token
 from shardwise.cost.in_flight import SOURCES
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.report.explain.quantity import flop_rate, flops, number, seconds, share
 from shardwise.spec.hardware import Device
+from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.strategy import SCHEDULES
-from shardwise.spec.units import readable_count, readable_flops, readable_seconds
+from shardwise.spec.units import counted, readable_count
 
 
 def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Explanation:
     """Training FLOPs by every published convention."""
     peak = device.peak_flops("bf16")
+    total, active = parameter_count(model), active_parameter_count(model)
     rows = []
     for convention in CONVENTIONS:
         per_token = flops_per_token(model, seq, convention.name)
@@ -24,26 +27,29 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
             (
                 convention.name,
                 convention.formula,
-                readable_flops(per_token),
-                readable_flops(per_token * tokens),
-                readable_seconds(per_token * tokens / peak),
+                flops(per_token),
+                flops(per_token * tokens),
+                seconds(per_token * tokens / peak),
             )
         )
     return Explanation(
         title=f"Training FLOPs of {model.name} at sequence length {seq}",
         formula=("forward: 2 per weight and token, plus attention; backward: twice the forward pass",),
         numbers=(
-            ("N", "parameters", readable_count(parameter_count(model))),
-            ("", "parameters a token passes through", readable_count(active_parameter_count(model))),
-            ("L, h, a", "layers, hidden, heads", f"{model.layers}, {model.hidden}, {model.heads}"),
-            ("T", "tokens trained on", readable_count(tokens)),
-            ("", f"peak of one {device.name}, bf16", readable_flops(peak) + "/s"),
+            ("N", "parameters", number(total, readable_count(total))),
+            ("", "parameters a token passes through", number(active, readable_count(active))),
+            ("L", "layers", number(model.layers)),
+            ("h", "hidden size", number(model.hidden)),
+            ("a", "heads", number(model.heads)),
+            ("T", "tokens trained on", number(tokens, readable_count(tokens))),
+            ("", f"peak of one {device.name}, bf16", flop_rate(peak)),
         ),
         result=(),
         tables=(
             Grid(
                 "by convention",
                 ("convention", "per token", "FLOPs/token", "FLOPs in all", "one device at peak"),
+                ("convention", "formula", "flops_per_token", "flops", "one_device_at_peak_seconds"),
                 tuple(rows),
                 words=2,
             ),
@@ -60,24 +66,25 @@ def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
     """Pipeline bubble of every schedule at F = B = W."""
     rows = []
     for schedule in SCHEDULES:
-        share = bubble_share(schedule, stages, microbatches, chunks)
-        rows.append((schedule, bar(share, 16), SOURCES[schedule], f"{share:.1%}", f"{share / (1 + share):.1%}"))
+        idle = bubble_share(schedule, stages, microbatches, chunks)
+        rows.append((schedule, bar(idle, 16), SOURCES[schedule], share(idle), share(idle / (1 + idle))))
     return Explanation(
-        title=f"Pipeline bubble of {stages} stages and {microbatches} microbatches",
+        title=f"Pipeline bubble of {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}",
         formula=(
             "1F1B and GPipe: (p−1)/m of the busy time, (p−1)/(m+p−1) of the step; interleaved: divided by v",
             "ZB-H1: (p−1)(F+B−W); ZB-H2: (p−1)(F+B−2W); here F = B = W and no communication",
         ),
         numbers=(
-            ("p", "stages", str(stages)),
-            ("m", "microbatches", str(microbatches)),
-            ("v", "chunks per rank (interleaved)", str(chunks)),
+            ("p", "stages", number(stages)),
+            ("m", "microbatches", number(microbatches)),
+            ("v", "chunks per rank (interleaved)", number(chunks)),
         ),
         result=(),
         tables=(
             Grid(
                 "by schedule",
                 ("schedule", "", "activations it keeps, by", "of busy time", "of the step"),
+                ("schedule", "", "source", "share_of_busy_time", "share_of_the_step"),
                 tuple(rows),
                 words=3,
             ),
@@ -90,9 +97,11 @@ def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
     )
 
 
-def explain_mfu(flops: float, seconds: float, devices: int, peak: float, recomputed: float) -> Explanation:
+def explain_mfu(job: Job, step_seconds: float, model_flops: float, recomputed: float) -> Explanation:
     """Model and hardware FLOPs utilisation of a measured step."""
-    mfu = flops / (seconds * devices * peak)
+    devices, data_type = job.cluster.devices, job.training.recipe.compute
+    peak = job.cluster.device.peak_flops(data_type)
+    mfu = model_flops / (step_seconds * devices * peak)
     return Explanation(
         title="Model FLOPs utilisation",
         formula=(
@@ -100,15 +109,15 @@ def explain_mfu(flops: float, seconds: float, devices: int, peak: float, recompu
             "HFU = (model FLOPs + recomputed FLOPs) / (seconds · N · peak)",
         ),
         numbers=(
-            ("", "model FLOPs of one step", readable_flops(flops)),
-            ("", "recomputed FLOPs of one step", readable_flops(recomputed)),
-            ("", "seconds of one step", readable_seconds(seconds)),
-            ("N", "devices", str(devices)),
-            ("", "peak of one device", readable_flops(peak) + "/s"),
+            ("", "model FLOPs of one step", flops(model_flops)),
+            ("", "recomputed FLOPs of one step", flops(recomputed)),
+            ("", "seconds of one step", seconds(step_seconds)),
+            ("N", "devices", number(devices)),
+            ("", f"peak of one device, {data_type}", flop_rate(peak)),
         ),
         result=(
-            ("MFU", f"{mfu:.1%}"),
-            ("HFU", f"{(flops + recomputed) / (seconds * devices * peak):.1%}"),
+            (f"MFU, of the {data_type} peak", share(mfu)),
+            (f"HFU, of the {data_type} peak", share((model_flops + recomputed) / (step_seconds * devices * peak))),
         ),
         remarks=("More than the peak: check the step time, the batch and the devices.",) if mfu > 1 else (),
         source=("Chowdhery et al. 2022, PaLM (arXiv 2204.02311), appendix B",),
@@ -121,14 +130,14 @@ def explain_scaling(devices: int, first_seconds: float, strong_seconds: float, w
         title="Scaling efficiency",
         formula=("strong (fixed batch): T1/(N·TN)", "weak (batch grows with N): T1/TN"),
         numbers=(
-            ("N", "how many times as many devices", str(devices)),
-            ("T1", "step on the smaller machine", readable_seconds(first_seconds)),
-            ("TN", "step on the larger machine, same batch", readable_seconds(strong_seconds)),
-            ("TN", "step on the larger machine, N times the batch", readable_seconds(weak_seconds)),
+            ("N", "how many times as many devices", number(devices)),
+            ("T1", "step on the smaller machine", seconds(first_seconds)),
+            ("TN", "step on the larger machine, same batch", seconds(strong_seconds)),
+            ("TN", "step on the larger machine, N times the batch", seconds(weak_seconds)),
         ),
         result=(
-            ("strong-scaling efficiency", f"{first_seconds / (devices * strong_seconds):.1%}"),
-            ("weak-scaling efficiency", f"{first_seconds / weak_seconds:.1%}"),
+            ("strong-scaling efficiency", share(first_seconds / (devices * strong_seconds))),
+            ("weak-scaling efficiency", share(first_seconds / weak_seconds)),
         ),
         source=("Amdahl 1967; Gustafson 1988",),
     )

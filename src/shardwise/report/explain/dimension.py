@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.analysis import Analysis
 from shardwise.report.explain.explanation import Explanation, Grid
-from shardwise.spec.units import readable_bytes, readable_seconds
+from shardwise.report.explain.quantity import number, seconds, size
 
 
 @dataclass(frozen=True)
@@ -76,39 +76,35 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
             t.what,
             t.kind.value.replace("_", "-"),
             t.network,
-            f"{t.count:,.0f}",
-            readable_bytes(t.size_bytes),
-            readable_seconds(float(t.cost.seconds)),
-            readable_seconds(t.exposed_seconds),
+            number(t.count, f"{t.count:,.0f}"),
+            size(t.size_bytes),
+            seconds(float(t.cost.seconds)),
+            seconds(t.exposed_seconds),
         )
         for t in traffics
     )
     columns = ("what", "collective", "network", "times", "bytes", "each", "exposed")
+    keys = ("what", "collective", "network", "times", "bytes", "each_seconds", "exposed_seconds")
     strategy = job.strategy
+    degrees = {"tp": strategy.tp, "cp": strategy.cp, "dp": strategy.data_parallel, "pp": strategy.pp, "ep": strategy.ep}
     return Explanation(
         title=f"{theory.title} of {job.model.name} on {job.cluster.devices} × {job.cluster.device.name}",
         formula=theory.formula,
         numbers=(
-            ("b, s", "microbatch and sequence", f"{strategy.microbatch}, {job.training.seq}"),
-            (
-                "h, h_kv",
-                "hidden, width of keys",
-                f"{job.model.hidden}, {job.model.key_value_heads * job.model.head_size}",
-            ),
-            ("e", "bytes per element", f"{job.training.recipe.communication:g}"),
-            (
-                "",
-                "tp, cp, dp, pp, ep",
-                f"{strategy.tp}, {strategy.cp}, {strategy.data_parallel}, {strategy.pp}, {strategy.ep}",
-            ),
-            ("", "microbatches", str(job.microbatches)),
+            ("b", "sequences of a microbatch", number(strategy.microbatch)),
+            ("s", "tokens of a sequence", number(job.training.seq)),
+            ("h", "hidden size", number(job.model.hidden)),
+            ("h_kv", "width of keys", number(job.model.key_value_heads * job.model.head_size)),
+            ("e", "bytes per element", number(job.training.recipe.communication)),
+            *((one, "degree", number(degree)) for one, degree in degrees.items()),
+            ("", "microbatches", number(job.microbatches)),
         ),
         result=(
-            ("seconds per step", readable_seconds(sum(t.seconds for t in traffics))),
-            ("of them exposed", readable_seconds(sum(t.exposed_seconds for t in traffics))),
-            ("bytes the busiest device sends", readable_bytes(sum(t.bytes_sent for t in traffics))),
+            ("seconds per step", seconds(sum(t.seconds for t in traffics))),
+            ("of them exposed", seconds(sum(t.exposed_seconds for t in traffics))),
+            ("bytes the busiest device sends", size(sum(t.bytes_sent for t in traffics))),
         ),
-        tables=(Grid("in one step", columns, rows, words=3),) if rows else (),
+        tables=(Grid("in one step", columns, keys, rows, words=3, optional=("network",)),) if rows else (),
         remarks=theory.remarks if rows else (f"This job has {name} 1: nothing is sent.", *theory.remarks),
         source=theory.source,
     )

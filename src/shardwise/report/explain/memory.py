@@ -11,9 +11,10 @@ from shardwise.cost.activations import (
 from shardwise.cost.states import state_bytes
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.report.explain.quantity import Quantity, number, share, size
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES
-from shardwise.spec.units import readable_bytes, readable_count
+from shardwise.spec.units import counted, readable_count
 
 
 def explain_zero(parameters: float, shards: int, precision: str, optimizer: str) -> Explanation:
@@ -43,25 +44,23 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
             )
         )
     return Explanation(
-        title=f"Model states of {readable_count(parameters)} parameters over {shards} devices "
+        title=f"Model states of {readable_count(parameters)} parameters over {counted(shards, 'device')} "
         f"({precision}, {optimizer})",
         formula=tuple(f"{row[0]}: {row[1]}" for row in rows),
         numbers=(
-            ("P", "parameters", f"{parameters:,.0f}"),
-            ("N", "devices that share the states", str(shards)),
-            ("", f"bytes per parameter: weights ({recipe.name})", f"{weight:g}"),
-            ("", "bytes per parameter: gradients", f"{gradient:g}"),
-            (
-                "",
-                f"bytes per parameter: master weights and {optimizer} states",
-                f"{recipe.master:g} + {states.matrices:g}",
-            ),
+            ("P", "parameters", number(parameters)),
+            ("N", "devices that share the states", number(shards)),
+            ("", f"bytes per parameter: weights ({recipe.name})", number(weight)),
+            ("", "bytes per parameter: gradients", number(gradient)),
+            ("", "bytes per parameter: master weights", number(recipe.master)),
+            ("", f"bytes per parameter: {optimizer} states", number(states.matrices)),
         ),
         result=(),
         tables=(
             Grid(
                 "bytes of one device",
                 ("stage", "formula", "", "weights", "gradients", "optimizer", "total"),
+                ("stage", "formula", "", "weights_bytes", "gradients_bytes", "optimizer_bytes", "total_bytes"),
                 tuple(rows),
                 words=3,
             ),
@@ -79,8 +78,9 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
     )
 
 
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB" if number < 1e11 else f"{number / 1e9:.0f} GB"
+def _gigabytes(value: float) -> Quantity:
+    """In the decimal unit of the paper."""
+    return Quantity(value, "bytes", f"{value / 1e9:,.2f} GB" if value < 1e11 else f"{value / 1e9:,.0f} GB")
 
 
 def explain_activations(job: Job) -> Explanation:
@@ -90,10 +90,11 @@ def explain_activations(job: Job) -> Explanation:
     tensors = layer_saved_tensors(job, moe=moe)
     total = layer_activation_bytes(job, moe=moe, recompute="none")
     rows = tuple(
-        (t.name, bar(t.bytes / total, 24), t.recomputed_by, readable_bytes(t.bytes), f"{t.bytes / total:.1%}")
-        for t in tensors
+        (t.name, bar(t.bytes / total, 24), t.recomputed_by, size(t.bytes), share(t.bytes / total)) for t in tensors
     )
     model = job.model
+    per_element = total / (job.training.seq * strategy.microbatch * model.hidden)
+    keys = ("tensor", "", "recomputed_by", "bytes", "share")
     return Explanation(
         title=f"Activations of one {'mixture-of-experts ' if moe else ''}layer of {model.name}, one microbatch",
         formula=(
@@ -102,25 +103,25 @@ def explain_activations(job: Job) -> Explanation:
             "selective recompute drops 5·a·s/h; full recompute keeps 2·s·b·h (SP: /t)",
         ),
         numbers=(
-            ("s", "tokens of a sequence", str(job.training.seq)),
-            ("b", "sequences of a microbatch", str(strategy.microbatch)),
-            ("h", "hidden size", str(model.hidden)),
-            ("a", "query heads", str(model.heads)),
-            ("t", "tensor parallel degree", f"{strategy.tp}{' with SP' if strategy.sequence_parallel else ''}"),
-            ("c", "context parallel degree", str(strategy.cp)),
+            ("s", "tokens of a sequence", number(job.training.seq)),
+            ("b", "sequences of a microbatch", number(strategy.microbatch)),
+            ("h", "hidden size", number(model.hidden)),
+            ("a", "query heads", number(model.heads)),
+            ("t", f"tensor parallel degree{' (with SP)' if strategy.sequence_parallel else ''}", number(strategy.tp)),
+            ("c", "context parallel degree", number(strategy.cp)),
         ),
         result=(
-            ("nothing recomputed", readable_bytes(total)),
+            ("nothing recomputed", size(total)),
             (
                 "selective recompute (attention)",
-                readable_bytes(layer_activation_bytes(job, moe=moe, recompute="selective")),
+                size(layer_activation_bytes(job, moe=moe, recompute="selective")),
             ),
-            ("full recompute", readable_bytes(layer_activation_bytes(job, moe=moe, recompute="full"))),
-            ("in units of s·b·h", f"{total / (job.training.seq * strategy.microbatch * model.hidden):.2f}"),
-            ("embedding, first stage", readable_bytes(embedding_activation_bytes(job))),
-            ("head and loss, last stage", readable_bytes(head_activation_bytes(job))),
+            ("full recompute", size(layer_activation_bytes(job, moe=moe, recompute="full"))),
+            ("in units of s·b·h", number(per_element, f"{per_element:.2f}")),
+            ("embedding, first stage", size(embedding_activation_bytes(job))),
+            ("head and loss, last stage", size(head_activation_bytes(job))),
         ),
-        tables=(Grid("saved tensors", ("tensor", "", "recomputed by", "bytes", "share"), rows, words=3),),
+        tables=(Grid("saved tensors", ("tensor", "", "recomputed by", "bytes", "share"), keys, rows, words=3),),
         source=(
             "Korthikanti et al. 2022 (arXiv 2205.05198), section 4 and Table 2",
             "Dao et al. 2022, FlashAttention (arXiv 2205.14135): one log-sum-exp per head and query",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.units import counted
 from shardwise.train.checkpoint.whole import Lazy
 from shardwise.train.convert.state_dict import Description, named_weights, tensors_in
 from shardwise.train.convert.torch_file import read_torch_file
@@ -50,7 +51,7 @@ def deepspeed_weights(source: Path, about: Description | None) -> Weights:
     for alias, name in _mapping(state.get("shared_params") or {}, models[0]).items():
         if name in found:
             found[alias] = found[name]
-    ranks = f"{len(zero.groups)} rank{'s' if len(zero.groups) > 1 else ''}"
+    ranks = counted(len(zero.groups), "rank")
     return named_weights(found, about, f"the DeepSpeed folder {folder} (ZeRO-{zero.stage}, {ranks})", step)
 
 
