@@ -15,9 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-_EDGE, _GAP = 1, 2  # columns of space before the first column, and between two
+_EDGE, _GAP = 1, 2  # columns of space before the first column and after the last, and between two
 _READABLE = 14  # words wrap in a column of this width without becoming hard to read
-_LEAST_BAR = 8
 _BETWEEN_PAIRS, _JOINED = "   ", "\u00a0"
 _SPACE = re.compile(r"[ \t\n]+")
 # Where a word that is longer than its column may be broken: after a joint, never before a digit.
@@ -26,13 +25,13 @@ _JOINT = re.compile(r"(?<=\S[-/_=,·×])(?=[^\W\d])")
 
 @dataclass(frozen=True)
 class Bar:
-    """A share drawn as eighth blocks, as wide as there is room for; shares above 1 fill it."""
+    """A share drawn as eighth blocks; a share of 1 and more is ``width`` of them."""
 
     share: float
     width: int = 40
 
-    def drawn(self, width: int) -> str:
-        eighths = round(max(0.0, min(1.0, self.share)) * width * 8)
+    def drawn(self, scale: float = 1.0) -> str:
+        eighths = round(max(0.0, min(1.0, self.share)) * self.width * scale * 8)
         full, rest = divmod(eighths, 8)
         return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
 
@@ -104,7 +103,7 @@ class FittedTable:
 
     def _widths(self, shown: Sequence[int], width: int) -> list[int] | None:
         """A width for every column shown, or None where even the least do not fit."""
-        room = width - _EDGE - _GAP * (len(shown) - 1)
+        room = width - 2 * _EDGE - _GAP * (len(shown) - 1)
         least = [self._least(index) for index in shown]
         if sum(least) > room:
             return None
@@ -121,7 +120,7 @@ class FittedTable:
         return (row[index] for row in self.rows)
 
     def _natural(self, index: int) -> int:
-        widths = (cell.width if isinstance(cell, Bar) else cell_len(cell) for cell in self._cells(index))
+        widths = (len(cell.drawn()) if isinstance(cell, Bar) else cell_len(cell) for cell in self._cells(index))
         return max(cell_len(self.columns[index].name), max(widths, default=0))
 
     def _least(self, index: int) -> int:
@@ -129,7 +128,7 @@ class FittedTable:
         heading = _longest_piece(column.name)
         if column.numeric:
             return max(heading, max((cell_len(str(cell)) for cell in self._cells(index)), default=0))
-        longest = max((_LEAST_BAR if isinstance(cell, Bar) else _longest_piece(cell) for cell in self._cells(index)),
+        longest = max((0 if isinstance(cell, Bar) else _longest_piece(cell) for cell in self._cells(index)),
                       default=0)  # fmt: skip
         return max(heading, longest, min(self._natural(index), _READABLE))
 
@@ -141,10 +140,15 @@ class FittedTable:
             yield line, "bold"
         yield " " * _EDGE + "─" * (sum(widths) + _GAP * (len(widths) - 1)), ""
         for row in self.rows:
-            cells = [_folded(row[index], self.columns[index], width) for index, width in zip(shown, widths)]
+            cells = [self._folded(row[index], index, width) for index, width in zip(shown, widths)]
             for line in self._aligned(cells, shown, widths):
                 yield line, ""
         yield "", ""
+
+    def _folded(self, cell: Cell, index: int, width: int) -> list[str]:
+        if isinstance(cell, Bar):
+            return [cell.drawn(min(1.0, width / self._natural(index)))]
+        return [cell] if self.columns[index].numeric else wrapped(cell, width)
 
     def _aligned(self, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> Iterator[str]:
         for number in range(max(map(len, cells), default=0)):
@@ -191,12 +195,6 @@ def _flowed(pairs: Iterable[str], width: int) -> Iterator[str]:
         yield from full
     if line:
         yield line
-
-
-def _folded(cell: Cell, column: Column, width: int) -> list[str]:
-    if isinstance(cell, Bar):
-        return [cell.drawn(min(width, cell.width))]
-    return [cell] if column.numeric else wrapped(cell, width)
 
 
 def _pieces(word: str) -> list[str]:

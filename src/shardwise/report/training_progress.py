@@ -154,5 +154,5 @@ class _Drawn:
         line = fitted(_step(done, steps), self._task.fields["words"], options.max_width)
         room = min(_BAR, options.max_width - cell_len(line) - 2)
         if room >= _LEAST_BAR:
-            line += "  " + Bar(done / steps if steps else 0.0).drawn(room)
+            line += "  " + Bar(done / steps if steps else 0.0, room).drawn()
         yield Text(line, no_wrap=True, overflow="crop")

@@ -223,7 +223,7 @@ def counted(number: int, one: str) -> str:
     """A number of things: "1 document", "2,000 documents", "2 batches", "3 strategies"."""
     if number == 1:
         return f"1 {one}"
-    if one.endswith("y"):
+    if one.endswith("y") and not one.endswith("ay"):
         return f"{number:,} {one[:-1]}ies"
     return f"{number:,} {one}{'es' if one.endswith(('s', 'ch', 'x')) else 's'}"
 
