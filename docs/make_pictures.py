@@ -19,7 +19,7 @@ EXAMPLE = "examples/llama3-70b-dgx-h100.yaml"
 WIDTH, HEIGHT = 1000, 470
 
 INK, SOFT, LINE, PAPER = "#1f2430", "#5b6472", "#c9ced6", "#ffffff"
-DONE, NEXT = "#2f6fde", "#9aa3b0"
+DONE = "#2f6fde"
 COLOURS = ("#2f6fde", "#e2853d", "#8fb5f3", "#d9b03f", "#5fa777", "#7f8794")
 
 
@@ -62,21 +62,21 @@ class Canvas:
 
 
 def draw_loop(canvas: Canvas) -> None:
-    """plan → train → measure and back, with what is there today."""
-    verbs = (
-        ("plan", "price every split", ("today",), DONE),
-        ("train", "run exactly that split", ("next",), NEXT),
-        ("measure", "predicted against actual", ("next",), NEXT),
+    """plan → train → measure and back, each with the verbs of the command line that do it."""
+    steps = (
+        ("plan", "price every split", ("plan", "analyze", "explain")),
+        ("train", "run exactly that split", ("train", "verify", "dryrun")),
+        ("measure", "predicted against actual", ("compare", "calibrate", "bench")),
     )
     width, top, height = 236.0, 62.0, 92.0
     lefts = [40.0, 382.0, 724.0]
     canvas.text(40, 36, "The loop: what is planned is what runs, and what ran corrects the plan", 17, weight=600)
-    for left, (verb, what, state, colour) in zip(lefts, verbs, strict=True):
-        canvas.box(left, top, width, height, PAPER, colour, r=8)
-        canvas.box(left, top, 6, height, colour)
-        canvas.text(left + 22, top + 31, verb, 19, weight=600)
+    for left, (step, what, verbs) in zip(lefts, steps, strict=True):
+        canvas.box(left, top, width, height, PAPER, DONE, r=8)
+        canvas.box(left, top, 6, height, DONE)
+        canvas.text(left + 22, top + 31, step, 19, weight=600)
         canvas.text(left + 22, top + 53, what, 14, SOFT)
-        canvas.text(left + 22, top + 76, " · ".join(state), 12, colour, weight=600)
+        canvas.text(left + 22, top + 76, " · ".join(verbs), 12, DONE, weight=600)
     for start, label in ((lefts[0] + width, "job.yaml"), (lefts[1] + width, "run/")):
         canvas.arrow(f"M{start + 8} {top + 46}H{start + 98}")
         canvas.text(start + 52, top + 36, label, 13, SOFT, "middle")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shardwise.cli.main import VERBS
 
 ROOT = Path(__file__).parents[1]
 # The two READMEs have the same examples: together each runs once.
@@ -28,3 +31,24 @@ def test_every_printed_example_is_what_its_command_prints(pages: str) -> None:
         [sys.executable, "docs/refresh.py", "--check", pages], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, f"{run.stdout}{run.stderr}\nrun `python docs/refresh.py` and look at what changed"
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_every_verb_is_in_the_table(page: str) -> None:
+    rows = re.findall(r"^\| `([a-z]+)` \|", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(VERBS)
+
+
+def test_every_verb_is_in_the_architecture() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    (line,) = (line for line in text.splitlines() if line.startswith("Verbs today:"))
+    assert sorted(re.findall(r"\[`([a-z]+)`\]", line)) == sorted(VERBS)
+
+
+def test_the_picture_names_verbs_that_there_are() -> None:
+    """It called what is there "next"."""
+    text = (ROOT / "docs/pictures/loop.svg").read_text(encoding="utf-8")
+    named = [word for words in re.findall(r">([a-z]+(?: · [a-z]+)+)<", text) for word in words.split(" · ")]
+    assert len(named) == 9
+    assert set(named) <= set(VERBS)
+    assert ">next<" not in text

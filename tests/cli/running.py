@@ -24,10 +24,10 @@ class Result:
     err: str
 
 
-def run(*arguments: str) -> Result:
+def run(*arguments: str, columns: int = 132) -> Result:
     """What `shardwise ARGUMENTS` prints and its exit status; any exception but SystemExit goes through."""
     out, err = io.StringIO(), io.StringIO()
-    wide = mock.patch.dict(os.environ, {"COLUMNS": "132"})  # whatever terminal the tests run in
+    wide = mock.patch.dict(os.environ, {"COLUMNS": str(columns)})  # whatever terminal the tests run in
     with wide, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status: Any = main(list(arguments))

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import re
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
+from report.whole import WIDTHS, check_whole, drawn
 from shardwise.report.console import bar, table
 from shardwise.report.tables import Cell, Column, FittedTable, wrapped
-
-WIDTHS = (60, 80, 100, 120, 160)
-
-
-def drawn(shown: FittedTable, width: int, *, bounded: bool = True) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, soft_wrap=not bounded, color_system=None, highlight=False).print(shown)
-    return out.getvalue()
 
 
 def ranking(optional: tuple[str, ...] = ()) -> FittedTable:
@@ -30,7 +19,7 @@ def ranking(optional: tuple[str, ...] = ()) -> FittedTable:
 
 
 def test_a_table_that_fits_has_every_column_on_a_line_of_its_own_height() -> None:
-    lines = drawn(ranking(), 80).splitlines()
+    lines = drawn(ranking(), width=80).splitlines()
     assert lines[:2] == ["The best", ""]
     assert lines[2].split() == ["sharding", "tp", "dp", "step", "tokens/s", "memory"]
     assert lines[4].endswith("8   32  27.3 s  1,307,483  71.4 GiB")
@@ -38,29 +27,29 @@ def test_a_table_that_fits_has_every_column_on_a_line_of_its_own_height() -> Non
 
 
 def test_words_wrap_before_anything_is_left_out() -> None:
-    text = drawn(ranking(("memory",)), 58)
+    text = drawn(ranking(("memory",)), width=58)
     assert "Not shown" not in text
     assert "ZeRO-1, ring," in text
 
 
 def test_optional_columns_go_in_their_order_and_are_named() -> None:
-    text = drawn(ranking(("memory", "dp")), 50)
+    text = drawn(ranking(("memory", "dp")), width=50)
     assert "Not shown at this width: memory." in text
     assert "71.4 GiB" not in text
     assert "128" in text
-    both = drawn(ranking(("memory", "dp")), 42)
-    assert "Not shown at this width: dp, memory." in both
+    both = drawn(ranking(("memory", "dp")), width=42)
+    assert "Not shown at this width: dp; memory." in both
 
 
 def test_what_does_not_fit_at_all_becomes_records() -> None:
-    text = drawn(ranking(), 40)
+    text = drawn(ranking(), width=40)
     assert "   sharding: ZeRO-1, ring, tp-cp-pp-dp\n" in text
     assert "   tp: 8   dp: 32   step: 27.3 s\n" in text
     assert "Not shown" not in text
 
 
 def test_without_a_bound_every_column_is_there() -> None:
-    text = drawn(ranking(("memory", "dp")), 20, bounded=False)
+    text = drawn(ranking(("memory", "dp")), width=20, bounded=False)
     assert "71.4 GiB" in text
     assert "dp" in text.splitlines()[2]
     assert "Not shown" not in text
@@ -69,10 +58,10 @@ def test_without_a_bound_every_column_is_there() -> None:
 def test_bars_shrink_then_go() -> None:
     rows = [("weights", bar(0.5), "40.0 GiB"), ("gradients", bar(1.0), "80.0 GiB")]
     shown = table("", ("part", "share of the device", "bytes"), rows, numbers_from=2)
-    assert "█" * 40 in drawn(shown, 80)
-    narrow = drawn(shown, 40).splitlines()
+    assert "█" * 40 in drawn(shown, width=80)
+    narrow = drawn(shown, width=40).splitlines()
     assert [line.count("█") for line in narrow if "GiB" in line] == [8, 17]
-    gone = drawn(shown, 28)
+    gone = drawn(shown, width=28)
     assert "█" not in gone
     assert "Not shown at this width:\nshare of the device." in gone
 
@@ -102,15 +91,4 @@ def tables(draw: st.DrawFn) -> FittedTable:
 @settings(max_examples=30)
 @given(shown=tables())
 def test_every_cell_is_whole_or_its_column_is_named_as_left_out(width: int, shown: FittedTable) -> None:
-    text = drawn(shown, width)
-    assert all(len(line) <= width for line in text.splitlines())
-    body, _, left_out = text.partition("Not shown at this width:")
-    gone = " ".join(left_out.split()).rstrip(".").split(", ") if left_out else []
-    assert set(gone) <= set(shown.optional)
-    for place, column in enumerate(shown.columns):
-        for row in shown.rows:
-            cell = row[place]
-            assert isinstance(cell, str)
-            whole = [] if column.name in gone else [cell] if column.numeric else cell.split()
-            for one in whole:  # a number with its unit, or a word: vertical words would be no words
-                assert re.search(rf"(?<![\w,]){re.escape(one)}(?![\w,])", body), (one, text)
+    check_whole(shown, width)

@@ -95,7 +95,7 @@ class FittedTable:
     def _left_out(self, gone: frozenset[int], width: int) -> Iterator[tuple[str, str]]:
         names = list(dict.fromkeys(self.columns[index].name or "bars" for index in sorted(gone)))
         if names:
-            for line in wrapped(f"Not shown at this width: {', '.join(names)}.", width):
+            for line in wrapped(f"Not shown at this width: {'; '.join(names)}.", width):
                 yield line, "dim"
             yield "", ""
 

@@ -1,0 +1,216 @@
+"""What verbs print at 60 to 160 columns: no number is cut, no word stands upright, no line is too long."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli.running import run
+from report.whole import WIDTHS, check_lines, check_whole, drawn
+from shardwise.report import console as printing
+from shardwise.report.tables import FittedTable
+from shardwise.spec.clusters import cluster_from
+
+ROOT = Path(__file__).parents[2]
+DENSE = "--model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192"
+VERBS = {
+    "analyze": f"analyze {DENSE} --scaling --memory-over-time --tokens 15T --price 2.5/h --mtbf 50700h",
+    "analyze, experts": "analyze --model deepseek-v3 --cluster hgx-h800:256 --pp 16 --ep 64 --zero 1 --seq 4096 "
+    "--global-batch 15360 --schedule dualpipe --stage-layers balanced --recompute selective",
+    "plan": "plan --model llama3-8b --cluster dgx-h100:4 --seq 8192 --global-batch 1024 --tp 1 --cp 1 --pp 1..2 "
+    "--output - --what-if memory=141GB --pareto memory --tokens 1T --price 2.5/h",
+    "plan, several kinds": "plan --model llama3-8b --cluster dgx-h100:1+dgx-a100:1 --tp 8 --global-batch 64 --seq 2048",
+    "explain allreduce": "explain allreduce --cluster dgx-h100:4",
+    "explain zero": "explain zero --params 7.5e9 --dp 64",
+    "explain flops": "explain flops --model gpt3-175b",
+    "explain bubble": "explain bubble",
+    "explain tp": "explain tp",
+    "explain activations": "explain activations --model mixtral-8x7b",
+    **{f"list {what}": f"list {what} --sources" for what in ("models", "devices", "links", "clusters", "stacks")},
+    "list collectives": "list collectives",
+    "validate bubbles": f"validate {ROOT}/validation/pipeline_bubble.csv",
+    "validate collectives": f"validate {ROOT}/validation/collectives.csv",
+}  # fmt: skip
+
+
+class Recorded:
+    """Everything that consoles were told to print, to be printed again at other widths."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.printed: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        recorded = self.printed
+
+        class Recording(Console):
+            def print(self, *objects: Any, **settings: Any) -> None:
+                recorded.append((objects, settings))
+
+        monkeypatch.setattr(printing, "Console", Recording)
+
+    def check(self) -> None:
+        assert any(isinstance(one, FittedTable) for objects, _ in self.printed for one in objects)
+        for width in WIDTHS:
+            for objects, settings in self.printed:
+                if settings.get("overflow") == "ignore" or settings.get("soft_wrap"):
+                    continue  # a drawing; what a terminal folds by itself
+                check_lines(drawn(*objects, width=width, **settings), width)
+                for one in objects:
+                    if isinstance(one, FittedTable):
+                        check_whole(one, width)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    return Recorded(monkeypatch)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_at_every_width(verb: str, recorded: Recorded) -> None:
+    result = run(*VERBS[verb].split())
+    assert result.status == 0, result.err
+    recorded.check()
+    if verb == "plan":  # its degrees were cut to one digit at 80 columns
+        ranking = next(one for objects, _ in recorded.printed for one in objects if isinstance(one, FittedTable))
+        assert re.search(r"\b32\b", drawn(ranking, width=80))
+
+
+def test_scored_runs_at_every_width(tmp_path: Path, recorded: Recorded) -> None:
+    rows = list(csv.reader((ROOT / "validation" / "training_runs.csv").open(encoding="utf-8")))
+    few = tmp_path / "runs.csv"
+    with few.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([rows[0], *rows[1::40]])
+    assert run("validate", str(few)).status == 0
+    recorded.check()
+
+
+# -- reports of what has run, made by hand ---------------------------------------------------------------------
+
+
+def _compared() -> None:
+    from shardwise.report.compare import print_comparison
+
+    part = SimpleNamespace(name="late ranks", predicted=0.0, measured=-1e-19, difference=-1e-19, hidden_predicted=None,
+                           hidden_measured=0.01234)  # fmt: skip
+    ranks = [
+        SimpleNamespace(rank=one, parts={"compute": 0.1234}, waits=12.5e-6, layer_seconds=0.00123) for one in (0, 12)
+    ]
+    found: Any = SimpleNamespace(
+        found=SimpleNamespace(busiest=ranks[1], ranks=ranks, numbers=(10, 11), step_seconds=1.234),
+        predicted=SimpleNamespace(step_seconds=1.111),
+        parts=(part, SimpleNamespace(**{**vars(part), "name": "compute", "measured": 1234.5, "difference": -0.0123})),
+        memory=(SimpleNamespace(name="activations", predicted_bytes=2**40, measured_bytes=123456789),),
+        sent=(SimpleNamespace(dimensions=("dp", "cp"), collectives=1234.0, planned=2**33, recorded=2**33 - 1),),
+        differences=(SimpleNamespace(part=part, cause="ranks 0 and 12 take 3.4 times as long as others do"),),
+        usual_seconds=1.2, slowness={0: 1.0, 12: 1.34}, slow_rank=None, slow_link=None, unlike=None,
+    )  # fmt: skip
+    print_comparison(found, None)
+
+
+def _calibrated() -> None:
+    from shardwise.report.calibration import print_calibration
+
+    cluster = cluster_from("dgx-h100:4")
+    residual = SimpleNamespace(what="products of every size", figures=123, median_error=0.0123, worst_error=0.345)
+    found: Any = SimpleNamespace(cluster=cluster, residuals=(residual,), far_off=())
+    print_calibration(found, cluster, Path("cluster.yaml"))
+
+
+def _recut() -> None:
+    from shardwise.report.recut import print_recut
+
+    strategy = SimpleNamespace(strategy=SimpleNamespace(order=("tp", "cp", "dp", "pp")))
+    found: Any = SimpleNamespace(layers=((16, 16, 16), (18, 14, 16)), slowness=(1.0, 1.34, 1.0), job=strategy,
+                                 old=strategy, step_seconds=1.2, expected_seconds=1.0, gain=1.2)  # fmt: skip
+    print_recut(found, Path("runs/last/recut.yaml"))
+
+
+def _measured() -> None:
+    from shardwise.report.collectives_bench import print_measured
+
+    one = SimpleNamespace(
+        level="infiniband", kind="all_reduce", ranks=16, algorithm="hierarchical(ring,ring_pipelined)",
+        size_bytes=2**27, median_seconds=0.00123, least_seconds=0.00111, algorithm_bandwidth=123e9,
+        bus_bandwidth=234e9, predicted_seconds=0.001, right=True,
+    )  # fmt: skip
+    measured: Any = [one, SimpleNamespace(**{**vars(one), "algorithm": "backend", "predicted_seconds": None})]
+    print_measured(measured)
+
+
+def _inspected() -> None:
+    from shardwise.report.checkpoint import print_contents
+
+    tensor = SimpleNamespace(kind="weight", name="layers.11.attention.project_queries_keys_values.weight", dtype="bf16",
+                             shape=(4096, 12288), pieces=16, bytes=100_663_296)  # fmt: skip
+    found: Any = SimpleNamespace(
+        path="/data/runs/llama3-8b/checkpoints/step-00012000", step=12000, model="llama3-8b",
+        layout={"tp": 8, "zero": 1}, precision="bf16",
+        numbers={"optimizer_steps": 12000, "data": {"batch": 12000, "sequences": 1024}, "losses": [2.5]},
+        file_bytes={"shard-00000": 2**33}, tensors=(tensor,), bytes_of_kinds=lambda: {"weight": 100_663_296},
+    )  # fmt: skip
+    print_contents(found, each_tensor=True)
+
+
+def _traced() -> None:
+    from shardwise.report.dryrun import print_dry_run
+
+    parts = ("weights", "gradients", "optimizer", "activations", "recomputed", "gathered", "communication", "temporary")
+    sizes = dict.fromkeys(parts, 123_456_789)
+    compared = SimpleNamespace(what="tp all_gather", unit="bytes", planned=2**36, traced=2**36 + 2**20,
+                               difference=0.0001, defect=False, negligible=False)  # fmt: skip
+    line = SimpleNamespace(name="layer: inputs, forward", peer=12, kind="send_recv", dimension="pp", ranks=128)
+    found: Any = SimpleNamespace(
+        job=SimpleNamespace(model=SimpleNamespace(name="llama3-70b"),
+                            strategy=SimpleNamespace(order=("tp", "dp"), degree=lambda name: 8, world=4096)),
+        coordinates={"tp": 3, "dp": 5}, rank=43, traced="2 of 80 layers and 2 of 64 microbatches", peak=sizes,
+        planned_peak=sizes, peak_place="backward of layer 12", peak_bytes=2**36, planned_peak_bytes=2**36,
+        holders=[SimpleNamespace(part="activations", operator="aten.mm.default", made_in="layers.0.mlp", number=12,
+                                 bytes=2**28)],
+        calls=[SimpleNamespace(line=line, count=1280, bytes=2**34)], compared=[compared], defects=[compared],
+    )  # fmt: skip
+    print_dry_run(found)
+
+
+def _verified() -> None:
+    from shardwise.report.verify import print_verification
+
+    job = SimpleNamespace(
+        strategy=SimpleNamespace(world=8, order=("tp", "dp"), degree=lambda name: 2, ep=1),
+        model=SimpleNamespace(name="tiny", layers=1, hidden=64), training=SimpleNamespace(precision="fp32"),
+    )  # fmt: skip
+    worst = SimpleNamespace(value=1.2e-7, where="layers.3.attention.project_queries_keys_values.weight of step 2")
+    found: Any = SimpleNamespace(job=job, steps=1, tolerance=1e-5, ok=True, worst={"loss": worst, "gradient": worst})
+    asked: Any = job
+    print_verification(asked, found)
+
+
+def _trained() -> None:
+    from shardwise.launch.rehearsal import Point
+    from shardwise.report.training import print_points, print_summary
+    from shardwise.train.metrics.summary import RunSummary
+
+    print_summary(RunSummary(1200, 10.9, 3.2, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.41, 0.01))
+    print_points([Point("memory does not grow", "+0.12% (at most 1%), between step 10 and step 1,200", True)])
+
+
+REPORTS: dict[str, Callable[[], None]] = {
+    "compare": _compared,
+    "calibrate": _calibrated,
+    "recut": _recut,
+    "bench": _measured,
+    "checkpoint": _inspected,
+    "dryrun": _traced,
+    "verify": _verified,
+    "train": _trained,
+}
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_a_report_of_what_has_run_at_every_width(report: str, recorded: Recorded) -> None:
+    REPORTS[report]()
+    recorded.check()
