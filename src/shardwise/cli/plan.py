@@ -156,6 +156,7 @@ class Answer:
     what_if: list[Any]
     pareto: Any
     campaign: Any
+    not_run: Any = None
     unfolded: bool = False
 
 
@@ -164,6 +165,7 @@ def _answer(
 ) -> Answer:
     from shardwise.planner.explanation import explain
     from shardwise.planner.frameworks import who_can_run
+    from shardwise.planner.not_run import not_run
     from shardwise.planner.sizes import sizes
     from shardwise.planner.textbook import textbook
     from shardwise.planner.what_if import what_if
@@ -193,6 +195,7 @@ def _answer(
         [what_if(found.request, change) for change in parsed.what_if],
         pareto,
         campaign_from(parsed, best.job, best.step_seconds),
+        not_run(found),
         parsed.all,
     )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.request import Request
 from shardwise.planner.search import Search, search
+from shardwise.planner.supported import findings_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
@@ -22,7 +24,9 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
         return _no_layout(request)
     least = found.least_memory
     if least is None:
-        return "nothing that divides is run by this project's engine", "use --any for what is only priced"
+        return f"nothing that divides is run by this project's engine{_first_lack(found, request)}", (
+            "use --any for what is only priced"
+        )
     strategy = least.strategy()
     need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
     cluster = request.job.cluster
@@ -42,6 +46,14 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
     devices = _devices_that_fit(request)
     more = f"use {devices:,} devices, or " if devices else ""
     return problem, f"{more}devices with {need}"
+
+
+def _first_lack(found: Search, request: Request) -> str:
+    """What stands in the way of the fastest strategy that is only priced."""
+    if found.best_not_run is None:
+        return ""
+    job = job_with(request.job, found.best_not_run.strategy(), found.best_not_run.sequences)
+    return "".join(f" ({' with '.join(one.techniques)}: {one.reason})" for one in findings_of(job)[:1])
 
 
 def _no_layout(request: Request) -> tuple[str, str]:

@@ -66,6 +66,7 @@ class Search:
     best: list[Found] = field(default_factory=list)
     of_degrees: dict[Degrees, Found] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)  # best time at every step of memory
+    best_not_run: Found | None = None  # the fastest that fits and is only priced
     least_memory: Found | None = None
     least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
     of_filters: dict[str, Found] = field(default_factory=dict)  # the best with the values that each filter allows
@@ -97,10 +98,14 @@ def search(
     capacity = cluster.device.memory if memory_bytes is None else memory_bytes
     keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept, filters or {})
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
+    priced = Supported(space.job, any_priced=True)
     excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
     for groups in _batches(space.groups()):
         for piece in pricer.pieces(groups):
-            keeper.take(piece, supported.allowed(piece), _excluded(piece, excluded))
+            allowed, left_out = supported.allowed(piece), _excluded(piece, excluded)
+            if allowed is not None and not any_priced:
+                keeper.take_not_run(piece, priced.allowed(piece), allowed, left_out)
+            keeper.take(piece, allowed, left_out)
             if progress is not None:
                 progress(keeper.result.priced)
     keeper.result.seconds = time.process_time() - started
@@ -150,14 +155,34 @@ class _Keeper:
         self.front: list[Found | None] = [None] * MEMORY_STEPS
         self.least = np.inf
 
+    def take_not_run(self, piece: Piece, priced: Array | None, allowed: Array, excluded: Array | None) -> None:
+        """Of the cells that are priced and not run, the fastest that fits."""
+        import numpy as np
+
+        wanted = ~allowed if priced is None else priced & ~allowed
+        if excluded is not None:
+            wanted &= ~excluded
+        wanted &= self._fits(piece)
+        known = self.result.best_not_run
+        score = np.where(wanted, piece.step_seconds / piece.sequences, np.inf)
+        flat = int(score.argmin())
+        if score.flat[flat] < (np.inf if known is None else known.seconds_per_sequence):
+            self.result.best_not_run = self._found(piece, score, flat)
+
+    def _fits(self, piece: Piece) -> Array:
+        import numpy as np
+
+        fits: Array = piece.memory_bytes <= self.capacity
+        if piece.offload.any and np.isfinite(self.host):
+            fits &= piece.host_bytes <= self.host
+        return fits
+
     def take(self, piece: Piece, allowed: Array | None, excluded: Array | None) -> None:
         import numpy as np
 
         result = self.result
         result.priced += piece.step_seconds.size
-        fits = piece.memory_bytes <= self.capacity
-        if piece.offload.any and np.isfinite(self.host):
-            fits &= piece.host_bytes <= self.host
+        fits = self._fits(piece)
         memory = piece.memory_bytes
         if excluded is not None:
             out = int(np.count_nonzero(excluded))

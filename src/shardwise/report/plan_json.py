@@ -7,6 +7,7 @@ from typing import Any
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
+from shardwise.planner.not_run import NotRun
 from shardwise.planner.plan import Family, Plan
 from shardwise.planner.ranking import Row
 from shardwise.report.campaign import campaign_data
@@ -35,6 +36,7 @@ def plan_data(answer: Any) -> dict[str, Any]:
         "explanation": _explanation(answer.explanation),
         "textbook": None if answer.textbook is None else candidate_data(answer.textbook),
         "frameworks": [_framework(one, found.best) for one in answer.runners],
+        "not_run": None if answer.not_run is None else _not_run(answer.not_run),
         "why_not": [_why_not(one) for one in answer.why_not],
         "what_if": [_what_if(one) for one in answer.what_if],
         "pareto": None if answer.pareto is None else [_point(one) for one in answer.pareto],
@@ -102,6 +104,10 @@ def _framework(one: Any, best: Candidate) -> dict[str, Any]:
         "best": None if own is None else strategy_words(own.job.strategy),
         "loss": None if own is None else own.seconds_per_token / best.seconds_per_token - 1,
     }
+
+
+def _not_run(one: NotRun) -> dict[str, Any]:
+    return {"lacks": [list(finding.techniques) for finding in one.findings], "best": candidate_data(one.best)}
 
 
 def _why_not(one: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from shardwise.planner.describe import (
     sharding_words,
     strategy_words,
 )
+from shardwise.planner.not_run import NotRun
 from shardwise.planner.plan import Plan
 from shardwise.planner.ranking import GROUPS, Group, Row
 from shardwise.planner.search import Search
@@ -211,6 +212,16 @@ def _sentences(answer: Any) -> Iterator[str]:
     yield f"Error bars hold 80% of published runs: the step of 1 takes {low} to {high}. {band.basis.capitalize()}."
     yield f"Noise: {found.noise.basis}."
     yield from collective_lines(analyze(found.best.job))
+    if answer.not_run is not None:
+        yield _missing_feature(answer.not_run, found.best)
+
+
+def _missing_feature(one: NotRun, first: Candidate) -> str:
+    """What it costs that this project's engine lacks something."""
+    return (
+        f"Not run by this project's engine: {one.lacks}. It would give {one.best.tokens_per_second:,.0f} instead of "
+        f"{first.tokens_per_second:,.0f} tokens/s ({strategy_words(one.best.job.strategy)}); --any shows it."
+    )
 
 
 def _asked(answer: Any) -> Iterator[Any]:
