@@ -10,7 +10,7 @@ from shardwise.cost.validation.residuals import Noise
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan
-from shardwise.planner.ranking import Group
+from shardwise.planner.ranking import Group, why_behind
 from shardwise.planner.why_not import TIE, largest_differences
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -69,8 +69,8 @@ class Explanation:
         text = f"The next, {strategy_words(self.second.job.strategy)}, "
         if self.group == "within noise":
             more = self.second.margin_bytes - self.first.margin_bytes
-            left = f" and leaves {readable_bytes(more)} more" if more > 0 else ""
-            return f"{text}{_takes(self.loss)} ({self.differences}), is less simple{left}."
+            left = f"; it leaves {readable_bytes(more)} more" if more > 0 else ""
+            return f"{text}{_takes(self.loss)} ({self.differences}) and {why_behind(self.first, self.second)}{left}."
         text += f"takes {self.loss:+.1%}: {self.differences}"
         if not self.turnings:
             return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large turns that round."

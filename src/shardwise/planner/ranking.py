@@ -100,6 +100,19 @@ def _difficulty(one: Candidate) -> tuple[float, ...]:
     return len(one.dimensions), not said_by_a_framework(one), choices, lacks_room, printed_seconds, -one.margin_bytes
 
 
+def why_behind(first: Candidate, other: Candidate) -> str:
+    """What puts the other behind the first, of two that noise does not tell apart."""
+    reasons = (
+        "has more dimensions",
+        "no framework's configuration can say it",
+        "is less plain",
+        "may not fit if its memory is more than predicted",
+        "is no simpler",
+        "leaves less memory",
+    )
+    return next((why for why, a, b in zip(reasons, _difficulty(first), _difficulty(other)) if a < b), reasons[-2])
+
+
 def said_by_a_framework(one: Candidate) -> bool:
     """Whether some framework's configuration can say the strategy; formats and the like are its own affair."""
     return any(all(not lost.field.startswith("strategy.") for lost in can_run(one.job, name)) for name in TARGETS)
