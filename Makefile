@@ -53,7 +53,7 @@ bench: $(READY)
 	$(BIN)/python bench/recut.py
 	$(BIN)/python bench/less_communication.py compression
 	$(BIN)/python bench/less_communication.py diloco --emulate 2x1,200Mbit,1ms
-	$(BIN)/python -m shardwise validate validation/collectives.csv
+	$(BIN)/python -m shardwise validate collectives
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

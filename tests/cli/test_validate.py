@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.running import error_line, run, run_json
+from shardwise.cost.validation.table import SCORED
 
-TABLES = Path(__file__).parents[2] / "validation"
+ROOT = Path(__file__).parents[2]
+TABLES = ROOT / "validation"
 LAYOUTS = ("training_runs", "collectives", "pipeline_bubble")
 # A row of each layout that is scored.
 FIRST = {"training_runs": 0, "collectives": 20, "pipeline_bubble": 0}
@@ -18,7 +21,7 @@ FIRST = {"training_runs": 0, "collectives": 20, "pipeline_bubble": 0}
 
 @pytest.fixture(scope="module")
 def runs() -> Any:
-    return run_json("validate", str(TABLES / "training_runs.csv"))
+    return run_json("validate")  # the table that comes with the package
 
 
 def test_json_has_the_promised_fields(runs: Any) -> None:
@@ -162,3 +165,19 @@ def test_any_other_file_is_one_line(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("path", ["nowhere.csv", str(TABLES), str(TABLES / "hardware.csv")])
 def test_a_path_that_is_no_such_table(path: str) -> None:
     error_line(run("validate", path))
+
+
+def test_tables_that_come_with_the_package_have_names() -> None:
+    assert set(LAYOUTS) == set(SCORED)
+    by_name, by_path = (run("validate", table) for table in ("pipeline_bubble", str(TABLES / "pipeline_bubble.csv")))
+    assert (by_name.status, by_name.out) == (0, by_path.out)
+
+
+def test_every_file_beside_the_code_is_in_the_wheel() -> None:
+    """What setuptools is told to take covers every file of the package that git has and that is no module."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["shardwise"]
+    package = ROOT / "src/shardwise"
+    taken = {path for pattern in declared for path in package.glob(pattern)}
+    left = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} - taken
+    assert not left
+    assert package / "cost/validation/tables/training_runs.csv" in taken

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
+from shardwise.cost.validation.table import FOLDER, SCORED, table_path
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
 
@@ -21,17 +22,19 @@ def run(arguments: list[str]) -> int:
     parser = Parser(
         "validate",
         "Scores the cost model on a table of training runs, of collectives, or of pipeline bubbles.",
-        "shardwise validate validation/training_runs.csv",
+        "shardwise validate\nshardwise validate collectives\nshardwise validate my_runs.csv",
     )
-    parser.add_argument("table", help="CSV in the layout of validation/*.csv")
+    names = f"{', '.join(SCORED)} (which come with the package; default: the first), or a CSV in the layout of one"
+    parser.add_argument("table", nargs="?", default=SCORED[0], help=names)
     parser.add_argument("--json", action="store_true", help="the same for a machine")
     parsed = parser.parse(arguments)
-    layout = _layout(parsed.table)
+    path = str(table_path(parsed.table))
+    layout = _layout(path)
     if layout == "bubbles":
-        return _bubbles(parsed.table, parsed.json)
+        return _bubbles(path, parsed.json)
     if layout == "collectives":
-        return _collectives(parsed.table, parsed.json)
-    return _runs(parsed.table, parsed.json)
+        return _collectives(path, parsed.json)
+    return _runs(path, parsed.json)
 
 
 def _layout(path: str) -> str:
@@ -184,7 +187,7 @@ def _print(
 ) -> int:
     """Every row, then the absolute errors of every group and of all."""
     if not grouped:
-        raise SpecError("table", "has no rows that can be scored", "compare it with validation/*.csv")
+        raise SpecError("table", "has no rows that can be scored", f"compare it with {FOLDER}")
     groups: dict[str, list[float]] = {}
     for name, row in grouped:
         groups.setdefault(name, []).append(abs(row.error))

@@ -11,8 +11,16 @@ from pathlib import Path
 
 from shardwise.spec.errors import SpecError, shown
 
+# The tables that come with the package; the rest of the folder is read by tests and by the documents.
+FOLDER = Path(__file__).with_name("tables")
+SCORED = ("training_runs", "collectives", "pipeline_bubble")
 # What people write into a cell that has nothing to say.
 _BLANK = ("", "-", "—", "?", "na", "n/a", "nan", "none", "null", "unknown")
+
+
+def table_path(named: str) -> Path:
+    """A table that comes with the package by its name, or the file that a user names."""
+    return FOLDER / f"{named}.csv" if named in SCORED else Path(named)
 
 
 @dataclass(frozen=True)
