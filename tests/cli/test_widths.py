@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from cli.running import run
 from report.whole import WIDTHS, check_lines, check_whole, drawn
 from shardwise.report import console as printing
 from shardwise.report.tables import FittedTable
+from shardwise.report.training_progress import OneLine, fitted
 from shardwise.spec.clusters import cluster_from
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +196,7 @@ def _trained() -> None:
     from shardwise.report.training import print_points, print_summary
     from shardwise.train.metrics.summary import RunSummary
 
-    print_summary(RunSummary(1200, 10.9, 3.2, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.41, 0.01))
+    print_summary(RunSummary(1200, 10.9, 3.2, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.41, 0.01), "bf16")
     print_points([Point("memory does not grow", "+0.12% (at most 1%), between step 10 and step 1,200", True)])
 
 
@@ -208,6 +210,39 @@ REPORTS: dict[str, Callable[[], None]] = {
     "verify": _verified,
     "train": _trained,
 }
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_findings_of_doctor_at_every_width(width: int) -> None:
+    from shardwise.measure.doctor.finding import Finding
+    from shardwise.report.doctor import print_finding
+
+    found = Finding(
+        "shared memory", "warn", "63.9 MiB free of 64.0 MiB in /dev/shm", "start the container with --shm-size 1g"
+    )
+    for soft_wrap in (False, True):
+        out = io.StringIO()
+        print_finding(Console(file=out, width=width, soft_wrap=soft_wrap, color_system=None), found)
+        assert " ".join(out.getvalue().split()) == f"warn shared memory {found.figure}; {found.remedy}"
+        assert len(out.getvalue().splitlines()) == 1 if soft_wrap else True
+        check_lines(out.getvalue(), 200 if soft_wrap else width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_line_of_a_run_always_has_the_step(width: int) -> None:
+    """At 80 columns it hid the step."""
+    words = ("loss 3.213", "4 min 22 s left", "held out 3.300", "123k tokens/s", "262 ms a step (predicted 250 ms)",
+             "MFU 41.2%", "71.4 GiB")  # fmt: skip
+    line = fitted("step 1,234 of 10,000", words, width)
+    assert len(line) <= width
+    assert line.startswith("step 1,234 of 10,000: loss 3.213, 4 min 22 s left")
+    out = io.StringIO()
+    with Console(file=out, width=width, force_terminal=True, color_system=None) as console:
+        progress = OneLine(console=console)
+        progress.add_task("", total=10_000, completed=1234, words=words)
+        console.print(progress.get_renderable())
+    check_lines(out.getvalue(), width)
+    assert "step 1,234 of 10,000: loss 3.213, 4 min 22 s left" in out.getvalue()
 
 
 @pytest.mark.parametrize("report", REPORTS)

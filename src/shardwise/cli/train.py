@@ -191,7 +191,7 @@ def _told(outcome: Outcome, job: Job, metrics: Path, parsed: argparse.Namespace)
         log = f"; its log: {failure.log}" if failure.log else ""
         print(f"shardwise: error: {failure}{log}", file=sys.stderr)
     if found.step_seconds is not None:
-        print_summary(found)
+        print_summary(found, job.training.recipe.compute)
     if outcome.stopped or outcome.status:
         print(f"Stopped at step {found.steps:,} of {job.run.steps:,}: the same command goes on from there.")
     else:

@@ -7,7 +7,9 @@ from itertools import groupby
 from typing import Any
 
 from shardwise.planner.constraints import offload_name
+from shardwise.spec.job import Job
 from shardwise.spec.strategy import DIMENSIONS, Offload, Overlap, Strategy
+from shardwise.spec.units import readable_flops
 
 
 def strategy_words(strategy: Strategy) -> str:
@@ -124,3 +126,9 @@ def _unusual(spec: Any, *said: str) -> list[str]:
     usual = type(spec)()
     names = (one.name for one in fields(spec) if one.name not in said)
     return [f"{name} {getattr(spec, name)}" for name in names if getattr(spec, name) != getattr(usual, name)]
+
+
+def peak_words(job: Job) -> str:
+    """The peak that utilisation is measured against: that of the data type of the matrix products."""
+    data_type = job.training.recipe.compute
+    return f"the {data_type} peak, {readable_flops(job.cluster.device.peak_flops(data_type))}/s a device"

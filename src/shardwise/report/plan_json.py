@@ -72,6 +72,7 @@ def candidate_data(one: Candidate) -> dict[str, Any]:
         "tokens_per_step": job.tokens_per_step,
         "tokens_per_second": one.tokens_per_second,
         "mfu": one.mfu,
+        "mfu_peak": job.training.recipe.compute,
         "memory": one.memory.to_dict(),
         "margin_bytes": one.margin_bytes,
         "batch": {

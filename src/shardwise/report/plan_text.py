@@ -15,6 +15,7 @@ from shardwise.planner.candidate import PARTS, Candidate
 from shardwise.planner.describe import (
     offload_words,
     order_words,
+    peak_words,
     recompute_words,
     schedule_words,
     sharding_words,
@@ -29,7 +30,14 @@ from shardwise.report.analysis_text import collective_lines
 from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, table
 from shardwise.spec.parameters import parameter_count
-from shardwise.spec.units import readable_bytes, readable_count, readable_seconds
+from shardwise.spec.units import (
+    counted,
+    readable_bytes,
+    readable_count,
+    readable_duration,
+    readable_seconds,
+    readable_share,
+)
 
 _MOST_FAMILIES = 10
 _LIKE = "like it: layouts that add dimensions to the same idea and gain neither time nor memory; --all lists them"
@@ -78,8 +86,8 @@ def _headline(found: Plan) -> str:
     return (
         f"{job.model.name}: {readable_count(parameter_count(job.model))} parameters on {job.cluster.devices:,} × "
         f"{job.cluster.device.name} ({job.cluster.name})\n"
-        f"{batch:,} sequences of {job.training.seq:,} = {readable_count(batch * job.training.seq)} tokens per step, "
-        f"{job.training.precision}, {job.training.optimizer}, {job.stack.name}"
+        f"{counted(batch, 'sequence')} of {job.training.seq:,} = {readable_count(batch * job.training.seq)} tokens "
+        f"per step, {job.training.precision}, {job.training.optimizer}, {job.stack.name}"
     )
 
 
@@ -108,7 +116,7 @@ def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> RenderableType:
     columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
                "tokens/s", "MFU", "memory", "left", "like it")  # fmt: skip
     own = [_row(number, row, found.best) for number, row in enumerate(rows, 1) if row.group == group]
-    return table(titles[group], columns, own, numbers_from=4)
+    return table(titles[group], columns, own, numbers_from=4, optional=("tokens/s", "like it", "left", "MFU"))
 
 
 def _row(number: int, row: Row, first: Candidate) -> tuple[str, ...]:
@@ -129,7 +137,7 @@ def _row(number: int, row: Row, first: Candidate) -> tuple[str, ...]:
         readable_seconds(one.step_seconds),
         "" if one is first else difference_words(_loss(one, first)),
         f"{one.tokens_per_second:,.0f}",
-        f"{one.mfu:.1%}",
+        readable_share(one.mfu),
         readable_bytes(one.memory.total),
         readable_bytes(one.margin_bytes),
         f"+{len(row.like)}" if row.like else "",
@@ -152,8 +160,8 @@ def _batches(candidates: Sequence[Candidate]) -> RenderableType:
                 str(number),
                 f"{strategy.data_parallel:,} × {job.microbatches:,} × {strategy.microbatch}",
                 f"{job.sequences:,}",
-                f"{max(0.0, one.parts['bubble']) / one.step_seconds:.1%}",
-                f"{exposed / one.step_seconds:.1%}",
+                readable_share(max(0.0, one.parts["bubble"]) / one.step_seconds),
+                readable_share(exposed / one.step_seconds),
             )
         )
     columns = ("", "data parallel × accumulation × microbatch", "sequences", "bubble", "exposed communication")
@@ -183,7 +191,7 @@ def _families(found: Plan) -> RenderableType:
 def _where_time_goes(one: Candidate) -> RenderableType:
     rows = [
         (_WORDS[name], bar(one.parts[name] / one.step_seconds), readable_seconds(one.parts[name]),
-         f"{one.parts[name] / one.step_seconds:.1%}")
+         readable_share(one.parts[name] / one.step_seconds))
         for name in PARTS if one.parts[name] > 0.0005 * one.step_seconds
     ]  # fmt: skip
     return table(f"Where the step of 1 goes: {strategy_words(one.job.strategy)}", ("part", "", "seconds", "share"),
@@ -203,14 +211,15 @@ def _sentences(answer: Any) -> Iterator[str]:
         yield f"The text-book order gives {words}: {step} a step, {difference_words(loss)}{noise}."
     result = found.search
     yield (
-        f"Searched {result.priced:,} strategies in {result.seconds:.1f} s: {result.fitting:,} run and fit, "
-        f"{result.too_large:,} do not fit, {result.unsupported:,} are not run; the best {len(found.candidates)} were "
-        "simulated."
+        f"Searched {counted(result.priced, 'strategy')} in {readable_duration(result.seconds)}: "
+        f"{result.fitting:,} run and fit, {result.too_large:,} do not fit, {result.unsupported:,} are not run; "
+        f"the best {len(found.candidates)} were simulated."
     )
     band = error_bar(found.best.job)
     low, high = (readable_seconds(found.best.step_seconds * (1 + part)) for part in (band.time_low, band.time_high))
     yield f"Error bars hold 80% of published runs: the step of 1 takes {low} to {high}. {band.basis.capitalize()}."
     yield f"Noise: {found.noise.basis}."
+    yield f"MFU is of {peak_words(found.best.job)}."
     yield from collective_lines(analyze(found.best.job))
     if answer.not_run is not None:
         yield _missing_feature(answer.not_run, found.best)
@@ -267,7 +276,7 @@ def _pareto_table(answer: Any) -> RenderableType:
     sized = [
         (f"{one.devices:,}", strategy_words(one.best.job.strategy), readable_seconds(one.best.step_seconds),
          f"{one.best.seconds_per_token / most.best.seconds_per_token:.2f} ×",
-         f"{one.device_seconds_per_token / most.device_seconds_per_token:.1%}")
+         readable_share(one.device_seconds_per_token / most.device_seconds_per_token))
         for one in answer.pareto
     ]  # fmt: skip
     return table("Time against money", ("devices", "strategy", "step", "time", "cost per token"), sized, numbers_from=2)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from shardwise.launch.rehearsal import Point
 from shardwise.report.console import console, table
-from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds
+from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds, readable_share
 from shardwise.train.metrics.summary import RunSummary
 
 
-def print_summary(found: RunSummary) -> None:
+def print_summary(found: RunSummary, data_type: str) -> None:
+    """``data_type`` is that of the matrix products, of whose peak the utilisation is."""
     out = console()
     rows = [
         ("step time", found.predicted_seconds, found.step_seconds, readable_seconds),
@@ -23,7 +24,8 @@ def print_summary(found: RunSummary) -> None:
     out.print(table("Predicted beside measured", ("", "predicted", "measured", "measured / predicted"), cells))
     words = [counted(found.steps, "step")]
     if found.tokens_per_second is not None and found.mfu is not None:
-        words.append(f"{readable_count(found.tokens_per_second)} tokens/s, MFU {found.mfu:.1%}")
+        words.append(f"{readable_count(found.tokens_per_second)} tokens/s")
+        words.append(f"MFU {readable_share(found.mfu)} of the {data_type} peak")
     if found.first_loss is not None and found.last_loss is not None:
         words.append(f"loss {found.first_loss:.3f} → {found.last_loss:.3f}")
     if found.first_validation is not None and found.last_validation is not None:

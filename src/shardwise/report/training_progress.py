@@ -44,7 +44,7 @@ class TrainingProgress:
         self._console = Console(stderr=True, highlight=False)
         self._bar: Progress | None = None
         if self._console.is_terminal and not quiet:
-            self._bar = _OneLine(console=self._console, transient=True)
+            self._bar = OneLine(console=self._console, transient=True)
             self._task = self._bar.add_task("", total=steps, words=("starting",))
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last_line = time.monotonic()
@@ -136,7 +136,7 @@ def fitted(head: str, words: Sequence[str], width: int) -> str:
     return line
 
 
-class _OneLine(Progress):
+class OneLine(Progress):
     """The step, what is said of it, and a bar in the room that is left."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
