@@ -117,7 +117,6 @@ def _megatron(random: Random) -> Fields:
         "schedule": "interleaved" if interleaved else "1f1b", "interleave": pick((2, 4)) if interleaved else 1,
         "stage_layers": pick(("even", "balanced")), "recompute": recompute,
         "recompute_layers": pick((None, 1, 3)) if recompute == "full" else None,
-        "recompute_operators": pick((["attention"], ["norm"], ["attention", "norm"], *([["activation"]] * expert))),
         "overlap": {"dp": pick((True, False)), "tp": sequence and pick((True, False)), "cp": method == "ring",
                     "pp": interleaved and pick((True, False)), "ep": pick((True, False)),
                     "offload": pick((True, False))},
@@ -134,10 +133,21 @@ def _megatron(random: Random) -> Fields:
         "precision": pick(sorted(set(RECIPES) - ({"fp16"} if strategy["ep"] > 1 else set()))),
         "tokens": pick((None, seq * 1000)),
     }  # fmt: skip
-    models = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite", "kimi-k2")
+    latent, plain = ("deepseek-v3", "deepseek-v2-lite", "kimi-k2"), ("mixtral-8x7b", "qwen3-30b-a3b")
+    model = pick((*latent, *plain))
+    if expert and model in latent:
+        strategy["offload"]["activations"] = 0  # their layers are an odd number
+    if strategy["overlap"]["ep"] and (recompute == "full" or (pp > 1 and not interleaved)):
+        strategy["overlap"]["ep"] = False  # refused
+    if recompute == "selective" and training["attention"] == "flash":
+        # Norms that Transformer Engine fuses into a product, and the activation of a dense MLP, are always kept.
+        operators = ["norm", "up-projection"] if model in latent else ["activation"]
+        training["precision"] = "bf16" if training["precision"] == "fp8" else training["precision"]
+        strategy["recompute_operators"] = operators
+        strategy["recompute"] = "selective" if expert else "none"
     dense = ("llama3-8b", "llama2-70b", "qwen2.5-7b", "mistral-7b", "qwen3-8b", "yi-34b")
     dense += ("gpt3-13b",) * (seq == 2048)  # learned positions end there
-    return {"model": pick(models if expert else dense), "strategy": strategy, "training": training}
+    return {"model": model if expert else pick(dense), "strategy": strategy, "training": training}
 
 
 def _torchtitan(random: Random) -> Fields:
@@ -153,8 +163,8 @@ def _torchtitan(random: Random) -> Fields:
         "interleave": pick((2, 4)) if schedule == "interleaved" else 1, "stage_layers": pick(("even", "balanced")),
         "expert_tp": pick((1, tp)) if ep > 1 else None, "dispatch": pick(("all-to-all", "deduplicated")),
         "shard_group": None if alone else pick((None, dp * cp // 2)), "keep_parameters": pick((True, False)),
-        "context_method": pick(("ring", "all-gather")), "recompute": pick(("none", "selective", "full")),
-        "recompute_operators": ["norm", "activation"],
+        "context_method": pick(("ring", "all-gather")), "recompute_operators": ["alternate-products"],
+        "recompute": pick(("none", "full") if expert else ("none", "selective", "full")),
         "overlap": {"tp": pick((True, False)), "ep": schedule == "dualpipev" and pp > 1 and pick((True, False))},
         "offload": {"optimizer": moved, "gradients": moved, "weights": moved},
     }  # fmt: skip
@@ -206,10 +216,20 @@ def _nanotron(random: Random) -> Fields:
     training = {
         "seq": seq, "precision": pick(("fp32", "fp16", "bf16", "bf16-fp32-grads")), "optimizer": pick(("adamw", "sgd")),
     }  # fmt: skip
-    model: Any = (
-        UNNORMALISED_MIXTRAL if expert else pick(("llama3-8b", "llama3-70b", "llama2-13b", "mistral-7b", "yi-34b"))
-    )
+    sizes = {"llama3-8b": (32, 4096, 14336, 128256), "llama2-13b": (40, 5120, 13824, 32000)}
+    dense = pick(("llama3-8b", "llama2-13b"))
+    model: Any = UNNORMALISED_MIXTRAL if expert else dense
+    if strategy["pp"] > 1:
+        strategy["stage_layers"] = _by_cost(strategy["pp"], *((32, 4096, 14336, 32000) if expert else sizes[dense]))
     return {"model": model, "strategy": strategy, "training": training}
+
+
+def _by_cost(stages: int, layers: int, hidden: int, ffn: int, vocab: int) -> list[int]:
+    """Layers per stage by nanotron's costs: a stage is full with the layer that passes its share of all products."""
+    layer, head = 4 * hidden**2 + 3 * hidden * ffn, hidden * vocab
+    ends = [next(n for n in range(layers + 1) if n * layer > (i + 1) * (layers * layer + head) / stages)
+            for i in range(stages - 1)]  # fmt: skip
+    return [end - begin for begin, end in zip([0, *ends], [*ends, layers])]
 
 
 def _colossalai(random: Random) -> Fields:

@@ -17,7 +17,7 @@ JOB = TEXT.split()
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_framework(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*JOB, "--to", name]) == 0
+    assert run([*JOB, "--to", name, "--anyway"]) == 0
     printed = capsys.readouterr()
     (expected,) = TARGETS[name].export(_job()).files.values()
     assert printed.out == expected
@@ -38,6 +38,34 @@ def _job() -> Job:
 def test_losses_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     run([*JOB, "--schedule", "zb-h1", "--to", "megatron"])
     assert "strategy.schedule = zb-h1: only 1f1b and interleaved" in capsys.readouterr().err
+
+
+def test_what_the_framework_makes_larger_is_refused_or_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Accelerate has neither tensor parallelism with ZeRO-1 nor pipelines: what would be left does not fit."""
+    with pytest.raises(SpecError, match=r"as accelerate runs it, the job does not fit: .* where this job takes"):
+        run([*JOB, "--to", "accelerate"])
+    assert run([*JOB, "--to", "accelerate", "--anyway", "--json"]) == 0
+    priced = json.loads(capsys.readouterr().out)["priced"]
+    assert priced["exported"]["memory_bytes"] > 80 * 2**30 > priced["job"]["memory_bytes"]
+    assert run([*JOB, "--to", "nanotron"]) == 0
+    assert "priced: " in capsys.readouterr().err
+    own = ["--stack", "megatron-core", "--precision", "bf16-fp32-grads"]
+    assert run([*JOB, *own, "--to", "megatron"]) == 0
+    assert "priced: " not in capsys.readouterr().err  # Megatron runs just that
+
+
+def test_selective_recompute_that_megatron_lacks_is_priced_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Norms are fused into products and the activation of a dense MLP is kept: nothing would be made again."""
+    text = (
+        "--model llama3-70b --cluster dgx-h100:64 --tp 2 --zero 3 --global-batch 1024 --seq 8192 --stack megatron-core"
+    )
+    arguments = [*text.split(), "--recompute", "selective", "--to", "megatron"]
+    with pytest.raises(SpecError, match=r"does not fit: .* 96\.8 GiB \(without recompute\), where .* 69\.7 GiB"):
+        run(arguments)
+    run([*arguments, "--anyway"])
+    printed = capsys.readouterr()
+    assert "--recompute" not in printed.out
+    assert "strategy.recompute = selective: no module of --recompute-modules makes just that again" in printed.err
 
 
 def test_strict_refuses() -> None:

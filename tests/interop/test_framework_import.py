@@ -191,7 +191,9 @@ def test_megatron_command_line() -> None:
     strategy = job.strategy
     assert (strategy.tp, strategy.pp, strategy.data_parallel, strategy.zero) == (4, 4, 4, 1)
     assert (strategy.schedule, strategy.interleave) == ("interleaved", 2)
-    assert (strategy.recompute, strategy.recompute_operators) == ("selective", ("attention",))
+    assert strategy.recompute == "none"  # a fused attention keeps no scores that core_attn could make again
+    assert "--recompute-modules core_attn makes nothing again here: not priced" in back.notes
+    assert job.stack.name == "megatron-core"
     assert job.training.precision == "bf16-fp32-grads"
     assert job.training.tokens == 1000 * 256 * 8192
     assert [line.split()[0] for line in back.unused] == ["--lr", "--clip-grad"]

@@ -61,7 +61,7 @@ def _asked(parsed: argparse.Namespace) -> Examination:
         devices = 0 if parsed.on == "cpu" else _visible_devices()
         device = parsed.on or ("cuda" if devices else "cpu")
         return Examination(folder, devices or PROCESSES, device, 1 + len(hosts), hosts)
-    job = job_from(parsed)
+    job = job_from(parsed, runs_here=True)
     processes = min(job.cluster.node_devices, job.strategy.world)
     return Examination(
         folder=_existing(parsed.folder) if parsed.folder else _nearest(Path(job.run.folder or ".")),

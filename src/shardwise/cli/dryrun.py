@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--full", action="store_true", help="trace every layer and microbatch instead of a few")
     parser.add_argument("--json", action="store_true", help="the same for a machine")
     parsed = parser.parse(arguments)
-    job = job_from(parsed)
+    job = job_from(parsed, runs_here=True)
     require_runs(job)
     if parsed.world is not None:
         job = resized(job, whole(parsed.world, "--world"))

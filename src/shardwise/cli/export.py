@@ -9,7 +9,10 @@ from pathlib import Path
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.interop.frameworks import TARGETS, Exported, target
+from shardwise.planner.candidate import Candidate
+from shardwise.planner.frameworks import PricedExport, priced_export
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.units import readable_bytes, readable_seconds
 
 _EXAMPLE = """
 shardwise export --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --zero 1 --global-batch 1024 --to megatron
@@ -22,23 +25,30 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--to", help="framework: " + ", ".join(TARGETS))
     parser.add_argument("--out", metavar="PATH", help="file or folder to write to (default: standard output)")
     parser.add_argument("--strict", action="store_true", help="refuse a job that the framework cannot run as it is")
+    parser.add_argument("--anyway", action="store_true", help="write also what does not fit as the framework runs it")
     parser.add_argument("--json", action="store_true", help="files, losses and notes for a machine")
     parsed = parser.parse(arguments)
     if parsed.to is None:
         raise SpecError("--to", "is missing", "choose one of " + ", ".join(TARGETS))
     chosen = target(parsed.to)
-    exported = chosen.export(job_from(parsed))
+    job = job_from(parsed)
+    exported, priced = chosen.export(job), priced_export(job, chosen.name)
     if parsed.strict:
         exported.strict()
+    if priced.no_longer_fits and not parsed.anyway:
+        remedy = f"plan with --for {chosen.name}, or write it with --anyway"
+        raise SpecError("--to", f"as {chosen.name} runs it, the job does not fit: {_prices(priced)}", remedy)
     if parsed.out is not None:
         _write(exported, Path(parsed.out))
     if parsed.json:
-        print(json.dumps(_data(exported), indent=2))
+        print(json.dumps(_data(exported, priced), indent=2))
         return 0
     if parsed.out is None:
         for text in exported.files.values():
             sys.stdout.write(text)
     _report(exported)
+    if priced.changed:
+        print(f"priced: {_prices(priced)}", file=sys.stderr)
     return 0
 
 
@@ -65,7 +75,22 @@ def _report(exported: Exported) -> None:
             print(title, *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
-def _data(exported: Exported) -> dict[str, object]:
+def _prices(priced: PricedExport) -> str:
+    """Both prices, and what lies between them."""
+    here, there = priced.here, priced.there
+    if there is None:
+        return f"{_price(here)} here; what is written makes no job that could be priced"
+    return f"{_price(there)} ({', '.join(priced.differs) or 'as exported'}), where this job takes {_price(here)}"
+
+
+def _price(one: Candidate) -> str:
+    return f"{readable_seconds(one.step_seconds)} a step and {readable_bytes(one.memory.total)}"
+
+
+def _data(exported: Exported, priced: PricedExport) -> dict[str, object]:
+    def numbers(one: Candidate | None) -> dict[str, float] | None:
+        return None if one is None else {"step_seconds": one.step_seconds, "memory_bytes": one.memory.total}
+
     return {
         "target": exported.target,
         "version": exported.version,
@@ -75,4 +100,5 @@ def _data(exported: Exported) -> dict[str, object]:
             for one in exported.lost
         ],
         "notes": list(exported.notes),
+        "priced": {"job": numbers(priced.here), "exported": numbers(priced.there), "differs": list(priced.differs)},
     }

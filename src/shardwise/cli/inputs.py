@@ -39,13 +39,15 @@ _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
 
 
-def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None) -> Job:
+def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None, *, runs_here: bool = False) -> Job:
     """The job that a file and flags describe; flags override the file.
 
     The file may be another framework's configuration: what of it has no meaning here, and what it leaves open, is
-    said on standard error. ``run`` has the fields of the run that flags give, of a verb that runs it.
+    said on standard error. It is priced as that framework runs it, unless this project's engine runs it
+    (``runs_here``). ``run`` has the fields of the run that flags give, of a verb that runs it.
     """
-    fields, framework, notes = _job_fields(arguments, (run or {}).get("emulate"))
+    emulation = (run or {}).get("emulate")
+    fields, framework, notes = _job_fields(arguments, emulation, runs_here=runs_here or run is not None)
     given = fields.get("run", None if run is None else {})
     if isinstance(given, Mapping):
         fields["run"] = with_steps({**given, **(run or {})}, fields)
@@ -56,12 +58,15 @@ def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None
     return job
 
 
-def planning_job(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
+def planning_job(arguments: argparse.Namespace, framework: str | None = None) -> tuple[Job, list[str]]:
     """The job whose strategy is to be found, and what was assumed about it.
 
-    Its strategy says only what no search varies (`NOT_SEARCHED`).
+    Its strategy says only what no search varies (`NOT_SEARCHED`). For a ``framework`` the stack and the precision are
+    its own, unless others are given.
     """
-    fields, _, notes = _job_fields(arguments)
+    fields, _, notes = _job_fields(arguments, runs_here=True)
+    if framework is not None:
+        notes += _own_way(fields, framework)
     given = fields.pop("strategy", None) or {}
     fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
     training = dict(fields.get("training") or {})
@@ -82,12 +87,30 @@ def planning_job(arguments: argparse.Namespace) -> tuple[Job, list[str]]:
         raise error.under("training") from None
 
 
+def _own_way(fields: dict[str, Any], framework: str) -> list[str]:
+    """Gives ``fields`` the stack and precision of the framework where they say none; says so. Refuses another's."""
+    from shardwise.interop.frameworks import TARGETS, own_stack
+
+    one, notes = TARGETS[framework], []
+    if "stack" in fields:
+        stack = stack_from(fields["stack"])
+        if own_stack(stack, one).name != stack.name:
+            remedy = f"leave --stack out, or use {' or '.join(one.stacks)}"
+            raise SpecError("--stack", f"{stack.name} is not the software of {framework}", remedy)
+    else:
+        fields["stack"] = one.stacks[0]
+    if not _mapping(fields.get("training")).get("precision"):
+        set_field(fields, "training.precision", one.recipe)
+        notes.append(f"for {framework}: {one.recipe} (--precision), priced with the stack {fields['stack']} (--stack)")
+    return notes
+
+
 def _job_fields(
-    arguments: argparse.Namespace, emulation: Emulation | None = None
+    arguments: argparse.Namespace, emulation: Emulation | None = None, *, runs_here: bool = False
 ) -> tuple[dict[str, Any], str | None, list[str]]:
     """The fields of a job, the framework whose configuration they come from, and what to tell about that.
 
-    An ``emulation`` is a cluster too, where none is given.
+    An ``emulation`` is a cluster too, where none is given. What ``runs_here`` has the stack of this project's engine.
     """
     overrides = field_overrides(arguments)
     bare.check_unused(arguments)
@@ -96,6 +119,8 @@ def _job_fields(
     notes: list[str] = []
     if framework is not None:
         fields, notes = _imported(arguments, overrides, framework)
+        if runs_here:
+            fields.pop("stack", None)
     elif arguments.job:
         fields = read_job_fields(arguments.job)
     # Fields of a noun that is named, by a flag or in the file, can only be set once it is known.

@@ -20,7 +20,7 @@ from shardwise.planner.constraints import (
     allowed,
     parse_constraints,
 )
-from shardwise.planner.frameworks import check_framework, framework_filters, plan_for
+from shardwise.planner.frameworks import check_framework, plan_for
 from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
 from shardwise.planner.what_if import changed
@@ -42,7 +42,8 @@ def run(arguments: list[str]) -> int:
     mixed = None if parsed.cluster is None else parse_mixed(parsed.cluster)
     if mixed is not None:
         parsed.cluster = mixed.kinds[0]  # what is asked of one cluster is asked of the first kind
-    job, notes = planning_job(parsed)
+    framework = None if parsed.framework is None else check_framework(parsed.framework)
+    job, notes = planning_job(parsed, None if framework == "ddp" else framework)
     if mixed is not None:
         return _plan_mixed(parsed, mixed, job, constraints, notes)
     request = Request(
@@ -54,7 +55,6 @@ def run(arguments: list[str]) -> int:
         any_priced=parsed.any,
         thorough=parsed.thorough,
     )
-    framework = None if parsed.framework is None else check_framework(parsed.framework)
     wishes = [(text, parse_constraints(text)) for text in parsed.why_not]
     # A mistake in what is asked besides should not wait for the search.
     terms_from(parsed, job.training)
@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
         if framework:
             found = plan_for(request, framework)
         else:
-            found = plan(request, progress.show, framework_filters(request))
+            found = plan(request, progress.show)
         answer = _answer(required(found, request), parsed, framework, wishes, notes, progress)
     if output is not None:
         output.write_text(_HEADER + answer.plan.best.job.to_yaml(), encoding="utf-8")
@@ -190,7 +190,7 @@ def _answer(
         framework,
         explain(found),
         rule,
-        who_can_run(found),
+        who_can_run(found, near=framework is None),
         [judged(found, one) for one in asked],
         [what_if(found.request, change) for change in parsed.what_if],
         pareto,

@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     _require_positive("--steps", parsed.steps)
     _require_positive("--max-processes", parsed.max_processes)
-    job = job_from(parsed)
+    job = job_from(parsed, runs_here=True)
     require_torch("verify")
 
     from shardwise.measure.smaller import on_fewer_ranks, with_small_model

@@ -1,4 +1,4 @@
-"""Which training frameworks can run a plan, what each lacks, and what that costs."""
+"""Which training frameworks can run a plan, what each lacks, and what a plan costs as each of them runs it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from shardwise.interop.frameworks import TARGETS, can_run
+from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, own_stack, same_products, target
 from shardwise.interop.frameworks.parts import Lost
+from shardwise.interop.frameworks.said import said_by
 from shardwise.planner.candidate import Candidate, candidate, job_with
 from shardwise.planner.constraints import FIELDS, OFFLOADS, Allowed, Constraints, field_value
 from shardwise.planner.plan import Plan, plan
+from shardwise.planner.ranking import ranked
 from shardwise.planner.request import Request
-from shardwise.planner.search import Search
+from shardwise.planner.search import Search, search
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES, Strategy
@@ -26,35 +28,119 @@ _MOST_COMBINATIONS = 12  # of values that a framework cannot say together
 
 @dataclass(frozen=True)
 class FrameworkVerdict:
-    """What a framework lacks for a job; and the best plan that it can express, where that was searched."""
+    """What a framework lacks for a plan, and what it runs: the plan, or else the best of the layouts near it.
+
+    ``own`` is priced as the framework runs it, with its own kernels and precision; None where nothing was found that
+    fits then. ``differs`` says in which ways it runs the plan, or what it runs instead.
+    """
 
     name: str
     lacks: tuple[Lost, ...]
     own: Candidate | None = None
+    differs: tuple[str, ...] = ()
+    needed_bytes: float | None = None  # by the plan, where that does not fit as the framework runs it
 
     @property
     def runs(self) -> bool:
-        return not self.lacks
+        """Whether it runs the plan itself, and that fits."""
+        return not self.lacks and self.needed_bytes is None
 
 
-def framework_filters(request: Request) -> dict[str, dict[str, Allowed]]:
-    """What each framework can say, as the values that the strategy's fields may have."""
-    free = replace(request, constraints=Constraints())
-    return {name: dict(expressible(free, name).constraints.allowed) for name in TARGETS}
+def who_can_run(found: Plan, *, near: bool = True) -> tuple[FrameworkVerdict, ...]:
+    """What each framework lacks to run the plan, and what it runs, in its own kernels and precision.
+
+    ``near`` looks, for those that cannot run it, for what they can run, among layouts like it.
+    """
+    return tuple(_verdict(found, name, near) for name in TARGETS)
 
 
-def who_can_run(found: Plan) -> tuple[FrameworkVerdict, ...]:
-    """What each framework lacks to run the plan, and the best that it can run."""
-    result = []
-    for name in TARGETS:
-        lacks = tuple(can_run(found.best.job, name))
-        other = found.search.of_filters.get(name)
-        own = None
-        if lacks and other is not None:
-            job = job_with(found.request.job, other.strategy(), other.sequences)
-            own = candidate(job) if not _of_strategy(can_run(job, name)) else None
-        result.append(FrameworkVerdict(name, lacks, own))
-    return tuple(result)
+def _verdict(found: Plan, name: str, near: bool) -> FrameworkVerdict:
+    job, lacks, needed = found.best.job, tuple(lacking(found.best.job, name)), None
+    if not lacks:
+        own = candidate(as_run_by(job, target(name)))
+        if own.memory.total <= found.request.capacity_bytes:
+            return FrameworkVerdict(name, (), own, differences(job, own.job))
+        needed = own.memory.total
+    other = _best_near(found, name) if near else None
+    return FrameworkVerdict(name, lacks, other, differences(job, other.job) if other else (), needed)
+
+
+def _best_near(found: Plan, name: str) -> Candidate | None:
+    """The best strategy for a framework with few of the degrees of the plan changed; None where none fits."""
+    if _other_than_strategy(found.best.job, name):
+        return None
+    best, request = found.best.job.strategy, found.request
+    near = {"tp": (1, 2, 4, 8, best.tp), "cp": (1, best.cp), "pp": (1, 2, best.pp), "ep": (1, 8, best.ep)}
+    constraints = request.constraints
+    for field, values in near.items():
+        if not constraints.names(field):
+            constraints = constraints.with_allowed({field: Allowed(tuple(dict.fromkeys(values)))})
+    try:
+        request = expressible(in_own_way(replace(request, constraints=constraints), name), name)
+    except SpecError:
+        return None  # what the user asks for
+    for offload in (False, True)[: 1 if request.offload is False else 2]:
+        result = search(request.space(offload=offload), memory_bytes=request.capacity_bytes, any_priced=True)
+        for one in result.best:
+            job = job_with(request.job, one.strategy(), one.sequences)
+            if not lacking(job, name):
+                own = candidate(as_run_by(job, target(name)))
+                if own.memory.total <= request.capacity_bytes:
+                    return own
+    return None
+
+
+@dataclass(frozen=True)
+class PricedExport:
+    """A job as priced here, and as the framework runs what was written of it (None where that makes no job)."""
+
+    here: Candidate
+    there: Candidate | None
+    differs: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the framework's step or memory is another than the job's, by more than 0.1%."""
+        if self.there is None:
+            return True
+        pairs = ((self.here.step_seconds, self.there.step_seconds), (self.here.memory.total, self.there.memory.total))
+        return any(abs(after / before - 1) > 1e-3 for before, after in pairs)
+
+    @property
+    def no_longer_fits(self) -> bool:
+        capacity = self.here.job.cluster.device.memory
+        return self.there is not None and self.here.memory.total <= capacity < self.there.memory.total
+
+
+def priced_export(job: Job, name: str) -> PricedExport:
+    """What a job costs here, and what its export costs where it goes."""
+    here, one = candidate(job), target(name)
+    try:
+        run = as_run_by(job, one)
+    except SpecError:
+        return PricedExport(here, None)
+    there = here if run is job else candidate(run)
+    ways = [] if run.stack == job.stack else [f"the stack {run.stack.name}"]
+    lost = {lost.field.removeprefix("strategy.") for lost in lacking(job, name)}
+    return PricedExport(here, there, (*ways, *differences(job, run), *(f"without {field}" for field in sorted(lost))))
+
+
+def differences(job: Job, run: Job) -> tuple[str, ...]:
+    """In a few words, what a framework does otherwise than ``job`` says, of what has a price."""
+    before, after = said_by(job), said_by(run)
+    words: list[str] = []
+    if before["training.precision"] != after["training.precision"]:
+        bits = {2: "16-bit gradients", 4: "fp32 gradients"}
+        words.append(bits.get(int(run.training.recipe.gradient), run.training.precision))
+    for dimension in ("dp", "tp", "cp", "pp", "ep", "offload"):
+        path = f"strategy.overlap.{dimension}"
+        if path in before and path in after and before[path] != after[path]:
+            words.append(f"{'' if after[path] else 'no '}overlap of {dimension}")
+    if "strategy.stage_layers" in after and before.get("strategy.stage_layers") != after["strategy.stage_layers"]:
+        words.append("stages of its own")
+    if before["training.attention"] != after["training.attention"]:
+        words.append(f"{run.training.attention} attention")
+    return tuple(words)
 
 
 def check_framework(name: str) -> str:
@@ -63,36 +149,84 @@ def check_framework(name: str) -> str:
     return name.lower()
 
 
+def in_own_way(request: Request, name: str) -> Request:
+    """The request with the framework's stack, precision and selective recomputation; raises SpecError without any.
+
+    This project's engine need not run what comes out: the framework does.
+    """
+    job, one = request.job, target(name)
+    plain = job.unchecked(strategy=Strategy(dp=1), training=job.training.unchecked(global_batch=64))
+    precision = same_products(plain, one)
+    if precision is None:
+        why = one.reasons.get("training.precision", "")
+        raise SpecError("--for", f"{name} does not train in {job.training.precision}", f"{one.title}: {why}")
+    lost = _other_than_strategy(plain, name)
+    if lost:
+        problem = f"{name} does not have " + ", ".join(f"{one.field} ({one.why})" for one in lost)
+        raise SpecError("--for", problem, "choose another framework")
+    strategy, operators = job.strategy, one.selective(job)
+    if operators and strategy.recompute_operators == Strategy().recompute_operators:
+        strategy = strategy.unchecked(recompute_operators=operators)
+    training = job.training.unchecked(precision=precision)
+    job = job.unchecked(stack=own_stack(job.stack, one), strategy=strategy, training=training)
+    return replace(request, job=job, any_priced=True)
+
+
 def expressible(request: Request, name: str) -> Request:
     """The request within what one framework can say; each field is tried with each of its values."""
     if check_framework(name) == "ddp":
         fixed = {field: Allowed((value,)) for field, value in _DDP.items()}
         return replace(request, constraints=request.constraints.with_allowed(fixed))
-    constraints, without = request.constraints, set()
+    constraints, without, stage = request.constraints, set(), 3
     for field, values in _tried(request.job):
         if any(needed in without for needed in _NEEDED.get(field, {})):
             continue  # a framework without pipelines needs no schedule
         # The first value of most fields is plain and need not be said; what these are by default differs.
         said = values if field in ("sequence_parallel", "order") else values[1:]
-        lacking = [value for value in said if _lacks(request.job, name, field, value)]
-        allowed = tuple(value for value in values if value not in lacking)
+        lost = [value for value in said if _lacks(request.job, name, field, value, stage)]
+        allowed = tuple(value for value in values if value not in lost)
         if allowed == values[:1]:
             without.add(field)
+        if field == "zero":
+            stage = max(allowed)  # of ZeRO, with which the fields after it are tried
         if len(allowed) < len(values):
             constraints = constraints.with_allowed({field: Allowed(allowed)})
     return replace(request, constraints=constraints)
 
 
 def plan_for(request: Request, name: str) -> Plan | Search:
-    """`plan` within what a framework can run; combinations that it cannot say are left out as they come up."""
-    request = expressible(request, name)
-    found = plan(request)
+    """`plan` for a framework: within what it can say, priced as it runs it.
+
+    Combinations of values that it cannot say are left out as they come up.
+    """
+    if check_framework(name) == "ddp":
+        return plan(expressible(request, name))
+    request = expressible(in_own_way(request, name), name)
     for _ in range(_MOST_COMBINATIONS):
-        if not isinstance(found, Plan) or name == "ddp" or not _of_strategy(can_run(found.best.job, name)):
-            return found
-        request = replace(request, constraints=_without(request.constraints, found.best.job, name))
         found = plan(request)
+        if not isinstance(found, Plan):
+            return found
+        unsaid = [one.job for one in (found.best, found.fastest) if _of_strategy(lacking(one.job, name))]
+        if not unsaid:
+            return _as_run(found, name)
+        request = replace(request, constraints=_without(request.constraints, unsaid[0], name))
     raise SpecError("--for", f"none of the best plans can be said in {name}", "fix more dimensions, or drop --for")
+
+
+def _as_run(found: Plan, name: str) -> Plan:
+    """The plan with what the framework can say of its candidates, each priced as its configuration makes it run."""
+    one, kept = target(name), []
+    for known in found.candidates:
+        if _of_strategy(lacking(known.job, name)):
+            continue
+        job = as_run_by(known.job, one)
+        own = known if job is known.job else candidate(job)
+        if own.memory.total <= found.request.capacity_bytes:
+            kept.append(own)
+    if not kept:
+        problem = f"what would be best does not fit as {name} runs it"
+        raise SpecError("--for", problem, "give --max-memory less than the device has, or fix more dimensions")
+    return replace(found, ranking=ranked(kept))
 
 
 def _without(constraints: Constraints, job: Job, name: str) -> Constraints:
@@ -103,15 +237,34 @@ def _without(constraints: Constraints, job: Job, name: str) -> Constraints:
     unusual = [field for field, values in _tried(job) if fields[field] != values[0]]
     for count in range(1, len(unusual) + 1):
         for some in combinations(unusual, count):
-            strategy = Strategy().unchecked(**{"dp": job.strategy.dp, **{field: fields[field] for field in some}})
-            if _of_strategy(can_run(job.unchecked(strategy=strategy), name)):
-                entry = {field: Allowed((fields[field],)) for field in some}
-                return Constraints(constraints.allowed, (*constraints.excluded, entry))
+            strategy = _plain(job.strategy).unchecked(**{field: fields[field] for field in some})
+            if _of_strategy(lacking(job.unchecked(strategy=strategy), name)):
+                return Constraints(constraints.allowed, (*constraints.excluded, _entry(job, name, fields, some)))
     raise SpecError("--for", f"{name} cannot say even plain data parallelism", "drop --for")
 
 
+def _entry(job: Job, name: str, fields: dict[str, Any], some: tuple[str, ...]) -> dict[str, Allowed]:
+    """Values that cannot be said together: of degrees all above 1, where 2 of each cannot either."""
+    degrees = [field for field in some if field in ("tp", "cp", "pp", "ep")]
+    values = {field: 2 if field in degrees else fields[field] for field in some}
+    twos = job.unchecked(strategy=_plain(job.strategy).unchecked(**values))
+    wide = degrees and _of_strategy(lacking(twos, name))
+    return {field: Allowed(None, 2) if wide and field in degrees else Allowed((fields[field],)) for field in some}
+
+
+def _plain(strategy: Strategy) -> Strategy:
+    """Plain data parallelism over as many ranks, with the same meaning of selective recompute."""
+    return Strategy().unchecked(dp=strategy.dp, recompute_operators=strategy.recompute_operators)
+
+
+def _other_than_strategy(job: Job, name: str) -> list[Lost]:
+    """What a framework lacks that no strategy changes and that has a price: of the model, or the optimizer."""
+    numbers = ("model.numerics", "strategy.")
+    return [one for one in lacking(job, name) if not one.field.startswith(numbers)]
+
+
 def _of_strategy(lost: Iterable[Lost]) -> list[Lost]:
-    """What a framework lacks of the strategy; formats and the like are its own affair."""
+    """What a framework lacks of the strategy; the model and the optimizer are not searched."""
     return [one for one in lost if one.field.startswith("strategy.")]
 
 
@@ -141,15 +294,18 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "recompute_layers": {"recompute": "full"},
     "keep_parameters": {"zero": 3},
     "accumulate": {"zero": 2},
-    "shard_group": {"zero": 3},
+    "shard_group": {"zero": None},
     "stage_layers": {"pp": 2},
     "order": {"pp": 2},
 }
 
 
-def _lacks(job: Job, name: str, field: str, value: Any) -> bool:
-    """Whether a framework cannot say that ``field`` has ``value``."""
+def _lacks(job: Job, name: str, field: str, value: Any, stage: int) -> bool:
+    """Whether a framework, which has ZeRO up to ``stage``, cannot say that ``field`` has ``value``."""
     fields: dict[str, Any] = {"stage_layers": "even", "dp": 4, **_NEEDED.get(field, {}), field: value}
+    fields["recompute_operators"] = job.strategy.recompute_operators
+    if fields.get("zero", 0) is None:
+        fields["zero"] = stage
     if field == "stage_layers":  # it takes a pipeline that does not divide to tell
         fields["pp"] = next((pp for pp in range(2, job.model.layers) if job.model.layers % pp), 2)
     if fields.get("schedule") == "interleaved":
@@ -159,7 +315,7 @@ def _lacks(job: Job, name: str, field: str, value: Any) -> bool:
     strategy = Strategy().unchecked(**fields)
     probe = job.unchecked(strategy=strategy, training=job.training.unchecked(global_batch=64))
     try:
-        lost = can_run(probe, name)
+        lost = lacking(probe, name)
     except SpecError:
         return True
     paths = (f"strategy.{field}", *(("strategy.recompute_operators",) if field == "recompute" else ()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.cost.validation.residuals import Noise
 from shardwise.planner.candidate import Candidate, candidate, dimensions_used, job_with
-from shardwise.planner.constraints import Allowed
 from shardwise.planner.ranking import Group, Ranking, Row, ranked
 from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
@@ -20,7 +19,6 @@ from shardwise.spec.job import Job
 RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all
 OWN_STAGES = 10  # of the fastest pipelines, whose layers are divided by time and memory too
 FRONT_STEP = 0.005  # by which a strategy has to be faster to stand beside one that needs less memory
-Filters = Mapping[str, Mapping[str, Allowed]]
 
 
 @dataclass(frozen=True)
@@ -104,15 +102,13 @@ class Family:
     least_memory_bytes: float
 
 
-def plan(
-    request: Request, progress: Callable[[int], None] | None = None, filters: Filters | None = None
-) -> Plan | Search:
-    """The plan; or, where nothing that runs fits, the search that shows it. For ``filters`` see `search`."""
+def plan(request: Request, progress: Callable[[int], None] | None = None) -> Plan | Search:
+    """The plan; or, where nothing that runs fits, the search that shows it."""
     space = request.space(offload=bool(request.offload))
-    result = _search(request, space, filters, progress)
+    result = _search(request, space, progress)
     if not result.best and request.offload is None and request.job.cluster.host_link is not None:
         space = request.space(offload=True)
-        result = _search(request, space, filters, progress)
+        result = _search(request, space, progress)
     if not result.best:
         return result
     candidates = _simulated(request.job, result)
@@ -120,12 +116,11 @@ def plan(
     return Plan(request, result, space.narrowing, ranked(candidates))
 
 
-def _search(request: Request, space: Space, filters: Filters | None, progress: Callable[[int], None] | None) -> Search:
+def _search(request: Request, space: Space, progress: Callable[[int], None] | None) -> Search:
     return search(
         space,
         memory_bytes=request.capacity_bytes,
         any_priced=request.any_priced,
-        filters=filters,
         progress=progress,
     )
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.cost.validation.residuals import Noise, error_bar, noise_of
-from shardwise.interop.frameworks import TARGETS, can_run
+from shardwise.interop.frameworks import TARGETS, lacking
 from shardwise.planner.candidate import Candidate, Degrees, complexity
 
 Group = Literal["within noise", "slower"]
@@ -115,4 +115,4 @@ def why_behind(first: Candidate, other: Candidate) -> str:
 
 def said_by_a_framework(one: Candidate) -> bool:
     """Whether some framework's configuration can say the strategy; formats and the like are its own affair."""
-    return any(all(not lost.field.startswith("strategy.") for lost in can_run(one.job, name)) for name in TARGETS)
+    return any(all(not lost.field.startswith("strategy.") for lost in lacking(one.job, name)) for name in TARGETS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.price import Block, Piece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
-from shardwise.planner.constraints import Allowed
 from shardwise.planner.masks import Mask
 from shardwise.planner.space import Space
 from shardwise.planner.supported import Supported
@@ -69,7 +68,6 @@ class Search:
     best_not_run: Found | None = None  # the fastest that fits and is only priced
     least_memory: Found | None = None
     least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
-    of_filters: dict[str, Found] = field(default_factory=dict)  # the best with the values that each filter allows
 
     @property
     def wanted(self) -> int:
@@ -86,17 +84,13 @@ def search(
     memory_bytes: float | None = None,
     any_priced: bool = False,
     kept: int = KEPT,
-    filters: Mapping[str, Mapping[str, Allowed]] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Search:
-    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
-
-    ``filters`` are sets of values per field, by name: the best strategy within each is kept too.
-    """
+    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``."""
     started = time.process_time()
     cluster = space.job.cluster
     capacity = cluster.device.memory if memory_bytes is None else memory_bytes
-    keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept, filters or {})
+    keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept)
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     priced = Supported(space.job, any_priced=True)
     excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
@@ -143,13 +137,10 @@ def _layouts(piece: Piece) -> Layouts:
 class _Keeper:
     """The best of all pieces so far."""
 
-    def __init__(
-        self, result: Search, capacity: float, host: float, kept: int, filters: Mapping[str, Mapping[str, Allowed]]
-    ) -> None:
+    def __init__(self, result: Search, capacity: float, host: float, kept: int) -> None:
         import numpy as np
 
         self.result, self.capacity, self.host, self.kept = result, capacity, host, kept
-        self.filters = {name: Mask(entry, idle=True) for name, entry in filters.items()}
         self.threshold = np.inf
         self.front_seconds = np.full(MEMORY_STEPS, np.inf)
         self.front: list[Found | None] = [None] * MEMORY_STEPS
@@ -204,7 +195,6 @@ class _Keeper:
         self._best(piece, score)
         self._of_degrees(piece, score, layouts)
         self._front(piece, score)
-        self._of_filters(piece, score)
 
     def _found(self, piece: Piece, score: Array, flat: int) -> Found:
         column, row = divmod(int(flat), score.shape[1])
@@ -261,22 +251,6 @@ class _Keeper:
                 row = int(start + of_row[start:stop].argmin())
                 flat = int(score[:, row].argmin()) * score.shape[1] + row
                 self.result.of_degrees[key] = self._found(piece, score, flat)
-
-    def _of_filters(self, piece: Piece, score: Array) -> None:
-        import numpy as np
-
-        least = score.min()
-        for name, filtered in self.filters.items():
-            known = self.result.of_filters.get(name)
-            if known is not None and least >= known.seconds_per_sequence:
-                continue
-            mask = filtered.cells(piece)
-            if mask is None:
-                continue
-            own = np.where(mask, score, np.inf)
-            flat = int(own.argmin())
-            if own.flat[flat] < (np.inf if known is None else known.seconds_per_sequence):
-                self.result.of_filters[name] = self._found(piece, score, flat)
 
     def _front(self, piece: Piece, score: Array) -> None:
         """The best at every step of memory."""

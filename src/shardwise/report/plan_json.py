@@ -11,6 +11,7 @@ from shardwise.planner.not_run import NotRun
 from shardwise.planner.plan import Family, Plan
 from shardwise.planner.ranking import Row
 from shardwise.report.campaign import campaign_data
+from shardwise.report.runners import runner_data
 
 
 def plan_data(answer: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def plan_data(answer: Any) -> dict[str, Any]:
         },
         "explanation": _explanation(answer.explanation),
         "textbook": None if answer.textbook is None else candidate_data(answer.textbook),
-        "frameworks": [_framework(one, found.best) for one in answer.runners],
+        "frameworks": [runner_data(one, found.best) for one in answer.runners],
         "not_run": None if answer.not_run is None else _not_run(answer.not_run),
         "why_not": [_why_not(one) for one in answer.why_not],
         "what_if": [_what_if(one) for one in answer.what_if],
@@ -93,17 +94,6 @@ def _explanation(explanation: Any) -> dict[str, Any]:
         "loss": None if second is None else explanation.loss,
         "layouts_within_noise": explanation.within,
         "turnings": [{"what": one.what, "factor": one.factor} for one in explanation.turnings],
-    }
-
-
-def _framework(one: Any, best: Candidate) -> dict[str, Any]:
-    own = one.own
-    return {
-        "name": one.name,
-        "runs": one.runs,
-        "lacks": [lost.field for lost in one.lacks],
-        "best": None if own is None else strategy_words(own.job.strategy),
-        "loss": None if own is None else own.seconds_per_token / best.seconds_per_token - 1,
     }
 
 

@@ -29,6 +29,7 @@ from shardwise.planner.why_not import difference_words, largest_differences
 from shardwise.report.analysis_text import collective_lines
 from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, table
+from shardwise.report.runners import runner_lines
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import (
     counted,
@@ -74,7 +75,7 @@ def print_plan(answer: Any, *, written: Path | None, top: int) -> None:
         out.print(line, markup=False)
     for piece in _asked(answer):
         out.print(piece, markup=False) if isinstance(piece, str) else out.print(piece)
-    for line in _runners(answer):
+    for line in runner_lines(found.best, answer.runners):
         out.print(line, markup=False)
     if written is not None:
         out.print(f"\nWrote {written}: shardwise analyze {written}", style="bold", markup=False)
@@ -280,17 +281,3 @@ def _pareto_table(answer: Any) -> RenderableType:
         for one in answer.pareto
     ]  # fmt: skip
     return table("Time against money", ("devices", "strategy", "step", "time", "cost per token"), sized, numbers_from=2)
-
-
-def _runners(answer: Any) -> Iterator[str]:
-    able = [one.name for one in answer.runners if one.runs]
-    yield "\nWho can run 1: " + (", ".join(["shardwise", *able])) + "."
-    for one in answer.runners:
-        if one.runs:
-            continue
-        lacks = ", ".join(lost.field.removeprefix("strategy.") for lost in one.lacks)
-        if one.own is None:
-            yield f"  {one.name} lacks {lacks}; nothing that it can say and that fits was found."
-        else:
-            loss = difference_words(_loss(one.own, answer.plan.best))
-            yield f"  {one.name} lacks {lacks}; its best is {strategy_words(one.own.job.strategy)}: {loss} time."

@@ -192,7 +192,10 @@ def _pipeline(row: Row, source: Source, pp: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"schedule": schedule, "interleave": chunks}
     stages = pp * (chunks if chunks > 1 else 2 if schedule in ("zbv", "v-half", "v-min", "dualpipev") else 1)
     if source.stages_by_cost:
-        return fields | {"stage_layers": _layers_by_cost(row, stages)}
+        from shardwise.interop.frameworks.nanotron import layers_by_cost
+
+        sizes = (row.whole(name) for name in ("layers", "hidden", "ffn", "vocab"))
+        return fields | {"stage_layers": layers_by_cost(stages, *sizes)}
     if layers % stages == 0:
         return fields
     each, spare = divmod(layers + 2, stages)
@@ -200,19 +203,3 @@ def _pipeline(row: Row, source: Source, pp: int) -> dict[str, Any]:
         # 22 of 24, 126 of 128: embedding and loss take the place of one layer each (Zero Bubble's Table 3, Llama 3.1).
         return fields | {"stage_layers": [each - (stage in (0, stages - 1)) for stage in range(stages)]}
     return fields | {"stage_layers": "balanced"}
-
-
-def _layers_by_cost(row: Row, stages: int) -> list[int]:
-    """Layers of every stage as nanotron cuts them (src/nanotron/models/base.py, build_model).
-
-    Every block counts its matrices, the head too; a stage ends with the block that passes its share of the sum.
-    """
-    hidden, layers = row.whole("hidden"), row.whole("layers")
-    layer = hidden * (4 * hidden + 3 * row.whole("ffn"))
-    share = (layers * layer + hidden * row.whole("vocab")) / stages
-    counts, stage = [0] * stages, 0
-    for number in range(1, layers + 1):
-        counts[stage] += 1
-        if number * layer > (stage + 1) * share:
-            stage += 1
-    return counts

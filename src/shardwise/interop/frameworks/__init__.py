@@ -18,6 +18,7 @@ from shardwise.interop.frameworks.files import read_file, recognise
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
 from shardwise.interop.frameworks.parts import Exported, Imported, Lost
+from shardwise.interop.frameworks.running import as_run_by, decides, own_stack, same_products
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -25,7 +26,8 @@ from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
-__all__ = ["TARGETS", "Exported", "Imported", "Lost", "Target", "can_run", "export", "framework_of", "read", "target"]
+__all__ = ["TARGETS", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run", "export", "framework_of",
+           "lacking", "own_stack", "read", "same_products", "target"]  # fmt: skip
 
 TARGETS: dict[str, Target] = {
     one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
@@ -72,6 +74,12 @@ def can_run(job: Job, name: str) -> list[Lost]:
         elif field not in implied:
             short[field] = one
     return list(short.values())
+
+
+def lacking(job: Job, name: str) -> list[Lost]:
+    """What the framework cannot do of the job, in short; not what it does in its own way, whose price follows."""
+    one = target(name)
+    return [lost for lost in can_run(job, name) if not decides(job, one, lost)]
 
 
 def framework_of(path: Path | str) -> str | None:

@@ -111,6 +111,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     if mode == "FSDP":
         _read_fsdp(reading, fields)
     if mode == "DEEPSPEED":
+        fields["stack"] = "deepspeed"
         _read_deepspeed(reading, fields)
 
 
@@ -194,6 +195,8 @@ ACCELERATE = Target(
     compose=_compose,
     interpret=_interpret,
     notes=_notes,
+    stacks=("accelerate",),
+    recipe="bf16-fp32-grads",
     elsewhere={
         "training.global_batch": "the data loader of the training script",
         "training.seq": "the training script cuts the sequences",

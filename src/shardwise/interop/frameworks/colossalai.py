@@ -171,6 +171,7 @@ COLOSSALAI = Target(
     compose=_compose,
     interpret=_interpret,
     notes=_notes,
+    stacks=("colossalai",),
     elsewhere={
         "training.global_batch": "the data loader of the training script",
         "training.seq": "the training script cuts the sequences",

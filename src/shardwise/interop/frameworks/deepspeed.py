@@ -218,6 +218,7 @@ DEEPSPEED = Target(
     compose=_compose,
     interpret=_interpret,
     notes=_notes,
+    stacks=("deepspeed",),
     elsewhere={
         "training.seq": "the training script cuts the sequences",
         "training.attention": "the model's code",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.interop.frameworks import megatron_model
+from shardwise.interop.frameworks import megatron_model, megatron_recompute
 from shardwise.interop.frameworks.documents import COMMAND, Settings
-from shardwise.interop.frameworks.megatron_reading import MODULES, SHARDED, interpret
+from shardwise.interop.frameworks.megatron_reading import SHARDED, interpret
 from shardwise.interop.frameworks.target import Option, Target
 from shardwise.spec.job import Job
 
@@ -28,7 +28,7 @@ def _compose(job: Job) -> Settings:
         **_PRECISION[training.precision],
         **_sharding(job),
         **_pipeline(job),
-        **_recompute(job),
+        **megatron_recompute.compose(job),
         "--seq-length": training.seq,
         "--attention-dropout": dropout,
         "--hidden-dropout": dropout,
@@ -36,6 +36,7 @@ def _compose(job: Job) -> Settings:
     }
     settings.update(_optimizer(job))
     if job.model.moe is not None:
+        settings["--moe-grouped-gemm"] = True
         settings["--moe-token-dispatcher-type"] = "alltoall"
         if strategy.dispatch == "deduplicated" and strategy.ep > 1:
             settings.update({"--moe-token-dispatcher-type": "flex", "--moe-enable-deepep": True})
@@ -89,17 +90,6 @@ def layout_text(counts: tuple[int, ...], mtp_layers: int = 0) -> str:
     return "|".join(stages)
 
 
-def _recompute(job: Job) -> Settings:
-    strategy = job.strategy
-    if strategy.recompute == "none":
-        return {}
-    if strategy.recompute == "full":
-        method, layers = ("uniform", 1) if strategy.recompute_layers is None else ("block", strategy.recompute_layers)
-        return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
-    chosen = [operator for operator in strategy.recompute_operators if operator != "activation" or job.model.moe]
-    return {"--recompute-granularity": "selective", "--recompute-modules": [MODULES[name] for name in chosen] or None}
-
-
 def _optimizer(job: Job) -> Settings:
     strategy, name = job.strategy, job.training.optimizer
     settings: Settings = {"--optimizer": "adam"}
@@ -150,6 +140,9 @@ MEGATRON = Target(
     compose=_compose,
     interpret=interpret,
     notes=_notes,
+    stacks=("megatron-core", "megatron-bridge", "megatron-2022", "simumax"),
+    recipe="bf16-fp32-grads",
+    selective=megatron_recompute.selective,
     reasons={
         "strategy.zero": "Muon runs without sharding or as dist_muon (ZeRO-1)",
         "strategy.keep_parameters": "Megatron-FSDP frees gathered weights after use",
@@ -157,7 +150,8 @@ MEGATRON = Target(
         "strategy.order": "ranks are laid out tp-cp-dp-pp, or tp-cp-pp-dp",
         "strategy.schedule": "only 1f1b and interleaved",
         "strategy.stage_layers": "a layout belongs to a schedule it runs: 1f1b or interleaved",
-        "strategy.recompute_operators": "--recompute-modules has the activation function of experts only",
+        "strategy.recompute": "no module of --recompute-modules makes just that again",
+        "strategy.recompute_operators": "no module of --recompute-modules makes all of that, and nothing else, again",
         "strategy.recompute_layers": "selective recomputation takes every layer",
         "strategy.overlap.pp": "only the interleaved schedule overlaps its transfers",
         "strategy.overlap.cp": "Transformer Engine overlaps the ring (p2p) only, and always",
@@ -181,5 +175,8 @@ MEGATRON = Target(
          "the sequence must be a multiple of 2·cp"),
         ("strategy.offload.activations", lambda job: job.strategy.offload.activations > 0
          and job.strategy.recompute != "none", "CPU offloading is refused with recomputation"),
+        ("strategy.overlap.ep", lambda job: job.strategy.overlap.ep and job.strategy.ep > 1
+         and (job.strategy.recompute == "full" or (job.strategy.pp > 1 and job.strategy.schedule != "interleaved")),
+         "--overlap-moe-expert-parallel-comm is refused with full recomputation, and with a pipeline of one chunk"),
     ),
 )

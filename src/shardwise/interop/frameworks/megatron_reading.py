@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardwise.interop.frameworks import megatron_model
+from shardwise.interop.frameworks import megatron_model, megatron_recompute
 from shardwise.interop.frameworks.target import Reading
 from shardwise.spec.errors import SpecError, shown
 
-MODULES = {"attention": "core_attn", "norm": "layernorm", "activation": "moe_act"}
 SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -24,7 +23,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     _read_optimizer(reading, fields)
     _read_sharding(reading, fields)
     _read_pipeline(reading, fields, layers)
-    _read_recompute(reading, fields)
+    megatron_recompute.interpret(reading, fields)
     fields["strategy.order"] = ("tp", "cp", "dp", "pp")
     if reading.flag("--use-tp-pp-dp-mapping"):
         fields["strategy.order"] = ("tp", "cp", "pp", "dp")
@@ -125,21 +124,6 @@ def _uneven_ends(layers: int, stages: int, first: int | None, last: int | None) 
     rest = layers - (first or 0) - (last or 0)
     counts = (rest // middle,) * middle if middle > 0 else ()
     return (*((first,) if first is not None else ()), *counts, *((last,) if last is not None else ()))
-
-
-def _read_recompute(reading: Reading, fields: dict[str, Any]) -> None:
-    kind = "selective" if reading.flag("--recompute-activations") else "none"
-    kind = reading.choice("--recompute-granularity", {"full": "full", "selective": "selective"}, kind)
-    method, layers = reading.text("--recompute-method"), reading.whole("--recompute-num-layers")
-    modules = reading.value("--recompute-modules", ["core_attn"])
-    fields["strategy.recompute"] = kind
-    if kind == "full" and method == "block" and layers is not None:
-        fields["strategy.recompute_layers"] = layers
-    if kind == "selective":
-        known = {module: operator for operator, module in MODULES.items()}
-        named = [modules] if isinstance(modules, str) else modules
-        fields["strategy.recompute_operators"] = tuple(known[name] for name in named if name in known)
-        reading.notes.extend(f"--recompute-modules {name} has no counterpart" for name in named if name not in known)
 
 
 def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:

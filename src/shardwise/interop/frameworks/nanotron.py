@@ -90,6 +90,8 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     _read_model(reading, fields)
     if fields["strategy.tp"] == 1:
         fields.pop("strategy.sequence_parallel", None)
+    if fields["strategy.pp"] == 1:
+        fields.pop("strategy.schedule", None)
     if fields["strategy.zero"] not in (0, 1):
         raise SpecError("optimizer.zero_stage", f"{fields['strategy.zero']} is not supported", "use 0 or 1")
     dtype = reading.choice("model.dtype", {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}, "bf16")
@@ -104,9 +106,28 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         if steps:
             fields["training.tokens"] = steps * fields["training.global_batch"] * fields["training.seq"]
     fields["strategy.order"] = ("tp", "cp", "dp", "pp")
+    layers = fields.get("model.layers")
+    if layers and fields["strategy.pp"] > 1:
+        sizes = (fields[f"model.{name}"] for name in ("hidden", "ffn", "vocab"))
+        fields["strategy.stage_layers"] = layers_by_cost(fields["strategy.pp"], layers, *sizes)
     if "model.moe.experts" in fields:  # its layout with experts puts the replicas outermost
         fields["strategy.order"] = ("tp", "cp", "pp", "dp")
         fields["strategy.expert_tp"] = None
+
+
+def layers_by_cost(stages: int, layers: int, hidden: int, ffn: int, vocab: int) -> tuple[int, ...]:
+    """Layers of every stage as nanotron cuts them (src/nanotron/models/base.py, build_model).
+
+    Every block counts its matrices, the head too; a stage ends with the block that passes its share of the sum.
+    """
+    layer = hidden * (4 * hidden + 3 * ffn)
+    share = (layers * layer + hidden * vocab) / stages
+    counts, stage = [0] * stages, 0
+    for number in range(1, layers + 1):
+        counts[stage] += 1
+        if number * layer > (stage + 1) * share:
+            stage += 1
+    return tuple(counts)
 
 
 def _read_model(reading: Reading, fields: dict[str, Any]) -> None:
@@ -188,6 +209,9 @@ NANOTRON = Target(
     },
     interpret=_interpret,
     notes=_notes,
+    stacks=("nanotron",),
+    recipe="bf16-fp32-grads",
+    own_way=("strategy.overlap", "strategy.stage_layers"),
     elsewhere={"training.dropout": "its Llama and Qwen2 have no dropout"},
     reasons={
         "strategy.zero": "only ZeRO-1",

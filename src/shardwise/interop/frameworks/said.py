@@ -68,7 +68,8 @@ def comparable(path: str, value: Any, job: Job) -> Any:
         counts = rules.stage_layer_counts(job.model, strategy) if isinstance(value, str) else tuple(value)
         return "even" if len(set(counts)) == 1 or value == "even" else counts
     if path == "strategy.recompute_operators":
-        return tuple(sorted(set(value)))
+        own = job.unchecked(strategy=strategy.unchecked(recompute_operators=tuple(value)))
+        return tuple(sorted(set(own.selective_operators)))
     if path == "training.global_batch":
         return job.sequences if isinstance(value, str) else value
     return value

@@ -184,6 +184,11 @@ class Target:
     settings do. ``reasons`` say why a field is not carried, ``elsewhere`` who says it instead. ``refusals`` are
     combinations that the framework rejects: field, when, why. With ``carries_model`` the configuration names the
     dimensions of the model too.
+
+    What it does by itself: ``stacks`` are the presets that describe its software, the usual one first; ``recipe`` is
+    its precision unless told otherwise; ``selective`` names what its selective recomputation makes again of a job's
+    operators, as far as that has a price here. ``own_way`` are fields that it decides alone: the layout runs all the
+    same, and its price follows.
     """
 
     name: str
@@ -198,6 +203,10 @@ class Target:
     notes: Callable[[Job], list[str]] = lambda job: []
     carries_model: bool = False
     filename: str = ""
+    stacks: tuple[str, ...] = ()
+    recipe: str = "bf16"
+    selective: Callable[[Job], tuple[str, ...]] = lambda job: ()
+    own_way: tuple[str, ...] = ("strategy.overlap",)
 
     @property
     def names(self) -> Names:
@@ -245,6 +254,7 @@ class Target:
             fields.update(option.fields(reading))
             reading.used.add(option.key)
         self.interpret(reading, fields)
+        fields.setdefault("stack", self.stacks[0])
         unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
         return Imported(self.name, fields, shown_unused, tuple(reading.notes))

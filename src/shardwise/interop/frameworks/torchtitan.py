@@ -45,7 +45,8 @@ _SCHEDULES = {
     "DualPipeV": "dualpipev",
 }
 _CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}
-_SELECTIVE = ("activation", "norm")  # what its per-operator policy recomputes: all but products and attention
+# Its per-operator policy keeps attention and every second product (distributed/activation_checkpoint.py).
+_SELECTIVE = ("alternate-products",)
 
 
 def _compose(job: Job) -> Settings:
@@ -211,6 +212,8 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
     mode, option = fields["strategy.recompute"], reading.text("activation_checkpoint.selective_ac_option", "2")
     if mode == "selective" and option == "op":
         fields["strategy.recompute_operators"] = _SELECTIVE
+        if reading.model is not None and reading.model.moe is not None:
+            reading.notes.append("selective recomputation of expert layers has no price here: they keep everything")
     elif mode == "selective":
         reading.notes.append(f"every {option} layers fully recomputed: read as recompute full of that share of layers")
         fields["strategy.recompute"] = "full"
@@ -264,6 +267,9 @@ TORCHTITAN = Target(
     compose=_compose,
     interpret=_interpret,
     notes=_notes,
+    stacks=("torchtitan",),
+    recipe="bf16-fp32-grads",
+    selective=lambda job: _SELECTIVE if job.model.moe is None else (),
     elsewhere={"training.dropout": "its models have no dropout"},
     reasons={
         "strategy.zero": "FSDP2 shards weights, gradients and optimizer together (ZeRO-3), or replicates all",
@@ -273,7 +279,7 @@ TORCHTITAN = Target(
         "strategy.order": "ranks are laid out tp, cp, dp, pp",
         "strategy.schedule": "runs 1f1b, gpipe, interleaved, zbv and dualpipev",
         "strategy.context_method": "context parallelism rotates or gathers keys and values",
-        "strategy.recompute_operators": "selective recomputes all but matrix products and attention",
+        "strategy.recompute_operators": "selective keeps attention and every second product (alternate-products)",
         "strategy.recompute_layers": "all layers alike",
         "strategy.overlap.dp": "FSDP2 always prefetches and overlaps",
         "strategy.overlap.cp": "always overlapped",
@@ -288,6 +294,8 @@ TORCHTITAN = Target(
     refusals=(
         ("strategy.zero", lambda job: job.strategy.zero == 0 and job.strategy.data_parallel > 1
          and max(job.strategy.tp, job.strategy.pp, job.strategy.cp) > 1, "replication without sharding stands alone"),
+        ("strategy.recompute", lambda job: job.strategy.recompute == "selective" and job.model.moe is not None,
+         "its selective recomputation of expert layers has no price here"),
         ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),
         ("strategy.keep_parameters", lambda job: job.strategy.zero == 3 and not job.strategy.keep_parameters
          and job.strategy.pp > 1 and job.strategy.schedule in SPLIT_BACKWARD,
