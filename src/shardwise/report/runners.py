@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.frameworks import FrameworkVerdict
+from shardwise.planner.why_not import difference_words
 from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes, readable_seconds
 
@@ -41,7 +42,7 @@ def _against(best: Candidate, own: Candidate) -> str:
     slower = own.seconds_per_token / best.seconds_per_token - 1
     more = own.memory.total - best.memory.total
     memory = f"{'+' if more >= 0 else '-'}{readable_bytes(abs(more))}"
-    return f"{readable_seconds(own.step_seconds)} ({slower:+.1%}), {readable_bytes(own.memory.total)} ({memory})"
+    return f"{readable_seconds(own.step_seconds)} ({difference_words(slower)}), {readable_bytes(own.memory.total)} ({memory})"
 
 
 def runner_data(one: FrameworkVerdict, best: Candidate) -> dict[str, Any]:
