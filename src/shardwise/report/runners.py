@@ -42,7 +42,8 @@ def _against(best: Candidate, own: Candidate) -> str:
     slower = own.seconds_per_token / best.seconds_per_token - 1
     more = own.memory.total - best.memory.total
     memory = f"{'+' if more >= 0 else '-'}{readable_bytes(abs(more))}"
-    return f"{readable_seconds(own.step_seconds)} ({difference_words(slower)}), {readable_bytes(own.memory.total)} ({memory})"
+    step, held = readable_seconds(own.step_seconds), readable_bytes(own.memory.total)
+    return f"{step} ({difference_words(slower)}), {held} ({memory})"
 
 
 def runner_data(one: FrameworkVerdict, best: Candidate) -> dict[str, Any]:
