@@ -94,6 +94,19 @@ def test_a_device_is_found_again(rolloff: float, traffic: float, call: float, sc
     assert found.efficiency.step_seconds == pytest.approx(2e-3, rel=1e-4)
 
 
+def test_formats_that_a_processor_has_no_instructions_for_are_priced_as_measured() -> None:
+    """One that converts number by number takes a hundred times as long in bf16: a plan has to know."""
+    formats = tuple(ProductSample(name, 128, 96, 96, seconds) for name, seconds in (("fp32", 1e-4), ("bf16", 1e-2)))
+    samples = replace(_samples(_truth(0, 1, 1e-5, 0)), formats=formats)
+    found, _ = fitted_device(BASE, [samples, samples], known_peak=False)
+    assert found.peak["bf16"] == pytest.approx(found.peak["fp32"] / 100)
+    shape = SHAPES[0]
+    slow, quick = (step_job(shape, precision, found) for precision in ("bf16", "fp32"))
+    assert (
+        stage_seconds(slow, rank_contents(slow, 0)).forward > 10 * stage_seconds(quick, rank_contents(quick, 0)).forward
+    )
+
+
 def test_a_data_sheets_peak_stays_and_gets_a_share() -> None:
     found, _ = fitted_device(BASE, [_samples(_truth(0, 1, 1e-5, 0))], known_peak=True)
     assert found.peak == BASE.peak

@@ -54,6 +54,8 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
         chosen = [product for product in one.products if product.data_type == data_type]
         device, found = _with_products(device, data_type, chosen, known_peak=known_peak)
         residuals.append(Residual.of(f"products in {data_type}", found))
+    if not known_peak:
+        device = _with_formats(device, one.formats)
     device, forward, backward = _with_attention(device, one.attentions)
     residuals += [Residual.of("attention, forward", forward), Residual.of("attention, backward", backward)]
     if one.launch_seconds is not None:
@@ -77,6 +79,7 @@ def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
 
     kinds = {
         "products": ("seconds",),
+        "formats": ("seconds",),
         "attentions": ("forward_seconds", "backward_seconds"),
         "copies": ("seconds",),
         "host_copies": ("seconds",),
@@ -102,7 +105,7 @@ def _with_products(
         shares[data_type] = min(1.0, 1 / (per_flop * device.peak_flops(data_type)))
     else:
         peaks[data_type], shares[data_type] = 1 / per_flop, 1.0
-        # What converts to fp32 and back is no faster than that.
+        # What converts to fp32 and back is no faster than that; `_with_formats` knows better.
         peaks |= {narrow: peaks[data_type] for narrow in ("bf16", "fp16") if data_type == "fp32" and narrow in peaks}
         shares |= {narrow: 1.0 for narrow in ("bf16", "fp16") if data_type == "fp32"}
     efficiency = replace(
@@ -112,6 +115,13 @@ def _with_products(
         operand_traffic=per_byte * device.memory_bandwidth,
     )
     return replace(device, peak=FrozenMapping(peaks), efficiency=efficiency), found
+
+
+def _with_formats(device: Device, formats: Sequence[ProductSample]) -> Device:
+    """Peaks of other formats from fp32's, by the ratio of one product: a format without instructions is far slower."""
+    seconds = {one.data_type: one.seconds for one in formats}
+    others = {name: device.peak["fp32"] * seconds["fp32"] / one for name, one in seconds.items() if name != "fp32"}
+    return replace(device, peak=FrozenMapping({**device.peak, **others}))
 
 
 def _with_attention(device: Device, attentions: Sequence[AttentionSample]) -> tuple[Device, Fit, Fit]:

@@ -29,6 +29,7 @@ from shardwise.measure.calibrate.timing import Together, seconds_of
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 
 _LAUNCHES = 500  # fewer than a GPU lets wait
+_SMALL = (128, 96, 96)
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,6 +42,7 @@ class Sizes:
     attentions: tuple[tuple[int, int, int, int], ...]  # batch, seq, heads, features
     copies: tuple[int, ...]  # bytes
     steps: tuple[Shape, ...]
+    formats: tuple[str, ...] = ()  # compared by one product: small, since one may take a thousand times as long
 
 
 # Products lie around 1 ms on one core, and a step under a second.
@@ -52,6 +54,7 @@ CPU = Sizes(
     (2**25, 2**26),
     (Shape(2, 96, 6, 256, 1024, 4, 96), Shape(2, 160, 5, 448, 768, 4, 192), Shape(6, 48, 6, 128, 256, 8, 128),
      Shape(3, 128, 4, 384, 384, 2, 256), Shape(2, 64, 8, 128, 2048, 16, 64)),
+    ("fp32", "bf16", "fp16"),
 )  # fmt: skip
 GPU = Sizes(
     ("bf16", "fp32"),
@@ -76,23 +79,21 @@ def measure_device(rank: Rank, device_type: str, threads: int) -> DeviceSamples:
     index = rank.number % max(1, torch.cuda.device_count()) if device_type == "cuda" else 0
     device = torch.device(device_type, index) if device_type == "cuda" else torch.device("cpu")
     sizes, together = (GPU if device_type == "cuda" else CPU), Together(rank.store, rank.world)
-    products = tuple(one for name in sizes.precisions for one in _products(name, sizes, device, together))
+    products = tuple(_product(name, *one, device, together) for name in sizes.precisions for one in sizes.products)
+    formats = tuple(_product(name, *_SMALL, device, together) for name in sizes.formats)
     attentions = tuple(_attentions(sizes.precisions[0], sizes, device, together))
     copies = tuple(_copies(sizes, device, together))
     steps = tuple(_steps(sizes, device, together))
     return DeviceSamples(
         _name(device), threads, _memory(device, rank.ranks_per_host), products, attentions, copies, steps,
-        tuple(_host_copies(device, together)), _launch(device),
+        tuple(_host_copies(device, together)), _launch(device), formats,
     )  # fmt: skip
 
 
-def _products(name: str, sizes: Sizes, device: torch.device, together: Together) -> Iterator[ProductSample]:
-    dtype = TYPES[name]
-    for rows, inner, columns in sizes.products:
-        left = torch.randn(rows, inner, device=device).to(dtype)
-        right = torch.randn(columns, inner, device=device).to(dtype).T  # as a linear layer holds its weight
-        seconds = seconds_of(partial(torch.mm, left, right), device, together)
-        yield ProductSample(name, rows, inner, columns, seconds)
+def _product(name: str, rows: int, inner: int, columns: int, device: torch.device, together: Together) -> ProductSample:
+    left = torch.randn(rows, inner, device=device).to(TYPES[name])
+    right = torch.randn(columns, inner, device=device).to(TYPES[name]).T  # as a linear layer holds its weight
+    return ProductSample(name, rows, inner, columns, seconds_of(partial(torch.mm, left, right), device, together))
 
 
 def _attentions(name: str, sizes: Sizes, device: torch.device, together: Together) -> Iterator[AttentionSample]:
