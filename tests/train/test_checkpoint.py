@@ -23,7 +23,9 @@ from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import load, newest_good, problems_of
 from shardwise.train.checkpoint.manifest import read_manifest
 from shardwise.train.checkpoint.save import Saver
+from shardwise.train.position import Position
 from train.runs import boxes, whole
+from train.sealed import resealed
 
 
 def job(model: str = "tiny", devices: int = 1, precision: str = "fp32", seq: int = 32, **strategy: Any) -> Job:
@@ -47,7 +49,7 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
         first = load(engine, place.of_step(found)).step
     losses = [float(engine.step(own_share(one, engine, step)).loss) for step in range(first, first + steps)]
     saver = Saver(engine, place)
-    saver.save(first + steps, {"data": first + steps}, wait=True)
+    saver.save(first + steps, {"data": Position(batch=first + steps).to_numbers(8), "losses": []}, wait=True)
     return {"losses": losses, "boxes": boxes(engine)}
 
 
@@ -116,7 +118,9 @@ def damaged(one: Job, folder: str) -> tuple[int | None, list[str]]:
     return newest_good(CheckpointFolder(Path(folder)), said.append), said
 
 
-@pytest.mark.parametrize("how", ["flipped", "short", "missing", "link", "manifest", "escape"])
+@pytest.mark.parametrize(
+    "how", ["flipped", "short", "missing", "link", "manifest", "escape", "position", "number", "renamed"]
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, how: str) -> None:
     one = job(devices=2, dp=2)
     on_ranks(2, train, one, str(tmp_path), 1, False)
@@ -136,14 +140,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, 
         shard.symlink_to(tmp_path / "elsewhere")
     elif how == "manifest":
         manifest.write_text("{", encoding="utf-8")
+    elif how == "position":
+        manifest.write_text(manifest.read_text().replace('"batch": 2', '"batch": 1'), encoding="utf-8")
+    elif how == "number":
+        resealed(newest, lambda document: document["numbers"].pop("optimizer_steps"))
+    elif how == "renamed":
+        newest.rename(tmp_path / "step-00000007")
     else:
         manifest.write_text(manifest.read_text().replace("shard-00001", "../x-00001"), encoding="utf-8")
     step, said = on_ranks(2, damaged, one, str(tmp_path))[0]
     assert step == 1
     words = {"flipped": "checksum differs", "short": "bytes instead of", "missing": "is missing", "link": "is a link",
-             "manifest": "is no JSON", "escape": "does not describe a checkpoint"}  # fmt: skip
+             "manifest": "is no JSON", "escape": "its checksum differs",
+             "position": "its checksum differs", "number": "it has no optimizer_steps",
+             "renamed": "is of step 2, not of the step in its name"}  # fmt: skip
     assert words[how] in said[0]
-    assert "step-00000002" in said[0]
+    assert ("step-00000007" if how == "renamed" else "step-00000002") in said[0]
 
 
 def refuses(one: Job, folder: str) -> str:

@@ -12,10 +12,12 @@ import pytest
 
 from cli.running import error_line, run
 from shardwise.spec.job import Job
-from shardwise.train.metrics.lines import Follower, MetricLines, cut_after, read_lines
+from shardwise.train.metrics.lines import Follower, MetricLines, cut_after, missing_steps, read_lines, spelled_ranges
+from shardwise.train.metrics.predicted import read_prediction, write_prediction
 from shardwise.train.metrics.recorder import Recorder
 from shardwise.train.metrics.summary import summarise
 from shardwise.train.metrics.tensorboard import EventFile, _checksum
+from train.runs import full_disk
 
 
 def steps(folder: Path) -> list[int]:
@@ -34,6 +36,71 @@ def test_no_step_is_twice_in_the_file_after_a_restart(tmp_path: Path) -> None:
     again.close()
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert list(read_lines(tmp_path / "metrics.jsonl"))[-1]["loss"] is None
+
+
+def figures(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0, "seconds": 1.0, "tokens_per_second": 1.0, "mfu": 0.1, **more}
+
+
+@pytest.mark.parametrize(
+    "broken", [b'{"step": 4, "loss"\n', b"\x00\xff\n", b'{"step": true}\n', b'{"step": 4, "seconds": "x"}\n']
+)
+def test_a_broken_line_costs_no_other_and_the_gap_is_told(tmp_path: Path, broken: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = [json.dumps(figures(step)).encode() + b"\n" for step in range(1, 11)]
+    path.write_bytes(b"".join([*text[:3], broken, *text[4:], b'{"step": 11, "loss'[: len(broken)]]))
+    job = Job.from_dict({"model": "tiny", "cluster": "laptop:1", "run": {"logging": {"tensorboard": False}}})
+    for _ in range(2):  # told once, however often it starts
+        recorder = Recorder(job, tmp_path, 8)
+        recorder.write({"step": 8, "checkpoint": 8})
+        recorder.close()
+        assert [one["step"] for one in read_lines(path) if "loss" in one] == [1, 2, 3, 5, 6, 7, 8]
+        assert [one["steps_missing"] for one in read_lines(path) if "steps_missing" in one] == ["4"]
+    assert broken in path.read_bytes()  # nobody has thrown it away
+    assert summarise(read_lines(path)).missing_steps == "4"
+
+
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path: Path) -> None:
+    lines = MetricLines(tmp_path, 0)
+    lines.write({"step": 1})
+    long = "x" * 20_000
+    with full_disk():
+        for step in range(2, 6):
+            lines.write({"step": step, "words": long})
+        lines.cut_after(4)  # the run goes back: step 5 has not been
+    assert steps(tmp_path) == [1]
+    lines.write({"step": 5})
+    lines.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_steps_that_have_no_line() -> None:
+    def missing(*numbers: int, reached: int | None = None, interval: int = 1) -> list[tuple[int, int]]:
+        every = {"interval": interval} if interval > 1 else {}
+        return missing_steps([figures(one, **every) for one in numbers], reached)
+
+    assert missing(1, 2, 3) == missing(reached=0) == []
+    assert missing(1, 2, 5, 7) == [(3, 4), (6, 6)]
+    assert missing(3, reached=6) == [(1, 2), (4, 6)]
+    assert missing(10, 20, 30, reached=34, interval=10) == []
+    assert missing(10, 30, 37, 40, interval=10) == [(11, 29)]
+    later = [figures(10, interval=10), figures(15), figures(16), figures(18)]  # went on from 14, with a line for each
+    assert missing_steps(later) == [(17, 17)]
+    assert spelled_ranges([(7, 7), (11, 1400)]) == "7, 11 to 1,400"
+
+
+def test_a_strange_prediction_is_none(tmp_path: Path) -> None:
+    for text in (
+        "[]",
+        "{}",
+        '{"predicted_seconds": "x", "predicted_memory_bytes": 1}',
+        "{",
+        '{"predicted_seconds": 1}',
+    ):
+        (tmp_path / "prediction.json").write_text(text)
+        assert read_prediction(tmp_path) == {}
+    write_prediction(tmp_path, 0.5, 7)
+    assert read_prediction(tmp_path) == {"predicted_seconds": 0.5, "predicted_memory_bytes": 7}
 
 
 def test_who_follows_a_file_sees_every_record_and_after_a_cut_the_last_ones_again(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight, preflight
-from shardwise.launch.resumed import changes_since_saved
+from shardwise.launch.resumed import finished_at, place_for, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
 from shardwise.spec.units import parse
+from shardwise.train.metrics.summary import RunSummary
 from shardwise.train.run_folder import RunFolder
 
 _EXAMPLE = """
@@ -38,6 +39,8 @@ def run(arguments: list[str]) -> int:
     parser = Parser("train", _DOES, _EXAMPLE)
     add_job_arguments(parser)
     parser.add_argument("--run-folder", metavar="DIR", help="where the run is kept (default runs/NAME of the job)")
+    other = "go on with the folder's weights and place though data, sequence, batch or optimizer are others"
+    parser.add_argument("--go-on", action="store_true", help=other)
     parser.add_argument("--steps", metavar="N", help="steps of the whole run (default: of training.tokens, or 1000)")
     shards = "token shards to train on, without a suffix; again for several (default: the built-in corpus)"
     parser.add_argument("--data", action="append", metavar="SHARDS", help=shards)
@@ -56,6 +59,7 @@ def run(arguments: list[str]) -> int:
     if job.run.emulate is not None:
         _check_emulation(job, parsed)
     checked = preflight(job, here=not parsed.print_torchrun)
+    job = _placed(job, parsed)
     assert job.run.folder is not None
     folder = RunFolder(Path(job.run.folder))
     if not parsed.print_torchrun:
@@ -66,15 +70,17 @@ def run(arguments: list[str]) -> int:
         from shardwise.launch.torchrun import torchrun_commands
 
         with folder.checkpoints.locked():
-            _make_ready(job, folder, checked, parsed)
+            if not _make_ready(job, folder, checked, parsed):
+                return 0
         print(*torchrun_commands(job, folder.path), sep="\n")
         return 0
     if parsed.rehearse is not None:
         return _rehearsed(job, folder, checked, whole(parsed.rehearse, "--rehearse"), as_json=parsed.json)
     with folder.checkpoints.locked():
-        _make_ready(job, folder, checked, parsed)
+        if not _make_ready(job, folder, checked, parsed):
+            return 0
         outcome = _watched(Launch(job, folder, grace_seconds, parsed.debug), quiet=parsed.json)
-    return _told(outcome, job, folder.metrics, parsed)
+    return _told(outcome, job, folder, parsed)
 
 
 def _weights_left(named: str | None, job: Job) -> list[str]:
@@ -107,13 +113,45 @@ def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Prefli
     return found, checked if found == job else preflight(found)
 
 
-def _make_ready(job: Job, folder: RunFolder, checked: Preflight, parsed: argparse.Namespace) -> None:
-    for note in changes_since_saved(job, folder.checkpoints):
+def _placed(job: Job, parsed: argparse.Namespace) -> Job:
+    """The job in its folder. One that nobody has named is never another job's."""
+    if job.run.folder is not None:
+        return job
+    default = Path("runs") / (Path(parsed.job).stem if parsed.job else job.model.name or "run")
+    path, why = (default, []) if parsed.go_on else place_for(job, default)
+    if why:
+        print(f"note: {default} has the run of another job ({why[0]}): this one is in {path}", file=sys.stderr)
+    return replace(job, run=replace(job.run, folder=str(path)))
+
+
+def _make_ready(job: Job, folder: RunFolder, checked: Preflight, parsed: argparse.Namespace) -> bool:
+    """Whether there is something to do; says so where all steps are done."""
+    for note in require_same_run(job, folder, go_on=parsed.go_on):
         print(f"note: {note}", file=sys.stderr)
-    named = parsed.model
-    if named is None and parsed.job and other_framework(parsed.job) is None:
-        named = read_job_fields(parsed.job).get("model")
-    prepare(job, folder, checked, folder_of_model(named))
+    step = finished_at(job, folder)
+    if step is None:
+        prepare(job, folder, checked, folder_of_model(_named_model(parsed)))
+        return True
+    if parsed.json:
+        print(json.dumps({**asdict(_summary(folder)), "status": 0, "attempts": 0}))
+    else:
+        more = "" if step == job.run.steps else f" of {job.run.steps:,}, where run.stop_at has it pause"
+        print(f"Nothing to do: the run in {folder.path} is at its last step, {step:,}{more}.")
+        print("More --steps go on with it; another --run-folder begins a new one.")
+    return False
+
+
+def _named_model(parsed: argparse.Namespace) -> Any:
+    if parsed.model is None and parsed.job and other_framework(parsed.job) is None:
+        return read_job_fields(parsed.job).get("model")
+    return parsed.model
+
+
+def _summary(folder: RunFolder) -> RunSummary:
+    from shardwise.train.metrics.lines import read_lines
+    from shardwise.train.metrics.summary import summarise
+
+    return summarise(read_lines(folder.metrics))
 
 
 def _job(parsed: argparse.Namespace) -> Job:
@@ -123,8 +161,7 @@ def _job(parsed: argparse.Namespace) -> Job:
         given["emulate"] = Emulation.parse(parsed.emulate, "--emulate")
     job = job_from(parsed, given)
     changes: dict[str, object] = {}
-    name = Path(parsed.job).stem if parsed.job else job.model.name or "run"
-    changes["folder"] = parsed.run_folder or job.run.folder or f"runs/{name}"
+    changes["folder"] = parsed.run_folder or job.run.folder
     if parsed.profile is not None:
         changes["profile"] = Profile.parse(parsed.profile, "--profile")
     data = job.run.data
@@ -173,13 +210,11 @@ def _rehearsed(job: Job, folder: RunFolder, checked: Preflight, steps: int, *, a
     return 0 if all(one.passed for one in points) else 1
 
 
-def _told(outcome: Outcome, job: Job, metrics: Path, parsed: argparse.Namespace) -> int:
+def _told(outcome: Outcome, job: Job, folder: RunFolder, parsed: argparse.Namespace) -> int:
     """The end of a run in figures, and the status for the shell."""
     from shardwise.report.training import print_summary
-    from shardwise.train.metrics.lines import read_lines
-    from shardwise.train.metrics.summary import summarise
 
-    found = summarise(read_lines(metrics))
+    found = _summary(folder)
     if parsed.json:
         print(json.dumps({**asdict(found), "status": outcome.status, "attempts": len(outcome.attempts)}))
         return outcome.status

@@ -1,56 +1,155 @@
-"""A run that goes on as another job than it began: what may change freely, what is told, and what is refused."""
+"""A folder that has a run already: whether a job is that run, is another one, or has nothing left to do.
+
+What is learned, from which data and in which batches, makes a run what it is. Layout, devices, precision, learning
+rate and length may change: it goes on with them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+from shardwise.launch.contents import contents_of_data, recorded_data
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
-from shardwise.spec.model import Model
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.manifest import read_manifest
+from shardwise.train.run_folder import RunFolder
 
 _DESCRIBING = ("name", "source", "published_parameters")  # of a model, no part of what is trained
-# What is learned from here on is another thing, and may be meant so. Layout, batch and length may change unsaid.
-_TOLD = ("run.data.shards", "run.data.weights", "run.data.held_out", "training.seq", "training.optimizer")
+_IDENTITY = (
+    *("run.data.shards", "run.data.weights", "run.data.held_out", "run.start_from"),
+    *("training.seq", "sequences", "training.optimizer"),
+)
+_SPELLED = {"sequences": "training.global_batch"}
+_TOLD = ("training.precision", "training.optimization", "run.schedule")
+_ANOTHER = "another folder (--run-folder)"
 
 
-def changes_since_saved(job: Job, folder: CheckpointFolder) -> list[str]:
-    """What is worth a note about going on in this folder with this job.
+@dataclass(frozen=True)
+class Difference:
+    """``field`` makes a job another one than the run; ``always``: not even by asking for it can the run go on."""
 
-    Raises SpecError where its newest checkpoint is of another model or seed.
-    """
-    saved = _newest_job(folder)
-    if saved is None:
-        return []
-    _require_same_model(job.model, saved.model, folder)
-    if job.run.seed != saved.run.seed:
-        problem = f"is {job.run.seed}, but the run in {folder.path.parent} began with {saved.run.seed}"
-        raise SpecError("run.seed", problem, f"use {saved.run.seed}, or another folder (--run-folder)")
-    return [
-        f"{path} is {_spelled(now)}, and was {_spelled(before)} when this run was saved: it goes on with its weights"
-        for path in _TOLD
-        if (now := _field(job, path)) != (before := _field(saved, path))
-    ]
+    field: str
+    now: str
+    before: str
+    always: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.now}, and was {self.before}"
 
 
-def _newest_job(folder: CheckpointFolder) -> Job | None:
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint of a run that can be read: its step, and the job as it was then."""
+
+    step: int
+    job: Job
+
+
+def saved_in(folder: CheckpointFolder) -> Saved | None:
     for step in folder.committed():
         try:
-            return Job.from_dict(read_manifest(folder.of_step(step)).job)
+            return Saved(step, Job.from_dict(read_manifest(folder.of_step(step)).job))
         except SpecError:  # damaged: the ranks will say so and take the one before
             continue
     return None
 
 
-def _require_same_model(model: Model, saved: Model, folder: CheckpointFolder) -> None:
-    mine, theirs = model.to_dict(), saved.to_dict()
+def differences(job: Job, folder: RunFolder) -> list[Difference]:
+    """What makes ``job`` another one than the run that is saved in the folder; nothing where there is none."""
+    saved = saved_in(folder.checkpoints)
+    if saved is None:
+        return []
+    return [*_of_model(job, saved.job), *_of_run(job, saved.job), *_of_data(job, folder)]
+
+
+def place_for(job: Job, folder: Path) -> tuple[Path, list[Difference]]:
+    """The first of FOLDER, FOLDER-2, ... that is free or has this run; and why FOLDER itself is not taken."""
+    why = differences(job, RunFolder(folder))
+    if not why:
+        return folder, []
+    others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(one for one in others if not differences(job, RunFolder(one))), why
+
+
+def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
+    """What is worth a note about going on in this folder with this job.
+
+    Raises SpecError where the folder has another job's run, unless that is to ``go_on`` as this one.
+    """
+    for one in differences(job, folder):
+        if one.field == "run.seed":
+            problem = f"is {one.now}, but the run in {folder.path} began with {one.before}"
+            raise SpecError(one.field, problem, f"use {one.before}, or {_ANOTHER}")
+        if one.always or not go_on:
+            problem = f"is {one.now}, but {one.before} in the run in {folder.path}"
+            way = "" if one.always else ", or go on with its weights as another job (--go-on)"
+            raise SpecError(one.field, problem, f"train it in {_ANOTHER}{way}")
+    saved = saved_in(folder.checkpoints)
+    if saved is None:
+        return []
+    changed = [one for path in _TOLD for one in _changed(path, _field(job, path), _field(saved.job, path))]
+    return [f"{one} when this run was saved: it goes on from there" for one in (*differences(job, folder), *changed)]
+
+
+def finished_at(job: Job, folder: RunFolder) -> int | None:
+    """The step of a whole checkpoint with which the run has done all that the job asks for; None where steps are left.
+
+    Raises SpecError where the run is beyond the job's last step.
+    """
+    from shardwise.train.checkpoint.load import problems_of
+
+    found, last = folder.checkpoints, job.run.last_step
+    for step in found.committed():
+        if step < last:
+            return None
+        path = found.of_step(step)
+        if path.is_symlink() or problems_of(path):
+            continue
+        if step > last:
+            name = "run.steps" if job.run.stop_at is None else "run.stop_at"
+            problem = f"is {last:,}, and the run in {folder.path} is at step {step:,}"
+            raise SpecError(name, problem, f"more steps go on with it; {_ANOTHER} begins a new one")
+        return step
+    return None
+
+
+def _of_model(job: Job, saved: Job) -> Iterator[Difference]:
+    mine, theirs = job.model.to_dict(), saved.model.to_dict()
     for name in sorted({*mine, *theirs} - set(_DESCRIBING)):
         if mine.get(name) != theirs.get(name):
-            problem = (
-                f"is {_spelled(mine.get(name))}, but {_spelled(theirs.get(name))} in the run in {folder.path.parent}"
-            )
-            raise SpecError(f"model.{name}", problem, "train it in another folder (--run-folder)")
+            now, before = _spelled(mine.get(name)), _spelled(theirs.get(name))
+            yield Difference(f"model.{name}", now, before, always=True)
+
+
+def _of_run(job: Job, saved: Job) -> Iterator[Difference]:
+    if job.run.seed != saved.run.seed:
+        yield Difference("run.seed", str(job.run.seed), str(saved.run.seed), always=True)
+    for path in _IDENTITY:
+        yield from _changed(_SPELLED.get(path, path), _field(job, path), _field(saved, path))
+
+
+def _of_data(job: Job, folder: RunFolder) -> Iterator[Difference]:
+    """Shards that have the name of those the run began with, and another content."""
+    before = recorded_data(folder)
+    for name, content in contents_of_data(job).items():
+        if before.get(name, content) != content:
+            yield Difference("run.data.shards", f"{name} as it is now", "another content")
+
+
+def _changed(path: str, now: Any, before: Any) -> Iterator[Difference]:
+    """The value, or of a group of them each one, that is another."""
+    if now == before:
+        return
+    if is_dataclass(now) and type(now) is type(before):
+        for one in fields(now):
+            yield from _changed(f"{path}.{one.name}", getattr(now, one.name), getattr(before, one.name))
+    else:
+        yield Difference(path, _spelled(now), _spelled(before))
 
 
 def _field(job: Job, path: str) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.interop.companions import keep_companions
+from shardwise.launch.contents import record_data
 from shardwise.launch.emulate.network import Network, emulated
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Commit, Event, Outcome
@@ -39,6 +40,7 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
         temporary.write_text(job.to_yaml(), encoding="utf-8")
         temporary.replace(folder.job)
         write_prediction(folder.path, checked.price.step_seconds, tensors)
+        record_data(job, folder)
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise SpecError(str(folder.path), problem, "make room, or choose another folder") from None

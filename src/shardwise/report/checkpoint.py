@@ -50,7 +50,7 @@ def contents_json(found: Contents, *, each_tensor: bool) -> dict[str, Any]:
 def _rows(found: Contents) -> list[tuple[str, str]]:
     rows = [("step", f"{found.step:,}"), ("model", found.model), ("saved under", _layout(found))]
     if found.precision:
-        rows.append(("precision", found.precision))
+        rows.append(("precision", str(found.precision)))
     files = found.file_bytes
     rows.append(("files", f"{len(files):,}, {readable_bytes(sum(files.values()))}"))
     numbers = dict(found.numbers)

@@ -82,7 +82,9 @@ def read_progress(file: int) -> Progress | None:
         return None
     count, phase, step, since, limit_seconds, same = _PROGRESS.unpack_from(data)
     (beat,) = _BEAT.unpack_from(data, _BEAT_OFFSET)
-    return Progress(PHASES[phase], step, since, limit_seconds, beat) if count == same else None
+    if count != same or not 0 <= phase < len(PHASES):
+        return None
+    return Progress(PHASES[phase], step, since, limit_seconds, beat)
 
 
 def reserve_failure(folder: Path, rank: int) -> None:
@@ -103,5 +105,5 @@ def write_failure(folder: Path, record: FailureRecord) -> None:
 def read_failure(folder: Path, rank: int) -> FailureRecord | None:
     try:
         return FailureRecord(**json.loads(failure_path(folder, rank).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (OSError, ValueError, TypeError):  # none, or not what a rank writes: how it ended then says what is known
         return None

@@ -25,6 +25,11 @@ class RunFolder:
         return self.path / "prediction.json"
 
     @property
+    def data(self) -> Path:
+        """What the data was when the run began."""
+        return self.path / "data.json"
+
+    @property
     def peak(self) -> Path:
         """The most bytes that a rank has held, after a dry step."""
         return self.path / "peak.json"

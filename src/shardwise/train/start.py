@@ -46,12 +46,8 @@ def load_newest(
     if step is None:
         return None
     found = load(trainer, folder.of_step(step))
-    try:
-        position = Position.from_numbers(found.step, found.numbers["data"], trainer.job.sequences)
-        return State(position, tuple(float(loss) for loss in found.numbers["losses"]), saved=True)
-    except (KeyError, TypeError, ValueError):
-        where, remedy = str(folder.of_step(step)), "take its weights: run.start_from"
-        raise SpecError(where, "does not say where the run was", remedy) from None
+    position = Position.from_numbers(found.step, found.numbers["data"], trainer.job.sequences)
+    return State(position, tuple(float(loss) for loss in found.numbers["losses"]), saved=True)
 
 
 def start_from(trainer: Trainer[Any], source: Path) -> None:

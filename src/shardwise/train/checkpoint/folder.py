@@ -5,6 +5,7 @@ A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has ano
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -118,11 +119,18 @@ class CheckpointFolder:
                 raise SpecError(
                     str(self.path), f"{who} is training in it", "wait for it, or choose another folder"
                 ) from None
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, str(os.getpid()).encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, str(os.getpid()).encode(), 0)
             yield
         finally:
             os.close(handle)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; it may have been given another name."""
+    match = _COMMITTED.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def sync_folder(path: Path) -> None:

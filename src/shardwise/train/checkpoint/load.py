@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.manifest import Manifest, read_manifest
+from shardwise.train.checkpoint.folder import CheckpointFolder, step_of
+from shardwise.train.checkpoint.manifest import NAME, Manifest, read_manifest
+from shardwise.train.checkpoint.numbers import missing_to_resume
 from shardwise.train.checkpoint.shards import ShardReader, checked, mislabelled
 from shardwise.train.checkpoint.state import Kept, expect, kept, take_numbers
 
@@ -28,6 +29,8 @@ def problems_of(
         manifest = read_manifest(folder)
     except SpecError as error:
         return [str(error)]
+    if step_of(folder) not in (None, manifest.step):
+        return [f"{folder}: is of step {manifest.step:,}, not of the step in its name"]
     mine = sorted(manifest.files)[rank::world]
     entries = manifest.entries()
     found = [
@@ -46,6 +49,7 @@ def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda te
         found: list[Any] = [None] * world
         path = folder.of_step(step)
         own = [f"{path}: is a link"] if path.is_symlink() else problems_of(path, rank=rank, world=world)
+        own = own or _lacking(path)
         dist.all_gather_object(found, own)
         problems = [problem for some in found for problem in some]
         if not problems:
@@ -55,11 +59,20 @@ def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda te
     return None
 
 
+def _lacking(folder: Path) -> list[str]:
+    missing = missing_to_resume(read_manifest(folder).numbers)
+    return [f"{folder / NAME}: does not say where the run was: it has no {', '.join(missing)}"] if missing else []
+
+
 @torch.no_grad()
 def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> Manifest:
     """Fills a trainer of any layout; raises SpecError, before a tensor is touched, for another model's checkpoint."""
     manifest = read_manifest(folder)
     if not weights_only:
+        if not manifest.numbers:
+            raise SpecError(
+                str(folder), "holds weights alone: no run goes on from them", "start from them: run.start_from"
+            )
         expect(trainer, manifest.numbers)
     wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]
     if weights_only:

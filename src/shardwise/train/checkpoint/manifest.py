@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint: what was saved, in which files, with a checksum of each. JSON, checked when read."""
+"""The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself.
+
+It is JSON that ends in the SHA-256 checksum of all before it. That is compared before anything is believed; types
+are checked after it, since a file may be wrong with a checksum that is right.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,15 @@ from typing import Any
 
 from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.boxes import Box
+from shardwise.train.checkpoint.numbers import checked_numbers, count
 
 NAME = "manifest.json"
 FORMAT = 1
 MOST_BYTES = 2**30
 _FILE = re.compile(r"shard-\d{5}\.safetensors")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+_SEAL = re.compile(rb', "checksum": "([0-9a-f]{64})"}\Z')
+_ANOTHER = "take another checkpoint"
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -80,7 +88,8 @@ class Manifest:
         files = {name: {"bytes": shard.size, "sha256": shard.checksum} for name, shard in self.files.items()}
         document = {"format": FORMAT, "step": self.step, "job": self.job, "numbers": self.numbers, "files": files}
         document["tensors"] = tensors
-        return json.dumps({**document, "checksum": _checksum(document)}).encode()
+        text = json.dumps(document).encode()
+        return text[:-1] + f', "checksum": "{hashlib.sha256(text).hexdigest()}"}}'.encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -88,31 +97,36 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         if path.is_symlink() or path.stat().st_size > MOST_BYTES:
-            raise SpecError(str(path), "is no plain file of a sensible size", "take another checkpoint")
-        document = json.loads(path.read_bytes())
+            raise SpecError(str(path), "is no plain file of a sensible size", _ANOTHER)
+        raw = path.read_bytes()
+        document = json.loads(raw)
     except OSError as error:
-        raise SpecError(str(path), f"cannot be read ({error.strerror})", "take another checkpoint") from None
+        raise SpecError(str(path), f"cannot be read ({error.strerror})", _ANOTHER) from None
+    except SpecError:
+        raise
     except (ValueError, RecursionError):
-        raise SpecError(str(path), "is no JSON", "take another checkpoint") from None
+        raise SpecError(str(path), "is no JSON", _ANOTHER) from None
+    _require_seal(raw, path)
     try:
-        if document["format"] != FORMAT:
+        if document["format"] is True or document["format"] != FORMAT:
             raise SpecError(str(path), f"has format {document['format']!r}", f"this reads format {FORMAT}")
-        files = {
-            _file(name): Shard(_count(one["bytes"]), str(one["sha256"])) for name, one in document["files"].items()
-        }
-        tensors = {str(key): _whole(one, files) for key, one in document["tensors"].items()}
-        if document.pop("checksum") != _checksum(document):
-            raise SpecError(str(path), "is damaged: its checksum differs", "take another checkpoint")
-        return Manifest(_count(document["step"]), dict(document["job"]), dict(document["numbers"]), tensors, files)
+        files = {_file(name): _shard(one) for name, one in document["files"].items()}
+        tensors = {key: _whole(one, files) for key, one in document["tensors"].items()}
+        numbers = checked_numbers(document["numbers"])
+        return Manifest(count(document["step"]), _job(document["job"]), numbers, tensors, files)
     except SpecError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise SpecError(str(path), "does not describe a checkpoint", "take another checkpoint") from None
+        raise SpecError(str(path), "does not describe a checkpoint", _ANOTHER) from None
 
 
-def _checksum(document: dict[str, Any]) -> str:
-    """Of all else in the manifest, as JSON is written here: a number that was changed on disk is no longer it."""
-    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+def _require_seal(raw: bytes, path: Path) -> None:
+    """Every byte is as it was written."""
+    seal = _SEAL.search(raw)
+    if seal is None:
+        raise SpecError(str(path), "is damaged: it does not end in its checksum", _ANOTHER)
+    if hashlib.sha256(raw[: seal.start()] + b"}").hexdigest() != seal[1].decode():
+        raise SpecError(str(path), "is damaged: its checksum differs", _ANOTHER)
 
 
 def _file(name: Any) -> str:
@@ -121,22 +135,32 @@ def _file(name: Any) -> str:
     return name
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError("no count")
-    return value
+def _shard(one: Any) -> Shard:
+    if not _CHECKSUM.fullmatch(one["sha256"]):
+        raise ValueError("no checksum")
+    return Shard(count(one["bytes"]), one["sha256"])
+
+
+def _job(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError("no job")
+    return found
 
 
 def _whole(one: Any, files: dict[str, Shard]) -> Whole:
-    shape = tuple(_count(size) for size in one["shape"])
+    shape = tuple(count(size) for size in one["shape"])
     pieces = []
     for name, entry, start, size in one["pieces"]:
-        box = Box(tuple(_count(x) for x in start), tuple(_count(x) for x in size))
+        box = Box(tuple(count(x) for x in start), tuple(count(x) for x in size))
         if name not in files or len(box.start) != len(shape) or len(box.shape) != len(shape):
             raise ValueError("a piece of another tensor")
         if any(a + n > whole for a, n, whole in zip(box.start, box.shape, shape)):
             raise ValueError("a piece beyond the tensor")
-        pieces.append(Piece(name, str(entry), box))
+        if not isinstance(entry, str):
+            raise ValueError("no name of an entry")
+        pieces.append(Piece(name, entry, box))
     if one["dtype"] not in ITEM_BYTES:
         raise ValueError("an unknown type")
+    if sum(piece.box.elements for piece in pieces) != math.prod(shape):
+        raise ValueError("pieces that are not the whole")
     return Whole(shape, one["dtype"], tuple(pieces))

@@ -152,7 +152,7 @@ def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
         trainer.outer.steps = int(found.get("inner_steps", 0))
     if trainer.scaler is not None and "loss_scale" in found:
         for name, tensor in trainer.scaler.state_dict().items():
-            tensor.fill_(found["loss_scale"][name])
+            tensor.fill_(found["loss_scale"].get(name, float(tensor)))
     trainer.data.publish()
 
 

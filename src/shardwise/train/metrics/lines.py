@@ -1,16 +1,28 @@
-"""The metrics of a run as lines of JSON, one file for all its starts: no step is in it twice."""
+"""The metrics of a run as lines of JSON, one file for all its starts: no step is in it twice, and none is lost.
+
+A line that cannot be written waits for room. One that is broken stays where it is; readers pass over it, and
+`missing_steps` says what is not there.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.spec.errors import SpecError
+
 NAME = "metrics.jsonl"
 TOLD_AGAIN_BYTES = 16_384
+MOST_WAITING = 10_000  # lines that a full disk does not take
+# What is computed with by those who read; a line that has anything else there is broken.
+_AMOUNTS = (
+    *("loss", "validation_loss", "seconds", "tokens_per_second", "mfu", "data_wait_seconds"),
+    *("memory_bytes", "predicted_seconds", "predicted_memory_bytes", "interval", "checkpoint"),
+)
 
 
 class MetricLines:
@@ -18,23 +30,42 @@ class MetricLines:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / NAME
-        cut_after(self.path, step)
-        self._file = self.path.open("ab", buffering=0)
+        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=MOST_WAITING)
+        try:
+            cut_after(self.path, step or -1)  # what comes before the first step comes again
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+            raise SpecError(str(self.path), problem, "make room, or choose another folder") from None
 
     def cut_after(self, step: int) -> None:
         """Forgets later steps: the run has gone back."""
         cut_after(self.path, step)
+        self._waiting = deque((one for one in self._waiting if one[0] <= step), maxlen=MOST_WAITING)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One line; a disk that is full costs the line, never the run."""
+        """One line; a disk that is full keeps it waiting, and never stops the run."""
         line = json.dumps({name: _plain(value) for name, value in record.items()}).encode() + b"\n"
-        with contextlib.suppress(OSError):
-            written = self._file.write(line)
-            if written < len(line):  # half a line would spoil the next one
-                self._file.truncate(self._file.tell() - written)
+        self._waiting.append((record["step"], line))
+        self._write_waiting()
 
     def close(self) -> None:
+        self._write_waiting()
         self._file.close()
+
+    def _write_waiting(self) -> None:
+        while self._waiting and self._written(self._waiting[0][1]):
+            self._waiting.popleft()
+
+    def _written(self, line: bytes) -> bool:
+        try:
+            written = self._file.write(line)
+            if written == len(line):
+                return True
+            self._file.truncate(self._file.tell() - written)  # half a line would spoil the next one
+        except OSError:
+            pass
+        return False
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -70,26 +101,63 @@ class Follower:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Ends a file before its first line of a later step, or its first broken one; who follows it can go on."""
+    """Ends a file before the lines of later steps, or a last one that is not whole; who follows it can go on."""
     if not path.is_file():
         return
-    end = 0
+    end = at = 0
+    gone_by = False  # whether a line of a later step was seen after the last that is kept
     with path.open("r+b") as file:
         for line in file:
+            at += len(line)
             record = _record(line)
-            if record is None or record["step"] > step:
-                break
-            end += len(line)
+            if record is not None and record["step"] > step:
+                gone_by = True
+            elif record is not None or (line.endswith(b"\n") and not gone_by):
+                end, gone_by = at, False
         file.truncate(end)
 
 
+def missing_steps(records: Iterable[Mapping[str, Any]], reached: float | None = None) -> list[tuple[int, int]]:
+    """The first and last of the steps in a row that should have a line and have none, where ``reached`` are done.
+
+    A line says by ``interval`` how many steps lie between two of them, where these are several.
+    """
+    found = []
+    last, apart = 0, 1
+    for record in records:
+        if "loss" not in record:
+            continue
+        step, interval = record["step"], int(record.get("interval") or 1)
+        if step - last > (max(apart, interval) if last else interval):
+            found.append((last + 1, step - 1))
+        last, apart = max(last, step), interval
+    if reached is not None and reached - last >= apart:
+        found.append((last + 1, int(reached)))
+    return found
+
+
+def spelled_ranges(ranges: Iterable[tuple[int, int]]) -> str:
+    """Such as "7, 11 to 14"."""
+    return ", ".join(f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in ranges)
+
+
 def _record(line: bytes) -> dict[str, Any] | None:
-    """None for a line that is not whole: a process that is killed writes half of one."""
+    """None for a line that is not whole, or not what is written here: a process that is killed writes half of one."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    if not isinstance(record, dict) or not _is_count(record.get("step")):
+        return None
+    return record if all(_is_amount(record.get(name)) for name in _AMOUNTS) else None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_amount(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _plain(value: Any) -> Any:

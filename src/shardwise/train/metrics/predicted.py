@@ -14,9 +14,9 @@ def write_prediction(folder: Path, step_seconds: float, memory_bytes: float) -> 
 
 
 def read_prediction(folder: Path) -> dict[str, float]:
-    """Nothing where nobody has priced the job."""
+    """Nothing where nobody has priced the job, or the file is not what was written."""
     try:
-        found: dict[str, float] = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        return found
-    except (OSError, ValueError):
+        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        return {name: float(found[name]) for name in ("predicted_seconds", "predicted_memory_bytes")}
+    except (OSError, ValueError, TypeError, KeyError):
         return {}

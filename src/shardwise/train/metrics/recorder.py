@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from shardwise.cost.flops import flops_per_token
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.metrics.lines import MetricLines
+from shardwise.train.metrics.lines import MetricLines, missing_steps, read_lines, spelled_ranges
 from shardwise.train.metrics.predicted import read_prediction
 from shardwise.train.metrics.tensorboard import EventFile
 
@@ -32,6 +32,9 @@ class Recorder:
         self.predicted = read_prediction(folder)
         peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
         self._least_seconds = flops_per_token(job.model, job.training.seq) * job.tokens_per_step / peak
+        missing = spelled_ranges(missing_steps(read_lines(self.lines.path), step))
+        if missing and not any(one.get("steps_missing") == missing for one in read_lines(self.lines.path)):
+            self.write({"step": step, "steps_missing": missing})
 
     def step(self, step: int, seconds: float, figures: Mapping[str, Any]) -> None:
         """The step number ``step``, counted from 1, and what it took."""
@@ -40,7 +43,9 @@ class Recorder:
             "tokens_per_second": self.job.tokens_per_step / seconds,
             "mfu": self._least_seconds / seconds,
         }
-        self.write({"step": step, **figures, **speed, **self.predicted})
+        interval = self.job.run.logging.interval
+        every = {"interval": interval} if interval > 1 else {}
+        self.write({"step": step, **figures, **every, **speed, **self.predicted})
 
     def write(self, record: Mapping[str, Any]) -> None:
         self.lines.write(record)

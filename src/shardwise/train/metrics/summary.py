@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.train.metrics.lines import missing_steps, spelled_ranges
+
 WARM_UP = 3  # steps after a start that take longer than others
 
 
@@ -26,6 +28,7 @@ class RunSummary:
     tokens_per_second: float | None
     mfu: float | None
     data_wait_share: float | None
+    missing_steps: str = ""  # of which metrics.jsonl has no line, such as "11 to 14"
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
@@ -36,7 +39,7 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
     losses = [one["loss"] for one in steps if one.get("loss") is not None and not one.get("bad")]
     validation = [one["validation_loss"] for one in everything if one.get("validation_loss") is not None]
     seconds = _median(one["seconds"] for one in timed)
-    waited = sum(one.get("data_wait_seconds", 0.0) for one in timed)
+    waited = sum(one.get("data_wait_seconds") or 0.0 for one in timed)
     return RunSummary(
         steps=max((one["step"] for one in everything), default=0),
         first_loss=losses[0] if losses else None,
@@ -45,17 +48,22 @@ def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
         last_validation=validation[-1] if validation else None,
         step_seconds=seconds,
         predicted_seconds=_last(steps, "predicted_seconds"),
-        memory_bytes=max((one["memory_bytes"] for one in steps if "memory_bytes" in one), default=None),
+        memory_bytes=max((one["memory_bytes"] for one in steps if one.get("memory_bytes") is not None), default=None),
         predicted_memory_bytes=_last(steps, "predicted_memory_bytes"),
-        tokens_per_second=_median(one["tokens_per_second"] for one in timed),
-        mfu=_median(one["mfu"] for one in timed),
+        tokens_per_second=_median_of(timed, "tokens_per_second"),
+        mfu=_median_of(timed, "mfu"),
         data_wait_share=waited / sum(one["seconds"] for one in timed) if timed else None,
+        missing_steps=spelled_ranges(missing_steps(everything, _last(everything, "checkpoint"))),
     )
 
 
 def _median(values: Iterable[float]) -> float | None:
     some = list(values)
     return statistics.median(some) if some else None
+
+
+def _median_of(records: list[Mapping[str, Any]], name: str) -> float | None:
+    return _median(one[name] for one in records if one.get(name) is not None)
 
 
 def _last(records: list[Mapping[str, Any]], name: str) -> float | None:

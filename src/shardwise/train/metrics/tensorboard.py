@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from shardwise.spec.errors import SpecError
+
 _START = 1  # SessionLog.START: readers forget what they have of this step and later ones
 
 
@@ -21,9 +23,13 @@ class EventFile:
     """A new file in ``folder``; readers take all files there together."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab", buffering=0)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / name).open("ab", buffering=0)
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+            raise SpecError(str(folder), problem, "make room, or run.logging.tensorboard: false") from None
         self._write(_bytes(3, b"brain.Event:2"))
 
     def forget_after(self, step: int) -> None:

@@ -103,5 +103,5 @@ def _read(path: Path) -> RankRecord:
             tuple(Range(*one) for one in content["ranges"]),
             tuple(Flight(name, tuple(ranks), size, at) for name, ranks, size, at in content.get("flights", ())),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(str(path), f"is no record of a rank ({error})", "profile the run again") from None
