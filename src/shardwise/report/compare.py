@@ -168,6 +168,8 @@ def verdicts(found: Comparison) -> list[str]:
         )
     if found.unlike is not None:
         lines.append(found.unlike)
+    if found.missing_steps:
+        lines.append(f"metrics.jsonl has no line of step {found.missing_steps}.")
     return lines
 
 

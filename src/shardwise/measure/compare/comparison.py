@@ -66,6 +66,7 @@ class Comparison:
     slow_link: SlowLink | None
     sent: tuple[SentBytes, ...] = ()  # of the rank whose step is shown
     unlike: str | None = None  # ranks that did not begin the same collectives
+    missing_steps: str = ""  # of which the run's metrics have no line
 
 
 def compare(run: ProfiledRun) -> Comparison:
@@ -95,6 +96,7 @@ def compare(run: ProfiledRun) -> Comparison:
         job, found, expected, parts, _memory(job, found, lines), tuple(differences),
         summarise(plain).step_seconds, slowness, slow_rank, slow,
         sent_bytes(job, found.records[busiest.rank], len(found.numbers)), unlike(found.records),
+        summarise(lines).missing_steps,
     )  # fmt: skip
 
 
