@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cli.running import run as command
 from shardwise.spec import Job
 from shardwise.train.checkpoint.load import problems_of
 from train.faults import STEPS, final_state, read_only, small_disk, small_job, train
-from train.faulty_worker import Fault
+from train.faulty_worker import Fault, fill
 from train.runs import run as run_in_pool
 from train.runs import write_shards
 from train.sealed import resealed
@@ -65,6 +66,7 @@ def test_damaged_and_hostile_checkpoints_are_named_and_the_last_good_one_is_take
     good = folder / "step-00000008"
     for step in (10, 12, 14, 16):
         shutil.copytree(good, folder / f"step-{step:08d}")
+        resealed(folder / f"step-{step:08d}", partial(dict.update, step=step))
 
     def of(step: int) -> Path:
         return folder / f"step-{step:08d}"
@@ -118,6 +120,28 @@ def test_a_full_disk_stops_a_run_or_does_not(tmp_path: Path, shards: str, undist
         line = error_line(train(full_disk_job(shards, "stop"), run).result)
         assert line.endswith("cannot be written (No space left on device); make room, or choose another folder")
         filler.unlink()
+
+        # Room enough to start, and not for the corpus that rank 0 builds: no restart would mend it.
+        (tmp_path / "disk" / "room").write_bytes(bytes(2**20))
+        fill(filler)
+        (tmp_path / "disk" / "room").unlink()
+        small = (
+            "--model",
+            "tiny",
+            "--cluster",
+            "laptop:1",
+            "--seq",
+            "32",
+            "--global-batch",
+            "4",
+            "--precision",
+            "fp32",
+        )
+        found = command("train", *small, "--run-folder", str(tmp_path / "disk" / "other"))
+        assert (found.status, found.err.count("started: ")) == (2, 1), found.err
+        assert found.err.endswith("has no room left; make room and start it again\n")
+        filler.unlink()
+        shutil.rmtree(tmp_path / "disk" / "other")
 
         faults = [Fault(f"fill {filler}", "begin", 3, 0, None), Fault(f"free {filler}", "begin", 5, 0, None)]
         ended = train(full_disk_job(shards, "continue"), run, *faults)

@@ -6,6 +6,7 @@ Exits 0 when the run is done or was stopped with a checkpoint, 2 for a mistake o
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -45,13 +46,26 @@ def main(arguments: list[str], work: Work) -> int:
             work(folder, place, reporter, stop)
         return 0
     except SpecError as error:
-        reporter.failed(error)
-        _print(f"shardwise: error: {error}")
-        return 2
+        return _mistaken(reporter, error)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # no restart would mend it
+            where = str(error.filename or arguments[0])
+            return _mistaken(reporter, SpecError(where, "has no room left", "make room and start it again"))
+        return _broken(reporter, error)
     except BaseException as error:
-        reporter.failed(error)
-        _print(traceback.format_exc())
-        return 1
+        return _broken(reporter, error)
+
+
+def _mistaken(reporter: Reporter, error: SpecError) -> int:
+    reporter.failed(error)
+    _print(f"shardwise: error: {error}")
+    return 2
+
+
+def _broken(reporter: Reporter, error: BaseException) -> int:
+    reporter.failed(error)
+    _print("".join(traceback.format_exception(error)))
+    return 1
 
 
 @contextlib.contextmanager
