@@ -114,6 +114,20 @@ def test_the_types_that_a_run_depends_on(folder: Path, place: tuple[str, ...], v
         read_manifest(folder)
 
 
+def test_a_number_that_a_run_needs_is_missed_before_one_goes_on_without_it(folder: Path) -> None:
+    document = json.loads(sound().to_bytes())
+    del document["checksum"], document["numbers"]["optimizer_steps"]
+    (folder / "manifest.json").write_bytes(seal(document))
+    found = run("checkpoint", "verify", str(folder))
+    assert found.status == 1
+    assert "does not say where the run was: it has no optimizer_steps" in found.out
+    states = {key.replace("weight/", "exp_avg/"): one for key, one in document["tensors"].items()}
+    (folder / "manifest.json").write_bytes(seal({**document, "numbers": {}, "tensors": states}))
+    assert "it has no optimizer_steps, data, losses" in run("checkpoint", "verify", str(folder)).out
+    (folder / "manifest.json").write_bytes(seal({**document, "numbers": {}}))  # weights alone have no run
+    assert "where the run was" not in run("checkpoint", "verify", str(folder)).out
+
+
 def test_a_manifest_without_a_checksum_is_not_believed(folder: Path) -> None:
     document = json.loads(sound().to_bytes())
     del document["checksum"]

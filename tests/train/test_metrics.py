@@ -147,6 +147,19 @@ def test_event_files_have_the_format_of_tensorboard(tmp_path: Path) -> None:
     assert _checksum(bytes(32)) == struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
+def test_a_full_disk_leaves_no_half_record_for_tensorboard(tmp_path: Path) -> None:
+    events = EventFile(tmp_path)
+    with full_disk():
+        for step in range(10):
+            events.scalars(step, {"x" * 3_000: 1.0})
+    events.scalars(11, {"loss": 2.5})
+    events.close()
+    (path,) = tmp_path.iterdir()
+    *_, before, last = messages(path)
+    assert b"x" * 3_000 in before
+    assert b"loss" in last
+
+
 def test_a_summary_leaves_out_what_is_slow_for_other_reasons() -> None:
     def record(step: int, seconds: float, **more: Any) -> dict[str, Any]:
         return {"step": step, "loss": 5 - step / 10, "seconds": seconds, "tokens_per_second": 8 / seconds, "mfu": 0.1,

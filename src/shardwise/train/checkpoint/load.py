@@ -14,7 +14,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.folder import CheckpointFolder, step_of
 from shardwise.train.checkpoint.manifest import NAME, Manifest, read_manifest
-from shardwise.train.checkpoint.numbers import missing_to_resume
+from shardwise.train.checkpoint.numbers import TO_RESUME
 from shardwise.train.checkpoint.shards import ShardReader, checked, mislabelled
 from shardwise.train.checkpoint.state import Kept, expect, kept, take_numbers
 
@@ -31,6 +31,8 @@ def problems_of(
         return [str(error)]
     if step_of(folder) not in (None, manifest.step):
         return [f"{folder}: is of step {manifest.step:,}, not of the step in its name"]
+    if missing := _missing(manifest):
+        return [f"{folder / NAME}: does not say where the run was: it has no {', '.join(missing)}"]
     mine = sorted(manifest.files)[rank::world]
     entries = manifest.entries()
     found = [
@@ -38,6 +40,12 @@ def problems_of(
         for name in mine
     ]
     return [f"{folder / name}: {problem}" for name, problem in found if problem]
+
+
+def _missing(manifest: Manifest) -> list[str]:
+    """The numbers that a run needs and does not find; weights alone have none, and are whole."""
+    alone = not manifest.numbers and all(key.startswith(_WEIGHTS) for key in manifest.tensors)
+    return [] if alone else [name for name in TO_RESUME if name not in manifest.numbers]
 
 
 def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None) -> int | None:
@@ -49,7 +57,6 @@ def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda te
         found: list[Any] = [None] * world
         path = folder.of_step(step)
         own = [f"{path}: is a link"] if path.is_symlink() else problems_of(path, rank=rank, world=world)
-        own = own or _lacking(path)
         dist.all_gather_object(found, own)
         problems = [problem for some in found for problem in some]
         if not problems:
@@ -57,11 +64,6 @@ def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda te
         for problem in dict.fromkeys(problems):
             say(problem)
     return None
-
-
-def _lacking(folder: Path) -> list[str]:
-    missing = missing_to_resume(read_manifest(folder).numbers)
-    return [f"{folder / NAME}: does not say where the run was: it has no {', '.join(missing)}"] if missing else []
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-TO_RESUME = ("optimizer_steps", "data", "losses")
+TO_RESUME = ("optimizer_steps", "data", "losses")  # without which no run goes on
 
 
 def checked_numbers(found: Any) -> dict[str, Any]:
@@ -16,11 +16,6 @@ def checked_numbers(found: Any) -> dict[str, Any]:
             raise ValueError(f"unknown number {name}")
         _CHECKS[name](value)
     return dict(found)
-
-
-def missing_to_resume(numbers: Mapping[str, Any]) -> list[str]:
-    """What a run could not go on without; weights alone, of which there are no numbers, are no damage."""
-    return [name for name in TO_RESUME if name not in numbers] if numbers else []
 
 
 def count(value: Any, least: int = 0) -> int:

@@ -6,6 +6,7 @@ protocol buffer `Event` (tensorflow/core/util/event.proto).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -47,10 +48,10 @@ class EventFile:
         event = struct.pack("<Bd", 1 << 3 | 1, time.time()) + message
         length = struct.pack("<Q", len(event))
         record = length + _checksum(length) + event + _checksum(event)
-        try:
-            self._file.write(record)
-        except OSError:  # a disk that is full costs the record, never the run
-            return
+        with contextlib.suppress(OSError):  # a disk that is full costs the record, never the run
+            written = self._file.write(record)
+            if written < len(record):  # readers would stop at half a record
+                self._file.truncate(self._file.tell() - written)
 
 
 def _varint(number: int) -> bytes:
