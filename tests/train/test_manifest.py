@@ -128,6 +128,18 @@ def test_a_number_that_a_run_needs_is_missed_before_one_goes_on_without_it(folde
     assert "where the run was" not in run("checkpoint", "verify", str(folder)).out
 
 
+@pytest.mark.parametrize("start", [[0, 0], [1, 0]])
+def test_pieces_that_leave_a_part_of_a_tensor_open_are_refused(folder: Path, start: list[int]) -> None:
+    """As many elements as the tensor has, some of them twice: what is between would be whatever memory holds."""
+    document = json.loads(sound().to_bytes())
+    del document["checksum"]
+    assert document["tensors"]["weight/a"]["pieces"][1][2] == [2, 0]
+    document["tensors"]["weight/a"]["pieces"][1][2] = start
+    (folder / "manifest.json").write_bytes(seal(document))
+    with pytest.raises(SpecError, match="does not describe a checkpoint"):
+        read_manifest(folder)
+
+
 def test_a_manifest_without_a_checksum_is_not_believed(folder: Path) -> None:
     document = json.loads(sound().to_bytes())
     del document["checksum"]

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,17 @@ def _whole(one: Any, files: dict[str, Shard]) -> Whole:
         pieces.append(Piece(name, entry, box))
     if one["dtype"] not in ITEM_BYTES:
         raise ValueError("an unknown type")
-    if sum(piece.box.elements for piece in pieces) != math.prod(shape):
+    if sum(piece.box.elements for piece in pieces) != math.prod(shape) or _overlap([piece.box for piece in pieces]):
         raise ValueError("pieces that are not the whole")
     return Whole(shape, one["dtype"], tuple(pieces))
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    ordered = sorted(boxes, key=lambda box: box.start)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if other.start[:1] >= tuple(first + size for first, size in zip(one.start[:1], one.shape[:1])):
+                break  # neither does any after it
+            if one.common(other) is not None:
+                return True
+    return False
