@@ -110,20 +110,30 @@ def largest_first(named: dict[str, float], keep: int) -> list[tuple[str, float]]
     return [*ordered[:keep], *([("other", rest)] if rest else [])]
 
 
+_PART_NAMES = {
+    **{name: name for name in ("attention", "recompute", "optimizer")},
+    "products": "matrix products",
+    "memory-bound": "memory-bound",
+    "launches": "launches",
+    "bubble": "pipeline bubble",
+    "overhead": "fixed cost",
+}
+
+
 def draw_analysis(canvas: Canvas, analysis: Analysis) -> None:
     memory = analysis.memory
     names = {"optimizer": "optimizer", "allowance": "framework"}
     held = {names.get(part, part): float(getattr(memory, part)) for part in memory.PARTS}
     parts = [(name, amount, readable_bytes(amount)) for name, amount in largest_first(held, 5)]
     canvas.text(40, 240, f"shardwise analyze {EXAMPLE}", 14, SOFT)
-    total, capacity = readable_bytes(memory.total), readable_bytes(analysis.capacity_bytes)
-    stacked(canvas, 274, f"Memory of the fullest device: {total} of {capacity}", parts, analysis.capacity_bytes)
-    spent = {"compute at peak": analysis.compute_seconds, "pipeline bubble": analysis.bubble_seconds}
-    spent |= {f"exposed {name}": seconds for name, seconds in analysis.exposed_by_dimension().items()}
+    usable = analysis.room.usable_bytes
+    title = f"Memory of the fullest device: {readable_bytes(memory.total)} of {readable_bytes(usable)}"
+    stacked(canvas, 274, title, parts, usable)
+    spent = {_PART_NAMES.get(name, f"exposed {name}"): seconds for name, seconds in analysis.parts.items()}
     times = [(name, seconds, readable_seconds(seconds)) for name, seconds in largest_first(spent, 5)]
-    step = readable_seconds(analysis.step_seconds)
-    title = f"One step takes at least {step}; model FLOPs utilisation is at most {analysis.mfu_ceiling:.0%}"
-    stacked(canvas, 380, title, times, analysis.step_seconds)
+    step = readable_seconds(analysis.predicted_seconds)
+    title = f"One step is predicted to take {step}; model FLOPs utilisation {analysis.mfu:.0%}"
+    stacked(canvas, 380, title, times, analysis.predicted_seconds)
 
 
 def main() -> None:

@@ -144,14 +144,14 @@ def test_text_and_json_give_the_same_figures(command: str, monkeypatch: pytest.M
         f"{readable_count(data['parameters'])} parameters",
         f"on {data['devices']} ×",
         f"in {data['microbatches']} microbatches",
-        f"{readable_bytes(memory['total_bytes'])} of {readable_bytes(memory['capacity_bytes'])}",
-        "fits" if memory["fits"] else "DOES NOT FIT",
+        f"{readable_bytes(memory['total_bytes'])} of {readable_bytes(memory['usable_bytes'])}",
+        "fits" if memory["fit"] == "fits" else "DOES NOT FIT",
         readable_flops(data["flops"]["per_step"]),
-        readable_seconds(time["ideal_compute_seconds"]),
-        readable_seconds(time["step_floor_seconds"]),
-        f"{time['tokens_per_second_ceiling']:,.0f}",
-        f"{data['flops']['mfu_ceiling']:.1%}",
-        f"Exposed communication: {time['exposed_share']:.0%} of the step",
+        *(readable_seconds(seconds) for seconds in time["parts"].values() if seconds),
+        readable_seconds(time["predicted_seconds"]),
+        readable_seconds(time["floor_seconds"]),
+        f"{time['tokens_per_second']:,.0f}",
+        f"{data['flops']['mfu']:.1%}",
         data["bottleneck"],
         *(f"{readable_seconds(dimension['seconds'])} per step" for dimension in data["dimensions"].values()),
         *(readable_bytes(c["size_bytes"]) for d in data["dimensions"].values() for c in d["collectives"]),
@@ -162,14 +162,17 @@ def test_text_and_json_give_the_same_figures(command: str, monkeypatch: pytest.M
 def test_the_parts_of_a_step_add_up() -> None:
     data = analyzed(HEADLINE)
     time = data["time"]
-    parts = ("ideal_compute_seconds", "bubble_seconds", "exposed_communication_seconds")
-    assert sum(time[part] for part in parts) == pytest.approx(time["step_floor_seconds"])
-    assert sum(time["exposed_by_dimension"].values()) == pytest.approx(time["exposed_communication_seconds"])
+    assert sum(time["parts"].values()) == pytest.approx(time["predicted_seconds"])
+    assert time["floor_seconds"] < time["predicted_seconds"]
+    exposed = {name: dimension["exposed_seconds"] for name, dimension in data["dimensions"].items()}
+    assert sum(exposed.values()) == pytest.approx(time["exposed_share"] * time["predicted_seconds"])
+    assert all(seconds == pytest.approx(time["parts"][name]) for name, seconds in exposed.items())
     assert data["tokens_per_step"] == data["sequences"] * 8192 == 1024 * 8192
     for dimension in data["dimensions"].values():
         assert sum(c["seconds"] for c in dimension["collectives"]) == pytest.approx(dimension["seconds"])
         for one in dimension["collectives"]:
-            assert one["hidden_seconds"] + one["exposed_seconds"] == pytest.approx(one["seconds"])
+            waited = one["exposed_seconds"] - one["slowed_seconds"]
+            assert one["hidden_seconds"] + waited == pytest.approx(one["seconds"])
 
 
 @pytest.mark.parametrize(
@@ -217,9 +220,9 @@ def test_scaling_efficiencies_are_what_their_formulas_say() -> None:
     assert [row["sequences"] for row in weak] == [256, 512, 1024, 2048, 4096, 8192]
     for row in strong:
         larger = row["devices"] / strong[0]["devices"]
-        assert row["efficiency"] == pytest.approx(strong[0]["step_seconds"] / (larger * row["step_seconds"]))
+        assert row["efficiency"] == pytest.approx(strong[0]["predicted_seconds"] / (larger * row["predicted_seconds"]))
     for row in weak:
-        assert row["efficiency"] == pytest.approx(weak[0]["step_seconds"] / row["step_seconds"])
+        assert row["efficiency"] == pytest.approx(weak[0]["predicted_seconds"] / row["predicted_seconds"])
 
 
 def test_a_row_of_the_scaling_table_is_the_analysis_of_that_size() -> None:
@@ -227,9 +230,9 @@ def test_a_row_of_the_scaling_table_is_the_analysis_of_that_size() -> None:
     double = HEADLINE.replace("dgx-h100:64", "dgx-h100:128").replace("--dp 16", "--dp 32")
     strong = next(row for row in scaling["strong"] if row["devices"] == 1024)
     weak = next(row for row in scaling["weak"] if row["devices"] == 1024)
-    assert strong["step_seconds"] == analyzed(double)["time"]["step_floor_seconds"]
+    assert strong["predicted_seconds"] == analyzed(double)["time"]["predicted_seconds"]
     doubled_batch = double.replace("--global-batch 1024", "--global-batch 2048")
-    assert weak["step_seconds"] == analyzed(doubled_batch)["time"]["step_floor_seconds"]
+    assert weak["predicted_seconds"] == analyzed(doubled_batch)["time"]["predicted_seconds"]
 
 
 def test_text_with_all_tables_mentions_them() -> None:

@@ -82,7 +82,7 @@ def test_tokens_on_the_command_line_come_before_those_of_the_job() -> None:
 
 def test_without_failures_a_run_is_its_tokens_over_its_speed() -> None:
     data = run_json(*shlex.split(f"{JOB} --tokens 1T"))
-    whole, speed = data["campaign"], data["prediction"]["tokens_per_second"]
+    whole, speed = data["campaign"], data["time"]["tokens_per_second"]
     assert whole["days"] == pytest.approx(1e12 / speed / 86400)
     assert (whole["goodput"], whole["interruptions"], whole["cost"]) == (1, 0, None)
     assert whole["checkpoint_interval_seconds"] is None
@@ -91,7 +91,7 @@ def test_without_failures_a_run_is_its_tokens_over_its_speed() -> None:
 
 
 def test_checkpoints_are_taken_as_the_job_says_and_never_within_a_step() -> None:
-    step = run_json(*shlex.split(JOB))["prediction"]["step_seconds"]
+    step = run_json(*shlex.split(JOB))["time"]["predicted_seconds"]
     failing = f"{JOB} --tokens 1T --mtbf 50700h"
     hourly, free = (
         campaign(f"{failing} --set training.checkpoint_interval=1h"),

@@ -19,7 +19,11 @@ shardwise analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16
 
 
 def run(arguments: list[str]) -> int:
-    parser = Parser("analyze", "Prices one job: communication, memory, FLOPs, what bounds it.", _EXAMPLE)
+    parser = Parser(
+        "analyze",
+        "Prices one job: communication, memory, FLOPs, what bounds it. The exit status is 1 where it does not fit.",
+        _EXAMPLE,
+    )
     add_job_arguments(parser)
     add_campaign_arguments(parser)
     add_over_time_arguments(parser)
@@ -30,16 +34,17 @@ def run(arguments: list[str]) -> int:
     job = job_from(parsed)
     if parsed.ranks and job.cluster.devices > _MOST_RANKS:
         raise SpecError("--ranks", f"{job.cluster.devices:,} rows are more than {_MOST_RANKS:,}", "leave it out")
-    analysis, campaign = analyze(job), campaign_from(parsed, job)
+    analysis = analyze(job)
+    campaign = campaign_from(parsed, job, analysis.predicted_seconds)
     written = write_over_time(parsed, job)
     if parsed.json:
         from shardwise.report.analysis_json import analysis_data
 
         data = analysis_data(analysis, scaling=parsed.scaling, ranks=parsed.ranks, campaign=campaign)
         print(json.dumps({**data, **over_time_data(parsed, job, written)}, indent=2))
-        return 0
+        return 0 if analysis.fits else 1
     from shardwise.report.analysis_text import print_analysis
 
     print_analysis(analysis, scaling=parsed.scaling, ranks=parsed.ranks, campaign=campaign)
     print_over_time(parsed, job, written)
-    return 0
+    return 0 if analysis.fits else 1

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import HOUR, Campaign
-from shardwise.cost.prediction import predict
 from shardwise.cost.storage import checkpoint_level
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -74,12 +73,12 @@ def terms_from(parsed: argparse.Namespace, training: Training) -> Terms | None:
     )
 
 
-def campaign_from(parsed: argparse.Namespace, job: Job, step_seconds: float | None = None) -> Campaign | None:
-    """The whole run of ``job`` at the predicted step time or the one given; None where no length is given."""
+def campaign_from(parsed: argparse.Namespace, job: Job, predicted_seconds: float) -> Campaign | None:
+    """The whole run of ``job`` at the predicted time of its step; None where no length is given."""
     terms = terms_from(parsed, job.training)
     if terms is None:
         return None
-    step = predict(job).step_seconds if step_seconds is None else step_seconds
+    step = predicted_seconds
     seconds, where = _checkpoint(terms, job)
     _check_that_it_ends(terms, step, seconds, job.cluster.devices)
     try:

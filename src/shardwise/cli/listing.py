@@ -88,6 +88,7 @@ def _devices() -> Rows:
             {
                 "name": name,
                 "memory": readable_bytes(device.memory),
+                "usable": readable_bytes(device.usable_memory),
                 "bandwidth": readable_rate(device.memory_bandwidth),
                 "peak TFLOP/s, dense": peaks,
                 "source": device.source,

@@ -34,17 +34,18 @@ Plan, run and measure distributed training of large language models.
 {verbs}
 
 `shardwise VERB --help` explains a verb, with an example that works as printed.
+The exit status is 0; 1 where a job does not fit its devices or a check fails; 2 for a mistake in what was written.
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; the exit status is 0, or 2 for a mistake in the input."""
+    """Runs one command; the exit status is 0, 1 where a job does not fit or a check fails, 2 for a mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return _run(arguments)
     except SpecError as error:
         print(f"shardwise: error: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except BrokenPipeError:
         # The reader (head, less) has seen enough; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

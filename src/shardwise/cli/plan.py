@@ -20,7 +20,7 @@ from shardwise.planner.constraints import (
     allowed,
     parse_constraints,
 )
-from shardwise.planner.frameworks import check_framework, plan_for
+from shardwise.planner.frameworks import check_framework, plan_for, request_for
 from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
 from shardwise.planner.what_if import changed
@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
         job,
         constraints,
         minimum_batch=None if parsed.min_global_batch is None else whole(parsed.min_global_batch, "--min-global-batch"),
-        memory_bytes=_memory(parsed.max_memory, job.cluster.device.memory),
+        memory_bytes=_memory(parsed.max_memory, job.cluster.device.usable_memory),
         offload=_offload(parsed),
         any_priced=parsed.any,
         thorough=parsed.thorough,
@@ -66,7 +66,8 @@ def run(arguments: list[str]) -> int:
             found = plan_for(request, framework)
         else:
             found = plan(request, progress.show)
-        answer = _answer(required(found, request), parsed, framework, wishes, notes, progress)
+        said = request_for(request, framework) if framework and not isinstance(found, Plan) else request
+        answer = _answer(required(found, said), parsed, framework, wishes, notes, progress)
     if output is not None:
         output.write_text(_HEADER + answer.plan.best.job.to_yaml(), encoding="utf-8")
     if parsed.json:
@@ -92,7 +93,7 @@ def _plan_mixed(
             name = "--for" if flag == "framework" else "--" + flag.replace("_", "-")
             raise SpecError(name, "is not answered for several kinds of nodes", "leave it out, or plan one kind")
     minimum = None if parsed.min_global_batch is None else whole(parsed.min_global_batch, "--min-global-batch")
-    least = min(kind.device.memory for kind in mixed.kinds)
+    least = min(kind.device.usable_memory for kind in mixed.kinds)
     with _Progress(quiet=parsed.json):
         found = plan_mixed(
             job.model,
@@ -121,7 +122,11 @@ def _parser() -> Parser:
         "the search", "flags of the strategy bound it: --tp 8, --tp 2,4,8, --pp 1..16, --schedule 1f1b,zbv"
     )
     search.add_argument("--exclude", action="append", default=[], metavar="tp=8,pp=1", help="leave such strategies out")
-    search.add_argument("--max-memory", metavar="70GB", help="cap of a device's memory (or a share: 90%%)")
+    search.add_argument(
+        "--max-memory",
+        metavar="70GB",
+        help="what a plan may take of a device, or a share: 90%% (default: all but the error bar of memory)",
+    )
     search.add_argument("--min-global-batch", metavar="N", help="the smallest batch of at least N sequences")
     kinds = f"offload too: any, or some of {', '.join(OFFLOADS)} (default: only if nothing else fits)"
     search.add_argument("--offload", nargs="?", const="any", metavar="KIND", help=kinds)

@@ -3,65 +3,76 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.collectives.cost import check_algorithm
-from shardwise.cost.communication import step_traffic
-from shardwise.cost.communication.pipeline import waiting_for_links
-from shardwise.cost.compute import StageCompute, at_peak, bubble_seconds, stage_compute
+from shardwise.cost.floor import step_floor
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory import DeviceMemory, device_memories
-from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_kinds
-from shardwise.cost.traffic import Traffic, with_exposed_seconds
+from shardwise.cost.prediction import predict
+from shardwise.cost.room import FITS, Fit, Room, room_of
+from shardwise.cost.simulation import SimulatedStep, simulated_step
+from shardwise.cost.step_parts import COMMUNICATION, step_parts, traffics_of
+from shardwise.cost.traffic import Traffic
+from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count, parameter_count
-from shardwise.spec.units import readable_bytes
 
-DIMENSIONS = ("tp", "cp", "ep", "pp", "dp", "offload")
+_MOST_PASSES = 10_000  # of schedules that are slow to build: half a second
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a job costs. Times are floors: arithmetic at the device's peak, communication as priced.
+    """What a job costs.
 
-    ``contents`` is the pipeline rank whose step is longest; ``traffics`` and ``compute`` are its own.
+    There are two times of a step. ``predicted_seconds`` is what a run should take: every part, share, rate and
+    utilisation here is of it. ``floor_seconds`` is what no software can beat with this layout on this network:
+    arithmetic at the device's peak, communication as priced, nothing else.
     """
 
     job: Job
-    contents: RankContents
-    compute: StageCompute
-    traffics: tuple[Traffic, ...]
+    step: SimulatedStep
     memories: tuple[DeviceMemory, ...]
-    bubble_seconds: float
 
     # -- time ----------------------------------------------------------------------------------------
 
     @property
-    def compute_seconds(self) -> float:
-        return self.job.microbatches * (self.compute.forward + self.compute.backward)
+    def predicted_seconds(self) -> float:
+        return self.step.step_seconds
+
+    @cached_property
+    def floor_seconds(self) -> float:
+        return step_floor(self.job).seconds
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Where the predicted seconds go (`STEP_PARTS`); they add up to ``predicted_seconds``."""
+        return step_parts(self.step)
 
     @property
     def exposed_seconds(self) -> float:
-        return sum(traffic.exposed_seconds for traffic in self.traffics)
-
-    @property
-    def step_seconds(self) -> float:
-        """A floor under the step time: arithmetic at peak, pipeline bubble, exposed communication."""
-        return self.compute_seconds + self.bubble_seconds + self.exposed_seconds
+        """Communication that the predicted step waits for."""
+        return sum(self.parts[name] for name in COMMUNICATION)
 
     @property
     def exposed_share(self) -> float:
-        return self.exposed_seconds / self.step_seconds
+        return self.exposed_seconds / self.predicted_seconds
 
     def dimension_traffics(self, dimension: str) -> tuple[Traffic, ...]:
-        return tuple(traffic for traffic in self.traffics if traffic.dimension == dimension)
+        """What a dimension sends on the rank that sets its pace."""
+        return traffics_of(self.step, dimension)
+
+    def dimension_rank(self, dimension: str) -> int:
+        """The pipeline rank that ``dimension_traffics`` are of."""
+        prediction = self.step.prediction
+        return (prediction.last if dimension in ("dp", "offload") else prediction.slowest).contents.rank
 
     def exposed_by_dimension(self) -> dict[str, float]:
-        present = [name for name in DIMENSIONS if self.dimension_traffics(name)]
-        return {name: sum(t.exposed_seconds for t in self.dimension_traffics(name)) for name in present}
+        return {name: self.parts[name] for name in COMMUNICATION if self.dimension_traffics(name)}
 
     @property
     def tokens_per_second(self) -> float:
-        return self.job.tokens_per_step / self.step_seconds
+        return self.step.tokens_per_second
 
     # -- arithmetic ----------------------------------------------------------------------------------
 
@@ -74,9 +85,14 @@ class Analysis:
         return flops_per_token(self.job.model, self.job.training.seq, convention) * self.job.tokens_per_step
 
     @property
+    def mfu(self) -> float:
+        """Predicted model FLOPs utilisation, causal attention counted once (recomputed FLOPs not counted)."""
+        return self.step.mfu
+
+    @property
     def mfu_ceiling(self) -> float:
-        """Model FLOPs utilisation if the step took no longer than its floor (recomputed FLOPs not counted)."""
-        return self.flops_per_step() / (self.step_seconds * self.peak_flops)
+        """Model FLOPs utilisation if the step took no longer than its floor."""
+        return self.flops_per_step() / (self.floor_seconds * self.peak_flops)
 
     @property
     def parameters(self) -> int:
@@ -99,13 +115,19 @@ class Analysis:
         """The fullest device."""
         return max(self.memories, key=lambda memory: memory.total)
 
+    @cached_property
+    def room(self) -> Room:
+        return room_of(self.job)
+
     @property
-    def capacity_bytes(self) -> float:
-        return self.job.cluster.device.memory
+    def fit(self) -> Fit:
+        """Whether the fullest device fits, fits without the margin that plans keep ("tight"), or does not fit."""
+        return max((self.room.fit(memory) for memory in self.memories), key=FITS.index)
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.capacity_bytes
+        """Whether there is room for what is predicted, be it tight."""
+        return self.fit != "does not fit"
 
     @property
     def host_bytes(self) -> float:
@@ -115,29 +137,14 @@ class Analysis:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was rounded or assumed."""
-        note = self.job.training.batch_note(self.job.strategy.batch_multiple)
-        host = self.job.cluster.host_memory
-        over: tuple[str, ...] = ()
-        if host is not None and self.job.strategy.offload.target == "cpu" and self.host_bytes > host:
-            needed, there = readable_bytes(self.host_bytes), readable_bytes(host)
-            over = (f"offload needs {needed} of host memory per node, {there} are there",)
-        return (*((note,) if note else ()), *over)
+        rounded = self.job.training.batch_note(self.job.strategy.batch_multiple)
+        device = self.job.cluster.device
+        generic = device.efficiency.source == Efficiency().source
+        assumed = f"no measurement of {device.name}: its step is predicted with generic efficiencies" if generic else ""
+        return tuple(note for note in (rounded, assumed) if note)
 
 
 def analyze(job: Job) -> Analysis:
     """Prices one job."""
     check_algorithm(job.strategy.collective, "strategy.collective")
-    memories = device_memories(job)
-    slowest: Analysis | None = None
-    ideal = at_peak(job)
-    for contents in rank_kinds(job, pipeline_ranks_to_price(job)):
-        compute = stage_compute(job, contents)
-        traffics = with_exposed_seconds(step_traffic(ideal, contents), compute.windows(job.microbatches))
-        bubble = bubble_seconds(job, compute)
-        silent = job.microbatches * (compute.forward + compute.backward) + bubble
-        traffics = waiting_for_links(job, traffics, silent)
-        analysis = Analysis(job, contents, compute, tuple(traffics), memories, bubble)
-        if slowest is None or analysis.step_seconds > slowest.step_seconds:
-            slowest = analysis
-    assert slowest is not None
-    return slowest
+    return Analysis(job, simulated_step(predict(job), most_passes=_MOST_PASSES), device_memories(job))

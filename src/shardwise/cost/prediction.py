@@ -30,9 +30,7 @@ class RankPrediction:
 
     def exposed(self, dimension: str) -> float:
         """Seconds of a dimension that the step waits for; hidden transfers slow what they hide under."""
-        own = [traffic for traffic in self.traffics if traffic.dimension == dimension]
-        slowed = sum(traffic.units_taken * traffic.under_compute_seconds for traffic in own)
-        return sum(traffic.exposed_seconds for traffic in own) + slowed
+        return sum(traffic.added_seconds for traffic in self.traffics if traffic.dimension == dimension)
 
     @cached_property
     def passes(self) -> Passes:
@@ -92,22 +90,28 @@ class Prediction:
 
     @cached_property
     def bubble_seconds(self) -> float:
+        return self.bubble_with(self.slowest.message_seconds)
+
+    def bubble_with(self, message_seconds: float) -> float:
+        """The schedule's idle seconds if one message took so long."""
         strategy = self.job.strategy
         _, others = slowest_and_others([rank.passes for rank in self.ranks], self.counts)
-        message = self.slowest.message_seconds
         chunks, m = strategy.chunks_per_rank, self.job.microbatches
-        return float(pipeline_bubble(strategy.schedule, strategy.pp, m, chunks, others, message))
+        return float(pipeline_bubble(strategy.schedule, strategy.pp, m, chunks, others, message_seconds))
 
     @cached_property
+    def last(self) -> RankPrediction:
+        """The rank that takes longest for what comes once a step."""
+        return max(self.ranks, key=self._once_a_step)
+
+    @property
     def tail_seconds(self) -> float:
         """What follows or precedes the microbatches: exposed reductions and gathers, optimizer, step overhead."""
-        sharding = sharding_of(self.job.strategy)
-        return max(
-            sum(rank.exposed(name) for name in _PER_STEP)
-            + rank.once_seconds
-            + float(optimizer_seconds(self.job, rank.contents, sharding))
-            for rank in self.ranks
-        )
+        return self._once_a_step(self.last)
+
+    def _once_a_step(self, rank: RankPrediction) -> float:
+        update = float(optimizer_seconds(self.job, rank.contents, sharding_of(self.job.strategy)))
+        return sum(rank.exposed(name) for name in _PER_STEP) + rank.once_seconds + update
 
     @property
     def step_seconds(self) -> float:

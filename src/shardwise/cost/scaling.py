@@ -1,4 +1,4 @@
-"""Strong and weak scaling of a job over data parallelism.
+"""Strong and weak scaling of a job's predicted step over data parallelism.
 
 Strong-scaling efficiency is T1/(N·TN) at a fixed batch, weak-scaling efficiency T1/TN at a batch that grows with N
 (Amdahl 1967; Gustafson 1988), with T1 the smallest size in the table.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.cost.analysis import Analysis, analyze
+from shardwise.cost.room import Fit
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -20,11 +21,11 @@ class ScalingRow:
     devices: int
     data_parallel: int
     sequences: int
-    step_seconds: float
+    predicted_seconds: float
     tokens_per_second: float
     efficiency: float
     exposed_share: float
-    fits: bool
+    fit: Fit
 
 
 def scaling_table(job: Job, kind: str, factors: tuple[float, ...] = (1 / 4, 1 / 2, 1, 2, 4, 8)) -> list[ScalingRow]:
@@ -62,11 +63,11 @@ def _scaled(job: Job, factor: float, *, grow_batch: bool) -> Job | None:
 
 
 def _row(analysis: Analysis, first: ScalingRow | None, kind: str) -> ScalingRow:
-    devices, seconds = analysis.job.cluster.devices, analysis.step_seconds
+    devices, seconds = analysis.job.cluster.devices, analysis.predicted_seconds
     efficiency = 1.0
     if first is not None:
         growth = devices / first.devices
-        efficiency = first.step_seconds / seconds / (growth if kind == "strong" else 1)
+        efficiency = first.predicted_seconds / seconds / (growth if kind == "strong" else 1)
     return ScalingRow(
         devices,
         analysis.job.strategy.data_parallel,
@@ -75,5 +76,5 @@ def _row(analysis: Analysis, first: ScalingRow | None, kind: str) -> ScalingRow:
         analysis.tokens_per_second,
         efficiency,
         analysis.exposed_share,
-        analysis.fits,
+        analysis.fit,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.cost.memory import peak_memory
 from shardwise.cost.prediction import predict
+from shardwise.cost.room import fit_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
@@ -30,7 +30,7 @@ def sending_less(job: Job) -> str | None:
             )
         except SpecError:
             continue
-        fits = peak_memory(other).total <= other.cluster.device.memory
+        fits = fit_of(other) == "fits"
         faster = step.step_seconds / predict(other).step_seconds
         if fits and verdict(other).status == "runs" and faster > 1.1:
             found.append(f"{'zero=0 and ' if strategy.zero else ''}{words}: {faster:.1f} times faster")

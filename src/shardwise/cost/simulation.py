@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.prediction import Prediction, RankPrediction
 from shardwise.cost.stage_time import part_seconds
 from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents, stage_contents
 from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times
-from shardwise.pipeline.steady import simulated_pipeline
+from shardwise.pipeline.steady import NEVER_EXTRAPOLATED, simulated_pipeline
 from shardwise.spec.job import Job
 
 
@@ -23,7 +24,8 @@ class SimulatedStep:
 
     prediction: Prediction
     pipeline_seconds: float  # all microbatches through the pipeline
-    timeline: Timeline | None  # None for one pipeline stage, or when extrapolated
+    timeline: Timeline | None  # None for one pipeline stage, when extrapolated, or by the closed form
+    is_closed_form: bool = False
 
     @property
     def step_seconds(self) -> float:
@@ -33,6 +35,15 @@ class SimulatedStep:
     def bubble_seconds(self) -> float:
         """Beyond the work of the slowest rank; below zero where DualPipe gives that stage's work to two ranks."""
         return self.pipeline_seconds - self.prediction.job.microbatches * self.prediction.slowest.microbatch_seconds
+
+    @cached_property
+    def message_seconds(self) -> float:
+        """What the pipeline would be quicker by if messages between its stages took no time."""
+        if self.is_closed_form:
+            return self.prediction.bubble_seconds - self.prediction.bubble_with(0.0)
+        if self.prediction.job.strategy.pp == 1:
+            return 0.0
+        return max(0.0, self.pipeline_seconds - _pipeline(self.prediction, 0.0)[0])
 
     @property
     def tokens_per_second(self) -> float:
@@ -46,25 +57,33 @@ class SimulatedStep:
         return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / peak
 
 
-def simulated_step(prediction: Prediction, *, whole: bool = False) -> SimulatedStep:
+def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: int | None = None) -> SimulatedStep:
     """The step with its pipeline simulated.
 
     Many microbatches run in a steady state that repeats: there the simulation of fewer is extrapolated, which changes
-    nothing but rounding and leaves no timeline. ``whole`` simulates all of them.
+    nothing but rounding and leaves no timeline. ``whole`` simulates all of them. Some schedules have no such state:
+    of those, more than ``most_passes`` are priced by the closed form.
     """
-    job = prediction.job
-    if job.strategy.pp == 1:
+    job, strategy = prediction.job, prediction.job.strategy
+    if strategy.pp == 1:
         return SimulatedStep(prediction, job.microbatches * prediction.slowest.microbatch_seconds, None)
-    seconds, timeline = simulated_pipeline(
-        job.strategy.schedule,
-        job.strategy.pp,
+    passes = 3 * job.microbatches * strategy.pp * strategy.chunks_per_rank
+    if most_passes is not None and strategy.schedule in NEVER_EXTRAPOLATED and passes > most_passes:
+        return SimulatedStep(prediction, prediction.pipeline_seconds, None, is_closed_form=True)
+    return SimulatedStep(prediction, *_pipeline(prediction, prediction.slowest.message_seconds, whole=whole))
+
+
+def _pipeline(prediction: Prediction, message_seconds: float, *, whole: bool = False) -> tuple[float, Timeline | None]:
+    job, strategy = prediction.job, prediction.job.strategy
+    return simulated_pipeline(
+        strategy.schedule,
+        strategy.pp,
         job.microbatches,
-        job.strategy.chunks_per_rank,
+        strategy.chunks_per_rank,
         pipeline_times(prediction),
-        prediction.slowest.message_seconds,
+        message_seconds,
         whole=whole,
     )
-    return SimulatedStep(prediction, seconds, timeline)
 
 
 def step_timeline(prediction: Prediction) -> Timeline:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives.arrays import select
-from shardwise.cost.operators import LayerShape, Operator, head_operators, layer_operators, prediction_operators
+from shardwise.cost.operators import (
+    LayerShape,
+    Operator,
+    OperatorKind,
+    head_operators,
+    layer_operators,
+    prediction_operators,
+)
 from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stages import RankContents
@@ -65,21 +73,39 @@ def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
 def part_seconds(job: Job, contents: RankContents) -> StageSeconds:
     """What the layers and ends among ``contents`` compute for one microbatch."""
     passes, attention, again = Seconds(), Seconds(), 0.0
-    shape, share = layer_shape(job), fully_recomputed_share(job, contents)
+    share = fully_recomputed_share(job, contents)
+    for operator, seconds in _layers(job, contents):
+        passes += seconds.with_weights_at_once(share)
+        if operator.kind == "attention":
+            attention += seconds
+        again += seconds.forward * share_run_again(job, operator, share)
+    for _, seconds in _ends(job, contents):
+        passes += seconds
+    return StageSeconds(passes, attention, again)
+
+
+def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, float]:
+    """Both passes of one microbatch by the kind of operator; what recompute runs again is not counted."""
+    found: dict[OperatorKind, float] = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
+    for operator, seconds in (*_layers(job, contents), *_ends(job, contents)):
+        found[operator.kind] += seconds.total
+    return found
+
+
+def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
+    shape = layer_shape(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        if not count:
-            continue
-        for operator in layer_operators(job.model, shape, moe=moe):
-            seconds = _seconds(job, operator) * count
-            passes += seconds.with_weights_at_once(share)
-            if operator.kind == "attention":
-                attention += seconds
-            again += seconds.forward * share_run_again(job, operator, share)
+        if count:
+            for operator in layer_operators(job.model, shape, moe=moe):
+                yield operator, _seconds(job, operator) * count
+
+
+def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     if contents.has_head:
+        shape = layer_shape(job)
         after = head_operators(job.model, shape) + job.model.mtp_layers * prediction_operators(job.model, shape)
         for operator in after:
-            passes += _seconds(job, operator)
-    return StageSeconds(passes, attention, again)
+            yield operator, _seconds(job, operator)
 
 
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:

@@ -33,7 +33,7 @@ def checkpoint_bytes(analysis: Analysis) -> float:
 
 
 def data_rate(analysis: Analysis) -> float:
-    """Bytes of token ids that the run reads per second at its step-time floor."""
+    """Bytes of token ids that the run reads per second at its predicted step time."""
     return analysis.tokens_per_second * TOKEN_BYTES
 
 

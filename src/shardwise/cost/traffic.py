@@ -59,6 +59,16 @@ class Traffic:
         return max(0.0, self.seconds - self.exposed_seconds)
 
     @property
+    def slowed_seconds(self) -> float:
+        """What the compute units that it runs on take from the computation it hides under."""
+        return self.units_taken * self.under_compute_seconds
+
+    @property
+    def added_seconds(self) -> float:
+        """What the step is longer by: what nothing hides, and what is taken from computation."""
+        return self.exposed_seconds + self.slowed_seconds
+
+    @property
     def in_pass(self) -> Pass:
         """The pass it belongs to: that of its window, else the one its name ends with."""
         return "forward" if self.window.endswith("forward") or self.what.endswith("forward") else "backward"

@@ -1,4 +1,4 @@
-"""What bounds a job, in a sentence, and which single change would expose less communication."""
+"""What bounds a job, in a sentence, and which single change would make its predicted step shorter, or make it fit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.cost.analysis import Analysis, analyze
+from shardwise.cost.memory import DeviceMemory, peak_memory
+from shardwise.cost.prediction import predict
+from shardwise.cost.room import fit_of
+from shardwise.cost.step_parts import COMMUNICATION, grouped
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.strategy import Offload
+from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 EXPOSED_LIMIT = 0.30
+WORTH_A_CHANGE = 0.01  # of the predicted step
+_GROUPS = {
+    "arithmetic": ("products", "attention", "recompute"),
+    "memory-bound operators": ("memory-bound",),
+    "kernel launches and the fixed cost of a step": ("launches", "overhead"),
+    "the optimizer": ("optimizer",),
+    "bubble": ("bubble",),
+    **{name: (name,) for name in COMMUNICATION},
+}
 _DIMENSION_WORDS = {
     "tp": "tensor-parallel",
     "cp": "context-parallel",
@@ -19,127 +34,140 @@ _DIMENSION_WORDS = {
     "dp": "data-parallel",
     "offload": "offload",
 }
-_PART_REMEDIES = {
-    "weights": "raise tp or pp, or use zero 3",
-    "gradients": "use zero 2, or raise tp or pp",
-    "optimizer": "use zero 1, or offload the optimizer",
-    "activations": "recompute (selective or full), raise tp or cp, or lower the microbatch",
-    "recomputed": "raise tp or cp, or lower the microbatch",
-    "gathered": "raise tp",
-    "communication": "raise tp or cp, or lower the microbatch",
-    "temporary": "raise tp, or lower the microbatch",
-    "allowance": "use a device with more memory",
-}
 
 
 def bottleneck(analysis: Analysis) -> str:
-    """One sentence that names what bounds the job."""
-    if not analysis.fits:
+    """One sentence that names what bounds the job: memory, or the largest part of the predicted step."""
+    if analysis.fit == "does not fit":
         return _memory_sentence(analysis)
-    parts = {
-        "compute": analysis.compute_seconds,
-        "bubble": analysis.bubble_seconds,
-        **analysis.exposed_by_dimension(),
-    }
-    name = max(parts, key=lambda part: parts[part])
-    share = parts[name] / analysis.step_seconds
-    if name == "compute":
-        others = {part: seconds for part, seconds in parts.items() if part != "compute" and seconds > 0}
-        if not others:
-            return f"Bound by compute: {share:.0%} of the step even at the device's peak."
-        second = max(others, key=lambda part: others[part])
-        return (
-            f"Bound by compute: {share:.0%} of the step even at the device's peak; next is {_cause(analysis, second)} "
-            f"with {others[second] / analysis.step_seconds:.0%}."
-        )
-    return f"Bound by {_cause(analysis, name)}: {readable_seconds(parts[name])} or {share:.0%} of the step."
+    parts, whole = grouped(analysis.parts, _GROUPS), analysis.predicted_seconds
+    first, second = sorted(parts, key=lambda part: -parts[part])[:2]
+    sentence = (
+        f"Bound by {_cause(analysis, first)}: {readable_seconds(parts[first])} or {parts[first] / whole:.0%} "
+        "of the predicted step"
+    )
+    if parts[second] < WORTH_A_CHANGE * whole:
+        return sentence + "."
+    return f"{sentence}; next is {_cause(analysis, second)} with {parts[second] / whole:.0%}."
 
 
 def _cause(analysis: Analysis, part: str) -> str:
     if part == "bubble":
         strategy = analysis.job.strategy
         return f"the pipeline bubble ({strategy.pp} stages, {analysis.job.microbatches} microbatches)"
-    worst = max(analysis.dimension_traffics(part), key=lambda traffic: traffic.exposed_seconds)
+    if part not in COMMUNICATION:
+        return part
+    worst = max(analysis.dimension_traffics(part), key=lambda traffic: traffic.added_seconds, default=None)
+    if worst is None:
+        return f"{_DIMENSION_WORDS[part]} communication"
     level = max(worst.cost.levels, key=lambda level: level.latency_seconds + level.bandwidth_seconds, default=None)
     over = f" over {level.level_name}" if level is not None else ""
     return f"{_DIMENSION_WORDS[part]} communication{over} ({worst.what})"
 
 
 def _memory_sentence(analysis: Analysis) -> str:
-    memory = analysis.memory
+    memory, room = analysis.memory, analysis.room
+    if memory.total <= room.usable_bytes:
+        nodes = analysis.job.cluster.node_devices
+        needed, there = readable_bytes(analysis.host_bytes), readable_bytes(room.host_bytes * nodes)
+        return f"Does not fit: offload needs {needed} of host memory per node, {there} are there."
     largest = max(memory.PARTS, key=lambda part: getattr(memory, part))
     rank = f" on pipeline rank {memory.pipeline_rank}" if analysis.job.strategy.pp > 1 else ""
-    needed, capacity = readable_bytes(memory.total), readable_bytes(analysis.capacity_bytes)
-    return (
-        f"Does not fit: a device{rank} needs {needed} of {capacity}; "
-        f"the largest part is {largest} ({readable_bytes(getattr(memory, largest))}): {_PART_REMEDIES[largest]}."
-    )
+    needed, usable = readable_bytes(memory.total), readable_bytes(room.usable_bytes)
+    part = readable_bytes(getattr(memory, largest))
+    return f"Does not fit: a device{rank} needs {needed} of {usable}; the largest part is {largest} ({part})."
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the strategy and what it does to the exposed share."""
+    """One change of the strategy, priced: the job with it takes ``predicted_seconds`` a step and fits."""
 
     what: str
+    job: Job
+    predicted_seconds: float
     exposed_share: float
-    step_seconds: float
-    fits: bool
+    memory: DeviceMemory
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.predicted_seconds / self.job.tokens_per_step
 
 
 def best_change(analysis: Analysis) -> Change | None:
-    """The single change that lowers the exposed share most, without a longer step or more than the memory."""
-    found: Change | None = None
-    for what, job in _alternatives(analysis.job):
+    """The single change that shortens the predicted step most, by what is worth a word; it fits as well as the job."""
+    allowed = ("fits",) if analysis.fit == "fits" else ("fits", "tight")
+    found = _quickest(analysis.job, allowed)
+    limit = (1 - WORTH_A_CHANGE) * analysis.predicted_seconds / analysis.job.tokens_per_step
+    return found if found is not None and found.seconds_per_token < limit else None
+
+
+def fitting_change(job: Job) -> Change | None:
+    """The single change with which a job that does not fit does, with room to spare; of several the quickest."""
+    return _quickest(job, ("fits",))
+
+
+def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
+    """What is advised is not only priced: where the engine runs the job, it runs that too."""
+    status, found = verdict(job).status, []
+    for what, other in neighbours(job):
         try:
-            other = analyze(job)
+            if verdict(other).status == status and fit_of(other) in allowed:
+                found.append((predict(other).step_seconds / other.tokens_per_step, what, other))
+        except SpecError:  # a group would cut across the network
+            continue
+    if not found:
+        return None
+    _, what, best = min(found, key=lambda one: one[0])
+    priced = analyze(best)
+    return Change(what, best, priced.predicted_seconds, priced.exposed_share, peak_memory(best))
+
+
+def neighbours(job: Job) -> Iterator[tuple[str, Job]]:
+    """Strategies one change away on the same devices with the same batch; those that cannot be built are skipped."""
+    for what, changes in _changes(job):
+        try:
+            yield what, replace(job, strategy=replace(job.strategy, **changes))  # type: ignore[arg-type]
         except SpecError:
             continue
-        if (analysis.fits and not other.fits) or other.exposed_share >= analysis.exposed_share:
-            continue
-        # Hiding communication behind a longer step would be no gain.
-        if other.step_seconds / other.job.tokens_per_step > analysis.step_seconds / analysis.job.tokens_per_step:
-            continue
-        if found is None or other.exposed_share < found.exposed_share:
-            found = Change(what, other.exposed_share, other.step_seconds, other.fits)
-    return found
 
 
-def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
-    """Neighbouring strategies on the same devices with the same batch; those that cannot be built are skipped."""
+def _changes(job: Job) -> Iterator[tuple[str, dict[str, object]]]:
     strategy = job.strategy
     dp = strategy.data_parallel
-
-    def changed(what: str, **changes: object) -> Iterator[tuple[str, Job]]:
-        try:
-            yield what, replace(job, strategy=replace(strategy, **changes))  # type: ignore[arg-type]
-        except SpecError:
-            return
-
     for name in ("tp", "cp", "pp"):
         degree = strategy.degree(name)
         if degree % 2 == 0:
-            yield from changed(
-                f"halve {name} to {degree // 2} and double dp to {dp * 2}",
-                **{name: degree // 2, "dp": dp * 2},
-            )
+            yield f"halve {name} to {degree // 2} and double dp to {dp * 2}", {name: degree // 2, "dp": dp * 2}
         if dp % 2 == 0:
-            yield from changed(
-                f"double {name} to {degree * 2} and halve dp to {dp // 2}",
-                **{name: degree * 2, "dp": dp // 2},
-            )
-    yield from changed(f"double the microbatch to {strategy.microbatch * 2}", microbatch=strategy.microbatch * 2)
+            yield f"double {name} to {degree * 2} and halve dp to {dp // 2}", {name: degree * 2, "dp": dp // 2}
+    yield f"double the microbatch to {strategy.microbatch * 2}", {"microbatch": strategy.microbatch * 2}
+    if strategy.microbatch % 2 == 0:
+        yield f"halve the microbatch to {strategy.microbatch // 2}", {"microbatch": strategy.microbatch // 2}
+    for recompute in ("none", "selective", "full"):
+        if recompute != strategy.recompute:
+            what = "recompute nothing" if recompute == "none" else f"use {recompute} recompute"
+            yield what, {"recompute": recompute, "recompute_layers": None}
     for name in ("tp", "dp", "cp", "ep", "pp", "offload"):
         if not getattr(strategy.overlap, name):
-            yield from changed(f"overlap {name} communication", overlap=replace(strategy.overlap, **{name: True}))
+            yield f"overlap {name} communication", {"overlap": replace(strategy.overlap, **{name: True})}
+    yield from _sharding_changes(job)
+    if strategy.ep > 1:
+        yield f"halve ep to {strategy.ep // 2}", {"ep": strategy.ep // 2}
+        if strategy.dispatch == "all-to-all":
+            yield "send each token once per node (dispatch: deduplicated)", {"dispatch": "deduplicated"}
+    if strategy.offload == Offload() and job.cluster.host_link is not None:
+        yield "offload the optimizer", {"offload": Offload(optimizer=1.0)}
+
+
+def _sharding_changes(job: Job) -> Iterator[tuple[str, dict[str, object]]]:
+    strategy = job.strategy
+    for zero in range(4):
+        if zero != strategy.zero:
+            yield f"{'raise' if zero > strategy.zero else 'lower'} zero to {zero}", {"zero": zero}
     if strategy.zero == 3:
-        yield from changed("keep gathered parameters between microbatches", keep_parameters=True)
+        yield "keep gathered parameters between microbatches", {"keep_parameters": True}
     if strategy.zero >= 2:
-        yield from changed(f"lower zero to {strategy.zero - 1}", zero=strategy.zero - 1)
-        yield from changed("accumulate gradients locally", accumulate="local")
+        yield "accumulate gradients locally", {"accumulate": "local"}
         node = job.cluster.node_devices // strategy.tp
         if node > 1 and strategy.shard_group is None:
-            yield from changed(f"shard inside a node (shard_group {node})", shard_group=node)
-    if strategy.ep > 1:
-        yield from changed(f"halve ep to {strategy.ep // 2}", ep=strategy.ep // 2)
-        if strategy.dispatch == "all-to-all":
-            yield from changed("send each token once per node (dispatch: deduplicated)", dispatch="deduplicated")
+            yield f"shard inside a node (shard_group {node})", {"shard_group": node}

@@ -59,7 +59,7 @@ def _short_of(job: Job, folder: RunFolder) -> str | None:
         raise SpecError("strategy.microbatch", f"the dry step failed: {outcome.failure}", f"see {outcome.failure.log}")
     peak = json.loads(folder.peak.read_text(encoding="utf-8"))["peak_bytes"]
     device = job.cluster.device
-    room = device.memory - device.framework_memory
+    room = device.usable_memory - device.framework_memory
     return None if peak <= room else f"a step takes {readable_bytes(peak)} of {readable_bytes(room)}"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
+from shardwise.cost.room import room_of
 from shardwise.cost.stages import chunk_of_rank
 from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.measured import Measured
@@ -140,7 +141,7 @@ def _speeds(job: Job, slowness: Sequence[float]) -> list[float]:
 
 def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]:
     """Other cuts, in this order of the dimensions and in those that bring slow ranks together."""
-    capacity, found = job.cluster.device.memory, []
+    capacity, found = room_of(job).planned_bytes, []
     for order in [job.strategy.order, *permutations(DIMENSIONS)]:
         try:
             laid_out = job.with_strategy(order=order)

@@ -22,7 +22,7 @@ from shardwise.pipeline.timeline import Timeline
 from shardwise.pipeline.times import StageTimes, equal_stages
 
 # These take the best of several orders, and which is best may change with the number of microbatches.
-_NEVER_EXTRAPOLATED = frozenset(("zb-1p", "zb-2p"))
+NEVER_EXTRAPOLATED = frozenset(("zb-1p", "zb-2p"))
 _FILLED = frozenset(("zbv", "v-half", "v-min"))  # weight gradients in the waits
 _SHALLOW = frozenset(("1f1b", "zb-h1", "v-half", "v-min"))  # depth p or so; the others lag by up to 2p
 _FEW_ACTIONS = 5_000  # about 10 ms to simulate: not worth a detour
@@ -83,7 +83,7 @@ class _Pipeline:
             # Both halves run at the pace of their slowest stage or message from the first microbatch on.
             first = self.seconds(1)
             return first + (microbatches - 1) * (self.seconds(2) - first)
-        if self.name in _NEVER_EXTRAPOLATED:
+        if self.name in NEVER_EXTRAPOLATED:
             return None
         fewer = self._like(microbatches, (4 if self.name in _SHALLOW else 8) * self.ranks)
         while 2 * fewer <= microbatches:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.room import fit_of
 from shardwise.planner.offload_share import KINDS, smallest_offload
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -55,7 +55,7 @@ def _microbatches(job: Job) -> list[Job]:
 
 
 def _fits(job: Job) -> bool:
-    return peak_memory(job).total <= job.cluster.device.memory
+    return fit_of(job) == "fits"
 
 
 def _with_target(job: Job) -> Offload:

@@ -8,10 +8,19 @@ from functools import cached_property
 from shardwise.cost.memory import DeviceMemory, peak_memory
 from shardwise.cost.prediction import Prediction, predict
 from shardwise.cost.simulation import SimulatedStep, simulated_step
+from shardwise.cost.step_parts import COMPUTE, grouped, step_parts
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
-PARTS = ("compute", "recompute", "tp", "cp", "ep", "bubble", "dp", "offload", "optimizer")
+_GROUPS = {
+    "compute": COMPUTE,
+    "recompute": ("recompute",),
+    **{name: (name,) for name in ("tp", "cp", "ep")},
+    "bubble": ("bubble", "pp"),
+    **{name: (name,) for name in ("dp", "offload")},
+    "optimizer": ("optimizer", "overhead"),
+}
+PARTS = tuple(_GROUPS)
 Degrees = tuple[int, int, int, int, int]
 
 
@@ -48,8 +57,8 @@ class Candidate:
 
     @property
     def margin_bytes(self) -> float:
-        """What is left of the device."""
-        return self.job.cluster.device.memory - self.memory.total
+        """What is left of what a process can have of the device."""
+        return self.job.cluster.device.usable_memory - self.memory.total
 
     @property
     def degrees(self) -> Degrees:
@@ -62,20 +71,7 @@ class Candidate:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Where the seconds of the step go; they add up to it."""
-        rank, m = self.prediction.slowest, self.job.microbatches
-        compute = rank.compute
-        again = m * compute.recomputed
-        once = {name: sum(t.exposed_seconds for t in rank.traffics if t.once and t.dimension == name) for name in PARTS}
-        parts = {"compute": m * (compute.forward + compute.backward) - again, "recompute": again}
-        for name in ("tp", "cp", "ep"):
-            parts[name] = rank.exposed(name) - once[name]
-        inside = sum(parts.values())
-        parts["bubble"] = self.simulated.pipeline_seconds - inside
-        tail = max(self.prediction.ranks, key=lambda one: one.exposed("dp") + one.exposed("offload"))
-        parts["dp"] = tail.exposed("dp")
-        parts["offload"] = tail.exposed("offload")
-        parts["optimizer"] = self.step_seconds - sum(parts.values())
-        return parts
+        return grouped(step_parts(self.simulated), _GROUPS)
 
 
 def candidate(job: Job) -> Candidate:

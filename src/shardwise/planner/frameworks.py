@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from shardwise.cost.room import fit_of
 from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, own_stack, same_products, target
 from shardwise.interop.frameworks.parts import Lost
 from shardwise.interop.frameworks.said import said_by
@@ -16,7 +17,7 @@ from shardwise.planner.plan import Plan, plan
 from shardwise.planner.ranking import ranked
 from shardwise.planner.request import Request
 from shardwise.planner.search import Search, search
-from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.errors import DoesNotFit, SpecError, nearest_name, shown
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES, Strategy
 
@@ -108,8 +109,8 @@ class PricedExport:
 
     @property
     def no_longer_fits(self) -> bool:
-        capacity = self.here.job.cluster.device.memory
-        return self.there is not None and self.here.memory.total <= capacity < self.there.memory.total
+        short = "does not fit"
+        return self.there is not None and fit_of(self.here.job) != short and fit_of(self.there.job) == short
 
 
 def priced_export(job: Job, name: str) -> PricedExport:
@@ -194,14 +195,19 @@ def expressible(request: Request, name: str) -> Request:
     return replace(request, constraints=constraints)
 
 
+def request_for(request: Request, name: str) -> Request:
+    """What is asked of the planner for a framework: within what it can say, priced as it runs it."""
+    return expressible(request if check_framework(name) == "ddp" else in_own_way(request, name), name)
+
+
 def plan_for(request: Request, name: str) -> Plan | Search:
     """`plan` for a framework: within what it can say, priced as it runs it.
 
     Combinations of values that it cannot say are left out as they come up.
     """
-    if check_framework(name) == "ddp":
-        return plan(expressible(request, name))
-    request = expressible(in_own_way(request, name), name)
+    request = request_for(request, name)
+    if name == "ddp":
+        return plan(request)
     for _ in range(_MOST_COMBINATIONS):
         found = plan(request)
         if not isinstance(found, Plan):
@@ -225,7 +231,7 @@ def _as_run(found: Plan, name: str) -> Plan:
             kept.append(own)
     if not kept:
         problem = f"what would be best does not fit as {name} runs it"
-        raise SpecError("--for", problem, "give --max-memory less than the device has, or fix more dimensions")
+        raise DoesNotFit("--for", problem, "give --max-memory less than the device has, or fix more dimensions")
     return replace(found, ranking=ranked(kept))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from shardwise.cost.room import room_of
 from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.describe import strategy_words
@@ -28,24 +31,39 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
             "use --any for what is only priced"
         )
     strategy = least.strategy()
-    need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
-    cluster = request.job.cluster
-    if least.memory_bytes <= request.capacity_bytes and cluster.host_memory is not None:
+    cluster, room = request.job.cluster, request.room
+    if least.memory_bytes <= room.planned_bytes and cluster.host_memory is not None:
         host = readable_bytes(least.host_bytes * cluster.node_devices)
         return (
             f"nothing fits: offloading ({strategy_words(strategy)}) would need {host} of host memory per node, "
             f"{readable_bytes(cluster.host_memory)} are there",
             "use more devices, or hosts with more memory",
         )
-    problem = (
-        f"nothing fits: the smallest strategy ({strategy_words(strategy)}) needs {need} per device, "
-        f"{cluster.device.name} has {there}"
-    )
-    if request.memory_bytes is not None:
-        problem += " as capped"
+    usable = f"{cluster.device.name} has {readable_bytes(room.usable_bytes)}"
+    if room.is_capped:
+        usable += " as capped"
+    elif least.memory_bytes <= room.usable_bytes:
+        usable += f", of which a plan leaves {readable_bytes(room.margin_bytes)} free for the error bar of memory"
+    need = readable_bytes(least.memory_bytes)
+    problem = f"nothing fits: the smallest strategy ({strategy_words(strategy)}) needs {need} per device, {usable}"
+    return problem, ", or ".join(_remedies(request, least.memory_bytes))
+
+
+def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
+    """Each of them was tried, or follows from what fits."""
+    room, device = request.room, request.job.cluster.device
     devices = _devices_that_fit(request)
-    more = f"use {devices:,} devices, or " if devices else ""
-    return problem, f"{more}devices with {need}"
+    if devices:
+        yield f"use {devices:,} devices"
+    if room.is_capped:
+        if room_of(request.job).planned_bytes >= least_bytes:
+            yield "leave out --max-memory"
+        return
+    if least_bytes <= room.usable_bytes:
+        yield "plan without that margin (--max-memory 100%)"
+    tensors = (room.planned_bytes - device.framework_memory) / (room.usable_bytes - device.framework_memory)
+    whole = device.driver_memory + device.framework_memory + (least_bytes - device.framework_memory) / tensors
+    yield f"use devices with {math.ceil(whole / 2**30):,} GiB"
 
 
 def _first_lack(found: Search, request: Request) -> str:

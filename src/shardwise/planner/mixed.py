@@ -12,7 +12,7 @@ from shardwise.planner.mixed_space import MixedRequest, MixedSpace
 from shardwise.planner.mixed_step import MixedStep, mixed_step
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.mixed import MixedCluster, parse_mixed
 from shardwise.spec.model import Model
@@ -122,18 +122,20 @@ def _search(space: MixedSpace) -> tuple[int, list[MixedStep]]:
             found.append(min(steps, key=lambda step: step.seconds_per_token))
             fastest = min(fastest, found[-1].seconds_per_token)
     if not found:
-        raise SpecError("plan", *_what_is_missing(space))
+        raise _what_is_missing(space)
     return len(floors), found
 
 
-def _what_is_missing(space: MixedSpace) -> tuple[str, str]:
+def _what_is_missing(space: MixedSpace) -> SpecError:
     request = space.request
     if next(space.arrangements(), None) is None:
         sizes = " and ".join(f"{kind.devices:,}" for kind in request.mixed.kinds)
         problem = f"no tp·cp·dp divides {sizes} devices into stages of {request.job.model.layers} layers and the batch"
-        return problem, "use numbers of nodes with a common divisor, or a batch in tokens, which is rounded"
+        remedy = "use numbers of nodes with a common divisor, or a batch in tokens, which is rounded"
+        return SpecError("plan", problem, remedy)
     there = " and ".join(
         f"{readable_bytes(request.capacity_bytes(number))} per {kind.device.name}"
         for number, kind in enumerate(request.mixed.kinds)
     )
-    return f"no strategy with the pipeline across the kinds fits in {there}", "use more nodes of either kind"
+    problem = f"no strategy with the pipeline across the kinds fits in {there}"
+    return DoesNotFit("plan", problem, "use more nodes of either kind")

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise, permutations, product
 from typing import Any
 
+from shardwise.cost.room import room_of
 from shardwise.planner.batches import MOST_MICROBATCH_TOKENS
 from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
 from shardwise.planner.mixed_step import Arrangement
@@ -49,8 +50,13 @@ class MixedRequest:
     any_priced: bool = False
 
     def capacity_bytes(self, kind: int) -> float:
-        there = self.mixed.kinds[kind].device.memory
-        return there if self.memory_bytes is None else min(there, self.memory_bytes)
+        """What the predicted memory of a plan may take of a device of this kind."""
+        return self._capacities[kind]
+
+    @cached_property
+    def _capacities(self) -> tuple[float, ...]:
+        jobs = (self.job.unchecked(cluster=kind) for kind in self.mixed.kinds)
+        return tuple(room_of(job, self.memory_bytes).planned_bytes for job in jobs)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.cost.memory import peak_memory
+from shardwise.cost.room import fit_of, room_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.support import verdict
@@ -22,13 +23,15 @@ KINDS = ("optimizer", "gradients", "weights", "activations")
 def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequence[str] = KINDS) -> Job:
     """The job with the smallest shares of its offload, of these ``kinds``, that fit a device or ``memory_bytes`` of it.
 
+    "Fit" is what a plan means by it: with the margin that it leaves free.
+
     What the job offloads already is the least it will; raises SpecError where all of everything is not enough.
     """
-    limit = memory_bytes if memory_bytes is not None else job.cluster.device.memory
+    limit = room_of(job, memory_bytes).planned_bytes
     for kind in (kind for kind in kinds if _may_go(job, kind)):
         for share in _shares(getattr(job.strategy.offload, kind)):
             tried = _with_share(job, kind, share)
-            if peak_memory(tried).total <= limit:
+            if fit_of(tried, memory_bytes) == "fits":
                 return tried
         job = tried
     needed = peak_memory(job).total

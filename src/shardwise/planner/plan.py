@@ -13,7 +13,7 @@ from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
 from shardwise.planner.space import Space
 from shardwise.planner.stages import with_best_stages
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 
 RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all
@@ -155,9 +155,10 @@ def _job(job: Job, found: Found) -> Job:
 
 
 def required(found: Plan | Search, request: Request) -> Plan:
-    """The plan, or one line that says what is missing."""
+    """The plan, or one line that says what is missing: room (DoesNotFit), or what divides and runs (SpecError)."""
     if isinstance(found, Plan):
         return found
     from shardwise.planner.missing import what_is_missing
 
-    raise SpecError("plan", *what_is_missing(found, request))
+    kind = DoesNotFit if found.least_memory is not None else SpecError
+    raise kind("plan", *what_is_missing(found, request))

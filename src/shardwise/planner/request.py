@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardwise.cost.room import Room, room_of
 from shardwise.planner.constraints import Constraints, has
 from shardwise.planner.space import Space
 from shardwise.spec.errors import SpecError
@@ -18,8 +19,9 @@ MOST_GROUPS = 1200  # of a space that answers in seconds
 class Request:
     """``job`` says the model, the cluster, the training and the stack; of its strategy only what no search varies.
 
-    ``memory_bytes`` caps a device's memory. ``offload``: always (True), never (False), or where nothing else fits
-    (None). ``any_priced`` also offers what is priced and not run. ``thorough`` searches the whole space however large.
+    ``memory_bytes`` caps a device's memory, in place of the margin that a plan leaves free by itself. ``offload``:
+    always (True), never (False), or where nothing else fits (None). ``any_priced`` also offers what is priced and not
+    run. ``thorough`` searches the whole space however large.
     """
 
     job: Job
@@ -37,9 +39,13 @@ class Request:
             raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
 
     @property
+    def room(self) -> Room:
+        return room_of(self.job, self.memory_bytes)
+
+    @property
     def capacity_bytes(self) -> float:
-        there = self.job.cluster.device.memory
-        return there if self.memory_bytes is None else min(there, self.memory_bytes)
+        """What the predicted memory of a plan may take of a device."""
+        return self.room.planned_bytes
 
     def space(self, *, offload: bool) -> Space:
         space = Space(self.job, self.constraints, self.minimum_batch, offload, self.any_priced)

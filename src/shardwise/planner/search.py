@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cost.room import room_of
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.price import Block, Piece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
@@ -89,7 +90,7 @@ def search(
     """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``."""
     started = time.process_time()
     cluster = space.job.cluster
-    capacity = cluster.device.memory if memory_bytes is None else memory_bytes
+    capacity = room_of(space.job).planned_bytes if memory_bytes is None else memory_bytes
     keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept)
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     priced = Supported(space.job, any_priced=True)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.cost.analysis import DIMENSIONS, Analysis
+from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
 from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
 from shardwise.cost.scaling import scaling_table
+from shardwise.cost.step_parts import COMMUNICATION
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
-from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
+from shardwise.cost.validation.residuals import error_bar
+from shardwise.cost.verdict import Change, best_change, bottleneck
+from shardwise.planner.remedy import what_would_fit
 from shardwise.report.campaign import campaign_data
 
-FORMAT = 1
+FORMAT = 2
 
 
 def analysis_data(
@@ -35,15 +37,10 @@ def analysis_data(
         "parameters": analysis.parameters,
         "trained_parameters": analysis.trained_parameters,
         "active_parameters": analysis.active_parameters,
-        "dimensions": {
-            name: _dimension(analysis.dimension_traffics(name))
-            for name in DIMENSIONS
-            if analysis.dimension_traffics(name)
-        },
+        "dimensions": {name: _dimension(analysis, name) for name in COMMUNICATION if analysis.dimension_traffics(name)},
         "memory": _memory(analysis),
         "flops": _flops(analysis),
         "time": _time(analysis),
-        "prediction": _prediction(analysis),
         "storage": _storage(analysis),
         "bottleneck": bottleneck(analysis),
     }
@@ -57,9 +54,11 @@ def analysis_data(
             }
             for one in sums
         ]
-    if analysis.exposed_share > EXPOSED_LIMIT:
+    if analysis.fits:
         change = best_change(analysis)
-        data["best_change"] = None if change is None else asdict(change)
+        data["best_change"] = None if change is None else _change(change)
+    else:
+        data["what_would_fit"] = what_would_fit(analysis.job)
     if campaign is not None:
         data["campaign"] = campaign_data(campaign)
     if scaling:
@@ -71,10 +70,22 @@ def analysis_data(
     return data
 
 
-def _dimension(traffics: tuple[Traffic, ...]) -> dict[str, Any]:
+def _change(change: Change) -> dict[str, Any]:
     return {
+        "what": change.what,
+        "strategy": change.job.strategy.to_dict(),
+        "predicted_seconds": change.predicted_seconds,
+        "exposed_share": change.exposed_share,
+        "memory_bytes": change.memory.total,
+    }
+
+
+def _dimension(analysis: Analysis, name: str) -> dict[str, Any]:
+    traffics = analysis.dimension_traffics(name)
+    return {
+        "pipeline_rank": analysis.dimension_rank(name),
         "seconds": sum(traffic.seconds for traffic in traffics),
-        "exposed_seconds": sum(traffic.exposed_seconds for traffic in traffics),
+        "exposed_seconds": analysis.parts[name],
         "bytes_sent": sum(traffic.bytes_sent for traffic in traffics),
         "collectives": [_traffic(traffic) for traffic in traffics],
     }
@@ -94,18 +105,21 @@ def _traffic(traffic: Traffic) -> dict[str, Any]:
         "latency_seconds": traffic.count * float(cost.latency_seconds),
         "bandwidth_seconds": traffic.count * float(cost.bandwidth_seconds),
         "seconds": traffic.seconds,
-        "exposed_seconds": traffic.exposed_seconds,
+        "exposed_seconds": traffic.added_seconds,
+        "slowed_seconds": traffic.slowed_seconds,
         "hidden_seconds": traffic.hidden_seconds,
         "bytes_sent": traffic.bytes_sent,
     }
 
 
 def _memory(analysis: Analysis) -> dict[str, Any]:
+    room = analysis.room
     return {
         **analysis.memory.to_dict(),
-        "capacity_bytes": analysis.capacity_bytes,
-        "fits": analysis.fits,
-        "margin_bytes": analysis.capacity_bytes - analysis.memory.total,
+        "usable_bytes": room.usable_bytes,
+        "plannable_bytes": room.planned_bytes,
+        "fit": analysis.fit,
+        "left_bytes": room.usable_bytes - analysis.memory.total,
         "by_pipeline_rank": [memory.to_dict() for memory in analysis.memories],
     }
 
@@ -116,31 +130,22 @@ def _flops(analysis: Analysis) -> dict[str, Any]:
         "per_token": {c.name: flops_per_token(job.model, job.training.seq, c.name) for c in CONVENTIONS},
         "per_step": analysis.flops_per_step(),
         "cluster_peak_per_second": analysis.peak_flops,
+        "mfu": analysis.mfu,
         "mfu_ceiling": analysis.mfu_ceiling,
     }
 
 
 def _time(analysis: Analysis) -> dict[str, Any]:
+    seconds, bar = analysis.predicted_seconds, error_bar(analysis.job)
     return {
-        "ideal_compute_seconds": analysis.compute_seconds,
-        "bubble_seconds": analysis.bubble_seconds,
-        "exposed_communication_seconds": analysis.exposed_seconds,
-        "step_floor_seconds": analysis.step_seconds,
+        "predicted_seconds": seconds,
+        "predicted_seconds_low": seconds * (1 + bar.time_low),
+        "predicted_seconds_high": seconds * (1 + bar.time_high),
+        "parts": analysis.parts,
+        "exposed_seconds": analysis.exposed_seconds,
         "exposed_share": analysis.exposed_share,
-        "tokens_per_second_ceiling": analysis.tokens_per_second,
-        "exposed_by_dimension": analysis.exposed_by_dimension(),
-    }
-
-
-def _prediction(analysis: Analysis) -> dict[str, Any]:
-    prediction = predict(analysis.job)
-    return {
-        "step_seconds": prediction.step_seconds,
-        "pipeline_seconds": prediction.pipeline_seconds,
-        "bubble_seconds": prediction.bubble_seconds,
-        "tail_seconds": prediction.tail_seconds,
-        "tokens_per_second": prediction.tokens_per_second,
-        "mfu": prediction.mfu,
+        "tokens_per_second": analysis.tokens_per_second,
+        "floor_seconds": analysis.floor_seconds,
     }
 
 

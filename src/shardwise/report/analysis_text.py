@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 
-from shardwise.cost.analysis import DIMENSIONS, Analysis
+from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.prediction import predict
 from shardwise.cost.ranks import rank_places
+from shardwise.cost.room import tight_words
 from shardwise.cost.scaling import scaling_table
+from shardwise.cost.step_parts import COMMUNICATION, STEP_PARTS
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
+from shardwise.cost.validation.residuals import error_bar
 from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
 from shardwise.planner.describe import less_communication_words
+from shardwise.planner.remedy import what_would_fit
 from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, spoken, table
 from shardwise.spec.job import Job
@@ -47,6 +50,17 @@ _PART_WORDS = {
     "temporary": "logits, temporary",
     "allowance": "framework (allowance)",
 }
+_STEP_WORDS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory-bound": "memory-bound operators",
+    "launches": "kernel launches",
+    "recompute": "recomputed operators",
+    **{name: f"exposed {name} communication" for name in COMMUNICATION},
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "overhead": "fixed cost of a step",
+}
 
 
 def print_analysis(
@@ -57,7 +71,7 @@ def print_analysis(
     out.print(_headline(analysis), markup=False)
     for note in analysis.notes:
         out.print(f"note: {note}", style="yellow", markup=False)
-    for name in DIMENSIONS:
+    for name in COMMUNICATION:
         traffics = analysis.dimension_traffics(name)
         if traffics:
             out.print(_dimension_table(analysis, name, traffics))
@@ -77,6 +91,7 @@ def print_analysis(
         out.print(line, markup=False)
     for line in verdict_lines(analysis):
         out.print(line, style="bold", markup=False)
+    out.print(f"Error bars hold 80% of published runs. {error_bar(analysis.job).basis.capitalize()}.", markup=False)
 
 
 def collective_lines(analysis: Analysis) -> Iterator[str]:
@@ -125,9 +140,8 @@ def _layout(job: Job) -> str:
 
 
 def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> RenderableType:
-    seconds = sum(traffic.seconds for traffic in traffics)
-    exposed = sum(traffic.exposed_seconds for traffic in traffics)
-    rank = f" on pipeline rank {analysis.contents.rank}" if analysis.job.strategy.pp > 1 else ""
+    seconds, exposed = sum(traffic.seconds for traffic in traffics), analysis.parts[name]
+    rank = f" on pipeline rank {analysis.dimension_rank(name)}" if analysis.job.strategy.pp > 1 else ""
     title = f"{_TITLES[name]}: {readable_seconds(seconds)} per step{rank}, {readable_seconds(exposed)} exposed"
     columns = (
         "what",
@@ -157,59 +171,46 @@ def _traffic_row(traffic: Traffic) -> Iterator[str]:
     yield readable_seconds(traffic.count * float(cost.bandwidth_seconds))
     yield readable_seconds(traffic.seconds)
     yield readable_seconds(traffic.hidden_seconds)
-    yield readable_seconds(traffic.exposed_seconds)
+    yield readable_seconds(traffic.added_seconds)
 
 
 def _memory_table(analysis: Analysis) -> RenderableType:
-    memory, capacity = analysis.memory, analysis.capacity_bytes
+    memory, room = analysis.memory, analysis.room
+    usable = room.usable_bytes
     where = f" (fullest: pipeline rank {memory.pipeline_rank})" if analysis.job.strategy.pp > 1 else ""
-    verdict = "fits" if analysis.fits else "DOES NOT FIT"
-    title = f"Memory of one device{where}: {readable_bytes(memory.total)} of {readable_bytes(capacity)}, {verdict}"
-    rows = [
-        (
-            _PART_WORDS[part],
-            bar(getattr(memory, part) / capacity),
-            readable_bytes(getattr(memory, part)),
-            f"{getattr(memory, part) / capacity:.1%}",
+    verdict = {"fits": "fits", "tight": "fits, but tight", "does not fit": "DOES NOT FIT"}[analysis.fit]
+    title = f"Memory of one device{where}: {readable_bytes(memory.total)} of {readable_bytes(usable)}, {verdict}"
+    free = usable - memory.total
+    sizes = [(_PART_WORDS[part], getattr(memory, part)) for part in memory.PARTS if getattr(memory, part)]
+    sizes.append(("free" if free >= 0 else "missing", abs(free)))
+    rows = [(name, bar(size / usable), readable_bytes(size), f"{size / usable:.1%}") for name, size in sizes]
+    if free >= 0:
+        rows.append(
+            ("of which plans keep free", "", readable_bytes(room.margin_bytes), f"{room.margin_bytes / usable:.1%}")
         )
-        for part in memory.PARTS
-        if getattr(memory, part)
-    ]
-    free = capacity - memory.total
-    rows.append(
-        (
-            "free" if free >= 0 else "missing",
-            bar(abs(free) / capacity),
-            readable_bytes(abs(free)),
-            f"{abs(free) / capacity:.1%}",
-        )
-    )
     if memory.host:
         rows.append(("offloaded to host", "", readable_bytes(memory.host), ""))
     return table(title, ("part", "share of the device", "bytes", "share"), rows, numbers_from=2)
 
 
 def _time_table(analysis: Analysis) -> RenderableType:
-    job, step = analysis.job, analysis.step_seconds
+    job, step, bar_of_runs = analysis.job, analysis.predicted_seconds, error_bar(analysis.job)
     per_token = flops_per_token(job.model, job.training.seq)
     title = (
         f"One step: {readable_flops(analysis.flops_per_step())} "
         f"({readable_flops(per_token)} per token, causal attention counted once)"
     )
+    parts = [(_STEP_WORDS[name], analysis.parts[name]) for name in STEP_PARTS if analysis.parts[name]]
     rows = [
-        ("ideal compute (at peak)", analysis.compute_seconds),
-        ("pipeline bubble", analysis.bubble_seconds),
-        *((f"exposed {name} communication", seconds) for name, seconds in analysis.exposed_by_dimension().items()),
-        ("floor of the step time", step),
+        (what, bar(seconds / step), readable_seconds(seconds), f"{seconds / step:.1%}")
+        for what, seconds in (*parts, ("predicted step time", step))
     ]
-    shown = [(what, bar(seconds / step), readable_seconds(seconds), f"{seconds / step:.1%}") for what, seconds in rows]
-    shown.append(("ceiling of tokens/s", "", f"{analysis.tokens_per_second:,.0f}", ""))
-    shown.append(("ceiling of MFU", "", f"{analysis.mfu_ceiling:.1%}", ""))
-    prediction = predict(job)
-    shown.append(("predicted step time", "", readable_seconds(prediction.step_seconds), ""))
-    shown.append(("predicted tokens/s", "", f"{prediction.tokens_per_second:,.0f}", ""))
-    shown.append(("predicted MFU", "", f"{prediction.mfu:.1%}", ""))
-    return table(title, ("part", "share of the step", "value", "share"), shown, numbers_from=2)
+    low, high = (readable_seconds(step * (1 + part)) for part in (bar_of_runs.time_low, bar_of_runs.time_high))
+    rows.append(("80% of published runs", "", f"{low} - {high}", ""))
+    rows.append(("tokens/s", "", f"{analysis.tokens_per_second:,.0f}", ""))
+    rows.append(("MFU", "", f"{analysis.mfu:.1%}", ""))
+    rows.append(("floor, all products at peak", "", readable_seconds(analysis.floor_seconds), ""))
+    return table(title, ("part", "share of the step", "value", "share"), rows, numbers_from=2)
 
 
 def _storage_table(analysis: Analysis) -> RenderableType:
@@ -235,15 +236,15 @@ def _scaling_table(analysis: Analysis, kind: str) -> RenderableType:
             str(row.devices),
             str(row.data_parallel),
             str(row.sequences),
-            readable_seconds(row.step_seconds),
+            readable_seconds(row.predicted_seconds),
             f"{row.tokens_per_second:,.0f}",
             f"{row.efficiency:.1%}",
             f"{row.exposed_share:.1%}",
-            "yes" if row.fits else "no",
+            {"fits": "yes", "tight": "tight", "does not fit": "no"}[row.fit],
         )
         for row in scaling_table(analysis.job, kind)
     ]
-    columns = ("devices", "dp", "sequences", "step floor", "tokens/s", "efficiency", "exposed", "fits")
+    columns = ("devices", "dp", "sequences", "step", "tokens/s", "efficiency", "exposed", "fits")
     return table(f"{kind.capitalize()} scaling ({formula})", columns, rows, numbers_from=0)
 
 
@@ -260,17 +261,23 @@ def _rank_lines(analysis: Analysis) -> Iterator[str]:
 
 
 def verdict_lines(analysis: Analysis) -> Iterator[str]:
-    """What bounds the job, the share of exposed communication, and the change that lowers it if it is high."""
+    """What bounds the job, what communication it waits for, and the one change that helps most, if there is one."""
     yield bottleneck(analysis)
-    share = analysis.exposed_share
-    if share <= EXPOSED_LIMIT:
-        yield f"Exposed communication: {share:.0%} of the step."
+    if analysis.fit == "does not fit":
+        yield f"  What would fit: {what_would_fit(analysis.job)}."
         return
-    yield f"▲ Exposed communication: {share:.0%} of the step, above {EXPOSED_LIMIT:.0%}."
+    if analysis.fit == "tight":
+        yield f"▲ Memory is {tight_words(analysis.job)}."
+    share = analysis.exposed_share
+    over = f", above {EXPOSED_LIMIT:.0%}" if share > EXPOSED_LIMIT else ""
+    yield f"{'▲ ' if over else ''}Exposed communication: {share:.0%} of the predicted step{over}."
     change = best_change(analysis)
     if change is None:
-        yield "  No single change of the strategy lowers it without a longer step or more memory."
+        yield "No single change of the strategy makes the step 1% shorter and fits."
         return
-    step = f"step {readable_seconds(change.step_seconds)} instead of {readable_seconds(analysis.step_seconds)}"
-    unfit = "" if change.fits else "; it still does not fit"
-    yield f"  What lowers it most: {change.what} (to {change.exposed_share:.0%}, {step}{unfit})."
+    gain = 1 - change.seconds_per_token * analysis.job.tokens_per_step / analysis.predicted_seconds
+    step = f"{readable_seconds(change.predicted_seconds)} instead of {readable_seconds(analysis.predicted_seconds)}"
+    yield (
+        f"What helps most: {change.what} (step {step}, {gain:.0%} less; exposed {change.exposed_share:.0%}; "
+        f"{readable_bytes(change.memory.total)})."
+    )

@@ -36,7 +36,7 @@ def memory_picture(memory: MemoryOverTime) -> str:
     across = min(2, len(ranks))
     width = (_WIDTH - _LEFT - 24 - (across - 1) * _GAP) / across
     height = _TOP + -(-len(ranks) // across) * _ROW_HEIGHT - 18
-    highest, capacity = memory.fullest.peak.held.total, float(memory.job.cluster.device.memory)
+    highest, capacity = memory.fullest.peak.held.total, float(memory.job.cluster.device.usable_memory)
     # The device's size is part of the picture unless most of it stays empty.
     scale = _Scale(memory.step_seconds, max(highest, capacity) * 1.06 if 2 * highest > capacity else highest * 1.12)
     parts = [*_heading(memory, len(ranks)), *_legend(memory)]
@@ -72,7 +72,7 @@ def _shown(memory: MemoryOverTime) -> list[RankMemory]:
 
 def _heading(memory: MemoryOverTime, shown: int) -> Iterator[str]:
     job, peak = memory.job, memory.fullest.peak.held
-    capacity = readable_bytes(job.cluster.device.memory)
+    capacity = readable_bytes(job.cluster.device.usable_memory)
     yield _text(
         24, 34, f"Memory of one device over a step: at most {readable_bytes(peak.total)} of {capacity}", 17, 600
     )

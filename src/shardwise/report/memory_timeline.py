@@ -35,7 +35,7 @@ def memory_table(memory: MemoryOverTime) -> RenderableType:
     """A row per pipeline rank; all curves have one scale."""
     totals = [span.held.total for rank in memory.ranks for span in rank.spans]
     low, high = min(totals), max(totals)
-    capacity = memory.job.cluster.device.memory
+    capacity = memory.job.cluster.device.usable_memory
     title = (
         f"Memory over the step of {readable_seconds(memory.step_seconds)}, "
         f"{_BLOCKS[0]} {readable_bytes(low)} to {_BLOCKS[-1]} {readable_bytes(high)}"

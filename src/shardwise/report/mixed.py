@@ -54,7 +54,7 @@ def _part_row(part: KindPart) -> tuple[str, ...]:
         str(sum(part.layers)),
         str(low) if low == high else f"{low} to {high}",
         readable_bytes(part.memory.total),
-        readable_bytes(part.cluster.device.memory),
+        readable_bytes(part.cluster.device.usable_memory),
         f"{part.idle_share:.1%}",
     )
 

@@ -12,6 +12,8 @@ class SpecError(ValueError):
     it and names the value, ``remedy`` says what would fix it. Its text is always one line.
     """
 
+    status = 2  # of the command that it ends
+
     def __init__(self, field: str, problem: str, remedy: str = "") -> None:
         self.field = field
         self.problem = problem
@@ -28,7 +30,13 @@ class SpecError(ValueError):
         """The same mistake, seen from the enclosing document."""
         if not prefix:
             return self
-        return SpecError(join_path(prefix, self.field), self.problem, self.remedy)
+        return type(self)(join_path(prefix, self.field), self.problem, self.remedy)
+
+
+class DoesNotFit(SpecError):
+    """What was written is right, but the devices have no room for it."""
+
+    status = 1
 
 
 def join_path(prefix: str, field: str) -> str:

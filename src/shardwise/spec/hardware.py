@@ -46,13 +46,16 @@ class UnitsTaken(Spec):
 class Device(Spec):
     """An accelerator: dense peak FLOP/s per data type, memory, and what communication takes of it.
 
-    ``framework_memory`` is an allowance, not a prediction: on a GPU about 0.5 GiB of driver context and 1 GiB
-    of library workspaces and communication buffers; a CPU process has neither.
+    ``memory`` is what the data sheet says, ``driver_memory`` what of it no process can have: a GPU's driver keeps some
+    for itself, so that PyTorch sees 79.1 GiB of an H100's 80. ``framework_memory`` is an allowance, not a prediction:
+    on a GPU about 0.5 GiB of driver context and 1 GiB of library workspaces and communication buffers; a CPU process
+    has neither.
     """
 
     name: str = "custom"
     peak: Mapping[str, float] = field(metadata={"dimension": "flops/s", "above": 0, "keys": DATA_TYPES})
     memory: float = quantity("bytes")
+    driver_memory: float = quantity("bytes", 0, minimum=0)
     memory_bandwidth: float = quantity("bytes/s")
     cache: float = quantity("bytes", 0, minimum=0)
     compute_units: int = count(1)
@@ -82,9 +85,17 @@ class Device(Spec):
             wanted = widening.get(wanted)
         return max(self.peak.values())
 
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a process can have, its driver context and library buffers included."""
+        return self.memory - self.driver_memory
+
     def check(self) -> None:
         if not self.peak:
             raise SpecError("peak", "names no data type", "give at least one, such as {bf16: 100TFLOPS}")
+        if self.driver_memory >= self.memory:
+            kept, there = f"{self.driver_memory:,.0f}", f"{self.memory:,.0f}"
+            raise SpecError("driver_memory", f"{kept} bytes leave nothing of {there}", "give less, or more memory")
 
 
 def _device(value: Any) -> Device:

@@ -23,7 +23,7 @@ class Pressure:
         device, offload = trainer.job.cluster.device, trainer.job.strategy.offload
         self.trainer, self.share = trainer, offload.optimizer
         self.least = max(offload.weights, offload.gradients)
-        self.limit_bytes = device.memory - device.framework_memory
+        self.limit_bytes = device.usable_memory - device.framework_memory
 
     def after(self, peak_bytes: int) -> float | None:
         """The share from now on, where the fullest rank's ``peak_bytes`` of the last step move it."""

@@ -17,6 +17,7 @@ from cost.builders import (
 )
 from shardwise.cost.analysis import analyze
 from shardwise.cost.stages import rank_contents
+from shardwise.cost.step_parts import COMMUNICATION
 from shardwise.cost.traffic import Traffic
 from shardwise.spec.parameters import parameter_count
 
@@ -57,6 +58,6 @@ def test_offloaded_weights_gradients_and_activations_move_every_microbatch() -> 
 
 def test_dimensions_without_ranks_send_nothing() -> None:
     analysis = analyze(job(LLAMA, dp=1))
-    assert analysis.traffics == ()
+    assert all(analysis.dimension_traffics(name) == () for name in COMMUNICATION)
     assert analysis.exposed_share == 0
     assert sent_in(analysis, "dp") == 0

@@ -162,7 +162,7 @@ def _is_open(run: Run, field: Field) -> bool:
 
 
 def _fits(run: Run) -> bool:
-    return peak_memory(run.job).total <= run.job.cluster.device.memory
+    return peak_memory(run.job).total <= run.job.cluster.device.usable_memory
 
 
 def _alternatives(run: Run, fields: Sequence[Field]) -> Iterator[Run]:

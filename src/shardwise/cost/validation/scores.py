@@ -61,7 +61,7 @@ def score(run: Run, over: Range | None = None) -> Score:
         predicted_memory_bytes=predicted,
         memory_error=None if reported is None else predicted / reported - 1,
         memory_kind=run.memory_kind,
-        fits=memory.total <= run.job.cluster.device.memory,
+        fits=memory.total <= run.job.cluster.device.usable_memory,
         set_aside=run.set_aside,
     )
 

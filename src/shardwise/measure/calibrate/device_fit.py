@@ -47,7 +47,10 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
     one = _middle(samples)
     copied = max(2 * copy.bytes / copy.seconds for copy in one.copies)
     memory_share = min(1.0, copied / base.memory_bandwidth) if known_peak else 1.0
-    device = base if known_peak else replace(base, memory_bandwidth=copied, memory=float(one.memory_bytes))
+    if known_peak:
+        device = replace(base, driver_memory=max(0.0, base.memory - one.memory_bytes))
+    else:
+        device = replace(base, memory_bandwidth=copied, memory=float(one.memory_bytes), driver_memory=0.0)
     device = replace(device, efficiency=replace(NOTHING, memory=memory_share))
     residuals = []
     for data_type in dict.fromkeys(product.data_type for product in one.products):

@@ -9,10 +9,9 @@ from math import prod
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.memory import DeviceMemory
 from shardwise.cost.network import expert_runs, group_runs, network, spanned
-from shardwise.cost.simulation import pipeline_times
+from shardwise.cost.step_parts import step_parts
 from shardwise.cost.traffic import collective_price
 from shardwise.measure.compare.exchanges import Exchange
-from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.job import Job
 
@@ -54,22 +53,12 @@ def predicted(job: Job) -> Predicted:
     price = candidate(job)
     parts = dict(price.parts)
     parts["compute"] += parts.pop("recompute")
-    messages = _message_seconds(price)
+    messages = step_parts(price.simulated)["pp"]
     parts["pp"], parts["bubble"] = messages, parts["bubble"] - messages
     hidden: dict[str, float] = defaultdict(float)
     for traffic in price.prediction.slowest.traffics:
         hidden[traffic.dimension] += traffic.hidden_seconds
     return Predicted(price, parts, dict(hidden))
-
-
-def _message_seconds(price: Candidate) -> float:
-    """What the pipeline would be quicker by if messages took no time."""
-    job = price.job
-    if job.strategy.pp == 1:
-        return 0.0
-    strategy, times = job.strategy, pipeline_times(price.prediction)
-    without, _ = simulated_pipeline(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank, times)
-    return max(0.0, price.simulated.pipeline_seconds - without)
 
 
 def exchange_seconds(job: Job, one: Exchange) -> float | None:

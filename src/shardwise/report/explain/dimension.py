@@ -79,7 +79,7 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
             number(t.count, f"{t.count:,.0f}"),
             size(t.size_bytes),
             seconds(float(t.cost.seconds)),
-            seconds(t.exposed_seconds),
+            seconds(t.added_seconds),
         )
         for t in traffics
     )
@@ -101,7 +101,7 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         ),
         result=(
             ("seconds per step", seconds(sum(t.seconds for t in traffics))),
-            ("of them exposed", seconds(sum(t.exposed_seconds for t in traffics))),
+            ("of them exposed in the predicted step", seconds(sum(t.added_seconds for t in traffics))),
             ("bytes the busiest device sends", size(sum(t.bytes_sent for t in traffics))),
         ),
         tables=(Grid("in one step", columns, keys, rows, words=3, optional=("network",)),) if rows else (),

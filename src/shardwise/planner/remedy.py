@@ -1,0 +1,67 @@
+"""What makes a job fit that does not: a single change, another strategy, offload, or other devices. Each is priced."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Literal
+
+from shardwise.cost.memory import peak_memory
+from shardwise.cost.verdict import fitting_change
+from shardwise.planner.describe import strategy_words
+from shardwise.planner.missing import what_is_missing
+from shardwise.planner.offload_share import KINDS, smallest_offload
+from shardwise.planner.plan import Plan, plan
+from shardwise.planner.request import Request
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.support import verdict
+from shardwise.spec.units import readable_bytes
+
+
+def what_would_fit(job: Job) -> str:
+    """The nearest that fits by what a plan leaves free; where nothing does, what the least strategy would need."""
+    change = fitting_change(job)
+    if change is not None:
+        return f"{change.what}: that needs {readable_bytes(change.memory.total)}"
+    batch = replace(job.training, global_batch=job.sequences)
+    # A CPU's own memory is what is full: there nothing is gained by offload to it.
+    request = Request(
+        job.unchecked(training=batch),
+        offload=False if job.run_device == "cpu" else None,
+        any_priced=verdict(job).status != "runs",
+    )
+    found = plan(replace(request, offload=False))
+    if isinstance(found, Plan):
+        return _nearest(job, found)
+    offloaded = _with_offload(job)
+    if offloaded is not None:
+        return offloaded
+    found = plan(request)
+    return _nearest(job, found) if isinstance(found, Plan) else "; ".join(what_is_missing(found, request))
+
+
+def _nearest(job: Job, found: Plan) -> str:
+    """The strategy that differs in the fewest fields; of several the quickest."""
+    best = min(found.candidates, key=lambda one: (_changes(job.strategy, one.job.strategy), one.step_seconds))
+    return f"nearest that fits: {strategy_words(best.job.strategy)} ({readable_bytes(best.memory.total)})"
+
+
+def _with_offload(job: Job) -> str | None:
+    """For where no layout fits by itself. A CPU's own memory is what is full, so that its states go to disk."""
+    target: Literal["cpu", "nvme"] = "nvme" if job.run_device == "cpu" else "cpu"
+    try:
+        wanted = job.with_strategy(offload=replace(job.strategy.offload, target=target))
+        fitting = smallest_offload(wanted)
+    except SpecError:
+        return None
+    if verdict(fitting).status != verdict(job).status:
+        return None
+    offload = fitting.strategy.offload
+    shares = ", ".join(f"{kind}: {getattr(offload, kind):g}" for kind in KINDS if getattr(offload, kind))
+    needed = readable_bytes(peak_memory(fitting).total)
+    return f"the least that fits: strategy.offload: {{{shares}, target: {offload.target}}} ({needed})"
+
+
+def _changes(one: Strategy, other: Strategy) -> int:
+    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Strategy))
