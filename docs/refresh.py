@@ -40,7 +40,7 @@ def run(command: str) -> str:
     done = subprocess.run(
         ["bash", "-c", _SHELL + command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    if done.returncode not in (0, 2):
+    if done.returncode not in (0, 1, 2) or "Traceback" in done.stderr:
         raise SystemExit(f"{command}\n{done.stderr}")
     return "\n".join(line.rstrip() for line in (done.stdout + done.stderr).strip("\n").splitlines())
 

@@ -151,7 +151,7 @@ JOB = "analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --zero 1 -
         JOB,
         f"{JOB} --json",
         f"{JOB} --scaling",
-        "analyze --model mixtral-8x7b --cluster dgx-h100:4 --ep 8 --global-batch 32 --json",
+        "analyze --model mixtral-8x7b --cluster dgx-h100:4 --ep 8 --zero 1 --global-batch 32 --json",
         "analyze --model gpt2 --topology torus --shape 4x4 --bandwidth 50GB/s --global-batch 16",
         "list models",
     ],

@@ -24,8 +24,11 @@ from shardwise.spec.strategy import Offload, Overlap, Strategy
 
 @cache
 def planned() -> Plan:
-    """8B at 8,192 tokens on one node, where many layouts take about as long."""
-    found = plan(Request(job_of("llama3-8b", "dgx-h100:1", 128, seq=8192), within(tp="1,2", schedule="1f1b,zbv")))
+    """8B at 8,192 tokens on one node, where many layouts take about as long; devices are filled to the last byte."""
+    job = job_of("llama3-8b", "dgx-h100:1", 128, seq=8192)
+    job = replace(job, cluster=replace(job.cluster, device=replace(job.cluster.device, driver_memory=0.0)))
+    whole = job.cluster.device.memory
+    found = plan(Request(job, within(tp="1,2", schedule="1f1b,zbv"), memory_bytes=whole))
     assert isinstance(found, Plan)
     return found
 

@@ -155,7 +155,8 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, object]]]:
         yield f"halve ep to {strategy.ep // 2}", {"ep": strategy.ep // 2}
         if strategy.dispatch == "all-to-all":
             yield "send each token once per node (dispatch: deduplicated)", {"dispatch": "deduplicated"}
-    if strategy.offload == Offload() and job.cluster.host_link is not None:
+    # The memory of a CPU is the host's own.
+    if strategy.offload == Offload() and job.cluster.host_link is not None and job.run_device != "cpu":
         yield "offload the optimizer", {"offload": Offload(optimizer=1.0)}
 
 

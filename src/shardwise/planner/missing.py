@@ -52,12 +52,13 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
 def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
     """Each of them was tried, or follows from what fits."""
     room, device = request.room, request.job.cluster.device
+    if room.is_capped and room_of(request.job).planned_bytes >= least_bytes:
+        yield "leave out --max-memory"
+        return
     devices = _devices_that_fit(request)
     if devices:
         yield f"use {devices:,} devices"
     if room.is_capped:
-        if room_of(request.job).planned_bytes >= least_bytes:
-            yield "leave out --max-memory"
         return
     if least_bytes <= room.usable_bytes:
         yield "plan without that margin (--max-memory 100%)"

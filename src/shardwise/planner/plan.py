@@ -37,6 +37,10 @@ class Plan:
     def candidates(self) -> tuple[Candidate, ...]:
         return self.ranking.candidates
 
+    def left_bytes(self, one: Candidate) -> float:
+        """What a strategy leaves of a device, or of what was capped of it."""
+        return self.request.room.usable_bytes - one.memory.total
+
     @property
     def best(self) -> Candidate:
         return self.candidates[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from shardwise.cost.room import fit_of
 from shardwise.cost.validation.residuals import Noise, error_bar, noise_of
 from shardwise.interop.frameworks import TARGETS, lacking
 from shardwise.planner.candidate import Candidate, Degrees, complexity
@@ -94,7 +95,7 @@ def _difficulty(one: Candidate) -> tuple[float, ...]:
 
     What is left then goes by time, and where that ties (as it is printed) by the memory left.
     """
-    lacks_room = one.margin_bytes < one.memory.total * error_bar(one.job).memory_high
+    lacks_room = fit_of(one.job) != "fits"
     printed_seconds = float(f"{one.seconds_per_token:.3g}")
     choices = complexity(one.job.strategy)
     return len(one.dimensions), not said_by_a_framework(one), choices, lacks_room, printed_seconds, -one.margin_bytes

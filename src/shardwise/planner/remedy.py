@@ -37,7 +37,8 @@ def what_would_fit(job: Job) -> str:
     offloaded = _with_offload(job)
     if offloaded is not None:
         return offloaded
-    found = plan(request)
+    if request.offload is None:
+        found = plan(replace(request, offload=True))
     return _nearest(job, found) if isinstance(found, Plan) else "; ".join(what_is_missing(found, request))
 
 

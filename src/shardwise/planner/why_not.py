@@ -95,7 +95,7 @@ def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
         return WhyNot(words, "not supported", reason, example)
     least = other.least_memory
     need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
-    reason = f"needs at least {need} of {there} per device ({strategy_words(least.strategy())})"
+    reason = f"needs at least {need} per device ({strategy_words(least.strategy())}), a plan takes up to {there}"
     return WhyNot(words, "does not fit", reason)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from shardwise.cost.validation.residuals import error_bar
@@ -26,6 +27,7 @@ def plan_data(answer: Any) -> dict[str, Any]:
         "families": [_family(one) for one in found.families],
         "fastest": strategy_words(found.fastest.job.strategy),
         "noise": {"share": found.noise.share, "basis": found.noise.basis},
+        "room": asdict(found.request.room),
         "search": {
             "priced": result.priced,
             "fitting": result.fitting,
@@ -47,7 +49,7 @@ def plan_data(answer: Any) -> dict[str, Any]:
 
 
 def _ranked(found: Plan, one: Candidate) -> dict[str, Any]:
-    return {"group": found.group_of(one), **candidate_data(one)}
+    return {"group": found.group_of(one), **candidate_data(one), "left_bytes": found.left_bytes(one)}
 
 
 def _row(number: int, row: Row) -> dict[str, Any]:

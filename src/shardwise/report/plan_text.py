@@ -24,6 +24,7 @@ from shardwise.planner.describe import (
 from shardwise.planner.not_run import NotRun
 from shardwise.planner.plan import Plan
 from shardwise.planner.ranking import GROUPS, Group, Row
+from shardwise.planner.request import Request
 from shardwise.planner.search import Search
 from shardwise.planner.why_not import difference_words, largest_differences
 from shardwise.report.analysis_text import collective_lines
@@ -116,12 +117,12 @@ def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> RenderableType:
     }
     columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
                "tokens/s", "MFU", "memory", "left", "like it")  # fmt: skip
-    own = [_row(number, row, found.best) for number, row in enumerate(rows, 1) if row.group == group]
+    own = [_row(number, row, found) for number, row in enumerate(rows, 1) if row.group == group]
     return table(titles[group], columns, own, numbers_from=4, optional=("tokens/s", "like it", "left", "MFU"))
 
 
-def _row(number: int, row: Row, first: Candidate) -> tuple[str, ...]:
-    one, strategy = row.best, row.best.job.strategy
+def _row(number: int, row: Row, found: Plan) -> tuple[str, ...]:
+    one, first, strategy = row.best, found.best, row.best.job.strategy
     others = [
         sharding_words(strategy) or "none",
         *(["no SP"] if strategy.tp > 1 and not strategy.sequence_parallel else []),
@@ -140,7 +141,7 @@ def _row(number: int, row: Row, first: Candidate) -> tuple[str, ...]:
         f"{one.tokens_per_second:,.0f}",
         readable_share(one.mfu),
         readable_bytes(one.memory.total),
-        readable_bytes(one.margin_bytes),
+        readable_bytes(found.left_bytes(one)),
         f"+{len(row.like)}" if row.like else "",
     )
 
@@ -177,7 +178,7 @@ def _families(found: Plan) -> RenderableType:
         name = " + ".join(one.dimensions) or "dp alone"
         if one.best is None:
             need = readable_bytes(one.least_memory_bytes)
-            rows.append((name, f"does not fit: needs at least {need} of {capacity}", "", ""))
+            rows.append((name, f"does not fit: needs at least {need}, a plan takes up to {capacity}", "", ""))
             continue
         words = strategy_words(one.best.job.strategy)
         if one.best is found.best:
@@ -219,6 +220,7 @@ def _sentences(answer: Any) -> Iterator[str]:
     band = error_bar(found.best.job)
     low, high = (readable_seconds(found.best.step_seconds * (1 + part)) for part in (band.time_low, band.time_high))
     yield f"Error bars hold 80% of published runs: the step of 1 takes {low} to {high}. {band.basis.capitalize()}."
+    yield _room_words(found.request)
     yield f"Noise: {found.noise.basis}."
     yield f"MFU is of {peak_words(found.best.job)}."
     yield from collective_lines(analyze(found.best.job))
@@ -231,6 +233,20 @@ def _missing_feature(one: NotRun, first: Candidate) -> str:
     return (
         f"Not run by this project's engine: {one.lacks}. It would give {one.best.tokens_per_second:,.0f} instead of "
         f"{first.tokens_per_second:,.0f} tokens/s ({strategy_words(one.best.job.strategy)}); --any shows it."
+    )
+
+
+def _room_words(request: Request) -> str:
+    """What of a device a plan takes, and why not all of it."""
+    room = request.room
+    usable = readable_bytes(room.usable_bytes)
+    if room.is_capped:
+        return f"Memory: up to {usable} of a device, as --max-memory says."
+    more = error_bar(request.job).memory_high
+    left = readable_bytes(room.margin_bytes)
+    return (
+        f"Memory: of {usable} a plan leaves {left} free, for tensors may take {more:.0%} more than predicted "
+        "(--max-memory says otherwise)."
     )
 
 
