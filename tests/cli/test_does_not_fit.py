@@ -14,7 +14,7 @@ from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Device
 
-SMALL = "--global-batch 64 --seq 2048 --microbatch 1 --schedule 1f1b --recompute full --cp 1 --zero 1,3 --output -"
+SMALL = "--global-batch 64 --seq 2048 --microbatch 1 --schedule 1f1b --recompute full --cp 1 --zero 0,1,3 --output -"
 
 
 def plan(cluster: str, *more: str, model: str = "llama3-70b") -> Any:
