@@ -61,6 +61,7 @@ def check(command: str, tmp_path: Path) -> None:
     first = data["layouts"][0]
     analysis = run_json("analyze", str(path))
     assert analysis["job"]["strategy"] == first["strategy"]
+    assert analysis["time"]["predicted_seconds"] == pytest.approx(first["step_seconds"], rel=1e-12)
     assert analysis["memory"]["total_bytes"] == pytest.approx(first["memory"]["total_bytes"], rel=1e-12)
 
 

@@ -55,6 +55,7 @@ def test_what_only_adds_dimensions_to_a_row_is_folded_into_it() -> None:
     shown = [row.best for row in found.rows]
     folded = [one for row in found.rows for one in row.like]
     assert sorted(map(id, [*shown, *folded])) == sorted(map(id, found.layouts))
+    assert found.fastest.degrees in [one.degrees for one in shown]
     for row in found.rows:
         for one in row.like:
             assert set(row.best.dimensions) <= set(one.dimensions)

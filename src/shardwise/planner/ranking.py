@@ -50,12 +50,12 @@ class Ranking:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The layouts, with near-duplicates under the one that they repeat."""
+        """The layouts, near-duplicates under the one that they repeat; the fastest always has a row of its own."""
         rows: list[Row] = []
         for one in self.layouts:
             group = self.group_of(one)
             for number, row in enumerate(rows):
-                if row.group == group and self._repeats(row.best, one):
+                if one.degrees != self.fastest.degrees and row.group == group and self._repeats(row.best, one):
                     rows[number] = Row(group, row.best, (*row.like, one))
                     break
             else:

@@ -42,7 +42,9 @@ from shardwise.spec.units import (
 )
 
 _MOST_FAMILIES = 10
-_LIKE = "like it: layouts that add dimensions to the same idea and gain neither time nor memory; --all lists them"
+_LIKE = (
+    "like it: layouts that add dimensions to the same idea, for no time beyond noise and no memory; --all lists them"
+)
 _WORDS = {
     "compute": "arithmetic",
     "recompute": "arithmetic run again",
