@@ -40,7 +40,7 @@ def strategy_for(schedule: str, setting: dict[str, Any], **more: Any) -> Strateg
 
 def trained(strategy: Strategy, tied_model: bool, precision: str = "fp32") -> dict[str, Any]:
     """Steps of SGD on dp x pp ranks: the losses, and this rank's weights, whole, at the end."""
-    mesh, settings = build_mesh(strategy), precision_of(Training(precision=precision), torch.device("cpu"))
+    mesh, settings = build_mesh(strategy), precision_of(Training(precision=precision))
     pipeline, dp = mesh.group("pp"), strategy.data_parallel
     schedule = toy.schedule_for(strategy.schedule, strategy.pp, MICROBATCHES)
     model = toy.whole_model(schedule.stages, tied_model)

@@ -126,7 +126,7 @@ def check_that_it_runs(request: Request, one: Candidate) -> None:
     memories = [memory_of_rank(one.job, rank) for rank in range(one.job.strategy.pp)]
     assert max(memory.total for memory in memories) <= request.capacity_bytes
     assert max(memory.host for memory in memories) <= host_room(one.job.cluster)
-    assert verdict(one.job).status in (("runs", "priced only") if request.any_priced else ("runs",))
+    assert verdict(one.job).status in (("runs", "priced only") if request.offers_priced else ("runs",))
 
 
 def check_that_it_keeps_to(request: Request, one: Candidate) -> None:

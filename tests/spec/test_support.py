@@ -32,6 +32,7 @@ from spec.jobs import jobs
 
 DENSE = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 4, "ffn": 3072, "vocab": 1000}
 EXPERTS = {"moe": {"experts": 8, "top_k": 2, "ffn": 1024}}
+LATENT = {"mla": {"kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}}
 Fields = dict[str, Any]
 
 
@@ -48,6 +49,7 @@ USING: dict[str, Fields] = {
     "zero-3-kept": {"zero": 3, "keep_parameters": True},
     "hybrid-shard": {"zero": 1, "shard_group": 2},
     "accumulate-local": {"zero": 2, "accumulate": "local"},
+    "dp-in-turn": {"overlap": {"dp": False}},
     "buckets": {"bucket": "1MiB"},
     "compression": {"compression": {"method": "int8", "error_feedback": False}},
     "error-feedback": {"compression": {"method": "int8"}},
@@ -77,14 +79,19 @@ USING: dict[str, Fields] = {
     "odd-pipeline": {"pp": 3},
     "tied-ends-on-one-rank": {**pipelined("zbv"), "model": {"tied_embeddings": True}},
     "own-stages": {"pp": 2, "stage_layers": [5, 7]},
+    "pp-overlap": {"pp": 2, "overlap": {"pp": True}},
     "recompute-selective": {"recompute": "selective"},
     "recompute-full": {"recompute": "full"},
+    "repeated-products": {"recompute": "selective", "recompute_operators": ["alternate-products"]},
+    "repeated-attention": {"recompute": "selective", "training": {"attention": "unfused"}},
+    "repeated-up-projection": {"recompute": "selective", "recompute_operators": ["up-projection"]},
     "offload-optimizer": {"offload": {"optimizer": 0.5}},
     "offload-gradients": {"offload": {"optimizer": 1, "gradients": 0.5}},
     "offload-weights": {"offload": {"optimizer": 1, "weights": 1}},
     "offload-activations": {"offload": {"activations": 0.1}},
     "offload-cpu": {"offload": {"activations": 1}},
     "offload-nvme": {"offload": {"optimizer": 1, "target": "nvme"}},
+    "offload-in-turn": {"offload": {"optimizer": 1}, "overlap": {"offload": False}},
     "weights-beyond-optimizer": {"zero": 3, "offload": {"optimizer": 0.5, "weights": 1}},
     "gradients-beyond-optimizer": {"zero": 2, "offload": {"optimizer": 0.5, "gradients": 1}},
     **{name: {"training": {"precision": name}} for name in RECIPES},
@@ -95,6 +102,14 @@ USING: dict[str, Fields] = {
     "tied-embeddings": {"model": {"tied_embeddings": True}},
     "mtp": {"model": {"mtp_layers": 1}},
     "encoder": {"model": {"causal": False}},
+    "plain-attention": {},
+    "parallel-block": {"model": {"parallel_block": True}},
+    "other-norms": {"model": {"norms_per_layer": 4}},
+    "bert-parts": {"model": {"token_types": 2}},
+    "softmax-router-bias": {"model": {"moe": {**EXPERTS["moe"], "router_bias": True}}},
+    "latent-qk-norm": {"model": {**LATENT, "qk_norm": True}},
+    "latent-qkv-bias": {"model": {**LATENT, "qkv_bias": True}},
+    "odd-rotation": {"model": {"head_dim": 63}},
     "sliding-window": {"model": {"sliding_window": 512}},
     "ragged-widths": {"model": {"ffn": 3080}},
     "ragged-experts": {"model": {"moe": {"experts": 8, "top_k": 2, "ffn": 1028}}},
@@ -102,7 +117,7 @@ USING: dict[str, Fields] = {
     "named-collective": {"collective": "ring"},
     "in-network-collective": {"collective": "nvls"},
 }
-PLAIN = {"zero-0", "no-pipeline", "bf16", "adamw"}
+PLAIN = {"zero-0", "no-pipeline", "bf16", "adamw", "plain-attention"}
 
 
 def job(**fields: Any) -> Job:
@@ -225,7 +240,7 @@ def test_sharding_and_schedules_as_run_by_the_engine(name: str) -> None:
 
 def test_worst_first() -> None:
     found = verdict(using("fp8", "ragged-widths", "dualpipe", "cp-ring", "unfused-attention"))
-    assert [one.status for one in found.findings] == ["refused", "priced only", "needs"]
+    assert [one.status for one in found.findings] == ["refused", "priced only", "priced only", "needs"]
     assert found.status == "refused"
 
 
@@ -252,7 +267,8 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
         name: SimpleNamespace(**{field: np.array([getattr(getattr(one.strategy, name), field) for one in cases])
                                  for field in fields})
         for name, fields in {
-            "overlap": ("tp", "ep"), "offload": ("optimizer", "gradients", "weights", "activations", "target", "any")
+            "overlap": ("tp", "ep", "pp", "dp", "offload"),
+            "offload": ("optimizer", "gradients", "weights", "activations", "target", "any")
         }.items()
     }  # fmt: skip
     plain = ("tp", "cp", "pp", "ep", "zero", "keep_parameters", "accumulate", "sequence_parallel", "context_method",
@@ -260,7 +276,8 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
              "expert_tensor_parallel")  # fmt: skip
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
-    scalars_only = {"uneven-kv-heads", "ragged-widths", "ragged-experts", "own-stages", "rank-order",
+    scalars_only = {"repeated-products", "repeated-attention", "repeated-up-projection", "uneven-kv-heads",
+                    "ragged-widths", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
                     "compressed-momentum", "error-feedback", "local-steps", "async"}  # fmt: skip
     for name, uses in TECHNIQUES.items():

@@ -23,7 +23,9 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.packages import require_packages, torch_notes
 from shardwise.spec.processor import planned_precision_notes
+from shardwise.spec.rules import sequence_note
 from shardwise.spec.stack import stack_from
+from shardwise.spec.training import Training
 from shardwise.spec.units import parse
 
 __all__ = ["job_from", "model_from", "path_from", "whole"]
@@ -51,6 +53,7 @@ def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None
     given = fields.get("run", None if run is None else {})
     if isinstance(given, Mapping):
         fields["run"] = with_steps({**given, **(run or {})}, fields)
+    _take_shorter_sequences(fields)
     job = decided(Job.from_dict(fields))
     if framework is not None:
         for note in [*notes, *_assumptions(fields, job)]:
@@ -81,6 +84,7 @@ def planning_job(arguments: argparse.Namespace, framework: str | None = None) ->
     fields["training"] = training
     job = Job.from_dict(fields)
     notes += planned_precision_notes(job)
+    notes += filter(None, [sequence_note(job.model, job.training)])
     try:
         return job.unchecked(training=replace(job.training, global_batch=batch)), notes
     except SpecError as error:
@@ -144,6 +148,13 @@ def _job_fields(
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
     return fields, framework, notes
+
+
+def _take_shorter_sequences(fields: dict[str, Any]) -> None:
+    """Where no sequence length is given, no longer one than the model has learned positions for."""
+    model, training = fields["model"], fields.get("training") or {}
+    if isinstance(training, Mapping) and "seq" not in training and model.positions == "learned":
+        set_field(fields, "training.seq", min(Training.seq, model.max_seq))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

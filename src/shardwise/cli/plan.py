@@ -23,6 +23,7 @@ from shardwise.planner.constraints import (
 from shardwise.planner.frameworks import check_framework, plan_for, request_for
 from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
+from shardwise.planner.supported import model_note
 from shardwise.planner.what_if import changed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -44,6 +45,7 @@ def run(arguments: list[str]) -> int:
         parsed.cluster = mixed.kinds[0]  # what is asked of one cluster is asked of the first kind
     framework = None if parsed.framework is None else check_framework(parsed.framework)
     job, notes = planning_job(parsed, None if framework == "ddp" else framework)
+    notes += filter(None, [model_note(job)])
     if mixed is not None:
         return _plan_mixed(parsed, mixed, job, constraints, notes)
     request = Request(

@@ -17,6 +17,7 @@ from shardwise.cost.traffic import Traffic
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.rules import sequence_note
 
 _MOST_PASSES = 10_000  # of schedules that are slow to build: half a second
 
@@ -141,7 +142,8 @@ class Analysis:
         device = self.job.cluster.device
         generic = device.efficiency.source == Efficiency().source
         assumed = f"no measurement of {device.name}: its step is predicted with generic efficiencies" if generic else ""
-        return tuple(note for note in (rounded, assumed) if note)
+        longer = sequence_note(self.job.model, self.job.training)
+        return tuple(note for note in (rounded, assumed, longer) if note)
 
 
 def analyze(job: Job) -> Analysis:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from shardwise.engine.offload.store import Store
-from shardwise.engine.optimizer import NOWHERE, LocalOptimizer
+from shardwise.engine.optimizer import NOWHERE, STATES, LocalOptimizer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
 from shardwise.spec.training import Training
@@ -27,8 +27,8 @@ def build_optimizer(
     ``offload`` says of all states, weights and gradients is kept in the ``store``.
     """
     settings = training.optimization
-    if training.optimizer == "adam8bit":
-        raise SpecError("training.optimizer", "adam8bit has no 8-bit kernels in this engine", "optimizer: adamw")
+    if training.optimizer not in STATES:
+        raise SpecError("training.optimizer", f"this engine has no {training.optimizer}", "optimizer: adamw")
     groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:

@@ -46,7 +46,7 @@ class Engine(Trainer[Batch]):
     def __init__(self, job: Job, *, device: str = "cpu", seed: int = 0) -> None:
         require_runs(job)
         place = torch.device(device)
-        precision = precision_of(job.training, place)
+        precision = precision_of(job.training)
         mesh = build_mesh(job.strategy, place.type, job.model.key_value_heads)
         stages = _cut_stages(job, mesh)
         tied = _tied(job, mesh, stages)

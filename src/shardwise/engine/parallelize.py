@@ -94,7 +94,7 @@ def parallelize(
         require_described(module, job)
         job = job_for(module, job, training, dist.get_world_size() if dist.is_initialized() else 1)
     require_world(job.strategy)
-    require_runs(job)
+    require_runs(job, own_module=True)
     require_trainable(module, job, table is not None, initialise is not None)
     if table is not None:
         require_matching(module, table, job)
@@ -127,7 +127,7 @@ class Parallel(Trainer[Any]):
         self.patterns = table or found_layers(module)
         self.aliases = second_names(module)
         mesh = build_mesh(job.strategy, device.type, job.model.key_value_heads)
-        precision = precision_of(job.training, device)
+        precision = precision_of(job.training)
         stages = cut_stages(module, job, mesh, table)
         tied = tie_stages(stages, job, mesh, self.patterns, self.aliases)
         whole = job.strategy.cp == job.strategy.pp == 1

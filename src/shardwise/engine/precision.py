@@ -35,24 +35,15 @@ class Precision:
 FP32 = Precision()
 
 
-def precision_of(training: Training, device: str | torch.device = "cpu") -> Precision:
-    """The formats of a job's recipe; refuses what this device, or this engine, cannot compute in."""
+def precision_of(training: Training) -> Precision:
+    """The formats of a job's recipe; refuses what this engine cannot compute in."""
     recipe = RECIPES[training.precision]
-    if recipe.compute == "fp8":
-        _require_fp8(torch.device(device))
-    elif recipe.compute not in FORMATS:
+    if recipe.compute not in FORMATS:
         raise SpecError(
             "training.precision", f"no product of this engine computes in {recipe.compute}", "precision: bf16"
         )
-    compute = FORMATS.get(recipe.compute, torch.bfloat16)
+    compute = FORMATS[recipe.compute]
     return Precision(compute, torch.float32 if recipe.gradient == 4 else compute, recipe.compute == "fp16")
-
-
-def _require_fp8(device: torch.device) -> None:
-    """FP8 products are a replacement of the linear maps of each layer; what comes around them is bf16."""
-    # torch._scaled_mm needs compute capability 8.9 (Ada) or 9.0 (Hopper).
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        raise SpecError("training.precision", f"{device.type} has no FP8 products here", "precision: bf16")
 
 
 class LossScaler:

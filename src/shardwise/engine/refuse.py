@@ -1,36 +1,21 @@
-"""What does not run is refused before anything starts, by the same table that the planner prunes by.
-
-The few things that are priced for this engine and not built yet are refused too: nothing is ignored in silence.
-"""
+"""What does not run is refused before anything starts, by the same table that the planner prunes by."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from shardwise.cost.own_schedules import require_gradient_schedules
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import Strategy
-from shardwise.spec.support import verdict
-
-_LACKING: tuple[tuple[str, Callable[[Strategy], bool], str, str], ...] = (
-    ("strategy.overlap.tp", lambda one: one.overlap.tp and one.tp > 1,
-     "this engine does not hide tensor parallelism under its products", "overlap.tp: false"),
-    ("strategy.overlap.ep", lambda one: one.overlap.ep and one.ep > 1,
-     "this engine does not hide the exchange of tokens under another microbatch", "overlap.ep: false"),
-)  # fmt: skip
+from shardwise.spec.support import not_built, verdict
 
 
-def require_runs(job: Job) -> None:
-    """Raises SpecError for the worst finding of the support matrix about this job, or for what is not built."""
-    found = verdict(job)
-    if found.status != "runs":
-        worst = found.findings[0]
-        field = worst.option[0] if worst.option else "strategy"
-        raise SpecError(field, f"{' with '.join(worst.techniques)}: {worst.reason}", worst.remedy)
-    for field, used, problem, remedy in _LACKING:
-        if used(job.strategy):
-            raise SpecError(field, problem, remedy)
+def require_runs(job: Job, *, own_module: bool = False) -> None:
+    """Raises SpecError for the worst finding of the support matrix about this job.
+
+    ``own_module``: the network is the user's, so that what our decoder does not build is no matter.
+    """
+    aside = not_built(job.model) if own_module else ()
+    for worst in (one for one in verdict(job).findings if one not in aside):
+        raise SpecError(worst.field, f"{' with '.join(worst.techniques)}: {worst.reason}", worst.remedy)
     require_gradient_schedules(job)
 
 

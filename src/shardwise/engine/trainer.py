@@ -65,7 +65,7 @@ class Trainer(ABC, Generic[Given]):
     ) -> None:
         self.job, self.device, self.mesh = job, device, mesh
         self.stages, self.tied, self.data, self.call = stages, tied, data, call
-        precision, optimization = precision_of(job.training, device), job.training.optimization
+        precision, optimization = precision_of(job.training), job.training.optimization
         self.scaler = LossScaler(optimization.loss_scaling, device) if precision.scaled else None
         data.start()
         self.parameters = held(stages.values())

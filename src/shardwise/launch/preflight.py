@@ -15,6 +15,7 @@ from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.packages import TRAINING, require_packages
 from shardwise.spec.processor import slow_precision_notes
+from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
 from shardwise.train.checkpoint.find import start_at
 from shardwise.train.data.of_run import check_data
@@ -51,6 +52,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         _require_host_memory(job, price.memory.total)
     if here and job.run_device == "cpu":
         notes += slow_precision_notes(job.training.precision)
+    notes += filter(None, [sequence_note(job.model, job.training)])
     if fit_of(job) == "tight":
         notes.append(tight_words(job))
     return Preflight(price, tuple(notes))

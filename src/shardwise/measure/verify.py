@@ -74,9 +74,9 @@ def verify(
         name = "compression" if job.strategy.compression.is_used else "synchronise"
         problem = "changes what is computed: no single process computes the same"
         raise SpecError(f"strategy.{name}", problem, "leave it out")
+    require_runs(job)
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
     job = replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
-    require_runs(job)
     require_devices(device, job.strategy.world)
     require_memory(job, steps, available_bytes())
     own_pool = pool or Pool(PRELOAD)

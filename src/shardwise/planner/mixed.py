@@ -12,6 +12,7 @@ from shardwise.planner.mixed_space import MixedRequest, MixedSpace
 from shardwise.planner.mixed_step import MixedStep, mixed_step
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
+from shardwise.planner.supported import require_offered
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.mixed import MixedCluster, parse_mixed
@@ -77,6 +78,7 @@ def plan_mixed(
     request = MixedRequest(mixed, job, constraints or Constraints(), minimum_batch, memory_bytes, any_priced)
     if minimum_batch is None and training.global_batch is None:
         raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
+    require_offered(job, any_priced=any_priced)
     space = MixedSpace(request)
     space.check()
     tried, found = _search(space)

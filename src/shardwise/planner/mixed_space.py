@@ -14,12 +14,12 @@ from shardwise.planner.batches import MOST_MICROBATCH_TOKENS
 from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
 from shardwise.planner.mixed_step import Arrangement
 from shardwise.planner.space import plain_strategy
+from shardwise.planner.supported import findings_of, offers_priced
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.mixed import MixedCluster
 from shardwise.spec.rules import check_model_fits, divisors
 from shardwise.spec.strategy import DIMENSIONS, Strategy
-from shardwise.spec.support import verdict
 
 # DualPipe keeps two copies of every stage, on ranks that would be of different kinds.
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev")
@@ -103,8 +103,7 @@ class MixedSpace:
             return False
         key = strategy.unchecked(microbatch=1)
         if key not in self._verdicts:
-            good = ("runs", "priced only") if self.request.any_priced else ("runs",)
-            self._verdicts[key] = verdict(arrangement.job).status in good
+            self._verdicts[key] = not findings_of(arrangement.job, any_priced=self.request.any_priced)
         return self._verdicts[key]
 
     def _strategies(self) -> Iterator[Strategy]:
@@ -182,7 +181,8 @@ class MixedSpace:
         sequences = job.training.sequences(multiple) if minimum is None else -(-minimum // multiple) * multiple
         if sequences % multiple:
             return None
-        hides = strategy.ep > 1 and strategy.schedule == "dualpipev"
+        ours = job.stack.is_own and not offers_priced(job, self.request.any_priced)
+        hides = strategy.ep > 1 and strategy.schedule == "dualpipev" and not ours
         overlap = strategy.overlap.unchecked(ep=hides)
         training = job.training.unchecked(global_batch=sequences)
         return job.unchecked(strategy=strategy.unchecked(overlap=overlap), training=training)

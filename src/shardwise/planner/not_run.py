@@ -33,7 +33,7 @@ class NotRun:
 def not_run(found: Plan) -> NotRun | None:
     """The first that `--any` would list, where it gains more than noise; None where nothing does."""
     request = found.request
-    if request.any_priced or not _may_gain(found):
+    if request.offers_priced or not _may_gain(found):
         return None
     other = plan(replace(request, any_priced=True))
     if not isinstance(other, Plan):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from shardwise.cost.room import Room, room_of
 from shardwise.planner.constraints import Constraints, has
 from shardwise.planner.space import Space
+from shardwise.planner.supported import offers_priced, require_offered
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -37,6 +38,12 @@ class Request:
             raise SpecError("--max-memory", f"{self.memory_bytes:g} bytes hold nothing", "give a size such as 70GB")
         if self.minimum_batch is None and self.job.training.global_batch is None:
             raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
+        require_offered(self.job, any_priced=self.any_priced)
+
+    @property
+    def offers_priced(self) -> bool:
+        """Whether what is priced and not run is offered: as asked for, or because our engine lacks the model itself."""
+        return offers_priced(self.job, self.any_priced)
 
     @property
     def room(self) -> Room:
@@ -48,7 +55,7 @@ class Request:
         return self.room.planned_bytes
 
     def space(self, *, offload: bool) -> Space:
-        space = Space(self.job, self.constraints, self.minimum_batch, offload, self.any_priced)
+        space = Space(self.job, self.constraints, self.minimum_batch, offload, self.offers_priced)
         return space if self.thorough else space.within(MOST_GROUPS)
 
     def allows(self, strategy: Strategy) -> bool:

@@ -177,8 +177,7 @@ class Space:
             return
         alike_by: dict[Any, list[ScheduleChoice]] = {}
         for choice in self._schedules(base.pp):
-            # DualPipe hides the exchange of expert tokens under another microbatch.
-            hides = base.ep > 1 and choice.schedule.startswith("dualpipe")
+            hides = base.ep > 1 and choice.schedule.startswith("dualpipe") and self._hides_exchange
             key = (hides, choice.schedule == "dualpipe", self._rank_kinds(base, choice))
             alike_by.setdefault(key, []).append(choice)
         for (hides, both_ways, kinds), alike in alike_by.items():
@@ -190,6 +189,11 @@ class Space:
                 ranks, members = zip(*kinds)
                 yield Group(own, tuple(batches), tuple(alike), recomputes, shards, offloads, ranks, members,
                             tuple(batches.values()))  # fmt: skip
+
+    @property
+    def _hides_exchange(self) -> bool:
+        """DualPipe hides the exchange of expert tokens under another microbatch, but not in this project's engine."""
+        return self.any_priced or not self.job.stack.is_own
 
     def _layers(self, base: Strategy) -> tuple[LayerChoice, ...]:
         constraints = self.constraints

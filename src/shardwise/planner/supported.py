@@ -1,4 +1,4 @@
-"""Which cells of a table run: the support matrix (`spec.support`) as bits, one for every technique that it names."""
+"""What a search leaves out: the support matrix (`spec.support`) as rows, and as bits for the cells of a table."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cost.tables.group import Group, ShardChoice
 from shardwise.cost.tables.price import Block, Piece
 from shardwise.planner.masks import CellBook
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES, Offload, Strategy
-from shardwise.spec.support import MATRIX, TECHNIQUES, Finding, Status, verdict
-from shardwise.spec.training import OPTIMIZERS, RECIPES
+from shardwise.spec.support import MATRIX, TECHNIQUES, Finding, not_built, techniques_of, verdict
+from shardwise.spec.techniques import GIVEN, OF_STACK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,12 +21,53 @@ if TYPE_CHECKING:
 # Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
 _LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks")
 _SCHEDULE = (*SCHEDULES, "own-stages", "tied-ends-on-one-rank")
-_RECOMPUTE = ("recompute-selective", "recompute-full")
+_RECOMPUTE = ("recompute-selective", "recompute-full", "repeated-products", "repeated-attention",
+              "repeated-up-projection")  # fmt: skip
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
 _OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
-            "offload-nvme", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
+            "offload-nvme", "offload-in-turn", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
 _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
-_TRAINING = frozenset((*OPTIMIZERS, *RECIPES))
+
+
+def not_built_here(job: Job) -> tuple[Finding, ...]:
+    """What this project's engine lacks of the job's model, where the job is for that engine."""
+    return tuple(one for one in not_built(job.model) if one.status == "priced only") if job.stack.is_own else ()
+
+
+def offers_priced(job: Job, any_priced: bool) -> bool:
+    """Whether a search also offers what is priced only: where that is asked for, or no strategy of the model runs."""
+    return any_priced or bool(not_built_here(job))
+
+
+def rows_against(job: Job, *, any_priced: bool = False) -> tuple[Finding, ...]:
+    """The rows of the matrix by which a search leaves strategies of a job out.
+
+    What is priced only is about our engine: on another stack only what a search would choose of it is left out.
+    """
+    if offers_priced(job, any_priced):
+        return tuple(one for one in MATRIX if one.status != "priced only")
+    if job.stack.is_own:
+        return MATRIX
+    ours_alone = GIVEN | OF_STACK
+    return tuple(one for one in MATRIX if one.status != "priced only" or not ours_alone.issuperset(one.techniques))
+
+
+def require_offered(job: Job, *, any_priced: bool = False) -> None:
+    """Raises SpecError where every strategy is left out, because of what no search varies."""
+    used = set(techniques_of(job))
+    for one in rows_against(job, any_priced=any_priced):
+        if GIVEN.issuperset(one.techniques) and used.issuperset(one.techniques):
+            priced = ", or --any for a price alone" if one.status == "priced only" else ""
+            raise SpecError(one.field, f"{' with '.join(one.techniques)}: {one.reason}", one.remedy + priced)
+
+
+def model_note(job: Job) -> str | None:
+    """What to know where no strategy of a model runs on our engine, so that all are only priced."""
+    lacking = not_built_here(job)
+    if not lacking:
+        return None
+    reasons = "; ".join(f"{one.reason} ({one.remedy} would run)" for one in lacking)
+    return f"this project's engine does not run {job.model.name}: {reasons}. These are prices for engines that do."
 
 
 class Supported:
@@ -34,7 +76,7 @@ class Supported:
     def __init__(self, job: Job, *, any_priced: bool = False) -> None:
         """``any_priced`` also lets through what is priced only."""
         self.job = job
-        findings = [one for one in MATRIX if one.status in _unwanted(any_priced) and self._may_hold(one)]
+        findings = [one for one in rows_against(job, any_priced=any_priced) if self._may_hold(one)]
         named = dict.fromkeys(name for one in findings for name in one.techniques)
         self._bit = {name: 1 << number for number, name in enumerate(named)}
         assert len(self._bit) < 63, "more techniques than bits"
@@ -45,8 +87,8 @@ class Supported:
         self._of_shards: dict[int, tuple[tuple[ShardChoice, ...], Array]] = {}
 
     def _may_hold(self, finding: Finding) -> bool:
-        """Not where it is about another optimizer or precision: no search changes these."""
-        fixed = (name for name in finding.techniques if name in _TRAINING)
+        """Not where it is about another model or training: no search changes these."""
+        fixed = (name for name in finding.techniques if name in GIVEN)
         return all(TECHNIQUES[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
 
     def allowed(self, piece: Piece) -> Array | None:
@@ -138,9 +180,6 @@ class Supported:
 
 
 def findings_of(job: Job, *, any_priced: bool = False) -> list[Finding]:
-    """What keeps one job from running."""
-    return [one for one in verdict(job).findings if one.status in _unwanted(any_priced)]
-
-
-def _unwanted(any_priced: bool) -> tuple[Status, ...]:
-    return ("needs", "refused") if any_priced else ("needs", "refused", "priced only")
+    """What keeps one job from being offered, worst first."""
+    rows = rows_against(job, any_priced=any_priced)
+    return [one for one in verdict(job).findings if one in rows]

@@ -172,7 +172,21 @@ def _check_stages(model: Model, strategy: Strategy) -> None:
         )
 
 
+def sequence_note(model: Model, training: Training) -> str | None:
+    """What to know of sequences that are longer than those a model with rotary positions was made for."""
+    said = bool(model.source) or model.max_seq != Model.max_seq  # bare numbers say nothing of it
+    if model.positions != "rope" or training.seq <= model.max_seq or not said:
+        return None
+    return (
+        f"sequences of {training.seq:,} tokens are longer than the {model.max_seq:,} of {model.name}: rotary positions "
+        "go on, but weights trained on shorter ones may not follow (model.max_seq)"
+    )
+
+
 def _check_sequence(model: Model, strategy: Strategy, training: Training) -> None:
+    if model.positions == "learned" and training.seq > model.max_seq:
+        problem = f"{training.seq:,} tokens, but {model.name} has {model.max_seq:,} learned positions"
+        raise SpecError("training.seq", problem, f"use {model.max_seq} or fewer")
     if training.seq % strategy.cp:
         what = f"sequence length {training.seq}"
         raise _not_dividing("strategy.cp", strategy.cp, what, _valid_cp(model, strategy, training) or [1])

@@ -10,6 +10,8 @@ from shardwise.spec.codec import Spec
 from shardwise.spec.strategy import Overlap
 from shardwise.spec.training import Recipe
 
+OWN = "shardwise"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Spec):
@@ -73,6 +75,11 @@ class Stack(Spec):
     per_parameter_shards: bool = False
     source: str = ""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is this project's own engine, as it is or with changes."""
+        return self.name.removesuffix("-changed") == OWN
+
     def stores(self, recipe: Recipe) -> Recipe:
         """The recipe in the bytes that this stack keeps of every parameter."""
         if self.sharded_parameters == "fp32" and recipe.master:
@@ -96,4 +103,4 @@ def stack_from(value: Any) -> Stack:
 
 def default_stack() -> Stack:
     """This project's own engine."""
-    return stack_from("shardwise")
+    return stack_from(OWN)

@@ -12,6 +12,7 @@ from shardwise.spec.strategy import DIMENSIONS, SCHEDULES, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES, Training
 
 Uses = Callable[[Strategy, Training, Model], Any]
+OfModel = Callable[[Model], Any]
 
 
 def _schedule(name: str) -> Uses:
@@ -33,6 +34,15 @@ def _optimizer(name: str) -> Uses:
 def _kv_heads_per_rank(s: Strategy, m: Model) -> int:
     heads = m.heads if m.mla else m.key_value_heads
     return max(1, heads // s.tp)
+
+
+def _repeats(operator: str) -> Uses:
+    """Whether selective recompute is told to run an operator again."""
+    return lambda s, t, m: (s.recompute == "selective") & (operator in s.recompute_operators)
+
+
+def _odd_rotation(m: Model) -> bool:
+    return m.positions == "rope" and (m.mla.rope_dim if m.mla else m.head_size) % 2 == 1
 
 
 def _uneven_kv(s: Strategy, m: Model) -> bool:
@@ -72,6 +82,27 @@ def _folded(s: Strategy) -> Any:
     return functools.reduce(operator.or_, (s.schedule == name for name in FOLDED))
 
 
+# What the description of a model alone decides: no layout and no setting of a training changes it.
+OF_MODEL: dict[str, OfModel] = {
+    "experts": lambda m: m.moe is not None,
+    "tied-embeddings": lambda m: m.tied_embeddings,
+    "encoder": lambda m: not m.causal,
+    "plain-attention": lambda m: m.mla is None,
+    "mtp": lambda m: m.mtp_layers > 0,
+    "parallel-block": lambda m: m.parallel_block,
+    "other-norms": lambda m: m.norms_per_layer != 2,
+    "bert-parts": lambda m: m.embedding_norm or m.token_types > 0 or m.pooler or m.mlm_head,
+    "softmax-router-bias": lambda m: m.moe is not None and m.moe.router_bias and m.moe.router == "softmax",
+    "latent-qk-norm": lambda m: m.mla is not None and m.qk_norm,
+    "latent-qkv-bias": lambda m: m.mla is not None and m.qkv_bias,
+    "odd-rotation": _odd_rotation,
+}
+
+
+def _of_model(uses: OfModel) -> Uses:
+    return lambda s, t, m: uses(m)
+
+
 # Name → when a job uses it. Comparisons of the strategy's degrees and choices are joined by & and not by `and`, so
 # that columns of a table may stand in for them.
 TECHNIQUES: dict[str, Uses] = {
@@ -82,6 +113,7 @@ TECHNIQUES: dict[str, Uses] = {
     "zero-3": lambda s, t, m: (s.zero == 3) & (s.keep_parameters == 0),  # gathers again for the backward pass
     "zero-3-kept": lambda s, t, m: (s.zero == 3) & (s.keep_parameters == 1),
     "hybrid-shard": lambda s, t, m: (s.zero > 0) & (s.sharding_group < s.gradient_group),
+    "dp-in-turn": lambda s, t, m: (s.gradient_group > 1) & (s.overlap.dp == 0),
     "accumulate-local": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "local"),
     "buckets": lambda s, t, m: s.bucket is not None,
     "compression": lambda s, t, m: s.compression.is_used,
@@ -93,7 +125,7 @@ TECHNIQUES: dict[str, Uses] = {
     "tp": lambda s, t, m: s.tp > 1,
     "sp": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 1),
     "tp-plain": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 0),
-    "tp-overlap": lambda s, t, m: (s.tp > 1) & (s.overlap.tp == 1),
+    "tp-overlap": lambda s, t, m: (s.tp > 1) & (s.overlap.tp == 1),  # under the products that need it
     "repeated-kv-heads": lambda s, t, m: (s.tp > m.key_value_heads) & (m.mla is None),
     # context
     "cp-ring": _context("ring"),
@@ -102,9 +134,8 @@ TECHNIQUES: dict[str, Uses] = {
     "uneven-kv-heads": lambda s, t, m: _uneven_kv(s, m),
     "odd-chunks": lambda s, t, m: (s.cp > 1) & (s.context_method != "ulysses") & (t.seq % (2 * s.cp) > 0),
     # experts
-    "experts": lambda s, t, m: m.moe is not None,
     "ep": lambda s, t, m: s.ep > 1,
-    "ep-overlap": lambda s, t, m: (s.ep > 1) & (s.overlap.ep == 1),
+    "ep-overlap": lambda s, t, m: (s.ep > 1) & (s.overlap.ep == 1),  # under another microbatch
     "expert-tp": lambda s, t, m: (m.moe is not None) & (s.expert_tensor_parallel > 1),
     "expert-tp-unlike-tp": lambda s, t, m: (
         (m.moe is not None) & (s.expert_tensor_parallel > 1) & (s.expert_tensor_parallel != s.tp)
@@ -118,15 +149,20 @@ TECHNIQUES: dict[str, Uses] = {
     "odd-pipeline": lambda s, t, m: (s.pp > 1) & (s.pp % 2 == 1),
     "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & m.tied_embeddings & _folded(s),
     "own-stages": lambda s, t, m: (s.pp > 1) & (s.stage_layers != "even"),
+    "pp-overlap": lambda s, t, m: (s.pp > 1) & (s.overlap.pp == 1),
     # memory
     "recompute-selective": lambda s, t, m: s.recompute == "selective",
     "recompute-full": lambda s, t, m: s.recompute == "full",
+    "repeated-products": _repeats("alternate-products"),
+    "repeated-attention": lambda s, t, m: _repeats("attention")(s, t, m) & (t.attention == "unfused"),
+    "repeated-up-projection": _repeats("up-projection"),
     "offload-optimizer": lambda s, t, m: s.offload.optimizer > 0,
     "offload-gradients": lambda s, t, m: s.offload.gradients > 0,
     "offload-weights": lambda s, t, m: s.offload.weights > 0,
     "offload-activations": lambda s, t, m: s.offload.activations > 0,
     "offload-cpu": lambda s, t, m: s.offload.any & (s.offload.target == "cpu"),
     "offload-nvme": lambda s, t, m: s.offload.any & (s.offload.target == "nvme"),
+    "offload-in-turn": lambda s, t, m: s.offload.any & (s.overlap.offload == 0),
     "weights-beyond-optimizer": lambda s, t, m: s.offload.weights > s.offload.optimizer,
     "gradients-beyond-optimizer": lambda s, t, m: s.offload.gradients > s.offload.optimizer,
     # numbers
@@ -136,9 +172,7 @@ TECHNIQUES: dict[str, Uses] = {
     "unfused-attention": lambda s, t, m: t.attention == "unfused",
     "compile": lambda s, t, m: t.compile,
     # model
-    "tied-embeddings": lambda s, t, m: m.tied_embeddings,
-    "mtp": lambda s, t, m: m.mtp_layers > 0,
-    "encoder": lambda s, t, m: not m.causal,
+    **{name: _of_model(uses) for name, uses in OF_MODEL.items()},
     "sliding-window": lambda s, t, m: m.sliding_window is not None and t.seq > m.sliding_window,
     "ragged-widths": lambda s, t, m: _ragged(s, m),
     "ragged-experts": _ragged_experts,
@@ -147,3 +181,14 @@ TECHNIQUES: dict[str, Uses] = {
     "named-collective": lambda s, t, m: s.collective not in ("auto", "textbook"),
     "in-network-collective": lambda s, t, m: s.collective in ("nvls", "sharp"),
 }
+
+# What no search of strategies varies: the model, the training, and how gradients are sent.
+GIVEN: frozenset[str] = frozenset(
+    (
+        *(*OF_MODEL, *RECIPES, *OPTIMIZERS, "dropout", "unfused-attention", "compile", "sliding-window"),
+        *("buckets", "compression", "compressed-momentum", "error-feedback", "local-steps", "async"),
+        *("named-collective", "in-network-collective"),
+    )
+)
+# What a stack does by itself: which communication it hides.
+OF_STACK: frozenset[str] = frozenset(("tp-overlap", "ep-overlap", "pp-overlap", "dp-in-turn", "offload-in-turn"))

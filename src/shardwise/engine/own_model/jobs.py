@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,12 +20,12 @@ from shardwise.spec.training import Training
 
 def job_for(module: nn.Module, strategy: Strategy, training: Training | None, world: int) -> Job:
     """On ``world`` processes of this machine's kind."""
-    return Job(
-        model=described(module) or _placeholder(module),
-        cluster=cluster_from(f"laptop:{world}"),
-        strategy=strategy,
-        training=training or Training(precision="fp32"),
-    )
+    training = training or Training(precision="fp32")
+    model = described(module) or _placeholder(module)
+    # How long its sequences may be is the module's own affair.
+    model = replace(model, max_seq=max(model.max_seq, training.seq), published_parameters=None)
+    cluster = cluster_from(f"laptop:{world}")
+    return Job(model=model, cluster=cluster, strategy=strategy, training=training)
 
 
 def described(module: nn.Module) -> Model | None:
