@@ -25,7 +25,7 @@ def test_a_whole_examination_with_a_real_all_reduce(tmp_path: Path) -> None:
     checks = {one["check"]: one for one in found["findings"]}
     assert found["ok"]
     assert list(checks) == ["loopback", "ports", "shared memory", "open files", "clock", "disk space", "disk speed",
-                            "Python", "PyTorch", "device memory", "all-reduce"]  # fmt: skip
+                            "Python", "PyTorch", "CPU", "device memory", "all-reduce"]  # fmt: skip
     assert f"free in {tmp_path}" in checks["disk space"]["figure"]
     assert checks["all-reduce"]["figure"].startswith("4.00 MiB over 2 cpu processes in ")
     assert checks["all-reduce"]["figure"].endswith("the sum is right")

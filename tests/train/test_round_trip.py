@@ -25,7 +25,7 @@ from shardwise.train.run_folder import RunFolder
 from train.runs import job_of, write_shards
 
 IDS = {"bos_token_id": 1, "eos_token_id": [3, 4], "pad_token_id": 0}
-WITHOUT_WINDOW = ("Mistral", {**SMALL, "sliding_window": None})
+WITHOUT_WINDOW = ("Mistral", {**SMALL, "sliding_window": None, "vocab_size": 512})
 GENERATED = ["mistral", "llama3-rope", "deepseek-v3", "gpt2"]
 GENERATED += [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in GENERATED]  # type: ignore[misc]
 
@@ -135,6 +135,7 @@ def test_modules_of_multi_token_prediction_that_are_not_written_are_not_promised
 def started_from(source: Path, folder: Path, tmp_path: Path, model_folder: Path | None = None) -> Path:
     """Where a run that is made ready to start keeps the small files."""
     job = job_of(write_shards(tmp_path / "words"), run={"start_from": str(source)} if source != tmp_path else {})
+    job = replace(job, model=read_model(tmp_path / "theirs"))
     found = RunFolder(folder)
     prepare(job, found, preflight(job), model_folder)
     return found.checkpoints.path / KEPT_IN
@@ -159,6 +160,14 @@ def test_a_start_that_is_not_there_is_told_before_a_process_starts(tmp_path: Pat
     job: Job = job_of(write_shards(tmp_path / "words"), run={"start_from": str(tmp_path / "no")})
     with pytest.raises(SpecError, match=r"^run\.start_from: .* is no folder; name a Hugging Face folder"):
         preflight(job)
+
+
+def test_a_start_of_another_shape_is_told_before_a_process_starts(tmp_path: Path) -> None:
+    saved("mistral", tmp_path / "theirs")
+    for source in (tmp_path / "theirs", converted(tmp_path / "theirs", "checkpoint", tmp_path / "ours")):
+        job = job_of(write_shards(tmp_path / "words"), run={"start_from": str(source)})
+        with pytest.raises(SpecError, match=r"^run\.start_from: .* has layers 3, the job's model has 4; "):
+            preflight(job)
 
 
 # -- folders of strangers ----------------------------------------------------------------------------------
@@ -186,7 +195,6 @@ def test_checkpoints_of_two_models_are_not_put_in_one_folder(tmp_path: Path) -> 
     saved("llama", tmp_path / "one")
     saved("mistral", tmp_path / "two")
     converted(tmp_path / "one", "checkpoint", tmp_path / "ours")
-    (tmp_path / "ours/step-00000000").rename(tmp_path / "ours/step-00000007")
     line = error_line(run("convert", str(tmp_path / "two"), "--to", "checkpoint", "--out", str(tmp_path / "ours")))
     assert "is of another model than" in line
     assert open_weights(tmp_path / "ours").companions == tmp_path / "ours" / KEPT_IN

@@ -17,7 +17,7 @@ from shardwise.spec.packages import TRAINING, require_packages
 from shardwise.spec.processor import slow_precision_notes
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
-from shardwise.train.checkpoint.find import start_at
+from shardwise.train.checkpoint.find import require_start
 from shardwise.train.data.of_run import check_data
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
@@ -44,7 +44,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         if job.run.logging.wandb is not None:
             require_packages("run.logging.wandb", "wandb")
         if job.run.start_from is not None:
-            start_at(Path(job.run.start_from))
+            require_start(job.model, Path(job.run.start_from))
     notes = check_data(job) if here else []
     price = candidate(job)
     require_fits(job)

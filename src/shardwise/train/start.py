@@ -14,7 +14,7 @@ from shardwise.interop.companions import has_companions
 from shardwise.models.huggingface import read_model, read_slice
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.checkpoint.find import start_at
+from shardwise.train.checkpoint.find import require_same_shapes, start_at
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import load, newest_good, problems_of
 from shardwise.train.checkpoint.state import kept
@@ -64,7 +64,7 @@ def start_from(trainer: Trainer[Any], source: Path) -> None:
 @torch.no_grad()
 def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
     """Each rank reads the boxes it holds, one tensor at a time."""
-    _require_same_shapes(trainer, folder)
+    require_same_shapes(trainer.job.model, read_model(folder), folder)
     for one in kept(trainer):
         kind, _, name = one.key.partition("/")
         if kind not in ("weight", "buffer"):
@@ -76,11 +76,3 @@ def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
             tensor[place.local] = value.to(tensor.device, tensor.dtype)
         one.write(tensor)
     trainer.weights_given()
-
-
-def _require_same_shapes(trainer: Trainer[Any], folder: Path) -> None:
-    mine, theirs = trainer.job.model, read_model(folder)
-    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings"):
-        if getattr(mine, name) != getattr(theirs, name):
-            problem = f"{folder} has {name} {getattr(theirs, name)}, the job's model has {getattr(mine, name)}"
-            raise SpecError("run.start_from", problem, f"model: {folder}/config.json")

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from shardwise.measure.doctor.finding import Examination, Finding
 from shardwise.measure.verify import available_bytes
+from shardwise.spec.packages import TESTED_TORCH, is_installed
+from shardwise.spec.processor import slow_formats
 from shardwise.spec.units import readable_bytes
 
-LOWEST, HIGHEST = (2, 11), (2, 13)
 _PROCESS_BYTES = 2**30  # of a CPU process with PyTorch and a small model
 _FREE_SHARE = 0.9
 
@@ -27,15 +28,28 @@ def visible_devices() -> int:
 def check_versions(asked: Examination) -> Iterator[Finding]:
     yield Finding("Python", "pass", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    known = f"{'.'.join(map(str, LOWEST))} to {'.'.join(map(str, HIGHEST))}"
-    if LOWEST <= version <= HIGHEST:
+    lowest, highest = TESTED_TORCH
+    if lowest <= version <= highest:
         yield Finding("PyTorch", "pass", torch.__version__)
     else:
-        yield Finding("PyTorch", "fail" if version < LOWEST else "warn", torch.__version__, f"tested with {known}")
+        known = " to ".join(".".join(map(str, one)) for one in TESTED_TORCH)
+        yield Finding("PyTorch", "fail" if version < lowest else "warn", torch.__version__, f"tested with {known}")
+    if not is_installed("safetensors"):
+        yield Finding("safetensors", "fail", "is not installed", "pip install 'shardwise[train]'")
+    if asked.device == "cpu":
+        yield _processor()
     if not (dist.is_available() and dist.is_gloo_available()):
         yield Finding("gloo", "fail", "is not in this build of PyTorch", "install one of pytorch.org's")
     if asked.device == "cuda":
         yield _nccl()
+
+
+def _processor() -> Finding:
+    slow = slow_formats()
+    if not slow:
+        return Finding("CPU", "pass", "multiplies fp32, bf16 and fp16")
+    what = f"no instructions for {' and '.join(slow)}, which take many times as long as fp32"
+    return Finding("CPU", "warn", what, "--precision fp32")
 
 
 def _nccl() -> Finding:

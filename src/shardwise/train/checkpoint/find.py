@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.interop.companions import KEPT_IN, has_companions
+from shardwise.interop.companions import CONFIG, KEPT_IN, has_companions
+from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError
+from shardwise.spec.model import Model
 from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.manifest import NAME
+from shardwise.train.checkpoint.manifest import NAME, read_manifest
 
 _REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
 
@@ -47,6 +50,21 @@ def start_at(source: Path) -> Path:
     except SpecError as error:
         remedy = "name a Hugging Face folder, a checkpoint (step-...), a folder of them, or a run's folder"
         raise SpecError("run.start_from", f"{source} {error.problem}", remedy) from None
+
+
+def require_start(model: Model, source: Path) -> None:
+    """Raises SpecError where a path holds nothing that a run of ``model`` can start from, by what it says of itself."""
+    found = start_at(source)
+    theirs = model_from_hf_config(found) if has_companions(found) else model_from(read_manifest(found).job.get("model"))
+    require_same_shapes(model, theirs, source)
+
+
+def require_same_shapes(mine: Model, theirs: Model, source: Path) -> None:
+    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings"):
+        if getattr(mine, name) != getattr(theirs, name):
+            problem = f"{source} has {name} {getattr(theirs, name)}, the job's model has {getattr(mine, name)}"
+            remedy = f"model: {source / CONFIG}" if has_companions(source) else "train the model that was saved"
+            raise SpecError("run.start_from", problem, remedy)
 
 
 def companions_at(source: Path) -> Path | None:
