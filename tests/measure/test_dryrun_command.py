@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.spec.clusters import cluster_from
 
 TINY = "dryrun --model tiny --cluster dgx-h100:1 --dp 8 --global-batch 8 --seq 64"
 
@@ -48,3 +51,13 @@ def test_the_same_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for word in ("rank 0 of 8", "optimizer states", "reduce-scatter of gradients", "Beside the plan", "all tensors"):
         assert word in printed
+
+
+def test_what_does_not_fit_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = cluster_from("dgx-h100:1")
+    small = replace(cluster, device=replace(cluster.device, memory=2.0 * 2**30))  # less than the driver's and ours
+    path = tmp_path / "small.yaml"
+    path.write_text(json.dumps({**cluster.to_dict(), "device": small.device.to_dict()}), encoding="utf-8")
+    assert main(TINY.replace("dgx-h100:1", str(path)).split()) == 1
+    printed = capsys.readouterr().out
+    assert "Does not fit" in printed and "a device has 1.11 GiB" in printed

@@ -24,7 +24,8 @@ def run(arguments: list[str]) -> int:
     parser = Parser(
         "dryrun",
         "Traces a training step of the real engine on one rank, without the other ranks and without values: memory, "
-        "every collective, arithmetic. What differs from the planner's figures by more than 2% is a defect.",
+        "every collective, arithmetic. What differs from the planner's figures by more than 2% is a defect. The exit "
+        "status is 1 where the rank does not fit its device.",
         _EXAMPLE,
     )
     add_job_arguments(parser)
@@ -49,7 +50,7 @@ def run(arguments: list[str]) -> int:
         from shardwise.report.dryrun import print_dry_run
 
         print_dry_run(found)
-    return 0
+    return 0 if found.fits else 1
 
 
 def _dry_run() -> Callable[..., DryRun]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from shardwise.cost.room import room_of
 from shardwise.measure.dryrun.result import PARTS, TOLERANCE, Calls, Compared, DryRun
 from shardwise.report.console import console, table
 from shardwise.spec.units import readable_bytes, readable_change, readable_count, readable_flops
@@ -103,6 +104,9 @@ def _difference(one: Compared) -> str:
 
 
 def _verdict(found: DryRun) -> Iterator[str]:
+    if not found.fits:
+        needed, usable = readable_bytes(found.needed_bytes), readable_bytes(room_of(found.job).usable_bytes)
+        yield f"Does not fit: with the framework's allowance the rank needs {needed}, a device has {usable}."
     if not found.defects:
         yield f"Bytes, memory and FLOPs agree with the plan to {TOLERANCE:.0%}."
     for one in found.defects:
@@ -121,6 +125,7 @@ def dry_run_data(found: DryRun) -> dict[str, Any]:
         "traced": found.traced,
         "seconds": found.seconds,
         "ok": not found.defects,
+        "fits": found.fits,
         "memory": {
             "peak_bytes": found.peak_bytes,
             "place": found.peak_place,

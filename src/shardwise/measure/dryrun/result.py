@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.cost.memory import DeviceMemory
+from shardwise.cost.room import room_of
 from shardwise.spec.job import Job
 
 RECEIVE = "receive"  # the other half of a message; beside the kinds of `CollectiveKind`
@@ -102,6 +103,16 @@ class DryRun:
     def planned_peak_bytes(self) -> float:
         """Without the allowance for the framework."""
         return sum(self.planned_peak.values())
+
+    @property
+    def needed_bytes(self) -> float:
+        """What was traced, with the allowance for the framework."""
+        return self.peak_bytes + self.job.cluster.device.framework_memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has room for what was traced."""
+        return self.needed_bytes <= room_of(self.job).usable_bytes
 
     @property
     def defects(self) -> tuple[Compared, ...]:
