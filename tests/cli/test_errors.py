@@ -212,7 +212,7 @@ def test_the_process_ends_with_the_status_and_without_a_traceback() -> None:
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    command = f"{shlex.quote(sys.executable)} -m shardwise {JOB} --json | head -c 1"
+    command = f"{shlex.quote(sys.executable)} -m shardwise {JOB} --zero 3 --json | head -c 1"
     process = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         capture_output=True,

@@ -63,7 +63,7 @@ def drawn(seed: int) -> Request:
     """A random request on 16 devices, with so little memory that much does not fit."""
     random = Random(seed)
     cluster, model = random.choice(list(NETWORKS.values())), random.choice(list(MODELS.values()))
-    device = replace(cluster.device, memory=2.0 ** random.uniform(22, 25), framework_memory=0.0)
+    device = replace(cluster.device, memory=2.0 ** random.uniform(22, 25), framework_memory=0.0, driver_memory=0.0)
     cluster = replace(cluster, device=device, host_memory=2.0 ** random.uniform(24, 28))
     minimum = random.choice((None, None, 24))
     batch: Any = None if minimum else random.choice((48, 64, 96, "512k-tokens"))
