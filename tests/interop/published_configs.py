@@ -156,6 +156,22 @@ CATALOGUE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "microsoft/phi-2": (2779683840, {
+        "model_type": "phi", "hidden_act": "gelu_new", "hidden_size": 2560, "intermediate_size": 10240,
+        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False, "vocab_size": 51200,
+    }),
+    "allenai/OLMo-7B-hf": (6888095744, {
+        "model_type": "olmo", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "clip_qkv": None, "tie_word_embeddings": False, "vocab_size": 50304,
+    }),
+    "allenai/OLMo-2-1124-7B": (7298617344, {
+        "model_type": "olmo2", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_theta": 500000, "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    }),
     "microsoft/Phi-3-mini-4k-instruct": (3821079552, {
         "model_type": "phi3", "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,

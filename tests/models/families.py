@@ -29,6 +29,8 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 6, "n_routed_experts": 8, "first_k_dense_replace": 1,
 }  # fmt: skip
 V3: dict[str, Any] = {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5,
+                         "pad_token_id": None}  # fmt: skip
 V2: dict[str, Any] = {**LATENT, "n_shared_experts": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,6 +52,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", V3),
     "deepseek-v3-yarn": ("DeepseekV3", {**V3, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
     "deepseek-v3-halves": ("DeepseekV3", {**V3, "rope_interleave": False}),
+    "olmo": ("Olmo", {**SMALL, "clip_qkv": 0.5, "pad_token_id": None}),
+    "olmo2": ("Olmo2", {**SMALL, "pad_token_id": None}),
+    "gpt-neox": ("GPTNeoX", {**SMALL, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5,
+                                                          "rope_type": "default"}}),
+    "gpt-neox-serial": ("GPTNeoX", {**SMALL, "use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("Phi", {**SMALL, "qk_layernorm": True, "partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", {**SMALL, "partial_rotary_factor": 0.75, "pad_token_id": None, "sliding_window": 9}),
+    "phi3-long": ("Phi3", {**SMALL, "pad_token_id": None, "original_max_position_embeddings": 8,
+                           "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3],
+                                            "long_factor": [1.5, 2.0, 3.0, 4.0]}}),
+    "gemma": ("Gemma", {**GEMMA, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-uncapped": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3, "final_logit_softcapping": 4.0}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 61, "n_positions": 64,
                       "bos_token_id": None, "eos_token_id": None}),
 }  # fmt: skip
@@ -58,7 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(case: str) -> Any:
     """The library's model of a case: in fp32, in evaluation, every parameter drawn wide enough to matter."""
     family, settings = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**settings)
+    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**settings)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, family + head)(config).eval()
     generator = torch.Generator().manual_seed(7)

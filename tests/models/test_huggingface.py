@@ -40,13 +40,14 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -
     ours = loaded(tmp_path / "theirs")
     ids = tokens()
     logits = theirs(ids).logits
-    torch.testing.assert_close(ours(ids), logits, rtol=0, atol=1e-5)
+    tolerance = 1e-5 * max(1.0, float(logits.abs().max()))
+    torch.testing.assert_close(ours(ids), logits, rtol=0, atol=tolerance)
     write_folder(tmp_path / "again", ours.model, read_tensors(tmp_path / "theirs"), max_shard_bytes=20_000)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
-    torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", ["llama-biased", "mixtral", "deepseek-v3", "gpt2"])
+@pytest.mark.parametrize("case", ["llama-biased", "mixtral", "deepseek-v3", "gpt2", "gpt-neox", "phi3"])
 def test_a_slice_is_a_slice_of_the_whole(case: str, tmp_path: Path) -> None:
     saved(case, tmp_path)
     for name, whole in read_tensors(tmp_path):
@@ -147,9 +148,9 @@ def test_weights_that_do_not_fit_are_one_line_with_the_tensor(
         ({"num_hidden_layers": 2}, r"^model\.layers\.2\.\S+: in .* belongs to no part"),
         ({"model_type": "qwen3"}, r"^model\.layers\.0\.self_attn\.q_norm\.weight: is missing"),
         ({"model_type": "gpt2"}, r"^transformer\.wte\.weight: is missing"),
-        ({"model_type": "phi3"}, r"^model_type: the weights of 'phi3' are not read; use one of llama, "),
+        ({"model_type": "opt"}, r"^model_type: the weights of 'opt' are not read; use one of llama, "),
     ],
-    ids=["more-layers", "fewer-layers", "qwen3", "gpt2", "phi3"],
+    ids=["more-layers", "fewer-layers", "qwen3", "gpt2", "opt"],
 )
 def test_the_config_of_another_model_is_one_line(folder: Path, changes: dict[str, Any], line: str) -> None:
     configure(folder, **changes)
@@ -277,7 +278,8 @@ def test_both_spellings_of_rope_are_read() -> None:
 @pytest.mark.parametrize(
     ("said", "field"),
     [
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_scaling.short_factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "yarn", "factor": -1}}, "rope_scaling.factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "rope_parameters.factor"),

@@ -103,14 +103,41 @@ USING: dict[str, Fields] = {
     "mtp": {"model": {"mtp_layers": 1}},
     "encoder": {"model": {"causal": False}},
     "plain-attention": {},
-    "parallel-block": {"model": {"parallel_block": True}},
-    "other-norms": {"model": {"norms_per_layer": 4}},
+    "other-norms": {"model": {"norms_per_layer": 3}},
+    "wide-layer-norm": {"model": {"qk_norm": True, "qk_norm_whole": True, "norm": "layernorm"}},
+    "other-factors": {
+        "model": {
+            "numerics": {
+                "rope_scaling": {
+                    "kind": "longrope",
+                    "factor": 2.0,
+                    "original_seq": 512,
+                    "short_factors": [1.0],
+                    "long_factors": [2.0],
+                }
+            }
+        }
+    },
     "bert-parts": {"model": {"token_types": 2}},
     "softmax-router-bias": {"model": {"moe": {**EXPERTS["moe"], "router_bias": True}}},
     "latent-qk-norm": {"model": {**LATENT, "qk_norm": True}},
     "latent-qkv-bias": {"model": {**LATENT, "qkv_bias": True}},
     "odd-rotation": {"model": {"head_dim": 63}},
     "sliding-window": {"model": {"sliding_window": 512}},
+    "capped-scores": {"model": {"numerics": {"attention_softcap": 50.0}}},
+    "longrope": {
+        "model": {
+            "numerics": {
+                "rope_scaling": {
+                    "kind": "longrope",
+                    "factor": 2.0,
+                    "original_seq": 512,
+                    "short_factors": [1.0] * 32,
+                    "long_factors": [2.0] * 32,
+                }
+            }
+        }
+    },
     "ragged-widths": {"model": {"ffn": 3080}},
     "ragged-experts": {"model": {"moe": {"experts": 8, "top_k": 2, "ffn": 1028}}},
     "rank-order": {"order": ["tp", "cp", "pp", "dp"]},

@@ -96,7 +96,7 @@ def test_names_of_meta_and_torchtitan(tmp_path: Path) -> None:
         return rotate(heads[None, :, None], rotation)[0, :, 0]
 
     def as_they_do(name: str) -> Tensor:
-        frequencies = rope_frequencies(size, DENSE.numerics.rope_theta, None, torch.device("cpu"))
+        frequencies = rope_frequencies(size, DENSE.numerics.rope_theta, None, torch.arange(1))
         return turned_as_pairs(hidden @ theirs[f"layers.0.attention.{name}.weight"][:size].T, frequencies)
 
     torch.testing.assert_close(ours("query") @ ours("key").T, as_they_do("wq") @ as_they_do("wk").T)

@@ -74,10 +74,13 @@ def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
 
 def _norm_and_linear_inputs(model: Model, sizes: _Sizes) -> list[SavedTensor]:
     hidden = model.hidden * sizes.region_tokens
-    inputs = 1 if model.parallel_block else 2  # attention and MLP read one or two normalised tensors
+    normed, inputs = model.norms_per_layer, 2
+    if model.parallel_block:  # its norms read one tensor, and attention and MLP what each of them makes of it
+        normed, inputs = 1, max(1, model.norms_per_layer)
+    again = "" if model.norm_after else "norm"  # behind attention and MLP, norms make no inputs of products
     return [
-        SavedTensor("norm inputs", model.norms_per_layer * hidden * sizes.element),
-        SavedTensor("linear inputs", inputs * hidden * sizes.linear_input, "norm"),
+        SavedTensor("norm inputs", normed * hidden * sizes.element),
+        SavedTensor("linear inputs", inputs * hidden * sizes.linear_input, again),
     ]
 
 

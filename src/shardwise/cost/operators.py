@@ -66,7 +66,7 @@ def ends_with_product(model: Model, *, moe: bool) -> bool:
 
     A norm after it does (Gemma 2), and so do the weights of experts and the gate of a shared one.
     """
-    if model.norms_per_layer > 2:
+    if model.norms_per_layer > 2 or model.norm_after:
         return False
     return not moe or model.moe is None or (model.moe.shared_ffn > 0 and not model.moe.shared_gate)
 

@@ -53,6 +53,7 @@ def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:
     the ``same_tokens``: they join their outputs last.
     """
     model = job.model
-    if job.stack.full_recompute == "whole" or model.norms_per_layer > 2 or (model.moe and model.moe.shared_ffn):
+    normed = model.norms_per_layer > 2 or model.norm_after
+    if job.stack.full_recompute == "whole" or normed or (model.moe and model.moe.shared_ffn):
         return False
     return same_tokens or job.strategy.ep == 1

@@ -16,7 +16,7 @@ from shardwise.engine.context import apply_context
 from shardwise.engine.data import apply_data
 from shardwise.engine.experts import apply_experts, update_balance
 from shardwise.engine.mesh import Mesh, build_mesh
-from shardwise.engine.patterns import DECODER
+from shardwise.engine.patterns import DECODER, decoder_patterns
 from shardwise.engine.pipeline import (
     TiedEnds,
     call_decoder,
@@ -88,7 +88,7 @@ def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
     for stage in stages_of_rank(job, mesh.rank("pp")):
         with torch.device("meta"):
             decoder = keep_stage(Decoder(job.model), layers[stage], first=stage == 0, last=stage == last)
-        apply_tensor(decoder, mesh, DECODER, job.model)
+        apply_tensor(decoder, mesh, decoder_patterns(job.model), job.model)
         apply_attention(decoder, job.training)
         apply_context(decoder, mesh, job.strategy)
         if job.model.moe:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+
+from shardwise.spec.model import Model
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Patterns:
 
     ``regions`` take hidden states as their first argument and contain cut linear maps; ``columns`` are cut by their
     outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
-    ``rows`` by their inputs. ``headless`` modules of a region stand before its cut maps: heads of all ranks reach their
+    ``rows`` by their inputs. ``wide_norms`` are root-mean-square norms over the outputs of cut maps, with the same
+    values. ``headless`` modules of a region stand before its cut maps: heads of all ranks reach their
     gradients. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
 
     What follows ``experts`` is for networks of others than ours. ``attention`` modules mix tokens by their attribute
@@ -37,6 +40,7 @@ class Patterns:
     regions: tuple[str, ...]
     columns: dict[str, str] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
+    wide_norms: dict[str, str] = field(default_factory=dict)
     headless: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
     position_embedding: str = ""
@@ -78,6 +82,14 @@ DECODER = Patterns(
     mixtures="layers.*.mlp",
     experts="layers.*.mlp.experts",
 )
+
+
+def decoder_patterns(model: Model) -> Patterns:
+    """Those of our own decoder, with what only some models have."""
+    if not model.qk_norm_whole:
+        return DECODER
+    norms = {"layers.*.attention.query_norm": "", "layers.*.attention.key_norm": "key_value_heads"}
+    return replace(DECODER, wide_norms=norms)
 
 
 def matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -47,6 +47,54 @@ def qwen_window_switch(model: Model) -> dict[str, Any]:
     return {"use_sliding_window": True, "max_window_layers": 0} if model.sliding_window else {}
 
 
+def window_every(value: Any, config: Config) -> Any:
+    """Gemma lists the kind of every layer: all n-th ones see all keys."""
+    return _listed_every(value, config)
+
+
+def second_window(value: Any, config: Config) -> Any:
+    """Gemma 2 has no setting for its pattern; its list of layers has to show it."""
+    _listed_every(2, config)
+    return value
+
+
+def _listed_every(every: Any, config: Config) -> Any:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and isinstance(every, int) and kinds != _layer_kinds(len(kinds), every):
+        raise SpecError("layer_types", f"are not such that every {every}th layer sees all keys", "correct the config")
+    return every
+
+
+def _layer_kinds(layers: int, every: int) -> list[str]:
+    whole = range(every - 1, layers, every) if every > 1 else range(0)
+    return ["full_attention" if index in whole else "sliding_attention" for index in range(layers)]
+
+
+def phi_3_lengths(model: Model) -> dict[str, Any]:
+    """What Phi-3 has outside of the scaling of its positions; and no padding that lies beyond a small vocabulary."""
+    scaling = model.numerics.rope_scaling
+    padding = {"pad_token_id": None} if model.vocab <= 32000 else {}
+    return {"original_max_position_embeddings": (scaling and scaling.original_seq) or model.max_seq, **padding}
+
+
+def layer_kinds(model: Model) -> dict[str, Any]:
+    return {"layer_types": _layer_kinds(model.layers, model.sliding_window_every)}
+
+
+def root(value: Any, config: Config) -> Any:
+    """Gemma multiplies embeddings by the root of their width."""
+    return float(value) ** 0.5 if 0 < value < 1e12 else 1.0  # the width itself is refused where it is none
+
+
+def whole(value: Any, model: Model) -> Any:
+    """Without a fraction where there is none: some keys take no other numbers."""
+    return value if value is None or value != int(value) else int(value)
+
+
+def width(value: Any, model: Model) -> int:
+    return model.hidden
+
+
 def shared_width(value: Any, config: Config) -> Any:
     """DeepSeek counts its shared experts; `Model` takes the width of all of them together."""
     return (value or 0) * config["moe_intermediate_size"]

@@ -29,7 +29,7 @@ def attention_of(model: Model) -> Attention | LatentAttention:
 
 def attention_scale(model: Model) -> float:
     """What the product of a query and a key is multiplied by."""
-    scale: float = model.query_key_dim**-0.5
+    scale: float = (model.numerics.attention_scalar or model.query_key_dim) ** -0.5
     return scale * logit_factor(model.numerics.rope_scaling) if model.mla else scale
 
 
@@ -44,14 +44,22 @@ class Attention(nn.Module):
         self.key = nn.Linear(model.hidden, model.key_value_heads * size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden, model.key_value_heads * size, bias=model.qkv_bias)
         self.output = nn.Linear(model.heads * size, model.hidden, bias=model.attention_out_bias)
-        self.query_norm = norm_of(model, size) if model.qk_norm else None
-        self.key_norm = norm_of(model, size) if model.qk_norm else None
+        self.clip, self.normed_whole = model.numerics.clip_qkv, model.qk_norm_whole
+        query_features, key_features = size, size
+        if model.qk_norm_whole:
+            query_features, key_features = self.query.out_features, self.key.out_features
+        self.query_norm = norm_of(model, query_features) if model.qk_norm else None
+        self.key_norm = norm_of(model, key_features) if model.qk_norm else None
         self.attend: Attend = dot_product_attention
         self.project: Project = project_each
 
     def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
-        projected = self.project(hidden, self.query, self.key, self.value)
-        query, key, value = (torch.unflatten(one, -1, (-1, self.head_size)) for one in projected)
+        query, key, value = self.project(hidden, self.query, self.key, self.value)
+        if self.clip is not None:
+            query, key, value = (one.clamp(-self.clip, self.clip) for one in (query, key, value))
+        if self.normed_whole:
+            query, key = self._normed(query, key)
+        query, key, value = (torch.unflatten(one, -1, (-1, self.head_size)) for one in (query, key, value))
         query, key = self.positioned(query, key, rotation)
         attended = self.attend(query, key, value, arguments)
         mixed: Tensor = self.output(attended.flatten(-2))
@@ -59,9 +67,14 @@ class Attention(nn.Module):
 
     def positioned(self, query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Queries and keys normed, in models that do so, and turned by their positions."""
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        if not self.normed_whole:
+            query, key = self._normed(query, key)
         return (query, key) if rotation is None else (rotate(query, rotation), rotate(key, rotation))
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.query_norm is None or self.key_norm is None:
+            return query, key
+        return self.query_norm(query), self.key_norm(key)
 
 
 class LatentAttention(nn.Module):

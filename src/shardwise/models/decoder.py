@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.models.attention import attention_scale
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.layer import Layer
-from shardwise.models.loss import cross_entropy_sum
+from shardwise.models.loss import cross_entropy_sum, softly_capped
 from shardwise.models.norms import norm_of
 from shardwise.models.packed import document_bounds
 from shardwise.models.rope import Rotation, rotation_of
@@ -42,7 +43,7 @@ class Decoder(nn.Module):
         self.head: nn.Linear | None = nn.Linear(model.hidden, model.vocab, bias=model.lm_head_bias)
         if model.tied_embeddings:
             self.head.weight = self.embedding.weight
-        self.loss_function: LossFunction = cross_entropy_sum
+        self.loss_function: LossFunction = partial(cross_entropy_sum, softcap=model.numerics.logit_softcap)
 
     def forward(
         self,
@@ -65,12 +66,13 @@ class Decoder(nn.Module):
         if places is None:
             places = torch.arange(inputs.shape[1], device=inputs.device)[None]
         hidden = self._embed(inputs, places)
-        rotation = self._rotation(places)
+        rotation, windowed_rotation = self._rotations(places)
         bounds = None
         if documents is not None and most_documents is not None and documents.is_cuda:
             bounds = document_bounds(documents, most_documents)
         for index, layer in self.layers.items():
-            hidden = layer(hidden, rotation, self._arguments(int(index), positions, documents, bounds))
+            arguments = self._arguments(int(index), positions, documents, bounds)
+            hidden = layer(hidden, rotation if arguments.window is None else windowed_rotation, arguments)
         if self.norm is not None:
             hidden = self.norm(hidden)
         if self.head is None:
@@ -78,7 +80,7 @@ class Decoder(nn.Module):
         if labels is not None:
             return self.loss_function(hidden, self.head.weight, self.head.bias, labels)
         logits: Tensor = self.head(hidden)
-        return logits
+        return softly_capped(logits, self.model.numerics.logit_softcap)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that makes the model what it is: parameters, each once, and the buffers that are kept."""
@@ -87,7 +89,7 @@ class Decoder(nn.Module):
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in kept)
 
     def _embed(self, inputs: Tensor, places: Tensor) -> Tensor:
-        hidden: Tensor = inputs if self.embedding is None else self.embedding(inputs)
+        hidden: Tensor = inputs if self.embedding is None else self._scaled(self.embedding(inputs))
         if self.position_embedding is None:
             return hidden
         if places.shape[1] > self.model.max_seq:
@@ -96,8 +98,18 @@ class Decoder(nn.Module):
         embedded: Tensor = hidden + self.position_embedding(places)
         return embedded
 
-    def _rotation(self, places: Tensor) -> Rotation | None:
-        return rotation_of(self.model, places) if self.model.positions == "rope" else None
+    def _scaled(self, embedded: Tensor) -> Tensor:
+        scale = self.model.numerics.embedding_scale
+        return embedded if scale == 1 else embedded * torch.tensor(scale, dtype=embedded.dtype).item()
+
+    def _rotations(self, places: Tensor) -> tuple[Rotation | None, Rotation | None]:
+        """Of layers that see all keys, and of those with a window."""
+        if self.model.positions != "rope":
+            return None, None
+        everywhere = rotation_of(self.model, places)
+        if self.model.numerics.windowed_rope_theta is None:
+            return everywhere, everywhere
+        return everywhere, rotation_of(self.model, places, windowed=True)
 
     def _arguments(
         self, index: int, positions: Tensor | None, documents: Tensor | None, bounds: Tensor | None
@@ -109,6 +121,7 @@ class Decoder(nn.Module):
             documents=documents,
             positions=positions,
             bounds=bounds,
+            softcap=self.model.numerics.attention_softcap,
         )
 
 

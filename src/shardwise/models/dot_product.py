@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from shardwise.models.loss import softly_capped
 from shardwise.models.packed import packed_attention, row_bounds, takes
+
+SCORES_AT_ONCE = 2**26  # a quarter of a GiB in fp32
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class AttentionArguments:
     ``window`` is the number of keys a query sees, itself among them. ``documents`` [batch, seq] numbers the
     documents packed into each row: a query sees only keys of its own. ``positions`` are those the caller gave
     (None: 0, 1, 2 ... along the row); who attends over rows in another order finds the order there. ``bounds`` say the
-    same as ``documents`` where they are known (`packed.document_bounds`).
+    same as ``documents`` where they are known (`packed.document_bounds`). ``softcap`` c makes c·tanh(x/c) of the scaled
+    products.
     """
 
     causal: bool
@@ -27,6 +32,7 @@ class AttentionArguments:
     documents: Tensor | None = None
     positions: Tensor | None = None
     bounds: Tensor | None = None
+    softcap: float | None = None
 
 
 def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
@@ -34,6 +40,8 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
 
     The tokens of a row stand in the order of time.
     """
+    if arguments.softcap is not None:
+        return _capped_attention(query, key, value, arguments)
     bounds = _bounds(query, arguments) if takes(query, key, value) else None
     if bounds is not None:
         reach = _window(query.shape[1], arguments)
@@ -60,18 +68,35 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
 
 def unfused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
     """The same by plain products: the scores of all pairs of tokens exist, and their softmax is kept."""
-    batch, seq, heads, features = query.shape
-    groups = key.shape[2]
+    return _attended_from(query, key, value, arguments, 0)
+
+
+def _attended_from(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments, start: int) -> Tensor:
+    """Of the queries from place ``start`` on, to all keys."""
+    batch, rows, heads, features = query.shape
+    groups, seq = key.shape[2], key.shape[1]
     # The query heads of a key head lie one after the other, so that no key is repeated.
-    rows = (query * arguments.scale).transpose(1, 2).reshape(batch, groups, -1, features)
-    scores = (rows @ key.permute(0, 2, 3, 1)).view(batch, heads, seq, seq)
-    mask = attention_mask(seq, query.device, arguments)
+    grouped = (query * arguments.scale).transpose(1, 2).reshape(batch, groups, -1, features)
+    scores = (grouped @ key.permute(0, 2, 3, 1)).view(batch, heads, rows, seq)
+    scores = softly_capped(scores, arguments.softcap)
+    mask = attention_mask(seq, query.device, arguments, slice(start, start + rows))
     if mask is None and arguments.causal:
-        mask = torch.ones((seq, seq), dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones((rows, seq), dtype=torch.bool, device=query.device).tril(start)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     shares = scores.softmax(-1).view(batch, groups, -1, seq)
-    return (shares @ value.transpose(1, 2)).view(batch, heads, seq, -1).transpose(1, 2)
+    return (shares @ value.transpose(1, 2)).view(batch, heads, rows, -1).transpose(1, 2)
+
+
+def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
+    """Some queries at a time, whose scores are made again in the backward pass: torch's fused kernels have no cap."""
+    batch, seq, heads, _ = query.shape
+    each = max(1, SCORES_AT_ONCE // (batch * heads * seq))
+    parts = [
+        checkpoint(_attended_from, query[:, at : at + each], key, value, arguments, at, use_reentrant=False)
+        for at in range(0, seq, each)
+    ]
+    return torch.cat(parts, dim=1)
 
 
 def _bounds(query: Tensor, arguments: AttentionArguments) -> Tensor | None:
@@ -86,17 +111,19 @@ def _window(seq: int, arguments: AttentionArguments) -> int | None:
     return arguments.window if arguments.window is not None and arguments.window < seq else None
 
 
-def attention_mask(seq: int, device: torch.device, arguments: AttentionArguments) -> Tensor | None:
-    """True where a query [rows] sees a key [columns]; None where plain (causal) attention says it all."""
+def attention_mask(
+    seq: int, device: torch.device, arguments: AttentionArguments, rows: slice = slice(None)
+) -> Tensor | None:
+    """True where a query of ``rows`` sees a key [columns]; None where plain (causal) attention says it all."""
     window = _window(seq, arguments)
     if window is None and arguments.documents is None:
         return None
     index = torch.arange(seq, device=device)
-    behind = index[:, None] - index[None, :]
+    behind = index[rows, None] - index[None, :]
     seen = behind >= 0 if arguments.causal else torch.ones_like(behind, dtype=torch.bool)
     if window is not None:
         seen = seen & (behind < window) if arguments.causal else behind.abs() < window
     if arguments.documents is None:
         return seen
-    same = arguments.documents[:, :, None] == arguments.documents[:, None, :]
+    same = arguments.documents[:, rows, None] == arguments.documents[:, None, :]
     return (seen & same)[:, None]

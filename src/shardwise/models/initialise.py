@@ -1,7 +1,7 @@
 """First values of the parameters: each from its own generator, so that none depends on which others are here.
 
 Normal with a deviation of 0.02 (GPT-2), the projections back into the hidden states smaller by the square root of
-their number (arXiv 1909.08053 and GPT-2), norms one, biases zero.
+their number (arXiv 1909.08053 and GPT-2), norms such that they multiply by one, biases zero.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def initial_value(
     if is_bias(name):
         return torch.zeros(_size_of(size, experts), dtype=dtype, device=device)
     if is_norm(name):
-        return torch.ones(size, dtype=dtype, device=device)
+        value = 0.0 if model.numerics.norm_plus_one else 1.0
+        return torch.full(size, value, dtype=dtype, device=device)
     deviation = DEVIATION / math.sqrt(2 * model.layers) if is_projection_back(name) else DEVIATION
     if not is_stack_of_experts(name):
         return _draw(name, size, seed, deviation, device).to(dtype)

@@ -17,15 +17,28 @@ IGNORED = -100  # the label of a token that does not count
 LOGITS_AT_ONCE = 2**27  # half a GiB in fp32
 
 
-def cross_entropy_sum(hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, labels: Tensor) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor, head_weight: Tensor, head_bias: Tensor | None, labels: Tensor, *, softcap: float | None = None
+) -> Tensor:
     """The sum of the cross-entropy over all labels that count, in fp32.
 
-    ``hidden`` [..., features] and ``labels`` [...] agree in their leading dimensions.
+    ``hidden`` [..., features] and ``labels`` [...] agree in their leading dimensions. Logits are bounded to
+    ``softcap``, where it is given.
     """
     total: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), head_weight, head_bias, labels.flatten(), torch.is_grad_enabled()
+        hidden.flatten(0, -2), head_weight, head_bias, labels.flatten(), torch.is_grad_enabled(), softcap
     )
     return total
+
+
+def softly_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits that never exceed ``softcap`` (Gemma 2, arXiv 2408.00118)."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def cap_slopes(capped: Tensor, softcap: float | None) -> Tensor | None:
+    """The derivative of `softly_capped`, from its result."""
+    return None if softcap is None else 1 - (capped / softcap).square()
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -33,7 +46,13 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, differentiated: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        differentiated: bool,
+        softcap: float | None,
     ) -> Tensor:
         for_hidden, for_weight, for_bias = (wanted and differentiated for wanted in ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -42,7 +61,12 @@ class _CrossEntropySum(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and for_bias else None
         for part in _parts(hidden, weight):
-            scores = F.linear(hidden[part], weight, bias).log_softmax(-1, dtype=torch.float32)
+            logits = F.linear(hidden[part], weight, bias)
+            if softcap is not None:
+                logits = softly_capped(logits.float(), softcap)
+            slopes = cap_slopes(logits, softcap)
+            scores = logits.log_softmax(-1, dtype=torch.float32)
+            del logits
             counts, row = labels[part] != IGNORED, labels[part].clamp(min=0)[:, None]
             total -= torch.where(counts, scores.gather(1, row)[:, 0], 0.0).sum()
             if of_hidden is None and of_weight is None and of_bias is None:
@@ -50,6 +74,8 @@ class _CrossEntropySum(torch.autograd.Function):
             # The gradient of one token's cross-entropy by its logits: the probabilities, less one at the label. What
             # counts is masked on the narrow side of each product, not on the wide logits.
             of_logits = scores.exp_().scatter_add_(1, row, torch.full_like(row, -1.0, dtype=torch.float32))
+            if slopes is not None:
+                of_logits.mul_(slopes)
             if of_bias is not None:
                 of_bias += of_logits.T @ counts.float()
             of_logits = of_logits.to(hidden.dtype)
@@ -68,7 +94,7 @@ class _CrossEntropySum(torch.autograd.Function):
         scaled_ones = (
             None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         )
-        return (*scaled_ones, None, None)
+        return (*scaled_ones, None, None, None)
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,37 +15,49 @@ def norm_of(model: Model, features: int | None = None, epsilon: float | None = N
     """The norm of a model's hidden states, or of a vector of ``features``."""
     size, epsilon = features or model.hidden, epsilon or model.numerics.norm_epsilon
     if model.norm == "rmsnorm":
-        return RMSNorm(size, epsilon)
-    return nn.LayerNorm(size, epsilon, bias=model.norm_bias)
+        return RMSNorm(size, epsilon, weighted=model.norm_weight, plus_one=model.numerics.norm_plus_one)
+    return nn.LayerNorm(size, epsilon, elementwise_affine=model.norm_weight, bias=model.norm_bias)
 
 
 class RMSNorm(nn.RMSNorm):
     """torch's own, which has a kernel on GPUs alone; elsewhere torch writes it out and keeps fp32 copies for later.
 
-    Here it keeps only its input, as the kernel does, so that a CPU holds the tensors that a GPU would.
+    Here it keeps only its input, as the kernel does, so that a CPU holds the tensors that a GPU would. ``plus_one``: it
+    multiplies by one more than its weight, in fp32, as a weight near zero has more bits than one near one.
     """
 
+    def __init__(self, features: int, epsilon: float, *, weighted: bool = True, plus_one: bool = False) -> None:
+        super().__init__(features, epsilon, elementwise_affine=weighted)
+        self.weighted, self.plus_one = weighted, plus_one
+
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda or torch.compiler.is_compiling():
+        if not self.weighted:
             return super().forward(x)
-        normed: Tensor = _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return normed
+        if not (x.is_cuda or torch.compiler.is_compiling()):
+            normed: Tensor = _RootMeanSquare.apply(x, self.weight, self.eps, self.plus_one)  # type: ignore[no-untyped-call]
+            return normed
+        return _plus_one_norm(x, self.weight, self.eps) if self.plus_one else super().forward(x)
+
+
+def _plus_one_norm(x: Tensor, weight: Tensor, epsilon: float | None) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + 1, epsilon).type_as(x)
 
 
 class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, plus_one: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.epsilon = epsilon
-        return F.rms_norm(x, weight.shape, weight, epsilon)
+        ctx.epsilon, ctx.plus_one = epsilon, plus_one
+        return _plus_one_norm(x, weight, epsilon) if plus_one else F.rms_norm(x, weight.shape, weight, epsilon)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         of_out = gradient.to(wide.dtype)
         scale = (wide.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
         normed = wide * scale
-        of_normed = of_out * weight
+        of_normed = of_out * (weight.to(wide.dtype) + 1 if ctx.plus_one else weight)
         of_x = (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True)) * scale
-        return of_x.to(x.dtype), (of_out * normed).flatten(0, -2).sum(0).to(weight.dtype), None
+        return of_x.to(x.dtype), (of_out * normed).flatten(0, -2).sum(0).to(weight.dtype), None, None

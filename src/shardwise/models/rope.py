@@ -17,29 +17,41 @@ from shardwise.spec.numerics import RopeScaling
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotation_of(model: Model, positions: Tensor) -> Rotation:
-    """The cosines and sines [batch or 1, seq, 1, features / 2] that turn heads at ``positions`` [batch or 1, seq]."""
-    features = model.mla.rope_dim if model.mla else model.head_size
-    frequencies = rope_frequencies(features, model.numerics.rope_theta, model.numerics.rope_scaling, positions.device)
+def rotation_of(model: Model, positions: Tensor, *, windowed: bool = False) -> Rotation:
+    """The cosines and sines [batch or 1, seq, 1, features / 2] that turn heads at ``positions`` [batch or 1, seq].
+
+    ``windowed``: in layers with a sliding window, of a model that turns them by frequencies of their own.
+    """
+    theta, scaling = model.numerics.rope_theta, model.numerics.rope_scaling
+    if windowed:
+        theta, scaling = model.numerics.windowed_rope_theta or theta, None
+    frequencies = rope_frequencies(model.rotated_features, theta, scaling, positions)
     angles = positions[:, :, None, None].float() * frequencies
-    factor = rotation_factor(model.numerics.rope_scaling)
+    factor = rotation_factor(scaling)
     return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """``heads`` [batch, seq, heads, features] turned by their positions, in fp32."""
+    """``heads`` [batch, seq, heads, features] turned by their positions, in fp32; features beyond the pairs stay."""
     cosine, sine = rotation
-    first, second = heads.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    pairs = cosine.shape[-1]
+    wide = heads.float()
+    first, second, rest = wide[..., :pairs], wide[..., pairs : 2 * pairs], wide[..., 2 * pairs :]
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
     return turned.type_as(heads)
 
 
-def rope_frequencies(features: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+def rope_frequencies(features: int, theta: float, scaling: RopeScaling | None, positions: Tensor) -> Tensor:
     """Radians per position of each pair of features."""
+    device = positions.device
     steps = torch.arange(0, features, 2, device=device, dtype=torch.float32) / features
     plain = 1.0 / theta**steps
     if scaling is None:
         return plain
+    if scaling.kind == "longrope":
+        assert scaling.original_seq
+        short, long = (torch.tensor(one, device=device) for one in (scaling.short_factors, scaling.long_factors))
+        return plain / torch.where(positions.max() >= scaling.original_seq, long, short)
     slowed = plain / scaling.factor
     if scaling.kind == "linear":
         return slowed
@@ -75,11 +87,14 @@ def _yarn_share(features: int, theta: float, scaling: RopeScaling, device: torch
 
 
 def rotation_factor(scaling: RopeScaling | None) -> float:
-    """What YaRN multiplies the rotated features by, so that logits keep their size over more keys."""
-    if scaling is None or scaling.kind != "yarn":
+    """What YaRN and LongRoPE multiply the rotated features by, so that logits keep their size over more keys."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.kind == "longrope":  # arXiv 2402.13753, section 3.3
+        assert scaling.original_seq
+        return math.sqrt(1 + math.log(max(1.0, scaling.factor)) / math.log(scaling.original_seq))
     if scaling.mscale and scaling.mscale_all:
         return _yarn_growth(scaling.factor, scaling.mscale) / _yarn_growth(scaling.factor, scaling.mscale_all)
     return _yarn_growth(scaling.factor, 1.0)

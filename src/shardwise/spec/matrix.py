@@ -88,6 +88,15 @@ MATRIX: tuple[Finding, ...] = (
         "its backward pass starts from the log-sum-exp that only the fused kernel returns",
         "attention: flash, or context_method: ulysses", ("training.attention", "flash"),
     ),
+    *_each(
+        ("capped-scores",), ("cp-ring", "cp-all-gather"), "needs",
+        "their kernels return the log-sum-exp of scores without a cap", "context_method: ulysses",
+        ("strategy.context_method", "ulysses"),
+    ),
+    *_each(
+        ("longrope",), ("cp-ring", "cp-all-gather", "cp-ulysses"), "refused",
+        "whether a batch is long is seen at its positions, of which every rank has others", "cp: 1",
+    ),
     Finding(
         ("odd-chunks",), "refused",
         "every rank holds an early and a late chunk of a sequence, so that causal work is even",
@@ -283,12 +292,17 @@ MATRIX: tuple[Finding, ...] = (
         ("mtp",), "priced only", "multi-token prediction is not trained", "mtp_layers: 0", place="model.mtp_layers",
     ),
     Finding(
-        ("parallel-block",), "priced only", "attention beside the MLP is not built", "parallel_block: false",
-        place="model.parallel_block",
+        ("other-norms",), "priced only",
+        "layers are built with two norms (before attention and MLP, or behind them) or four, parallel ones with 1 or 2",
+        "norms_per_layer: 2", place="model.norms_per_layer",
     ),
     Finding(
-        ("other-norms",), "priced only", "only two norms in a layer are built: before attention and before the MLP",
-        "norms_per_layer: 2", place="model.norms_per_layer",
+        ("wide-layer-norm",), "priced only", "layer norms over the queries of all heads are not built",
+        "norm: rmsnorm, or qk_norm_whole: false", place="model.qk_norm_whole",
+    ),
+    Finding(
+        ("other-factors",), "refused", "longrope has one factor for each pair of features that turns",
+        "as many factors as half the rotated features", place="model.numerics.rope_scaling.short_factors",
     ),
     Finding(
         ("bert-parts",), "priced only", "BERT-like encoders are not built", "a decoder such as gpt2",
@@ -307,7 +321,7 @@ MATRIX: tuple[Finding, ...] = (
         "qkv_bias: false", place="model.qkv_bias",
     ),
     Finding(
-        ("odd-rotation",), "refused", "rope turns pairs of features, and a head has an odd number",
-        "an even head size", place="model.head_dim",
+        ("odd-rotation",), "refused", "rope turns pairs of features, and a head has an odd number (or none) to turn",
+        "an even head size, or another numerics.rotary_share", place="model.head_dim",
     ),
 )  # fmt: skip

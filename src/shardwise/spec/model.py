@@ -98,7 +98,11 @@ class Model(Spec):
     """A decoder (or BERT-like encoder) by its shape; every size is a whole number of features.
 
     ``sliding_window`` limits the keys of a query; with ``sliding_window_every: n`` above 1 every n-th layer
-    attends to all keys instead (Gemma), with 1 none does (Mistral). ``numerics`` holds what only computing needs.
+    attends to all keys instead (Gemma), with 1 none does (Mistral). A layer's norms stand before attention and MLP,
+    with ``norm_after`` behind them (OLMo-2), and four on both sides (Gemma 2); those of a ``parallel_block`` read the
+    same hidden states (GPT-NeoX), or one serves both (Phi). ``norm_weight: false`` is a norm that learns nothing
+    (OLMo). ``qk_norm_whole`` norms the queries of all heads together, and the keys (OLMo-2). ``numerics`` holds what
+    only computing needs.
     ``published_parameters`` is what the source prints: a whole number is exact, text such as "174.6B" right to its
     digits.
     """
@@ -121,7 +125,10 @@ class Model(Spec):
     mlp_bias: bool = False
     lm_head_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     norms_per_layer: int = count(2, minimum=0)
+    norm_after: bool = False
+    norm_weight: bool = True
     norm_bias: bool = True
     parallel_block: bool = False
     final_norm: bool = True
@@ -149,6 +156,11 @@ class Model(Spec):
                 f"{self.heads} does not divide hidden {self.hidden}",
                 "give head_dim or use a divisor",
             )
+        if self.qk_norm_whole and not self.qk_norm:
+            raise SpecError("qk_norm_whole", "true, but queries and keys are not normed", "set qk_norm: true")
+        if self.norm_after and (self.norms_per_layer != 2 or self.parallel_block):
+            problem = "true needs a layer of two norms, attention first"
+            raise SpecError("norm_after", problem, "set norms_per_layer: 2 and parallel_block: false")
         if self.moe and self.moe.dense_layers > self.layers:
             raise SpecError("moe.dense_layers", f"{self.moe.dense_layers} is more than {self.layers} layers")
         object.__setattr__(self, "kv_heads", kv_heads)
@@ -164,6 +176,11 @@ class Model(Spec):
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def rotated_features(self) -> int:
+        """Of a head, how many of its features rope turns."""
+        return self.mla.rope_dim if self.mla else int(self.head_size * self.numerics.rotary_share)
 
     @property
     def gated(self) -> bool:

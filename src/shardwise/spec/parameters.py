@@ -40,7 +40,7 @@ def layer_parameters(
     expert_tensor_parallel: int = 1,
 ) -> LayerParameters:
     """Parameters that one rank holds of one layer (of all ranks together when every degree is 1)."""
-    attention = _held(model.attention_matrices, tensor_parallel) + _attention_norms(model)
+    attention = _held(model.attention_matrices, tensor_parallel) + _attention_norms(model, tensor_parallel)
     norms = model.norms_per_layer * _norm_parameters(model)
     if not moe or model.moe is None:
         return LayerParameters(attention, _held(model.mlp_matrices(model.ffn), tensor_parallel), norms, 0, 0)
@@ -100,12 +100,18 @@ def _held(matrices: Iterable[Matrix], tensor_parallel: int) -> float:
     return sum(matrix.parameters_per_rank(tensor_parallel) for matrix in matrices)
 
 
-def _norm_parameters(model: Model) -> int:
-    return model.hidden * (2 if model.norm == "layernorm" and model.norm_bias else 1)
+def _norm_parameters(model: Model, features: int | None = None) -> int:
+    each = (2 if model.norm == "layernorm" and model.norm_bias else 1) if model.norm_weight else 0
+    return (features or model.hidden) * each
 
 
-def _attention_norms(model: Model) -> int:
-    """Norms inside attention: per head on q and k (Qwen3), on the latent vectors (MLA)."""
-    per_head = 2 * model.head_size if model.qk_norm else 0
-    latent = (model.mla.q_rank or 0) + model.mla.kv_rank if model.mla else 0
-    return per_head + latent
+def _attention_norms(model: Model, tensor_parallel: int) -> float:
+    """Norms inside attention: per head on q and k (Qwen3), over all heads (OLMo-2), on the latent vectors (MLA)."""
+    if model.mla:
+        return (model.mla.q_rank or 0) + model.mla.kv_rank
+    if not model.qk_norm:
+        return 0
+    if not model.qk_norm_whole:
+        return 2 * _norm_parameters(model, model.head_size)
+    query, key, *_ = model.attention_matrices
+    return sum(_norm_parameters(model, one.outputs) * one.share(tensor_parallel) for one in (query, key))

@@ -42,7 +42,8 @@ class Stack(Spec):
     that are gathered from them for every step, as FSDP does for every stage of ZeRO, which gathers embedding and head
     once for both passes and sums copies of shards after the last microbatch. ``allocator`` and ``layer_launches``
     (kernels of a layer's forward pass, where tensors of collectives wait for the device) say what PyTorch reserves
-    beyond its tensors.
+    beyond its tensors. ``parallel_blocks``: attention and MLP that stand side by side share the moves of tensor
+    parallelism ("joined"), or not ("apart").
     """
 
     name: str = "custom"
@@ -70,6 +71,7 @@ class Stack(Spec):
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
     latents: Literal["cut", "whole"] = "cut"
+    parallel_blocks: Literal["joined", "apart"] = "joined"
     allocator: Literal["segments", "expandable"] = "segments"
     layer_launches: int = 0
     per_parameter_shards: bool = False

@@ -42,7 +42,15 @@ def _repeats(operator: str) -> Uses:
 
 
 def _odd_rotation(m: Model) -> bool:
-    return m.positions == "rope" and (m.mla.rope_dim if m.mla else m.head_size) % 2 == 1
+    return m.positions == "rope" and (m.rotated_features % 2 == 1 or m.rotated_features == 0)
+
+
+def _other_factors(m: Model) -> bool:
+    """Whether longrope has another number of factors than a head has frequencies."""
+    scaling = m.numerics.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return False
+    return any(len(one) != m.rotated_features // 2 for one in (scaling.short_factors, scaling.long_factors))
 
 
 def _uneven_kv(s: Strategy, m: Model) -> bool:
@@ -89,8 +97,10 @@ OF_MODEL: dict[str, OfModel] = {
     "encoder": lambda m: not m.causal,
     "plain-attention": lambda m: m.mla is None,
     "mtp": lambda m: m.mtp_layers > 0,
-    "parallel-block": lambda m: m.parallel_block,
-    "other-norms": lambda m: m.norms_per_layer != 2,
+    "other-norms": lambda m: m.norms_per_layer not in ((1, 2) if m.parallel_block else (2, 4)),
+    "wide-layer-norm": lambda m: m.qk_norm_whole and m.norm == "layernorm",
+    "longrope": lambda m: m.numerics.rope_scaling is not None and m.numerics.rope_scaling.kind == "longrope",
+    "other-factors": _other_factors,
     "bert-parts": lambda m: m.embedding_norm or m.token_types > 0 or m.pooler or m.mlm_head,
     "softmax-router-bias": lambda m: m.moe is not None and m.moe.router_bias and m.moe.router == "softmax",
     "latent-qk-norm": lambda m: m.mla is not None and m.qk_norm,
@@ -174,6 +184,7 @@ TECHNIQUES: dict[str, Uses] = {
     # model
     **{name: _of_model(uses) for name, uses in OF_MODEL.items()},
     "sliding-window": lambda s, t, m: m.sliding_window is not None and t.seq > m.sliding_window,
+    "capped-scores": lambda s, t, m: m.numerics.attention_softcap is not None,
     "ragged-widths": lambda s, t, m: _ragged(s, m),
     "ragged-experts": _ragged_experts,
     # layout

@@ -46,9 +46,14 @@ def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
 
 def _blocks_of_layer(job: Job, moe: bool) -> int:
     """Attention and MLP of a layer, one if they run side by side; of experts only the shared one is split."""
-    if job.model.parallel_block:
+    if _joined(job):
         return 1
     return 2 if not moe or (job.model.moe and job.model.moe.shared_ffn) else 1
+
+
+def _joined(job: Job) -> bool:
+    """Whether attention and MLP stand side by side, and their inputs are gathered and outputs summed together."""
+    return job.model.parallel_block and job.stack.parallel_blocks == "joined"
 
 
 def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
@@ -76,15 +81,28 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
     return [
         *(_beside_its_product(job, topology, line, products) for line in lines),
         *_latent_traffic(job, contents, topology, again),
+        *_wide_norm_traffic(job, contents, topology, again),
     ]
 
 
 def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
     """Of the `_blocks`, those that begin with a split map of the hidden states: latent queries are no such map."""
     dense, moe = _blocks(job, contents)
-    if job.model.mla is None or job.model.mla.q_rank is None or job.model.parallel_block:
+    if job.model.mla is None or job.model.mla.q_rank is None or _joined(job):
         return dense, moe
     return dense - contents.dense_layers, moe - contents.moe_layers
+
+
+def _wide_norm_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:
+    """Norms over the queries, and over the keys, of all ranks: an fp32 sum of squares a token, and its gradient."""
+    if not job.model.qk_norm_whole:
+        return []
+    calls = 2 * contents.layers * job.microbatches
+    return [
+        priced("tp", f"sums of squares, {when}", CollectiveKind.ALL_REDUCE, 4 * job.microbatch_tokens,
+               calls * (1 + repeated), topology, job.strategy.collective, repeated=repeated / (1 + repeated))
+        for when, repeated in (("forward", again), ("backward", 0.0))
+    ]  # fmt: skip
 
 
 def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:

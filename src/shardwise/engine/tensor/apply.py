@@ -16,6 +16,7 @@ from shardwise.engine.tensor.linear import RowLinear, cut_columns
 from shardwise.engine.tensor.moves import copy, gather, narrow_move
 from shardwise.engine.tensor.project import column_products
 from shardwise.engine.tensor.vocabulary import CutEmbedding, CutHead, cut_loss
+from shardwise.engine.tensor.wide_norm import WideNorm
 from shardwise.spec.model import Model
 
 Hook = Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
@@ -47,7 +48,10 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
                 region.every_head = narrow_move(group, sequence_parallel)  # type: ignore[assignment]
         else:  # it keeps the gathered states, where one that names its projections keeps only a part
             region.register_forward_pre_hook(_entry(group, sequence_parallel, patterns.hidden), with_kwargs=True)
-    _cut_vocabulary(root, patterns, rank, group, sequence_parallel)
+    for pattern, heads in patterns.wide_norms.items():
+        for name, norm in list(matching(root, pattern)):
+            replace_module(root, name, WideNorm(norm, rank, group, getattr(model, heads) if heads else 0))
+    _cut_vocabulary(root, patterns, model, rank, group, sequence_parallel)
     for _, positions in matching(root, patterns.position_embedding):
         if sequence_parallel:
             positions.register_forward_pre_hook(_own_positions(rank, group.size()))
@@ -83,7 +87,7 @@ def _own_positions(rank: int, size: int) -> Hook:
 
 
 def _cut_vocabulary(
-    root: nn.Module, patterns: Patterns, rank: int, group: dist.ProcessGroup, sequence_parallel: bool
+    root: nn.Module, patterns: Patterns, model: Model, rank: int, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> None:
     embeddings = list(matching(root, patterns.embedding))
     heads = list(matching(root, patterns.head))
@@ -96,7 +100,8 @@ def _cut_vocabulary(
         cut = CutHead(head, rank, group, sequence_parallel)
         replace_module(root, name, cut)
         if hasattr(root, "loss_function"):
-            root.loss_function = cut_loss(head.out_features, rank, group, sequence_parallel)  # type: ignore[assignment]
+            softcap = model.numerics.logit_softcap
+            root.loss_function = cut_loss(head.out_features, rank, group, sequence_parallel, softcap)  # type: ignore[assignment]
         if tied:
             cut.weight = root.get_submodule(patterns.embedding).weight  # type: ignore[assignment]
 

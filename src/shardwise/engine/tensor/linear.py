@@ -17,16 +17,24 @@ def cut_columns(linear: nn.Linear, rank: int, size: int, groups: int = 0) -> Non
     ``groups``: heads that the outputs are made of. Fewer heads than ranks are repeated: neighbours hold the same head,
     each sees the gradients of its own queries only, and these are summed over the neighbours.
     """
-    outputs = linear.out_features
-    repeats = size // groups if groups and groups < size else 1
-    width = outputs * repeats // size
-    start = rank // repeats * width
+    repeats = repeats_of(groups, size)
+    width = linear.out_features * repeats // size
     for name in ("weight", "bias"):
         if getattr(linear, name) is not None:
-            whole = tuple(getattr(linear, name).shape)
-            part = Part(whole, copies=repeats, partial="kv_copies" if repeats > 1 else None)
-            keep(linear, name, part.cut(0, start, start + width))
+            keep_outputs(linear, name, rank, width, repeats)
     linear.out_features = width
+
+
+def repeats_of(groups: int, size: int) -> int:
+    """How many of ``size`` ranks hold the same of ``groups`` heads."""
+    return size // groups if groups and groups < size else 1
+
+
+def keep_outputs(module: nn.Module, name: str, rank: int, width: int, repeats: int) -> None:
+    """Of a parameter whose first dimension runs over the outputs of all heads, ``width`` of them."""
+    part = Part(tuple(getattr(module, name).shape), copies=repeats, partial="kv_copies" if repeats > 1 else None)
+    start = rank // repeats * width
+    keep(module, name, part.cut(0, start, start + width))
 
 
 class RowLinear(nn.Module):

@@ -88,13 +88,17 @@ class CutHead(nn.Module):
 Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
-def cut_loss(vocabulary: int, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> Loss:
+def cut_loss(
+    vocabulary: int, rank: int, group: dist.ProcessGroup, sequence_parallel: bool, softcap: float | None = None
+) -> Loss:
     """The loss function of a model whose head is cut: the same sum on every rank."""
     own, enter = Slice.of(vocabulary, rank, group.size()), gather if sequence_parallel else copy
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
         whole = enter(hidden, group).flatten(0, -2)
-        total: Tensor = _CutCrossEntropy.apply(whole, weight, bias, labels.flatten(), own, group)  # type: ignore[no-untyped-call]
+        total: Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            whole, weight, bias, labels.flatten(), own, group, softcap
+        )
         return total
 
     return loss
@@ -110,7 +114,7 @@ class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, own: Slice,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup, softcap: float | None,
     ) -> Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -119,11 +123,14 @@ class _CutCrossEntropy(torch.autograd.Function):
         tokens_at_once = max(1, LOGITS_AT_ONCE // weight.shape[0])
         for start in range(0, hidden.shape[0], tokens_at_once):
             rows = slice(start, start + tokens_at_once)
-            logits = F.linear(hidden[rows], weight, bias).float()
+            logits = whole_loss.softly_capped(F.linear(hidden[rows], weight, bias).float(), softcap)
+            slopes = whole_loss.cap_slopes(logits, softcap)
             if own.present < own.width:
                 logits[:, own.present :] = float("-inf")
             lost, of_logits = _entropy(logits, labels[rows], own, group)
             total += lost
+            if slopes is not None:
+                of_logits.mul_(slopes)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
             of_logits = of_logits.to(hidden.dtype)
@@ -138,13 +145,14 @@ class _CutCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight, of_bias = ctx.saved_tensors
         weight_type, bias_type = ctx.dtypes
         return (
             None if of_hidden is None else of_hidden * gradient.to(of_hidden.dtype),
             None if of_weight is None else whole_loss.scaled(of_weight, gradient, weight_type),
             None if of_bias is None else whole_loss.scaled(of_bias, gradient, bias_type),
+            None,
             None,
             None,
             None,

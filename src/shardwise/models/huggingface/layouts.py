@@ -13,9 +13,9 @@ from dataclasses import dataclass
 class Layout:
     """One ``model_type``: ``outside`` the layers, ``inside`` each of them, and where it differs from plain linears.
 
-    ``transposed`` modules store [inputs, outputs]. ``fused`` modules (ours) are parts, in this order, of the one
-    module they map to. ``interleaved`` ones end each head in rotated features whose pairs stand side by side,
-    where ours have all first members and then all second ones.
+    ``transposed`` modules store [inputs, outputs]. Modules (ours) of one of the ``fused`` are parts, in this order, of
+    the one module they map to; ``by_head`` of each head in turn. ``interleaved`` ones end each head in rotated features
+    whose pairs stand side by side, where ours have all first members and then all second ones.
     """
 
     architecture: str
@@ -23,7 +23,8 @@ class Layout:
     outside: Mapping[str, str]
     layer: str = "model.layers.{}."
     transposed: frozenset[str] = frozenset()
-    fused: tuple[str, ...] = ()
+    fused: tuple[tuple[str, ...], ...] = ()
+    by_head: bool = False
     interleaved: frozenset[str] = frozenset()
     prefix: str = "model."  # stands before every name but the head's; some published files leave it out
     ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
@@ -67,6 +68,10 @@ def _shared(theirs: str) -> dict[str, str]:
     return {f"mlp.shared.{part}": f"mlp.{theirs}.{part}_proj" for part in ("gate", "up", "down")}
 
 
+_OUT_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+_BOTH_NORMS = {**_OUT_NORMS, "mlp_norm": "pre_feedforward_layernorm"}
+_QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
+
 _DEEPSEEK = {**_ATTENTION, **_LATENT, **_MLP, **_EXPERTS, **_shared("shared_experts")}
 _INTERLEAVED = frozenset({"attention.query", "attention.query_up", "attention.key_value_down"})
 _FREQUENCIES = ("rotary_emb.inv_freq",)
@@ -93,9 +98,52 @@ _GPT_2 = Layout(
     transposed=frozenset(
         {"attention.query", "attention.key", "attention.value", "attention.output", "mlp.up", "mlp.down"}
     ),
-    fused=("attention.query", "attention.key", "attention.value"),
+    fused=(_QUERY_KEY_VALUE,),
     prefix="transformer.",
     ignored=("attn.bias", "attn.masked_bias"),
+)
+_GPT_NEOX = Layout(
+    "GPTNeoXForCausalLM",
+    {
+        "attention_norm": "input_layernorm",
+        **dict.fromkeys(_QUERY_KEY_VALUE, "attention.query_key_value"),
+        "attention.output": "attention.dense",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+    {"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
+    layer="gpt_neox.layers.{}.",
+    fused=(_QUERY_KEY_VALUE,),
+    by_head=True,
+    prefix="gpt_neox.",
+    ignored=("attention.bias", "attention.masked_bias", *_FREQUENCIES),
+)
+_PHI = Layout(
+    "PhiForCausalLM",
+    {
+        **_ATTENTION,
+        "attention.output": "self_attn.dense",
+        "attention.query_norm": "self_attn.q_layernorm",
+        "attention.key_norm": "self_attn.k_layernorm",
+        "mlp.up": "mlp.fc1",
+        "mlp.down": "mlp.fc2",
+    },
+    {**_OUTSIDE, "norm": "model.final_layernorm"},
+    ignored=_FREQUENCIES,
+)
+_PHI_3 = Layout(
+    "Phi3ForCausalLM",
+    {
+        **_ATTENTION,
+        **dict.fromkeys(_QUERY_KEY_VALUE, "self_attn.qkv_proj"),
+        "mlp.gate": "mlp.gate_up_proj",
+        "mlp.up": "mlp.gate_up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+    _OUTSIDE,
+    fused=(_QUERY_KEY_VALUE, ("mlp.gate", "mlp.up")),
+    ignored=_FREQUENCIES,
 )
 
 
@@ -121,5 +169,13 @@ LAYOUTS: dict[str, Layout] = {
         _DEEPSEEK, {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}, interleaved=_INTERLEAVED,
     ),
     "gpt2": _GPT_2,
+    "gpt_neox": _GPT_NEOX,
+    "phi": _PHI,
+    "phi3": _PHI_3,
+    "olmo": _layout("OlmoForCausalLM", _ATTENTION, _MLP),
+    "olmo2": _layout("Olmo2ForCausalLM", _ATTENTION, _MLP, _OUT_NORMS),
+    "gemma": _layout("GemmaForCausalLM", _ATTENTION, _MLP),
+    "gemma2": _layout("Gemma2ForCausalLM", _ATTENTION, _MLP, _BOTH_NORMS),
+    "gemma3_text": _layout("Gemma3ForCausalLM", _ATTENTION, _MLP, _BOTH_NORMS),
 }  # fmt: skip
 LAYOUTS["kimi_k2"] = LAYOUTS["deepseek_v3"]

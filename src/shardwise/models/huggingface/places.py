@@ -21,8 +21,9 @@ class Place:
     """Where one tensor of ours lies, and how it is stored there.
 
     ``names`` is one name, or one for each expert where ours is a stack of them. ``start`` and ``whole`` say which
-    part of a fused dimension (the last one stored) is ours. ``head`` and ``rotated`` are the rows of a head and
-    how many of them, the last, are stored with pairs side by side.
+    part of fused outputs is ours. ``head`` and ``rotated`` are the rows of a head and how many of them, the last, are
+    stored with pairs side by side. ``every``: the fused outputs of one head are that many, and a head of ours begins at
+    ``start`` of each.
     """
 
     name: str
@@ -34,28 +35,34 @@ class Place:
     whole: int | None = None
     head: int = 0
     rotated: int = 0
+    every: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """The dimension of a stored tensor that runs over outputs."""
+        return -1 if self.transposed else 0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of each stored tensor."""
         shape = self.shape[1:] if self.stacked else self.shape
         shape = shape[::-1] if self.transposed else shape
-        return shape if self.whole is None else (*shape[:-1], self.whole)
+        if self.whole is None:
+            return shape
+        return (*shape[:-1], self.whole) if self.transposed else (self.whole, *shape[1:])
 
     def stored_slices(self, slices: Slices) -> Slices:
         """What to read of a stored tensor for ``slices`` of ours (of one expert's matrix, of a stack)."""
-        if self.rotated:
-            slices = (slice(None), *slices[1:])  # rows change places: all are read, then picked
-        stored = slices[::-1] if self.transposed else slices
-        if self.whole is None:
-            return stored
-        size = (self.shape[1:] if self.stacked else self.shape)[0]
-        first, last, _ = stored[-1].indices(size)
-        return (*stored[:-1], slice(self.start + first, self.start + last))
+        if self.rotated or self.every:
+            return (slice(None), *slices[1:])  # rows change places: all are read, then picked
+        if self.whole is not None:
+            first, last, _ = slices[0].indices(self.shape[0])
+            slices = (slice(self.start + first, self.start + last), *slices[1:])
+        return slices[::-1] if self.transposed else slices
 
     def from_stored(self, stored: Tensor, slices: Slices) -> Tensor:
         """Our layout of what `stored_slices` has read."""
-        if self.rotated:
+        if self.rotated or self.every:
             return stored[self._rows()[slices[0]]]
         return stored.T if self.transposed else stored
 
@@ -67,9 +74,18 @@ class Place:
             else:
                 yield name, matrix.T if self.transposed else matrix
 
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Writes what `to_stored` gave into the fused tensor that it is a part of."""
+        if self.every:
+            whole[self._rows()] = part
+        else:
+            whole.narrow(self.outputs, self.start, part.shape[self.outputs]).copy_(part)
+
     def _rows(self) -> Tensor:
         """For each of our rows, the stored row it is."""
         rows = torch.arange(self.shape[0]).view(-1, self.head)
+        if self.every:
+            return (torch.arange(rows.shape[0])[:, None] * self.every + self.start + rows[:1]).flatten()
         turned = rows[:, -self.rotated :]
         return torch.cat((rows[:, : -self.rotated], turned[:, 0::2], turned[:, 1::2]), dim=1).flatten()
 
@@ -78,12 +94,16 @@ def places_of(model: Model, layout: Layout, *, interleaved: bool = True) -> dict
     """The place of every tensor of ``model`` by its name in a `Decoder`; with tied embeddings the head has none."""
     with torch.device("meta"):
         decoder = Decoder(model)
+    outputs = {name: tensor.shape[0] for name, tensor in decoder.named_tensors()}
     return {
-        name: _place(name, tuple(tensor.shape), model, layout, interleaved) for name, tensor in decoder.named_tensors()
+        name: _place(name, tuple(tensor.shape), model, layout, interleaved, outputs)
+        for name, tensor in decoder.named_tensors()
     }
 
 
-def _place(name: str, shape: tuple[int, ...], model: Model, layout: Layout, interleaved: bool) -> Place:
+def _place(
+    name: str, shape: tuple[int, ...], model: Model, layout: Layout, interleaved: bool, outputs: Mapping[str, int]
+) -> Place:
     if not name.startswith("layers."):
         module, _, kind = name.rpartition(".")
         return Place(name, shape, (f"{_theirs(module, layout.outside, name)}.{kind}",))
@@ -96,8 +116,9 @@ def _place(name: str, shape: tuple[int, ...], model: Model, layout: Layout, inte
     if inner in layout.inside:
         return Place(name, shape, (before + layout.inside[inner],))
     module, _, kind = inner.rpartition(".")
-    start, whole = _part(module, shape[0], layout)
+    start, whole, every = _part(name, module, layout, outputs, model)
     head, rotated = _rotated(module, model) if interleaved and module in layout.interleaved else (0, 0)
+    head = model.head_size if every else head
     return Place(
         name,
         shape,
@@ -107,6 +128,7 @@ def _place(name: str, shape: tuple[int, ...], model: Model, layout: Layout, inte
         whole=whole,
         head=head,
         rotated=rotated,
+        every=every,
     )
 
 
@@ -116,10 +138,18 @@ def _theirs(module: str, names: Mapping[str, str], name: str) -> str:
     return names[module]
 
 
-def _part(module: str, size: int, layout: Layout) -> tuple[int, int | None]:
-    if module not in layout.fused:
-        return 0, None
-    return layout.fused.index(module) * size, len(layout.fused) * size
+def _part(
+    name: str, module: str, layout: Layout, outputs: Mapping[str, int], model: Model
+) -> tuple[int, int | None, int]:
+    """Where a module's outputs begin in the fused ones, how many these are, and how many of each head."""
+    for fused in layout.fused:
+        if module in fused:
+            sizes = [outputs[name.replace(module, one)] for one in fused]
+            at = fused.index(module)
+            if layout.by_head:
+                return at * model.head_size, sum(sizes), len(fused) * model.head_size
+            return sum(sizes[:at]), sum(sizes), 0
+    return 0, None, 0
 
 
 def _rotated(module: str, model: Model) -> tuple[int, int]:

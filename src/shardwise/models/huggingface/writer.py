@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -62,7 +61,7 @@ def _make_empty(folder: Path) -> None:
 def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model as its family stores them; parts of a fused one wait until all are there."""
     model, places = naming.model, naming.places
-    waiting: dict[str, dict[int, Tensor]] = {}
+    waiting: dict[str, list[tuple[Place, Tensor]]] = {}
     left = dict(places)
     for name, tensor in tensors:
         if name == "head.weight" and model.tied_embeddings:
@@ -72,11 +71,13 @@ def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Ite
             if place.whole is None:
                 yield theirs, stored
                 continue
-            parts = waiting.setdefault(theirs, {})
-            parts[place.start] = stored
-            if sum(part.shape[-1] for part in parts.values()) == place.whole:
-                yield theirs, torch.cat([parts[start] for start in sorted(parts)], dim=-1)
-                del waiting[theirs]
+            parts = waiting.setdefault(theirs, [])
+            parts.append((place, stored))
+            if sum(part.shape[place.outputs] for _, part in parts) == place.whole:
+                whole = stored.new_empty(place.stored_shape)
+                for one, part in waiting.pop(theirs):
+                    one.put(part, whole)
+                yield theirs, whole
     if left:
         name = next(iter(left))
         raise SpecError(name, f"of {model.name} was not given", "write every tensor of the model")

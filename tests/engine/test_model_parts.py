@@ -1,0 +1,75 @@
+"""Parts that only some families have (norms behind, caps, a share of rope) compute the same in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.parity import check
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.numerics import Numerics, RopeScaling
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+
+SHAPE: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "max_seq": 64}
+RMS: dict[str, Any] = {**SHAPE, "norm": "rmsnorm", "activation": "swiglu"}
+LONG = RopeScaling(
+    kind="longrope", factor=4.0, original_seq=8, short_factors=(1.0, 1.1, 1.2), long_factors=(2.0, 3.0, 4.0)
+)
+MODELS = {
+    "olmo": Model(**SHAPE, activation="swiglu", norm_weight=False, numerics=Numerics(clip_qkv=0.3)),
+    "olmo2": Model(**RMS, norm_after=True, qk_norm=True, qk_norm_whole=True),
+    "phi": Model(**SHAPE, parallel_block=True, norms_per_layer=1, qkv_bias=True, mlp_bias=True, lm_head_bias=True,
+                 attention_out_bias=True, qk_norm=True, numerics=Numerics(rotary_share=0.5)),
+    "neox": Model(**SHAPE, parallel_block=True, mlp_bias=True, numerics=Numerics(rotary_share=0.25)),
+    "phi3": Model(**RMS, numerics=Numerics(rotary_share=0.75, rope_scaling=LONG)),
+    "gemma2": Model(**{**RMS, "activation": "geglu"}, norms_per_layer=4, tied_embeddings=True, sliding_window=5,
+                    sliding_window_every=2,
+                    numerics=Numerics(norm_plus_one=True, embedding_scale=32**0.5, attention_scalar=5.0,
+                                      attention_softcap=0.5, logit_softcap=0.7)),
+    "gemma3": Model(**RMS, norms_per_layer=4, tied_embeddings=True, sliding_window=5, sliding_window_every=3,
+                    qk_norm=True, numerics=Numerics(norm_plus_one=True, windowed_rope_theta=100.0, rope_theta=1e6)),
+}  # fmt: skip
+SP, PLAIN, PP = {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}
+ULYSSES = {"cp": 2, "context_method": "ulysses"}
+QUICK = [
+    ("olmo2", SP),
+    ("olmo2", {**PLAIN, "dp": 1}),
+    ("neox", SP),
+    ("gemma2", SP),
+    ("gemma2", {"pp": 2, "schedule": "zbv"}),
+    ("gemma3", PP),
+    ("phi", {"dp": 2, "zero": 3}),
+]
+MORE = [
+    ("olmo2", {"tp": 4}),  # more ranks than key-value heads: some hold the same
+    ("olmo2", {"tp": 4, "sequence_parallel": False}),
+    ("olmo2", {"cp": 2, "tp": 2}),
+    ("olmo2", {"dp": 2, "recompute": "selective", "recompute_operators": ("norm", "activation")}),
+    ("gemma2", {"dp": 2, "recompute": "selective", "recompute_operators": ("norm", "activation")}),
+    ("gemma2", {"tp": 2, "recompute": "full"}),
+    ("gemma2", {**ULYSSES, "zero": 3}),
+    *((name, fields) for name in MODELS for fields in (SP, PLAIN, PP, {"dp": 2, "zero": 2})),
+]
+
+
+def job_of(name: str, fields: dict[str, Any]) -> Job:
+    strategy = Strategy(**{"dp": 1, **fields})
+    training = Training(global_batch=4 * strategy.data_parallel, seq=16, precision="fp32")
+    return Job(
+        model=MODELS[name], cluster=cluster_from(f"laptop:{strategy.world}"), strategy=strategy, training=training
+    )
+
+
+@pytest.mark.parametrize(("name", "fields"), QUICK, ids=str)
+def test_it_equals_one_process(name: str, fields: dict[str, Any]) -> None:
+    check(job_of(name, fields))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fields"), MORE, ids=str)
+def test_so_do_other_layouts(name: str, fields: dict[str, Any]) -> None:
+    check(job_of(name, fields))
