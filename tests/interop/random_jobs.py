@@ -32,7 +32,8 @@ def drawn(framework: str | None, seed: int, number: int) -> Iterator[Job]:
     random = Random(seed)
     while number:
         try:
-            job = _job(random, _BY_FRAMEWORK[framework](random) if framework else _anything(random))
+            fields = _BY_FRAMEWORK[framework](random) if framework else _anything(random)
+            job = _job(random, {**fields, "framework": framework})
         except SpecError:
             continue
         number -= 1
@@ -49,7 +50,53 @@ def _job(random: Random, fields: Fields) -> Job:
     training["global_batch"] = strategy["dp"] * strategy.setdefault("microbatch", random.choice((1, 2, 4))) * rounds
     level = {"size": devices, "link": "nvswitch-h100"}
     cluster = Cluster.from_dict({"device": "h100-sxm", "levels": [level]})
-    return Job.from_dict({"model": fields["model"], "cluster": cluster, "strategy": strategy, "training": training})
+    optimization, schedule = _VALUES.get(fields.get("framework"), _any_values)(random)
+    warmup = 0 if training.get("tokens") else random.choice((0, 2, 100))
+    run = {"steps": random.choice((1000, 333)), "schedule": {"warmup": warmup, **schedule}}
+    training["optimization"] = optimization
+    job = {"model": fields["model"], "cluster": cluster, "strategy": strategy, "training": training, "run": run}
+    return Job.from_dict(job)
+
+
+def _any_values(random: Random) -> tuple[Fields, Fields]:
+    """Constants of the optimizer and of the schedule."""
+    pick = random.choice
+    scaling = {"initial": pick((2.0**12, 2.0**16)), "window": pick((500, 1000)), "hysteresis": pick((1, 2)),
+               "minimum": pick((1.0, 2.0)), "static": pick((None, 1024.0))}  # fmt: skip
+    optimization = {
+        "learning_rate": pick((3e-4, 1e-3, 2.7e-5)), "decay": pick((0.0, 0.1, 0.033)), "beta1": pick((0.9, 0.8)),
+        "beta2": pick((0.95, 0.999)), "epsilon": pick((1e-8, 1e-6)), "momentum": pick((0.9, 0.95)),
+        "clip_norm": pick((None, 1.0, 0.5)), "loss_scaling": scaling,
+    }  # fmt: skip
+    schedule = {
+        "kind": pick(("constant", "cosine", "linear", "wsd")),
+        "final": pick((0.0, 0.1, 0.3)),
+        "decay": pick((0.1, 0.25)),
+    }
+    return optimization, schedule
+
+
+def _titan_values(random: Random) -> tuple[Fields, Fields]:
+    optimization, schedule = _any_values(random)
+    return {**optimization, "clip_norm": random.choice((1.0, 0.5))}, schedule  # it always clips
+
+
+def _colossal_values(random: Random) -> tuple[Fields, Fields]:
+    optimization, schedule = _any_values(random)
+    optimization["loss_scaling"]["static"] = None  # its scale is always found by trial
+    return optimization, schedule
+
+
+def _nano_values(random: Random) -> tuple[Fields, Fields]:
+    optimization, schedule = _any_values(random)
+    return {**optimization, "loss_scaling": {}}, schedule  # which has no options
+
+
+_VALUES: dict[Any, Callable[[Random], tuple[Fields, Fields]]] = {
+    "torchtitan": _titan_values,
+    "colossalai": _colossal_values,
+    "nanotron": _nano_values,
+}
 
 
 def _anything(random: Random) -> Fields:

@@ -53,6 +53,9 @@ def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None
     given = fields.get("run", None if run is None else {})
     if isinstance(given, Mapping):
         fields["run"] = with_steps({**given, **(run or {})}, fields)
+        if framework is not None:
+            fields["run"], cut = _fitting_run(fields["run"])
+            notes += cut
     _take_shorter_sequences(fields)
     job = decided(Job.from_dict(fields))
     if framework is not None:
@@ -67,7 +70,7 @@ def planning_job(arguments: argparse.Namespace, framework: str | None = None) ->
     Its strategy says only what no search varies (`NOT_SEARCHED`). For a ``framework`` the stack and the precision are
     its own, unless others are given.
     """
-    fields, _, notes = _job_fields(arguments, runs_here=True)
+    fields, imported, notes = _job_fields(arguments, runs_here=True)
     if framework is not None:
         notes += _own_way(fields, framework)
     given = fields.pop("strategy", None) or {}
@@ -82,6 +85,10 @@ def planning_job(arguments: argparse.Namespace, framework: str | None = None) ->
         batch = PLANNED_BATCH
         notes.append(f"no global batch given: {batch} (--global-batch)")
     fields["training"] = training
+    if imported is not None and isinstance(fields.get("run"), Mapping):
+        steps = _planned_steps(training, batch)
+        fields["run"], cut = _fitting_run({**fields["run"], **({"steps": steps} if steps else {})})
+        notes += cut
     job = Job.from_dict(fields)
     notes += planned_precision_notes(job)
     notes += filter(None, [sequence_note(job.model, job.training)])
@@ -89,6 +96,18 @@ def planning_job(arguments: argparse.Namespace, framework: str | None = None) ->
         return job.unchecked(training=replace(job.training, global_batch=batch)), notes
     except SpecError as error:
         raise error.under("training") from None
+
+
+def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
+    """Steps of a run that counts tokens, where the batch is known before the strategy is."""
+    tokens = training.get("tokens")
+    return -(-tokens // (batch * training["seq"])) if isinstance(tokens, int) and isinstance(batch, int) else None
+
+
+def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    from shardwise.interop.frameworks.parts import fitting_run
+
+    return fitting_run(run)
 
 
 def _own_way(fields: dict[str, Any], framework: str) -> list[str]:

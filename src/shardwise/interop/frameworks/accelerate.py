@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import YAML, Settings
 from shardwise.interop.frameworks.target import Reading, Target
 from shardwise.spec.errors import SpecError
@@ -87,6 +88,7 @@ def _deepspeed(job: Job) -> Settings:
         _DEEPSPEED + "zero_stage": strategy.zero,
         _DEEPSPEED + "gradient_accumulation_steps": job.microbatches,
         _DEEPSPEED + "zero3_init_flag": strategy.zero == 3,
+        _DEEPSPEED + "gradient_clipping": job.training.optimization.clip_norm,
     }
     for name, moved in devices.items():
         settings[_DEEPSPEED + f"offload_{name}_device"] = offload.target if moved else "none"
@@ -171,6 +173,7 @@ def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
     if {optimizer, weights} != {"none"}:
         fields["strategy.offload.target"] = "nvme" if "nvme" in (optimizer, weights) else "cpu"
     reading.count(_DEEPSPEED + "gradient_accumulation_steps")
+    training_values.read_accelerate(reading, fields)
 
 
 def _notes(job: Job) -> list[str]:
@@ -204,6 +207,8 @@ ACCELERATE = Target(
         "training.attention": "the model's code (attn_implementation)",
         "training.dropout": "the model's code",
         "training.tokens": "the training script counts them",
+        "training.optimization": "the training script builds the optimizer",
+        "run": "the training script counts steps and builds the scheduler",
         "strategy.microbatch": "the data loader of the training script",
     },
     reasons={

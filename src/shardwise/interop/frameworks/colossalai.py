@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import JSON, Settings
 from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError
@@ -44,7 +45,7 @@ def _compose(job: Job) -> Settings:
     elif strategy.tp > 1 and strategy.sequence_parallel:
         settings[_IN + "enable_sequence_parallelism"] = True
         settings[_IN + "sequence_parallelism_mode"] = "split_gather"
-    return {**settings, **_pipeline(job), **_recompute(job)}
+    return {**settings, **_pipeline(job), **_recompute(job), **training_values.colossalai_settings(job)}
 
 
 def _outermost(job: Job) -> str:
@@ -99,6 +100,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     fields["training.attention"] = "flash" if flash or fields.get("strategy.context_method") == "ring" else "unfused"
     _read_pipeline(reading, fields)
     _read_recompute(reading, fields)
+    training_values.read_colossalai(reading, fields)
 
 
 def _read_sequence(reading: Reading, fields: dict[str, Any]) -> None:
@@ -178,6 +180,8 @@ COLOSSALAI = Target(
         "training.optimizer": "the training script builds it",
         "training.dropout": "the model's code",
         "training.tokens": "the training script counts them",
+        "training.optimization": "the training script builds the optimizer",
+        "run": "the training script counts steps and builds the scheduler",
         "strategy.microbatch": "the data loader of the training script",
     },
     reasons={
@@ -200,6 +204,7 @@ COLOSSALAI = Target(
         "strategy.overlap.tp": "tensor-parallel transfers are not overlapped",
         "strategy.offload.optimizer": "all of the optimizer or nothing, with ZeRO",
         "strategy.offload": "cpu_offload moves the optimizer states only",
+        "training.optimization.loss_scaling.static": "its loss scale is found by trial",
         "training.precision": "fp32, fp16, bf16 and fp8, gradients in the weights' format",
     },
     refusals=(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import JSON, Settings
 from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError, shown
@@ -20,10 +21,9 @@ _STATES_LIKE = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSp
 _DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
 # Settings a job has no field for: read for their type, then reported as not used.
 _NUMBERS = (
-    "gradient_clipping", "fp16.loss_scale", "fp16.loss_scale_window", "fp16.initial_scale_power", "fp16.hysteresis",
-    "fp16.min_loss_scale", _ZERO + "reduce_bucket_size", _ZERO + "allgather_bucket_size", _ZERO + "sub_group_size",
+    _ZERO + "reduce_bucket_size", _ZERO + "allgather_bucket_size", _ZERO + "sub_group_size",
     _ZERO + "stage3_prefetch_bucket_size", _ZERO + "stage3_param_persistence_threshold",
-    _ZERO + "stage3_max_live_parameters", _ZERO + "stage3_max_reuse_distance", "optimizer.params.lr",
+    _ZERO + "stage3_max_live_parameters", _ZERO + "stage3_max_reuse_distance",
     _RECOMPUTE + ".number_checkpoints",
 )  # fmt: skip
 _FLAGS = (
@@ -40,7 +40,6 @@ def _compose(job: Job) -> Settings:
         "train_micro_batch_size_per_gpu": strategy.microbatch,
         "gradient_accumulation_steps": job.microbatches,
         "optimizer.type": _OPTIMIZERS.get(training.optimizer),
-        "optimizer.params.momentum": 0.9 if training.optimizer == "sgd-momentum" else None,
         "fp16.enabled": True if training.precision == "fp16" else None,
         "bf16.enabled": True if training.precision in ("bf16", "bf16-fp32-grads") else None,
         "data_types.grad_accum_dtype": "fp32" if training.precision == "bf16-fp32-grads" else None,
@@ -54,7 +53,7 @@ def _compose(job: Job) -> Settings:
     if strategy.recompute == "full":
         settings[_RECOMPUTE + ".partition_activations"] = False
         settings[_RECOMPUTE + ".cpu_checkpointing"] = strategy.offload.activations == 1
-    return {**settings, **_offload(job)}
+    return {**settings, **_offload(job), **training_values.deepspeed_settings(job)}
 
 
 def _offload(job: Job) -> Settings:
@@ -84,8 +83,9 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     _read_optimizer(reading, fields)
     _read_zero(reading, fields)
     _read_batch(reading, fields)
-    for key in (*_NUMBERS, *_FLAGS, "scheduler.type"):
-        read = reading.number if key in _NUMBERS else reading.flag if key in _FLAGS else reading.text
+    training_values.read_deepspeed(reading, fields)
+    for key in (*_NUMBERS, *_FLAGS):
+        read = reading.number if key in _NUMBERS else reading.flag
         if reading.has(key):
             read(key)
         if not key.startswith(_RECOMPUTE) and not key.endswith("pin_memory"):
@@ -184,7 +184,9 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
 
 def _notes(job: Job) -> list[str]:
     strategy = job.strategy
-    notes = ["optimizer.params (learning rate, betas, weight decay) and the scheduler are yours to add"]
+    notes = []
+    if strategy.dp is not None and job.run.schedule.warmup < 2:
+        notes.append("a scheduler of DeepSpeed warms up for two steps at least")
     if strategy.tp > 1:
         notes.append(f"tp {strategy.tp} is AutoTP: a Hugging Face model, passed to deepspeed.initialize")
     if strategy.pp > 1:
@@ -224,6 +226,7 @@ DEEPSPEED = Target(
         "training.attention": "the model's code",
         "training.dropout": "the model's code",
         "training.tokens": "the training script counts them",
+        "run": "the training script; it may pass its own scheduler to deepspeed.initialize",
     },
     reasons={
         "strategy.cp": "only Ulysses sequence parallelism",
@@ -242,6 +245,7 @@ DEEPSPEED = Target(
         "strategy.offload.weights": "offload_param moves all weights",
         "strategy.offload.optimizer": "a part of the optimizer only under ZeRO-3 (ratio)",
         "training.precision": "fp8 and fp4 come from the model's code (Transformer Engine)",
+        "training.optimization.loss_scaling.initial": "fp16.initial_scale_power is a power of 2",
         "training.optimizer": "not among DeepSpeed's optimizers: build it in the training script",
     },
     refusals=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.interop.frameworks import megatron_model, megatron_recompute
+from shardwise.interop.frameworks import megatron_model, megatron_recompute, training_values
 from shardwise.interop.frameworks.documents import COMMAND, Settings
 from shardwise.interop.frameworks.megatron_reading import SHARDED, interpret
 from shardwise.interop.frameworks.target import Option, Target
@@ -32,7 +32,7 @@ def _compose(job: Job) -> Settings:
         "--seq-length": training.seq,
         "--attention-dropout": dropout,
         "--hidden-dropout": dropout,
-        "--train-samples": -(-training.tokens // training.seq) if training.tokens else None,
+        **training_values.megatron_settings(job),
     }
     settings.update(_optimizer(job))
     if job.model.moe is not None:
@@ -91,12 +91,13 @@ def layout_text(counts: tuple[int, ...], mtp_layers: int = 0) -> str:
 
 
 def _optimizer(job: Job) -> Settings:
-    strategy, name = job.strategy, job.training.optimizer
+    strategy, name, momentum = job.strategy, job.training.optimizer, job.training.optimization.momentum
     settings: Settings = {"--optimizer": "adam"}
     if name in ("sgd", "sgd-momentum"):
-        settings = {"--optimizer": "sgd", "--sgd-momentum": "0.9" if name == "sgd-momentum" else "0.0"}
+        settings = {"--optimizer": "sgd", "--sgd-momentum": momentum if name == "sgd-momentum" else "0.0"}
     if name == "muon":
         settings = {"--optimizer": "dist_muon" if strategy.zero == 1 else "muon", "--ckpt-format": "torch"}
+        settings["--muon-momentum"] = momentum
     if strategy.offload.optimizer > 0:
         settings["--optimizer-cpu-offload"] = True
         settings["--optimizer-offload-fraction"] = strategy.offload.optimizer
@@ -106,7 +107,7 @@ def _optimizer(job: Job) -> Settings:
 
 
 def _notes(job: Job) -> list[str]:
-    notes = ["learning rate, data and checkpoint options are yours to add; Megatron pads the vocabulary to 128·tp"]
+    notes = ["data and checkpoint options are yours to add; Megatron pads the vocabulary to 128·tp"]
     notes += megatron_model.notes(job)
     if job.strategy.tp > 1 or job.strategy.cp > 1:
         notes.append("before Blackwell GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1 (not with Megatron-FSDP)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardwise.interop.frameworks import megatron_model, megatron_recompute
+from shardwise.interop.frameworks import megatron_model, megatron_recompute, training_values
 from shardwise.interop.frameworks.target import Reading
 from shardwise.spec.errors import SpecError, shown
 
@@ -138,3 +138,6 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
         samples = steps * batch
     if samples is not None:
         fields["training.tokens"] = samples * fields["training.seq"]
+    elif steps is not None:
+        fields["run.steps"] = steps
+    training_values.read_megatron(reading, fields, steps or (-(-samples // batch) if samples and batch else None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import YAML, Settings
 from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError
@@ -16,19 +17,11 @@ from shardwise.spec.model import Model
 _MODEL = "model.model_config."
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bf16-fp32-grads": "bfloat16"}
 _FACTORY = "optimizer.optimizer_factory."
-_RATE = "optimizer.learning_rate_scheduler."
 # Required by nanotron, unknown to a job: values to replace.
 _PLACEHOLDERS: Settings = {
     "general.project": "shardwise",
     "general.run": "%date_%jobid",
     "model.init_method.std": 0.02,
-    "optimizer.weight_decay": 0.1,
-    "optimizer.clip_grad": 1.0,
-    _RATE + "learning_rate": 0.0003,
-    _RATE + "lr_warmup_steps": 0,
-    _RATE + "lr_warmup_style": "linear",
-    _RATE + "lr_decay_style": "cosine",
-    _RATE + "min_decay_lr": 0.00003,
 }
 _SHAPE = {
     "layers": "num_hidden_layers",
@@ -45,7 +38,6 @@ _DEFAULTS = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": None, "ffn":
 def _compose(job: Job) -> Settings:
     strategy, training = job.strategy, job.training
     adam = training.optimizer not in ("sgd", "sgd-momentum")
-    steps = -(-training.tokens // job.tokens_per_step) if training.tokens else 1000
     settings: Settings = {
         **_PLACEHOLDERS,
         **_model(job.model),
@@ -53,15 +45,13 @@ def _compose(job: Job) -> Settings:
         "tokens.sequence_length": training.seq,
         "tokens.micro_batch_size": strategy.microbatch,
         "tokens.batch_accumulation_per_replica": job.microbatches,
-        "tokens.train_steps": steps,
         "optimizer.zero_stage": min(strategy.zero, 1),
         "optimizer.accumulate_grad_in_fp32": training.precision not in ("fp16", "bf16"),
         _FACTORY + "name": "adamW" if adam else "sgd",
     }
     if adam:
-        moments = {"adam_eps": 1e-8, "adam_beta1": 0.9, "adam_beta2": 0.95, "torch_adam_is_fused": True}
-        settings.update({_FACTORY + name: value for name, value in moments.items()})
-    return settings
+        settings[_FACTORY + "torch_adam_is_fused"] = True
+    return {**settings, **training_values.nanotron_settings(job)}
 
 
 def _model(model: Model) -> Settings:
@@ -102,9 +92,8 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     accumulation, ranks = reading.count("tokens.batch_accumulation_per_replica", 1), fields.get("strategy.dp")
     if ranks:
         fields["training.global_batch"] = fields.get("strategy.microbatch", 1) * accumulation * ranks
-        steps = reading.count("tokens.train_steps")
-        if steps:
-            fields["training.tokens"] = steps * fields["training.global_batch"] * fields["training.seq"]
+    reading.value(_FACTORY + "torch_adam_is_fused")
+    training_values.read_nanotron(reading, fields)
     fields["strategy.order"] = ("tp", "cp", "dp", "pp")
     layers = fields.get("model.layers")
     if layers and fields["strategy.pp"] > 1:
@@ -173,10 +162,7 @@ def _read_experts(reading: Reading, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def _notes(job: Job) -> list[str]:
-    notes = ["learning rate, weight decay, clipping and initialisation are placeholders; add tokenizer and data_stages"]
-    if job.training.tokens is None:
-        notes.append("tokens.train_steps 1000 is a placeholder: the job says no number of tokens")
-    return notes
+    return ["initialisation is a placeholder; add tokenizer and data_stages"]
 
 
 # fmt: off
@@ -228,6 +214,7 @@ NANOTRON = Target(
         "strategy.overlap.cp": "the ring always overlaps",
         "strategy.offload": "no offloading",
         "training.precision": "fp32, fp16 and bf16 only (its fp8 is experimental)",
+        "training.optimization.loss_scaling": "its loss scale is fixed in its code",
         "training.optimizer": "only AdamW and plain SGD",
         "training.attention": "always a fused attention",
         "training.tokens": "counted in whole steps",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.run import Run
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,24 @@ class Imported:
             raise SpecError("model", f"is not in a {self.target} configuration", "name it: --model llama3-8b")
         elif isinstance(tree["model"], dict):
             tree["model"] = Model.from_dict({"name": f"from-{self.target}", **tree["model"]}, "model")
-        return Job.from_dict({**tree, "cluster": cluster})
+        run = tree.pop("run", {})
+        job = Job.from_dict({**tree, "cluster": cluster})
+        if job.training.tokens is not None:
+            run = {**run, "steps": -(-job.training.tokens // job.tokens_per_step)}
+        return replace(job, run=Run.from_dict(fitting_run(run)[0], "run")) if run else job
+
+
+def fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a run with a warm-up that ends before the run does, and a note where that cut it.
+
+    Frameworks accept a longer one and cut it too.
+    """
+    schedule, steps = run.get("schedule"), run.get("steps", Run().steps)
+    warmup = schedule.get("warmup") if isinstance(schedule, Mapping) else None
+    if not isinstance(warmup, int) or not isinstance(steps, int) or warmup < steps or not isinstance(schedule, Mapping):
+        return dict(run), []
+    note = f"a warm-up of {warmup:,} steps does not end in a run of {steps:,}: {max(0, steps - 1):,} are taken"
+    return {**run, "schedule": {**schedule, "warmup": max(0, steps - 1)}}, [note]
 
 
 def plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.interop.frameworks.parts import Imported, Lost
+from shardwise.interop.frameworks.parts import Lost
 from shardwise.interop.frameworks.said import said_by
 from shardwise.interop.frameworks.target import Target
 from shardwise.spec import presets
@@ -29,8 +29,7 @@ def as_run_by(job: Job, one: Target) -> Job:
     kept = {path: value for path, value in fields.items() if not path.startswith("model")}
     stack = own_stack(job.stack, one, str(fields["stack"]))
     made = replace(back, fields={**kept, "stack": stack}).job(job.cluster, job.model)
-    run = Imported("", {path: value for path, value in fields.items() if path.startswith("run.")}).nested().get("run")
-    made = replace(made, run=job.run if run is None else type(job.run).from_dict({**job.run.to_dict(), **run}))
+    made = replace(made, run=replace(job.run, steps=made.run.steps, schedule=made.run.schedule))
     return job if made.stack == job.stack and said_by(made) == said_by(job) else made
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from shardwise.spec import rules
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.run import Run
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -49,8 +51,35 @@ def said_by(job: Job) -> dict[str, Any]:
         "offload.target": offload,
     }
     paths = [f"strategy.{path}" for path in _paths(strategy) if matters.get(path, True)]
-    paths += [f"training.{path}" for path in _paths(job.training)]
+    paths += [f"training.{path}" for path in _paths(job.training) if _optimization_matters(path, job)]
+    paths += ["run.steps", *(f"run.schedule.{name}" for name in _schedule_that_matters(job))]
     return {path: comparable(path, value_at(job, path), job) for path in paths}
+
+
+def steps_of(job: Job) -> int:
+    """Optimizer steps of the run: as many as its tokens take, where it counts these."""
+    tokens = job.training.tokens
+    return job.run.steps if tokens is None else -(-tokens // job.tokens_per_step)
+
+
+def _optimization_matters(path: str, job: Job) -> bool:
+    """Whether a field below ``training`` has an effect: constants of other optimizers and formats have none."""
+    optimizer, scaling = job.training.optimizer, job.training.optimization.loss_scaling
+    name = path.removeprefix("optimization.")
+    if name == path:
+        return True
+    if name.startswith("loss_scaling."):
+        used = name == "loss_scaling.static" or scaling.static is None
+        return job.training.precision == "fp16" and used
+    if name == "momentum":
+        return optimizer in ("sgd-momentum", "muon")
+    return name not in ("beta1", "beta2", "epsilon") or not optimizer.startswith("sgd")
+
+
+def _schedule_that_matters(job: Job) -> list[str]:
+    kind = job.run.schedule.kind
+    falls = ["final"] if kind != "constant" else []
+    return ["kind", "warmup", "reference_batch", *falls, *(["decay"] if kind == "wsd" else [])]
 
 
 def comparable(path: str, value: Any, job: Job) -> Any:
@@ -70,6 +99,10 @@ def comparable(path: str, value: Any, job: Job) -> Any:
     if path == "strategy.recompute_operators":
         own = job.unchecked(strategy=strategy.unchecked(recompute_operators=tuple(value)))
         return tuple(sorted(set(own.selective_operators)))
+    if path == "run.steps":
+        return value if job.training.tokens is None else steps_of(job)
+    if path == "run.schedule.decay":
+        return math.ceil(round(value * steps_of(job), 6))
     if path == "training.global_batch":
         return job.sequences if isinstance(value, str) else value
     return value
@@ -79,7 +112,7 @@ def comparable(path: str, value: Any, job: Job) -> Any:
 def default_of(path: str) -> Any:
     """What a field is when nothing says it; None for a path without a default."""
     noun, _, rest = path.partition(".")
-    owner: Any = {"strategy": Strategy(), "training": Training()}.get(noun)
+    owner: Any = {"strategy": Strategy(), "training": Training(), "run": Run()}.get(noun)
     for name in rest.split("."):
         owner = getattr(owner, name, None)
     return owner

@@ -28,14 +28,17 @@ _ESSENTIAL = (
     "training.global_batch",
     "training.precision",
     "training.optimizer",
+    "training.optimization.learning_rate",
     "strategy.microbatch",
 )
+_COUNTED = ("run.schedule.decay",)  # compared as a number of steps, said as a share
 _EVERYWHERE = {
     "strategy.collective": "the communication library chooses its algorithm (NCCL_ALGO)",
     "strategy.bucket": "buckets are of the framework's own size",
     "strategy.compression": "gradients travel as they are",
     "strategy.synchronise": "ranks meet in every step",
     "training.checkpoint_interval": "counted in steps, by the training script",
+    "run.schedule.reference_batch": "give the learning rate of the batch that is used",
 }
 
 
@@ -268,23 +271,37 @@ class Target:
         said = {**said_by(job), **(shape_of(job.model) if self.carries_model else {})}
         returned = {**_model_defaults(job, back), **back.fields} if self.carries_model else back.fields
         for path, value in said.items():
-            if path in elsewhere and path not in back.fields:
-                if path in _ESSENTIAL or value != default_of(path):
-                    lost.append(Lost(path, value, elsewhere[path], elsewhere=True))
+            where = _nearest(elsewhere, path)
+            if where is not None and path not in back.fields and not _follows(path, back):
+                if path in _ESSENTIAL or value != comparable(path, default_of(path), job):
+                    lost.append(Lost(path, value_at(job, path) if path in _COUNTED else value, where, elsewhere=True))
             elif path == "strategy.dp" and path not in returned:
                 continue  # the devices that the other degrees leave
             elif path == "training.tokens" and value is None:
                 continue  # a job that says no length is not contradicted by one
+            elif path == "run.steps" and _follows(path, back):
+                if -(-back.fields["training.tokens"] // job.tokens_per_step) != value:
+                    lost.append(Lost(path, value, self._reason(path, job)))
             elif comparable(path, returned.get(path, default_of(path)), job) != value:
                 whole = job.strategy.order if path == "strategy.order" else value
                 lost.append(Lost(path, whole, self._reason(path, job)))
         return lost
 
     def _reason(self, path: str, job: Job) -> str:
-        why = (
-            self.reasons.get(path) or self.reasons.get(path.rpartition(".")[0]) or f"{self.title} has no option for it"
-        )
+        why = _nearest(self.reasons, path) or f"{self.title} has no option for it"
         return why if isinstance(why, str) else why(job)
+
+
+def _nearest(table: Mapping[str, Any], path: str) -> Any:
+    """The entry of a path, or of what it is a part of."""
+    while path and path not in table:
+        path = path.rpartition(".")[0]
+    return table.get(path)
+
+
+def _follows(path: str, back: Imported) -> bool:
+    """Whether a field that did not return follows from one that did."""
+    return path == "run.steps" and back.fields.get("training.tokens") is not None
 
 
 def _model_defaults(job: Job, back: Imported) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import TOML, Settings
 from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError, shown
@@ -64,7 +65,7 @@ def _compose(job: Job) -> Settings:
         "training.mixed_precision_param": "float32" if training.precision == "fp32" else "bfloat16",
         "training.mixed_precision_reduce": "float32",
         "training.local_batch_size": strategy.microbatch * (job.microbatches if strategy.pp > 1 else 1),
-        "training.steps": -(-training.tokens // job.tokens_per_step) if training.tokens else None,
+        **training_values.torchtitan_settings(job),
         "training.enable_cpu_offload": True if _offloads_all(job) else None,
         _PARALLEL + "data_parallel_replicate_degree": replicas,
         _PARALLEL + "data_parallel_shard_degree": strategy.data_parallel // replicas,
@@ -205,9 +206,7 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
     fields["training.precision"] = next(iter(quantized.values()), mixed)
     reading.used.add("training.mixed_precision_reduce")
     reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"})
-    if steps := reading.whole("training.steps"):
-        batch = fields.get("training.global_batch")
-        fields["training.tokens"] = steps * batch * fields["training.seq"] if batch else None
+    training_values.read_torchtitan(reading, fields)
     fields["training.attention"] = "flash"
     mode, option = fields["strategy.recompute"], reading.text("activation_checkpoint.selective_ac_option", "2")
     if mode == "selective" and option == "op":
@@ -223,7 +222,7 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _notes(job: Job) -> list[str]:
-    notes = ["learning rate, data and checkpoint settings are yours to add"]
+    notes = ["data and checkpoint settings are yours to add"]
     if job.model.name not in FLAVORS:
         notes.append(f"{job.model.name} is no flavor of TorchTitan: register one and set model.name and model.flavor")
     return notes
@@ -288,6 +287,7 @@ TORCHTITAN = Target(
         "strategy.overlap.offload": "FSDP2 always overlaps its transfers",
         "training.precision": "bf16 with fp32 reduction and weights, fp8 and mxfp8, or fp32",
         "training.optimizer": "only Adam and AdamW",
+        "training.optimization.clip_norm": "it always clips",
         "training.attention": "always a fused attention",
         "training.tokens": "counted in whole steps",
     },
@@ -298,6 +298,7 @@ TORCHTITAN = Target(
          "its selective recomputation of expert layers has no price here"),
         ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),
         ("strategy.keep_parameters", lambda job: job.strategy.zero == 3 and not job.strategy.keep_parameters
+         and job.strategy.sharding_group > 1
          and job.strategy.pp > 1 and job.strategy.schedule in SPLIT_BACKWARD,
          "FSDP2 lets weights go before a split backward pass reads them: wrong gradients (pytorch#144530)"),
     ),
