@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from shardwise.cost.room import fit_of
 from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, own_stack, same_products, target
 from shardwise.interop.frameworks.parts import Lost
-from shardwise.interop.frameworks.said import said_by
 from shardwise.planner.candidate import Candidate, candidate, job_with
 from shardwise.planner.constraints import FIELDS, OFFLOADS, Allowed, Constraints, field_value
+from shardwise.planner.exported import differences
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.ranking import ranked
 from shardwise.planner.request import Request
@@ -89,59 +88,6 @@ def _best_near(found: Plan, name: str) -> Candidate | None:
                 if own.memory.total <= request.capacity_bytes:
                     return own
     return None
-
-
-@dataclass(frozen=True)
-class PricedExport:
-    """A job as priced here, and as the framework runs what was written of it (None where that makes no job)."""
-
-    here: Candidate
-    there: Candidate | None
-    differs: tuple[str, ...] = ()
-
-    @property
-    def changed(self) -> bool:
-        """Whether the framework's step or memory is another than the job's, by more than 0.1%."""
-        if self.there is None:
-            return True
-        pairs = ((self.here.step_seconds, self.there.step_seconds), (self.here.memory.total, self.there.memory.total))
-        return any(abs(after / before - 1) > 1e-3 for before, after in pairs)
-
-    @property
-    def no_longer_fits(self) -> bool:
-        short = "does not fit"
-        return self.there is not None and fit_of(self.here.job) != short and fit_of(self.there.job) == short
-
-
-def priced_export(job: Job, name: str) -> PricedExport:
-    """What a job costs here, and what its export costs where it goes."""
-    here, one = candidate(job), target(name)
-    try:
-        run = as_run_by(job, one)
-    except SpecError:
-        return PricedExport(here, None)
-    there = here if run is job else candidate(run)
-    ways = [] if run.stack == job.stack else [f"the stack {run.stack.name}"]
-    lost = {lost.field.removeprefix("strategy.") for lost in lacking(job, name)}
-    return PricedExport(here, there, (*ways, *differences(job, run), *(f"without {field}" for field in sorted(lost))))
-
-
-def differences(job: Job, run: Job) -> tuple[str, ...]:
-    """In a few words, what a framework does otherwise than ``job`` says, of what has a price."""
-    before, after = said_by(job), said_by(run)
-    words: list[str] = []
-    if before["training.precision"] != after["training.precision"]:
-        bits = {2: "16-bit gradients", 4: "fp32 gradients"}
-        words.append(bits.get(int(run.training.recipe.gradient), run.training.precision))
-    for dimension in ("dp", "tp", "cp", "pp", "ep", "offload"):
-        path = f"strategy.overlap.{dimension}"
-        if path in before and path in after and before[path] != after[path]:
-            words.append(f"{'' if after[path] else 'no '}overlap of {dimension}")
-    if "strategy.stage_layers" in after and before.get("strategy.stage_layers") != after["strategy.stage_layers"]:
-        words.append("stages of its own")
-    if before["training.attention"] != after["training.attention"]:
-        words.append(f"{run.training.attention} attention")
-    return tuple(words)
 
 
 def check_framework(name: str) -> str:

@@ -9,7 +9,6 @@ from typing import Literal
 
 from shardwise.cost.room import fit_of
 from shardwise.cost.validation.residuals import Noise, error_bar, noise_of
-from shardwise.interop.frameworks import TARGETS, lacking
 from shardwise.planner.candidate import Candidate, Degrees, complexity
 
 Group = Literal["within noise", "slower"]
@@ -116,4 +115,6 @@ def why_behind(first: Candidate, other: Candidate) -> str:
 
 def said_by_a_framework(one: Candidate) -> bool:
     """Whether some framework's configuration can say the strategy; formats and the like are its own affair."""
+    from shardwise.interop.frameworks import TARGETS, lacking  # tables that only a plan needs
+
     return any(all(not lost.field.startswith("strategy.") for lost in lacking(one.job, name)) for name in TARGETS)

@@ -32,7 +32,9 @@ def read_length(fields: Fields, steps: int | None) -> None:
 _NONE: Mapping[str, float] = {}
 
 
-def _numbers(reading: Reading, fields: Fields, keys: Mapping[str, str], absent: Mapping[str, float] = _NONE) -> None:
+def read_numbers(
+    reading: Reading, fields: Fields, keys: Mapping[str, str], absent: Mapping[str, float] = _NONE
+) -> None:
     """Fields below ``training.optimization`` from the keys that hold them, or ``absent`` ones."""
     for name, key in keys.items():
         value = reading.number(key, absent.get(name))
@@ -40,12 +42,12 @@ def _numbers(reading: Reading, fields: Fields, keys: Mapping[str, str], absent: 
             fields[OPTIMIZATION + name] = value
 
 
-def _clip(fields: Fields, value: Any) -> None:
+def read_clip(fields: Fields, value: Any) -> None:
     """Zero, or nothing, is no clipping."""
     fields[OPTIMIZATION + "clip_norm"] = value or None
 
 
-def _scaling(reading: Reading, fields: Fields, keys: Mapping[str, str], absent: Mapping[str, float]) -> None:
+def read_scaling(reading: Reading, fields: Fields, keys: Mapping[str, str], absent: Mapping[str, float]) -> None:
     """The loss scale, where the file trains in fp16; a static scale of zero is none."""
     values = {name: reading.number(key, absent.get(name)) for name, key in keys.items()}
     if fields.get("training.precision") != "fp16":
@@ -55,12 +57,12 @@ def _scaling(reading: Reading, fields: Fields, keys: Mapping[str, str], absent: 
         fields[SCALING + name] = int(value) if name in ("window", "hysteresis") else value
 
 
-def _share(part: float, whole: float) -> float:
+def share(part: float, whole: float) -> float:
     """A quotient of two decimal numbers, without the noise of their binary forms."""
     return float(f"{part / whole:.12g}")
 
 
-def _product(first: float, second: float) -> float:
+def product(first: float, second: float) -> float:
     return float(f"{first * second:.12g}")
 
 
@@ -106,15 +108,15 @@ def deepspeed_settings(job: Job) -> Settings:
 
 def read_deepspeed(reading: Reading, fields: Fields) -> None:
     names = {"learning_rate": "lr", "epsilon": "eps", "decay": "weight_decay", "momentum": "momentum"}
-    _numbers(reading, fields, {ours: _DS_PARAMS + theirs for ours, theirs in names.items()})
+    read_numbers(reading, fields, {ours: _DS_PARAMS + theirs for ours, theirs in names.items()})
     betas = reading.value(_DS_PARAMS + "betas")
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2 or not all(isinstance(one, int | float) for one in betas):
             raise SpecError(_DS_PARAMS + "betas", f"{shown(betas)} are not two numbers", "write [0.9, 0.95]")
         fields.update({OPTIMIZATION + "beta1": betas[0], OPTIMIZATION + "beta2": betas[1]})
     if reading.settings.get("gradient_clipping") != "auto":
-        _clip(fields, reading.number("gradient_clipping", 0.0))
-    _scaling(reading, fields, _DS_SCALE, _DS_SCALE_DEFAULTS)
+        read_clip(fields, reading.number("gradient_clipping", 0.0))
+    read_scaling(reading, fields, _DS_SCALE, _DS_SCALE_DEFAULTS)
     if SCALING + "initial" in fields:
         fields[SCALING + "initial"] = 2.0 ** min(float(fields[SCALING + "initial"]), 60.0)
     _read_deepspeed_scheduler(reading, fields)
@@ -170,7 +172,7 @@ def megatron_settings(job: Job) -> Settings:
     settings["--lr-decay-style"] = {ours: word for word, ours in _MEGATRON_STYLES.items()}[schedule.kind]
     settings[f"--lr-warmup-{unit}"] = schedule.warmup * each or None
     if schedule.kind != "constant":
-        settings["--min-lr"] = _product(schedule.final, optimization.learning_rate)
+        settings["--min-lr"] = product(schedule.final, optimization.learning_rate)
     if schedule.kind == "wsd":
         settings[f"--lr-wsd-decay-{unit}"] = math.ceil(schedule.decay * steps_of(job)) * each
         settings["--lr-wsd-decay-style"] = "linear"
@@ -183,14 +185,14 @@ def megatron_settings(job: Job) -> Settings:
 
 def read_megatron(reading: Reading, fields: Fields, steps: int | None) -> None:
     """``steps`` of the run, where they are known."""
-    _numbers(reading, fields, _MEGATRON, _MEGATRON_DEFAULTS)
-    _clip(fields, reading.number("--clip-grad", 1.0))
+    read_numbers(reading, fields, _MEGATRON, _MEGATRON_DEFAULTS)
+    read_clip(fields, reading.number("--clip-grad", 1.0))
     momenta = {"sgd-momentum": ("--sgd-momentum", 0.9), "muon": ("--muon-momentum", 0.9)}
     for optimizer, (option, usual) in momenta.items():
         value = reading.number(option, usual)
         if fields["training.optimizer"] == optimizer:
             fields[OPTIMIZATION + "momentum"] = value
-    _scaling(reading, fields, _MEGATRON_SCALE, _MEGATRON_SCALE_DEFAULTS)
+    read_scaling(reading, fields, _MEGATRON_SCALE, _MEGATRON_SCALE_DEFAULTS)
     style = reading.text("--lr-decay-style", "linear")
     lowest, batch = reading.number("--min-lr", 0.0), fields.get("training.global_batch") or 0
     warmup, decay = (_megatron_steps(reading, f"--lr-{name}", batch) for name in ("warmup", "wsd-decay"))
@@ -203,130 +205,14 @@ def read_megatron(reading: Reading, fields: Fields, steps: int | None) -> None:
         return
     fields[SCHEDULE + "kind"] = _MEGATRON_STYLES[style]
     fields[SCHEDULE + "warmup"] = round(fraction * steps) if fraction and steps else warmup
-    fields[SCHEDULE + "final"] = _share(lowest, rate)
+    fields[SCHEDULE + "final"] = share(lowest, rate)
     if style == "WSD":
         if falls != "linear":
             reading.notes.append(f"--lr-wsd-decay-style {shown(falls)} is read as linear")
         if decay and steps:
-            fields[SCHEDULE + "decay"] = _share(decay, steps)
+            fields[SCHEDULE + "decay"] = share(decay, steps)
 
 
 def _megatron_steps(reading: Reading, option: str, batch: int) -> int:
     steps, samples = reading.whole(f"{option}-iters", 0), reading.whole(f"{option}-samples", 0)
     return int(steps or (-(-samples // batch) if batch else 0))
-
-
-# -- TorchTitan ---------------------------------------------------------------------------------------------
-
-_TITAN = {"learning_rate": "optimizer.lr", "beta1": "optimizer.beta1", "beta2": "optimizer.beta2",
-          "epsilon": "optimizer.eps", "decay": "optimizer.weight_decay"}  # fmt: skip
-_TITAN_DEFAULTS = {"learning_rate": 8e-4, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "decay": 0.1}
-_TITAN_RATE = "lr_scheduler."
-
-
-def torchtitan_settings(job: Job) -> Settings:
-    optimization, schedule = job.training.optimization, job.run.schedule
-    settings: Settings = {key: getattr(optimization, name) for name, key in _TITAN.items()}
-    settings["training.steps"] = steps_of(job)
-    settings["training.max_norm"] = optimization.clip_norm
-    settings[_TITAN_RATE + "warmup_steps"] = schedule.warmup
-    settings[_TITAN_RATE + "decay_type"] = "cosine" if schedule.kind == "cosine" else "linear"
-    settings[_TITAN_RATE + "decay_ratio"] = schedule.decay if schedule.kind == "wsd" else None
-    # It always decays: a constant rate is one that falls to itself.
-    settings[_TITAN_RATE + "min_lr_factor"] = 1.0 if schedule.kind == "constant" else schedule.final
-    return settings
-
-
-def read_torchtitan(reading: Reading, fields: Fields) -> None:
-    _numbers(reading, fields, _TITAN, _TITAN_DEFAULTS)
-    _clip(fields, reading.number("training.max_norm", 1.0))
-    kind = reading.text(_TITAN_RATE + "decay_type", "linear")
-    ratio, lowest = reading.number(_TITAN_RATE + "decay_ratio"), reading.number(_TITAN_RATE + "min_lr_factor", 0.0)
-    warmup, steps = reading.whole(_TITAN_RATE + "warmup_steps", 200), reading.count("training.steps", 10_000)
-    read_length(fields, steps)
-    if reading.has(_TITAN_RATE + "total_steps"):
-        reading.notes.append("lr_scheduler.total_steps is not used: the rate falls until training.steps")
-        reading.used.add(_TITAN_RATE + "total_steps")
-    if kind not in ("linear", "cosine") or (ratio is not None and kind != "linear"):
-        reading.notes.append(f"lr_scheduler.decay_type {shown(kind)} is read as linear")
-        kind = "linear"
-    named = "constant" if lowest == 1 else "wsd" if ratio is not None else kind
-    fields.update({SCHEDULE + "kind": named, SCHEDULE + "warmup": warmup, SCHEDULE + "final": lowest})
-    if ratio:
-        fields[SCHEDULE + "decay"] = ratio
-
-
-# -- nanotron -----------------------------------------------------------------------------------------------
-
-_NANO_RATE, _NANO_ADAM = "optimizer.learning_rate_scheduler.", "optimizer.optimizer_factory.adam_"
-_NANO = {"learning_rate": _NANO_RATE + "learning_rate", "decay": "optimizer.weight_decay",
-         "beta1": _NANO_ADAM + "beta1", "beta2": _NANO_ADAM + "beta2", "epsilon": _NANO_ADAM + "eps"}  # fmt: skip
-
-
-def nanotron_settings(job: Job) -> Settings:
-    optimization, schedule, steps = job.training.optimization, job.run.schedule, steps_of(job)
-    adam = job.training.optimizer not in ("sgd", "sgd-momentum")
-    settings: Settings = {
-        key: getattr(optimization, name) for name, key in _NANO.items() if adam or not key.startswith(_NANO_ADAM)
-    }
-    final = 1.0 if schedule.kind == "constant" else schedule.final
-    falling = math.ceil(schedule.decay * steps) if schedule.kind == "wsd" else steps - schedule.warmup
-    settings["tokens.train_steps"] = steps
-    settings["optimizer.clip_grad"] = optimization.clip_norm
-    settings[_NANO_RATE + "lr_warmup_steps"] = schedule.warmup
-    settings[_NANO_RATE + "lr_warmup_style"] = "linear"
-    settings[_NANO_RATE + "lr_decay_style"] = "cosine" if schedule.kind == "cosine" else "linear"
-    settings[_NANO_RATE + "lr_decay_starting_step"] = steps - falling
-    settings[_NANO_RATE + "lr_decay_steps"] = falling
-    settings[_NANO_RATE + "min_decay_lr"] = _product(final, optimization.learning_rate)
-    return settings
-
-
-def read_nanotron(reading: Reading, fields: Fields) -> None:
-    _numbers(reading, fields, _NANO)
-    _clip(fields, reading.number("optimizer.clip_grad"))
-    rate, steps = fields.get(OPTIMIZATION + "learning_rate"), reading.count("tokens.train_steps")
-    warmup, word = reading.whole(_NANO_RATE + "lr_warmup_steps", 0), reading.text(_NANO_RATE + "lr_warmup_style")
-    style = reading.text(_NANO_RATE + "lr_decay_style", "linear")
-    lowest = reading.number(_NANO_RATE + "min_decay_lr", rate)
-    start = reading.whole(_NANO_RATE + "lr_decay_starting_step", warmup)
-    falling = reading.whole(_NANO_RATE + "lr_decay_steps")
-    read_length(fields, steps)
-    if not rate or rate < 0:
-        return
-    if style not in ("linear", "cosine"):
-        reading.notes.append(f"lr_decay_style {shown(style)} is read as linear")
-        style = "linear"
-    if word == "constant":
-        warmup = 0
-    stable = start > warmup and steps is not None
-    kind = "constant" if lowest == rate else "wsd" if stable else style
-    fields.update({SCHEDULE + "kind": kind, SCHEDULE + "warmup": warmup, SCHEDULE + "final": _share(lowest, rate)})
-    if kind == "wsd" and falling:
-        fields[SCHEDULE + "decay"] = _share(falling, steps)
-
-
-# -- Colossal-AI, Accelerate --------------------------------------------------------------------------------
-
-_COLOSSAL_SCALE = {"initial": "arguments.initial_scale", "window": "arguments.growth_interval",
-                   "hysteresis": "arguments.hysteresis", "minimum": "arguments.min_scale"}  # fmt: skip
-_COLOSSAL_SCALE_DEFAULTS = {"initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
-
-
-def colossalai_settings(job: Job) -> Settings:
-    optimization = job.training.optimization
-    settings: Settings = {"arguments.max_norm": optimization.clip_norm or 0.0}
-    if job.training.precision == "fp16":
-        settings.update({key: getattr(optimization.loss_scaling, name) for name, key in _COLOSSAL_SCALE.items()})
-    return settings
-
-
-def read_colossalai(reading: Reading, fields: Fields) -> None:
-    _clip(fields, reading.number("arguments.max_norm", 0.0))
-    _scaling(reading, fields, _COLOSSAL_SCALE, _COLOSSAL_SCALE_DEFAULTS)
-
-
-def read_accelerate(reading: Reading, fields: Fields) -> None:
-    """Of the mode that DeepSpeed runs: the only one whose configuration clips."""
-    if reading.has("deepspeed_config.gradient_clipping"):
-        _clip(fields, reading.number("deepspeed_config.gradient_clipping"))
