@@ -28,7 +28,7 @@ from shardwise.planner.what_if import changed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.mixed import MixedCluster, parse_mixed
-from shardwise.spec.units import parse
+from shardwise.spec.units import parse, readable_duration
 
 _EXAMPLE = """
 shardwise plan --model llama3-405b --cluster dgx-h100:2048 --global-batch 16M-tokens --seq 8192
@@ -56,6 +56,7 @@ def run(arguments: list[str]) -> int:
         offload=_offload(parsed),
         any_priced=parsed.any,
         thorough=parsed.thorough,
+        time_limit_seconds=_time_limit(parsed.time_limit),
     )
     wishes = [(text, parse_constraints(text)) for text in parsed.why_not]
     # A mistake in what is asked besides should not wait for the search.
@@ -136,6 +137,8 @@ def _parser() -> Parser:
     search.add_argument("--any", action="store_true", help="also what is priced but not run by this project's engine")
     search.add_argument("--for", dest="framework", metavar="NAME", help="only what a framework can say, or ddp")
     search.add_argument("--thorough", action="store_true", help="the whole space, however long it takes")
+    limit = "stop each search after this much processor time, with the best so far (default 1min; thorough: 1h)"
+    search.add_argument("--time-limit", metavar="10min", help=limit)
     asked = parser.add_argument_group("questions")
     asked.add_argument("--why-not", action="append", default=[], metavar="tp=8,pp=1", help="what keeps it from winning")
     changes = "the plan on a changed machine: LEVEL=RATE, LEVEL-size=N, memory=192GB, device=b200, sm-free"
@@ -193,7 +196,7 @@ def _answer(
         pareto = sizes(found)
     return Answer(
         found,
-        notes,
+        [*notes, *_stopped_notes(found)],
         framework,
         explain(found),
         rule,
@@ -236,6 +239,23 @@ def _offload(parsed: argparse.Namespace) -> bool | None:
     if parsed.no_offload and parsed.offload is not None:
         raise SpecError("--offload", "and --no-offload exclude each other", "give one of them")
     return False if parsed.no_offload else True if parsed.offload is not None else None
+
+
+def _time_limit(text: str | None) -> float | None:
+    if text is None:
+        return None
+    seconds = float(parse(text, "seconds", "--time-limit"))
+    if seconds <= 0:
+        raise SpecError("--time-limit", f"{shown(text)} is no time", "give one such as 10min")
+    return seconds
+
+
+def _stopped_notes(found: Plan) -> list[str]:
+    """That a search was not finished."""
+    if not found.search.was_stopped:
+        return []
+    limit, priced = readable_duration(found.request.seconds), found.search.priced
+    return [f"stopped after {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)"]
 
 
 def _memory(text: str | None, there: float) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.planner.candidate import Candidate, complexity
 from shardwise.planner.constraints import Constraints
+from shardwise.planner.deadline import USUAL_SECONDS, Deadline
 from shardwise.planner.mixed_division import divided, polished
 from shardwise.planner.mixed_estimate import estimated
 from shardwise.planner.mixed_space import MixedRequest, MixedSpace
@@ -113,10 +114,11 @@ def _alone(request: MixedRequest) -> tuple[Candidate | None, ...]:
 
 def _search(space: MixedSpace) -> tuple[int, list[MixedStep]]:
     """Strategies in the order of a floor of their time, until no other can be faster than the best that fits."""
-    floors = sorted(estimated(space), key=lambda one: one.seconds_per_token)
+    deadline = Deadline(USUAL_SECONDS)
+    floors = sorted(deadline.until(estimated(space)), key=lambda one: one.seconds_per_token)
     found: list[MixedStep] = []
     fastest = float("inf")
-    for one in floors:
+    for one in deadline.until(floors):
         if len(found) >= MOST_SIMULATED or one.seconds_per_token > fastest * BEYOND:
             break
         steps = [mixed_step(way) for way in divided(space.request, one.arrangement, one.pieces)]

@@ -66,4 +66,5 @@ def _with_hidden_exchange(request: Request) -> list[Found]:
     except SpecError:
         return []
     wider = replace(request, constraints=constraints, any_priced=True)
-    return search(wider.space(offload=False), memory_bytes=request.capacity_bytes, any_priced=True, kept=1).best
+    space, capacity = wider.space(offload=False), request.capacity_bytes
+    return search(space, memory_bytes=capacity, any_priced=True, kept=1, seconds=request.seconds).best

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from shardwise.cost.validation.residuals import Noise
 from shardwise.planner.candidate import Candidate, candidate, dimensions_used, job_with
+from shardwise.planner.deadline import Deadline
 from shardwise.planner.ranking import Group, Ranking, Row, ranked
 from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
@@ -115,7 +116,7 @@ def plan(request: Request, progress: Callable[[int], None] | None = None) -> Pla
         result = _search(request, space, progress)
     if not result.best:
         return result
-    candidates = _simulated(request.job, result)
+    candidates = _simulated(request, result)
     candidates += _with_own_stages(request, candidates)
     return Plan(request, result, space.narrowing, ranked(candidates))
 
@@ -124,19 +125,24 @@ def _search(request: Request, space: Space, progress: Callable[[int], None] | No
     return search(
         space,
         memory_bytes=request.capacity_bytes,
+        seconds=request.seconds,
         any_priced=request.any_priced,
         progress=progress,
     )
 
 
-def _simulated(job: Job, result: Search) -> list[Candidate]:
+def _simulated(request: Request, result: Search) -> list[Candidate]:
     """The best of all, of the fastest layouts, and of every set of dimensions."""
     layouts = sorted(result.of_degrees.items(), key=lambda item: item[1].seconds_per_sequence)
     families: dict[tuple[str, ...], Found] = {}
     for degrees, found in layouts:
         families.setdefault(dimensions_used(degrees), found)
     finalists = [*result.best, *(found for _, found in layouts[:RANKED_LAYOUTS]), *families.values()]
-    return [candidate(one) for one in dict.fromkeys(_job(job, found) for found in finalists)]
+    deadline = Deadline(request.seconds)
+    jobs = dict.fromkeys(_job(request.job, found) for found in finalists)
+    candidates = [candidate(one) for one in deadline.until(jobs)]
+    result.was_stopped |= deadline.was_hit
+    return candidates
 
 
 def _with_own_stages(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:

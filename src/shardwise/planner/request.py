@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.cost.room import Room, room_of
 from shardwise.planner.constraints import Constraints, has
+from shardwise.planner.deadline import THOROUGH_SECONDS, USUAL_SECONDS
 from shardwise.planner.space import Space
 from shardwise.planner.supported import offers_priced, require_offered
 from shardwise.spec.errors import SpecError
@@ -23,6 +24,7 @@ class Request:
     ``memory_bytes`` caps a device's memory, in place of the margin that a plan leaves free by itself. ``offload``:
     always (True), never (False), or where nothing else fits (None). ``any_priced`` also offers what is priced and not
     run. ``thorough`` searches the whole space however large.
+    ``time_limit_seconds``, of this process, end a search with the best so far (a minute; an hour where thorough).
     """
 
     job: Job
@@ -32,6 +34,7 @@ class Request:
     offload: bool | None = None
     any_priced: bool = False
     thorough: bool = False
+    time_limit_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes <= 0:
@@ -39,6 +42,12 @@ class Request:
         if self.minimum_batch is None and self.job.training.global_batch is None:
             raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
         require_offered(self.job, any_priced=self.any_priced)
+
+    @property
+    def seconds(self) -> float:
+        """How long a search may take."""
+        usual = THOROUGH_SECONDS if self.thorough else USUAL_SECONDS
+        return usual if self.time_limit_seconds is None else self.time_limit_seconds
 
     @property
     def offers_priced(self) -> bool:

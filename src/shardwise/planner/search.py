@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from shardwise.cost.room import room_of
 from shardwise.cost.tables.group import Group
 from shardwise.cost.tables.price import Block, Piece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
+from shardwise.planner.deadline import Deadline
 from shardwise.planner.masks import Mask
 from shardwise.planner.space import Space
 from shardwise.planner.supported import Supported
@@ -55,7 +55,7 @@ class Search:
     """What a search found. Time and memory were computed of ``priced`` strategies.
 
     ``excluded`` of them were not wanted, ``unsupported`` do not run, ``too_large`` do not fit; the others are
-    ``fitting``.
+    ``fitting``. ``was_stopped``: not all of the space was looked at.
     """
 
     priced: int = 0
@@ -63,6 +63,7 @@ class Search:
     unsupported: int = 0
     too_large: int = 0
     seconds: float = 0.0
+    was_stopped: bool = False
     best: list[Found] = field(default_factory=list)
     of_degrees: dict[Degrees, Found] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)  # best time at every step of memory
@@ -86,24 +87,28 @@ def search(
     any_priced: bool = False,
     kept: int = KEPT,
     progress: Callable[[int], None] | None = None,
+    seconds: float | None = None,
 ) -> Search:
-    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``."""
-    started = time.process_time()
+    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
+
+    After ``seconds`` it stops with what it has.
+    """
+    deadline = Deadline(seconds)
     cluster = space.job.cluster
     capacity = room_of(space.job).planned_bytes if memory_bytes is None else memory_bytes
     keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept)
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     priced = Supported(space.job, any_priced=True)
     excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
-    for groups in _batches(space.groups()):
-        for piece in pricer.pieces(groups):
+    for groups in _batches(deadline.until(space.groups())):
+        for piece in deadline.until(pricer.pieces(groups)):
             allowed, left_out = supported.allowed(piece), _excluded(piece, excluded)
             if allowed is not None and not any_priced:
                 keeper.take_not_run(piece, priced.allowed(piece), allowed, left_out)
             keeper.take(piece, allowed, left_out)
             if progress is not None:
                 progress(keeper.result.priced)
-    keeper.result.seconds = time.process_time() - started
+    keeper.result.seconds, keeper.result.was_stopped = deadline.spent_seconds, deadline.was_hit
     return keeper.finished()
 
 

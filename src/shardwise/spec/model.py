@@ -15,6 +15,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.numerics import Numerics
 
 Split = Literal["column", "row", "none"]
+# Far beyond any model: what is larger is a mistake, and would keep a search busy for ever.
+MOST_LAYERS, WIDEST, MOST_HEADS, LONGEST = 10_000, 2**24, 2**16, 2**30
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,11 @@ class Matrix:
 class LatentAttention(Spec):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head sizes."""
 
-    kv_rank: int = count()
-    nope_dim: int = count()
-    rope_dim: int = count()
-    value_dim: int = count()
-    q_rank: int | None = count(None)
+    kv_rank: int = count(maximum=WIDEST)
+    nope_dim: int = count(maximum=WIDEST)
+    rope_dim: int = count(maximum=WIDEST)
+    value_dim: int = count(maximum=WIDEST)
+    q_rank: int | None = count(None, maximum=WIDEST)
 
     @property
     def narrow_features(self) -> int:
@@ -72,17 +74,17 @@ class LatentAttention(Spec):
 class MixtureOfExperts(Spec):
     """Routed experts: how many, how many per token, how wide, and in which layers."""
 
-    experts: int = count()
-    top_k: int = count()
-    ffn: int = count()
-    shared_ffn: int = count(0, minimum=0)
+    experts: int = count(maximum=MOST_HEADS)
+    top_k: int = count(maximum=MOST_HEADS)
+    ffn: int = count(maximum=WIDEST)
+    shared_ffn: int = count(0, minimum=0, maximum=WIDEST)
     shared_gate: bool = False
-    dense_layers: int = count(0, minimum=0)
-    every: int = count(1)
+    dense_layers: int = count(0, minimum=0, maximum=MOST_LAYERS)
+    every: int = count(1, maximum=MOST_LAYERS)
     router: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
-    groups: int = count(1)
-    groups_used: int = count(1)
+    groups: int = count(1, maximum=MOST_HEADS)
+    groups_used: int = count(1, maximum=MOST_HEADS)
 
     def check(self) -> None:
         if self.top_k > self.experts:
@@ -91,6 +93,12 @@ class MixtureOfExperts(Spec):
             raise SpecError("groups", f"{self.groups} does not divide {self.experts} experts", "use a divisor")
         if self.groups_used > self.groups:
             raise SpecError("groups_used", f"{self.groups_used} is more than {self.groups} groups", "lower it")
+        reached = self.groups_used * self.experts // self.groups
+        if self.top_k > reached:
+            problem = f"{self.top_k} is more than the {reached} experts of {self.groups_used} groups"
+            raise SpecError("top_k", problem, "lower it, or use more groups")
+        if self.shared_gate and not self.shared_ffn:
+            raise SpecError("shared_gate", "there is no shared expert", "give shared_ffn, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +115,15 @@ class Model(Spec):
     digits.
     """
 
-    layers: int = count(maximum=100_000)
-    hidden: int = count()
-    heads: int = count()
-    ffn: int = count()
-    vocab: int = count()
+    layers: int = count(maximum=MOST_LAYERS)
+    hidden: int = count(maximum=WIDEST)
+    heads: int = count(maximum=MOST_HEADS)
+    ffn: int = count(maximum=WIDEST)
+    vocab: int = count(maximum=2**30)
     name: str = "custom"
-    max_seq: int = count(2048)
-    kv_heads: int | None = count(None)
-    head_dim: int | None = count(None)
+    max_seq: int = count(2048, maximum=LONGEST)
+    kv_heads: int | None = count(None, maximum=MOST_HEADS)
+    head_dim: int | None = count(None, maximum=WIDEST)
     activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     positions: Literal["learned", "rope", "none"] = "rope"
@@ -126,20 +134,20 @@ class Model(Spec):
     lm_head_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
-    norms_per_layer: int = count(2, minimum=0)
+    norms_per_layer: int = count(2, minimum=0, maximum=16)
     norm_after: bool = False
     norm_weight: bool = True
     norm_bias: bool = True
     parallel_block: bool = False
     final_norm: bool = True
     causal: bool = True
-    sliding_window: int | None = count(None)
-    sliding_window_every: int = count(1)
-    token_types: int = count(0, minimum=0)
+    sliding_window: int | None = count(None, maximum=LONGEST)
+    sliding_window_every: int = count(1, maximum=MOST_LAYERS)
+    token_types: int = count(0, minimum=0, maximum=MOST_HEADS)
     embedding_norm: bool = False
     pooler: bool = False
     mlm_head: bool = False
-    mtp_layers: int = count(0, minimum=0)
+    mtp_layers: int = count(0, minimum=0, maximum=MOST_LAYERS)
     mla: LatentAttention | None = None
     moe: MixtureOfExperts | None = None
     numerics: Numerics = Numerics()

@@ -33,6 +33,7 @@ ScheduleName = Literal[
     "dualpipev",
 ]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+MOST_RANKS = 10_000_000
 RecomputedOperator = Literal["attention", "activation", "norm", "up-projection", "alternate-products"]
 
 
@@ -82,25 +83,25 @@ class Strategy(Spec):
     how often data-parallel workers meet.
     """
 
-    tp: int = count(1)
-    cp: int = count(1)
-    dp: int | None = count(None)
-    pp: int = count(1)
-    ep: int = count(1)
-    expert_tp: int | None = count(None)
+    tp: int = count(1, maximum=MOST_RANKS)
+    cp: int = count(1, maximum=MOST_RANKS)
+    dp: int | None = count(None, maximum=MOST_RANKS)
+    pp: int = count(1, maximum=MOST_RANKS)
+    ep: int = count(1, maximum=MOST_RANKS)
+    expert_tp: int | None = count(None, maximum=MOST_RANKS)
     sequence_parallel: bool = True
     zero: Literal[0, 1, 2, 3] = 0
-    shard_group: int | None = count(None)
+    shard_group: int | None = count(None, maximum=MOST_RANKS)
     keep_parameters: bool = False
     accumulate: Literal["sharded", "local"] = "sharded"
     order: tuple[Dimension, ...] = DIMENSIONS
-    microbatch: int = count(1)
+    microbatch: int = count(1, maximum=10**6)
     schedule: ScheduleName = "1f1b"
-    interleave: int = count(1)
+    interleave: int = count(1, maximum=10_000)
     stage_layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_operators: tuple[RecomputedOperator, ...] = ("attention",)
-    recompute_layers: int | None = count(None, minimum=0)
+    recompute_layers: int | None = count(None, minimum=0, maximum=10_000)
     context_method: Literal["ring", "all-gather", "ulysses"] = "ring"
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     overlap: Overlap = field(default_factory=Overlap)

@@ -9,8 +9,10 @@ from typing import Literal
 from shardwise.spec import units
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.model import LONGEST
 from shardwise.spec.optimization import Optimization
 
+MOST_SEQUENCES, MOST_TOKENS = 10**9, 10**15  # of a step
 _TOKENS = re.compile(r"\s*(.+?)[\s-]*tokens?\s*", re.IGNORECASE)
 
 
@@ -93,14 +95,14 @@ class Training(Spec):
     """
 
     global_batch: int | str | None = None
-    seq: int = count(2048)
+    seq: int = count(2048, maximum=LONGEST)
     precision: PrecisionName = "bf16"
     optimizer: Literal["sgd", "sgd-momentum", "adamw", "adam8bit", "muon"] = "adamw"
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
     compile: bool = False
     optimization: Optimization = Optimization()
-    tokens: int | None = count(None)
+    tokens: int | None = count(None, maximum=10**18)
     checkpoint_interval: float | None = field(default=None, metadata={"dimension": "seconds", "above": 0})
 
     def check(self) -> None:
@@ -123,7 +125,10 @@ class Training(Spec):
             number = units.parse(match.group(1) if match else value, "count", "global_batch")
         else:
             number = value
-        if number != int(number) or not 1 <= number <= 10**15:
+        most = MOST_TOKENS if in_tokens else MOST_SEQUENCES
+        if number > most:
+            raise SpecError("global_batch", f"{shown(value)} is above {most}", f"use {most} or less")
+        if number != int(number) or number < 1:
             raise SpecError(
                 "global_batch",
                 f"{shown(value)} is not a positive whole number",
