@@ -15,6 +15,7 @@ from shardwise.spec.units import (
     readable_bytes,
     readable_change,
     readable_count,
+    readable_decimal_bytes,
     readable_difference,
     readable_duration,
     readable_flops,
@@ -36,6 +37,7 @@ def prefixed(unit: str, factors: dict[str, float]) -> dict[str, float]:
 
 FORMATS: dict[str, tuple[Callable[[float], str], dict[str, float], float]] = {
     "bytes": (readable_bytes, prefixed("B", BINARY), 1024),
+    "decimal bytes": (readable_decimal_bytes, prefixed("B", DECIMAL), 1000),
     "rate": (readable_rate, prefixed("B/s", DECIMAL), 1000),
     "flops": (readable_flops, prefixed("FLOP", DECIMAL), 1000),
     "count": (readable_count, DECIMAL, 1000),
@@ -46,7 +48,7 @@ FORMATS: dict[str, tuple[Callable[[float], str], dict[str, float], float]] = {
     "change": (readable_change, {"%": 0.01}, math.inf),
     "money": (lambda number: readable_money(number, "$"), DECIMAL, 1000),
 }
-LAST = ("EB", "PB/s", "YFLOP", "T", "EiB", "years")  # there is no next unit
+LAST = ("PB", "PB/s", "YFLOP", "T", "EiB", "years")  # there is no next unit
 numbers = st.one_of(
     st.floats(-1e15, 1e15),
     st.floats(-10, 10),

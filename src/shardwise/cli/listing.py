@@ -17,6 +17,7 @@ from shardwise.spec.units import readable_bytes, readable_count, readable_rate, 
 
 WHAT = ("models", "devices", "links", "clusters", "stacks", "collectives")
 Rows = list[dict[str, Any]]
+_OPTIONAL = ("published", "vocab", "heads", "hidden", "closed form", "schedule")  # what a narrow console leaves out
 
 
 def run(arguments: list[str]) -> int:
@@ -42,13 +43,17 @@ def run(arguments: list[str]) -> int:
     if parsed.json:
         print(json.dumps(rows, indent=2))
         return 0
-    from shardwise.report.console import console, table
-
-    hidden = () if parsed.sources else ("source",)
-    columns = [name for name in rows[0] if name not in hidden]
-    out = console()
-    out.print(table("", columns, ([str(row[name]) for name in columns] for row in rows), numbers_from=len(columns)))
+    _print(rows, () if parsed.sources else ("source",))
     return 0
+
+
+def _print(rows: Rows, hidden: tuple[str, ...]) -> None:
+    from shardwise.report.console import console
+    from shardwise.report.tables import Column, FittedTable
+
+    names = [name for name in rows[0] if name not in hidden]
+    columns = tuple(Column(name, numeric=all(isinstance(row[name], int) for row in rows)) for name in names)
+    console().print(FittedTable("", columns, tuple(tuple(str(row[name]) for name in names) for row in rows), _OPTIONAL))
 
 
 def _models() -> Rows:

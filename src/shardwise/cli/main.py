@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
 
 from shardwise.spec.errors import SpecError, nearest_name
 
@@ -56,8 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        lines = "\n".join(f"  {verb:<10} {what}" for verb, (_, what) in VERBS.items())
-        print(_HELP.format(verbs=lines))
+        print(_HELP.format(verbs="\n".join(_verb_lines(shutil.get_terminal_size().columns))))
         return 0
     if arguments[0] in ("-V", "--version"):
         from shardwise import __version__
@@ -70,6 +72,12 @@ def _run(arguments: list[str]) -> int:
     module = importlib.import_module(f"shardwise.cli.{VERBS[verb][0]}")
     status: int = module.run(rest)
     return status
+
+
+def _verb_lines(width: int) -> Iterator[str]:
+    """What each verb does, folded under its own beginning where the terminal is narrow."""
+    for verb, (_, what) in VERBS.items():
+        yield textwrap.fill(what, max(40, width - 1), initial_indent=f"  {verb:<10} ", subsequent_indent=" " * 13)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.units import readable_duration
 
 HOUR, DAY = 3600.0, 86400.0
 # Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs.
@@ -71,8 +72,8 @@ def slowdown(interval: float, checkpoint_seconds: float, restart_seconds: float,
     if span + restart > _LARGEST_EXPONENT:
         raise SpecError(
             "checkpoint_interval",
-            f"{interval + checkpoint_seconds + restart_seconds:,.0f} s pass from a restart to the next checkpoint, and "
-            f"{between_interruptions:,.0f} s between interruptions: the run does not end",
+            f"{readable_duration(interval + checkpoint_seconds + restart_seconds)} pass from a restart to the next "
+            f"checkpoint, and {readable_duration(between_interruptions)} between interruptions: the run does not end",
             "checkpoint more often, write or restart faster",
         )
     if interval == 0:  # and nothing to write

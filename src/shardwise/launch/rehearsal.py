@@ -15,7 +15,7 @@ from shardwise.launch.run import Launch, prepare
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.units import readable_bytes, readable_seconds
+from shardwise.spec.units import readable_bytes, readable_change, readable_seconds, readable_share
 from shardwise.train.metrics.lines import read_lines
 from shardwise.train.metrics.summary import RunSummary, summarise
 from shardwise.train.run_folder import RunFolder
@@ -72,9 +72,8 @@ def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> I
         "a checkpoint is saved and restored", f"{steps_after_restoring} step after it", steps_after_restoring == 1
     )
     waited = found.data_wait_share or 0.0
-    yield Point(
-        "data is there in time", f"{waited:.1%} of the time waited (at most {MOST_WAIT:.0%})", waited <= MOST_WAIT
-    )
+    figure = f"{readable_share(waited)} of the time waited (at most {MOST_WAIT:.0%})"
+    yield Point("data is there in time", figure, waited <= MOST_WAIT)
 
 
 def _growth(records: Sequence[Record]) -> Point:
@@ -83,7 +82,7 @@ def _growth(records: Sequence[Record]) -> Point:
     if len(later) < 2:
         return Point(name, "measured too seldom", False)
     growth = later[-1] / later[0] - 1
-    return Point(name, f"{growth:+.2%} (at most {MOST_GROWTH:.0%})", growth <= MOST_GROWTH)
+    return Point(name, f"{readable_change(growth, 2)} (at most {MOST_GROWTH:.0%})", growth <= MOST_GROWTH)
 
 
 def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Point]:
@@ -93,7 +92,7 @@ def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Point]:
     for rank, peak in enumerate(measured[-1] if measured else ()):
         stages.setdefault(stage_of(rank, strategy), []).append(peak)
     widest = max((max(peaks) / min(peaks) - 1 for peaks in stages.values()), default=math.inf)
-    figure = f"{widest:.2%} apart (at most {MOST_SPREAD:.0%})"
+    figure = f"{readable_share(widest, 2)} apart (at most {MOST_SPREAD:.0%})"
     yield Point("ranks of a stage are equal in memory", figure, widest <= MOST_SPREAD)
 
 
@@ -114,5 +113,6 @@ def _beside_the_plan(found: RunSummary, bar: ErrorBar) -> Iterator[Point]:
             yield Point(name, "not measured", False)
             continue
         off = measured / predicted - 1
-        figure = f"{show(measured)}, planned {show(predicted)}: {off:+.0%} (between {low:+.0%} and {high:+.0%})"
+        allowed = f"between {low:+.0%} and {high:+.0%}"
+        figure = f"{show(measured)}, planned {show(predicted)}: {readable_change(off, 0)} ({allowed})"
         yield Point(name, figure, low <= off <= high)

@@ -26,6 +26,7 @@ from shardwise.measure.sample import sample_batch, sample_weight
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
+from shardwise.spec.units import readable_bytes
 
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
@@ -104,7 +105,7 @@ def require_memory(job: Job, steps: int, available: int | None) -> None:
     states = parameters * 16 * job.strategy.data_parallel * job.strategy.cp
     needed = max(alone, states // (job.strategy.gradient_group if job.strategy.zero else 1))
     if available is not None and needed > available:
-        problem = f"{job.model.name} needs at least {needed / 2**30:,.0f} GiB here, {available / 2**30:,.0f} are free"
+        problem = f"{job.model.name} needs at least {readable_bytes(needed)} here, {readable_bytes(available)} are free"
         raise SpecError("model", problem, "make it smaller and keep its layout: --shrink")
 
 

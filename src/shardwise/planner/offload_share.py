@@ -15,6 +15,7 @@ from shardwise.cost.room import fit_of, room_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.support import verdict
+from shardwise.spec.units import readable_bytes
 
 STEPS = 16  # shares are tried in sixteenths
 KINDS = ("optimizer", "gradients", "weights", "activations")
@@ -35,7 +36,7 @@ def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequenc
                 return tried
         job = tried
     needed = peak_memory(job).total
-    problem = f"a device needs {needed / 2**30:,.1f} GiB with all offloaded that may be, of {limit / 2**30:,.1f}"
+    problem = f"a device needs {readable_bytes(needed)} with all offloaded that may be, of {readable_bytes(limit)}"
     raise SpecError("strategy.offload", problem, "plan for another layout, or a smaller microbatch")
 
 

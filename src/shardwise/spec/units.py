@@ -130,6 +130,7 @@ _MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 86400 * 365.25
 _BYTES = tuple(
     (2.0 ** (10 * power), f" {unit}B") for power, unit in enumerate(("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))
 )
+_DECIMAL_BYTES = tuple((10.0 ** (3 * power), f" {unit}B") for power, unit in enumerate(("", "k", "M", "G", "T", "P")))
 _RATES = tuple((10.0 ** (3 * power), f" {unit}B/s") for power, unit in enumerate(("", "k", "M", "G", "T", "P")))
 _FLOPS = tuple(
     (10.0 ** (3 * power), f" {unit}FLOP") for power, unit in enumerate(("", "k", "M", "G", "T", "P", "E", "Z", "Y"))
@@ -143,6 +144,11 @@ _TIMES = ((1e-9, " ns", 0.0), (1e-6, " µs", 1e-6), (1e-3, " ms", 1e-3), (1.0, "
 def readable_bytes(number: float) -> str:
     """Bytes for a table: three digits and a binary unit."""
     return _scaled_text(number, _BYTES, whole=True)
+
+
+def readable_decimal_bytes(number: float) -> str:
+    """Bytes in the decimal units of papers and vendors."""
+    return _scaled_text(number, _DECIMAL_BYTES, whole=True)
 
 
 def readable_seconds(number: float) -> str:

@@ -27,6 +27,7 @@ from shardwise.measure.calibrate.storage import measure_disk, with_storage
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
+from shardwise.spec.units import readable_seconds
 
 PARTS = ("device", "links", "storage")
 _PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.engine.collectives")
@@ -133,7 +134,7 @@ def _measured_links(asked: Request, ranks: Ranks, network: Network | None, tell:
     for times in _DELAYS if wire.delay else (1.0,):
         delay = times * wire.delay
         network.reshape(delay=delay)
-        tell(f"links: collectives of every level, {delay * 1e3:g} ms one way")
+        tell(f"links: collectives of every level, {readable_seconds(delay)} one way")
         found.append(_Links(measured(), wire.rate, delay))
     return found
 

@@ -14,7 +14,7 @@ from shardwise.report.explain.explanation import Explanation, Grid
 from shardwise.report.explain.quantity import Quantity, number, share, size
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES
-from shardwise.spec.units import counted, readable_count
+from shardwise.spec.units import counted, readable_count, readable_decimal_bytes
 
 
 def explain_zero(parameters: float, shards: int, precision: str, optimizer: str) -> Explanation:
@@ -37,10 +37,10 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
                 f"ZeRO-{stage}" if stage else "none",
                 formula,
                 bar(part.total / whole, 24),
-                _gigabytes(part.weights),
-                _gigabytes(part.gradients),
-                _gigabytes(part.optimizer),
-                _gigabytes(part.total),
+                _decimal(part.weights),
+                _decimal(part.gradients),
+                _decimal(part.optimizer),
+                _decimal(part.total),
             )
         )
     return Explanation(
@@ -78,9 +78,9 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
     )
 
 
-def _gigabytes(value: float) -> Quantity:
-    """In the decimal unit of the paper."""
-    return Quantity(value, "bytes", f"{value / 1e9:,.2f} GB" if value < 1e11 else f"{value / 1e9:,.0f} GB")
+def _decimal(value: float) -> Quantity:
+    """In the decimal units of the paper."""
+    return Quantity(value, "bytes", readable_decimal_bytes(value))
 
 
 def explain_activations(job: Job) -> Explanation:
