@@ -123,6 +123,7 @@ def test_what_is_no_number_and_what_has_no_end(name: str) -> None:
         (readable_duration(-262), "-4 min 22 s"),
         (readable_duration(0), "0 s"),
         (readable_duration(5.26), "5.26 s"),
+        (readable_duration(30), "30 s"),
         (readable_duration(59.7), "1 min"),
         (readable_duration(7500), "2 h 5 min"),
         (readable_duration(86399), "1 day"),

@@ -132,6 +132,7 @@ def _flops(analysis: Analysis) -> dict[str, Any]:
         "cluster_peak_per_second": analysis.peak_flops,
         "mfu": analysis.mfu,
         "mfu_ceiling": analysis.mfu_ceiling,
+        "mfu_peak": job.training.recipe.compute,
     }
 
 

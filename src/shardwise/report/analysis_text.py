@@ -24,11 +24,13 @@ from shardwise.report.campaign import campaign_lines
 from shardwise.report.console import bar, console, spoken, table
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
+    counted,
     readable_bytes,
     readable_count,
     readable_flops,
     readable_rate,
     readable_seconds,
+    readable_share,
 )
 
 _TITLES = {
@@ -110,13 +112,12 @@ def _headline(analysis: Analysis) -> str:
     job = analysis.job
     parameters = readable_count(analysis.parameters)
     active = f" ({readable_count(analysis.active_parameters)} active)" if job.model.moe else ""
-    many = "microbatch" if job.microbatches == 1 else "microbatches"
     return (
         f"{job.model.name}: {parameters} parameters{active} on {job.cluster.devices} × "
         f"{job.cluster.device.name} ({job.cluster.name})\n"
         f"{_layout(job)}\n"
-        f"{job.sequences} sequences of {job.training.seq} = {readable_count(job.tokens_per_step)} tokens per step "
-        f"in {job.microbatches} {many} of {job.strategy.microbatch}"
+        f"{counted(job.sequences, 'sequence')} of {job.training.seq:,} = {readable_count(job.tokens_per_step)} tokens "
+        f"per step in {counted(job.microbatches, 'microbatch')} of {job.strategy.microbatch}"
     )
 
 
@@ -156,7 +157,8 @@ def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...
         "hidden",
         "exposed",
     )
-    return table(title, columns, (_traffic_row(traffic) for traffic in traffics), numbers_from=3)
+    rows = (_traffic_row(traffic) for traffic in traffics)
+    return table(title, columns, rows, numbers_from=3, optional=("steps", "latency", "bandwidth", "network", "hidden"))
 
 
 def _traffic_row(traffic: Traffic) -> Iterator[str]:
@@ -183,10 +185,15 @@ def _memory_table(analysis: Analysis) -> RenderableType:
     free = usable - memory.total
     sizes = [(_PART_WORDS[part], getattr(memory, part)) for part in memory.PARTS if getattr(memory, part)]
     sizes.append(("free" if free >= 0 else "missing", abs(free)))
-    rows = [(name, bar(size / usable), readable_bytes(size), f"{size / usable:.1%}") for name, size in sizes]
+    rows = [(name, bar(size / usable), readable_bytes(size), readable_share(size / usable)) for name, size in sizes]
     if free >= 0:
         rows.append(
-            ("of which plans keep free", "", readable_bytes(room.margin_bytes), f"{room.margin_bytes / usable:.1%}")
+            (
+                "of which plans keep free",
+                "",
+                readable_bytes(room.margin_bytes),
+                readable_share(room.margin_bytes / usable),
+            )
         )
     if memory.host:
         rows.append(("offloaded to host", "", readable_bytes(memory.host), ""))
@@ -202,13 +209,13 @@ def _time_table(analysis: Analysis) -> RenderableType:
     )
     parts = [(_STEP_WORDS[name], analysis.parts[name]) for name in STEP_PARTS if analysis.parts[name]]
     rows = [
-        (what, bar(seconds / step), readable_seconds(seconds), f"{seconds / step:.1%}")
+        (what, bar(seconds / step), readable_seconds(seconds), readable_share(seconds / step))
         for what, seconds in (*parts, ("predicted step time", step))
     ]
     low, high = (readable_seconds(step * (1 + part)) for part in (bar_of_runs.time_low, bar_of_runs.time_high))
     rows.append(("80% of published runs", "", f"{low} - {high}", ""))
     rows.append(("tokens/s", "", f"{analysis.tokens_per_second:,.0f}", ""))
-    rows.append(("MFU", "", f"{analysis.mfu:.1%}", ""))
+    rows.append((f"MFU, of the {job.training.recipe.compute} peak", "", readable_share(analysis.mfu), ""))
     rows.append(("floor, all products at peak", "", readable_seconds(analysis.floor_seconds), ""))
     return table(title, ("part", "share of the step", "value", "share"), rows, numbers_from=2)
 
@@ -222,7 +229,7 @@ def _storage_table(analysis: Analysis) -> RenderableType:
             readable_rate(cost.bandwidth),
             readable_seconds(cost.write_seconds),
             readable_seconds(cost.read_seconds),
-            f"{cost.data_rate_share:.2%}",
+            readable_share(cost.data_rate_share, 2),
         )
         for cost in storage_costs(analysis)
     ]
@@ -238,8 +245,8 @@ def _scaling_table(analysis: Analysis, kind: str) -> RenderableType:
             str(row.sequences),
             readable_seconds(row.predicted_seconds),
             f"{row.tokens_per_second:,.0f}",
-            f"{row.efficiency:.1%}",
-            f"{row.exposed_share:.1%}",
+            readable_share(row.efficiency),
+            readable_share(row.exposed_share),
             {"fits": "yes", "tight": "tight", "does not fit": "no"}[row.fit],
         )
         for row in scaling_table(analysis.job, kind)
@@ -253,10 +260,13 @@ def _rank_lines(analysis: Analysis) -> Iterator[str]:
     places = rank_places(analysis.job)
     names = list(places[0].groups)
     yield "Ranks (group.position in every dimension)"
-    yield "".join(f"{title:>9}" for title in ("rank", "node", "local", *names))
+    rows = [("rank", "node", "local", *names)]
     for place in places:
         groups = (f"{place.groups[name]}.{place.coordinates[name]}" for name in names)
-        yield "".join(f"{cell:>9}" for cell in (place.rank, place.node, place.local_rank, *groups))
+        rows.append((str(place.rank), str(place.node), str(place.local_rank), *groups))
+    widths = [max(map(len, column)) + 2 for column in zip(*rows)]
+    for row in rows:
+        yield "".join(cell.rjust(width) for cell, width in zip(row, widths))
     yield ""
 
 

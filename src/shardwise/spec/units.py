@@ -167,9 +167,9 @@ def readable_duration(number: float) -> str:
     """How long something takes, as people say it: "4 min 22 s", "2 h 5 min", "3 days 4 h"."""
     if _is_odd(number):
         return _odd(number)
-    sign, magnitude = _sign(number), abs(number)
+    sign, magnitude = _sign(number), abs(float(number))
     if round(magnitude) < _MINUTE:
-        return readable_seconds(number)
+        return f"{sign}{magnitude:.0f} s" if magnitude.is_integer() else readable_seconds(number)
     for large, small, below in (
         (("min", _MINUTE), ("s", 1.0), _HOUR),
         (("h", _HOUR), ("min", _MINUTE), _DAY),
