@@ -75,7 +75,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_at_every_width(verb: str, recorded: Recorded) -> None:
     result = run(*VERBS[verb].split())
-    assert result.status == 0, result.err
+    assert result.status in (0, 1), result.err  # 1: it does not fit, and the tables say so
     recorded.check()
     if verb == "plan":  # its degrees were cut to one digit at 80 columns
         ranking = next(one for objects, _ in recorded.printed for one in objects if isinstance(one, FittedTable))
