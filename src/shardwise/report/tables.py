@@ -147,7 +147,7 @@ class FittedTable:
 
     def _folded(self, cell: Cell, index: int, width: int) -> list[str]:
         if isinstance(cell, Bar):
-            return [cell.drawn(min(1.0, width / self._natural(index)))]
+            return [cell.drawn(min(1.0, width / max(1, self._natural(index))))]
         return [cell] if self.columns[index].numeric else wrapped(cell, width)
 
     def _aligned(self, cells: list[list[str]], shown: Sequence[int], widths: Sequence[int]) -> Iterator[str]:
