@@ -50,6 +50,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("Qwen2Moe", {**SMALL, **MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
     "olmo": ("Olmo", SMALL),
     "phi": ("Phi", {**SMALL, "num_key_value_heads": 4}),
+    "olmo2": ("Olmo2", SMALL),
+    "neox": ("GPTNeoX", SMALL),
     "gpt-drops": ("GPT2", {**GPT, "attn_pdrop": 0.1}),
     "stablelm": ("StableLm", SMALL),
     "qwen3-moe": ("Qwen3Moe", {**SMALL, **MOE, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]}),

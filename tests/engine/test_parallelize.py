@@ -51,6 +51,14 @@ ONE_DIMENSION = [
     Case("writer", {"pp": 2}),
     Case("writer", {"cp": 2}),
 ]
+FAMILIES = [
+    Case("olmo", SP),
+    Case("olmo2", SP),
+    Case("olmo2", PLAIN),
+    Case("phi", SP),
+    Case("neox", SP),
+    Case("neox", {"pp": 2}, 4),
+]
 ON_FOUR = [
     Case("llama-tied", {**SP, "pp": 2}, 4),
     Case("mixtral", {**SP, "dp": 2, "ep": 2, "zero": 3}),
@@ -87,7 +95,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*ANY_MODULE, *ONE_DIMENSION, *ON_FOUR], ids=named)
+@pytest.mark.parametrize("case", [*ANY_MODULE, *ONE_DIMENSION, *FAMILIES, *ON_FOUR], ids=named)
 def test_it_equals_the_plain_loop(case: Case) -> None:
     check(case)
 

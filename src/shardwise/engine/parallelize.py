@@ -69,7 +69,7 @@ def parallelize(
 
     Data parallelism (replicate, ZeRO-1 to 3, hybrid), precision and recompute work for any module. Tensor, sequence,
     pipeline, context and expert parallelism need a table of ``patterns`` that names the module's parts; Hugging Face's
-    Llama, Mistral, Mixtral and Qwen classes have theirs here.
+    Llama, Mistral, Mixtral, Qwen, OLMo, Phi and GPT-NeoX classes have theirs here.
 
     ``loss(outputs, batch)`` is the SUM over what counts in a microbatch, never a mean; the engine divides by the
     ``count`` of the whole global batch, so that all layouts and accumulations agree. Without it, a network with a table

@@ -41,22 +41,53 @@ _HUGGING_FACE = Patterns(
     constants={"use_cache": False},
 )
 
-SUPPLIED = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
+_OLMO_2 = replace(
+    _HUGGING_FACE,
+    wide_norms={f"{_LAYER}.self_attn.q_norm": "", f"{_LAYER}.self_attn.k_norm": "key_value_heads"},
 )
+_PHI = replace(
+    _HUGGING_FACE,
+    norm="model.final_layernorm",
+    columns={**_HUGGING_FACE.columns, f"{_LAYER}.mlp.fc1": ""},
+    rows=(f"{_LAYER}.self_attn.dense", f"{_LAYER}.mlp.fc2"),
+)
+_NEOX = "gpt_neox.layers.*"
+_GPT_NEOX = replace(
+    _HUGGING_FACE,
+    layers=_NEOX,
+    embedding="gpt_neox.embed_in",
+    norm="gpt_neox.final_layer_norm",
+    regions=(f"{_NEOX}.attention", f"{_NEOX}.mlp"),
+    columns={f"{_NEOX}.attention.query_key_value": "", f"{_NEOX}.mlp.dense_h_to_4h": ""},  # fused, head by head
+    rows=(f"{_NEOX}.attention.dense", f"{_NEOX}.mlp.dense_4h_to_h"),
+    attention=f"{_NEOX}.attention",
+)
+
+SUPPLIED = {
+    **dict.fromkeys(
+        (
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "MixtralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "Qwen3ForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "OlmoForCausalLM",
+        ),
+        _HUGGING_FACE,
+    ),
+    "Olmo2ForCausalLM": _OLMO_2,
+    "PhiForCausalLM": _PHI,
+    "GPTNeoXForCausalLM": _GPT_NEOX,
+}
 
 
 def supplied_table(module: nn.Module) -> Patterns | None:
     """The table of a class known here, without what this very network does not have."""
     if type(module).__name__ not in SUPPLIED or not is_hugging_face(module):
         return None
-    table = _HUGGING_FACE
+    table = SUPPLIED[type(module).__name__]
     return replace(
         table,
         columns={pattern: heads for pattern, heads in table.columns.items() if matches(module, pattern)},
