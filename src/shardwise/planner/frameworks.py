@@ -39,6 +39,7 @@ class FrameworkVerdict:
     own: Candidate | None = None
     differs: tuple[str, ...] = ()
     needed_bytes: float | None = None  # by the plan, where that does not fit as the framework runs it
+    searched: bool = True  # for something else that it can run
 
     @property
     def runs(self) -> bool:
@@ -62,7 +63,7 @@ def _verdict(found: Plan, name: str, near: bool) -> FrameworkVerdict:
             return FrameworkVerdict(name, (), own, differences(job, own.job))
         needed = own.memory.total
     other = _best_near(found, name) if near else None
-    return FrameworkVerdict(name, lacks, other, differences(job, other.job) if other else (), needed)
+    return FrameworkVerdict(name, lacks, other, differences(job, other.job) if other else (), needed, near)
 
 
 def _best_near(found: Plan, name: str) -> Candidate | None:

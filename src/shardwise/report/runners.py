@@ -22,7 +22,11 @@ def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Itera
     for one in verdicts:
         lacks = ", ".join(lost.field.removeprefix("strategy.") for lost in one.lacks)
         lead = f"lacks {lacks}" if lacks else ""
-        searched = one.own or all(lost.field.startswith("strategy.") for lost in one.lacks)
+        searched = (
+            one.own
+            or one.needed_bytes
+            or (one.searched and all(lost.field.startswith("strategy.") for lost in one.lacks))
+        )
         yield (
             f"  {one.name}: " + "; ".join(part for part in (lead, searched and _what_it_runs(best, one)) if part) + "."
         )
@@ -32,6 +36,8 @@ def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> str:
     what = "its best near 1 is " + strategy_words(one.own.job.strategy) if one.own and not one.runs else "runs it"
     if one.needed_bytes is not None:
         what = f"1 needs {readable_bytes(one.needed_bytes)} there; {what}"
+    if one.own is None and not one.searched:
+        return what.removesuffix("; runs it")
     if one.own is None:
         return what.removesuffix("runs it") + f"nothing near 1 fits (`plan --for {one.name}` searches all it can say)"
     way = f", with {' and '.join(one.differs)}" if one.differs else ""
