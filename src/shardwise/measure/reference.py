@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.measure.sample import sample_batch, sample_weight
 from shardwise.models.decoder import Decoder
+from shardwise.models.initialise import is_bias
 from shardwise.models.moe import MixtureOfExperts
 from shardwise.spec.job import Job
 
@@ -39,8 +40,10 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
     for name, parameter in model.named_parameters():
         parameter.data.copy_(sample_weight(name, parameter.shape, seed, job.model))
     found, settings = Reference(), job.training.optimization
-    matrices = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() <= 1]
+    # Biases of stacked experts have two dimensions and are biases all the same.
+    decayed = {name: one.dim() > 1 and not is_bias(name) for name, one in model.named_parameters()}
+    matrices = [one for name, one in model.named_parameters() if decayed[name]]
+    others = [one for name, one in model.named_parameters() if not decayed[name]]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}],
         lr=settings.learning_rate,
