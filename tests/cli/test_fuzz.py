@@ -1,4 +1,4 @@
-"""Random, mostly hostile input: the command line answers with status 0 or with one line and status 2, always."""
+"""Random, mostly hostile input: the command line answers with status 0 (1 where a job does not fit) or with one line and status 2, always."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def check(arguments: list[str], result: Result) -> None:
     if result.status == 2:
         error_line(result)
     else:
-        assert result.status == 0
+        assert result.status in (0, 1)  # 1: the job does not fit
         assert result.err == ""
         if "--json" in arguments and not {"-h", "--help", "help", "--version"} & set(arguments):
             strict_json(result.out)
@@ -255,7 +255,7 @@ def fuzz(make: Callable[[random.Random], list[str]], seed: int) -> set[Any]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("make", [random_flags, random_bare_numbers, random_explanation])
 def test_flags(make: Callable[[random.Random], list[str]], seed: int) -> None:
-    assert fuzz(make, seed) == {0, 2}
+    assert fuzz(make, seed) - {1} == {0, 2}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -264,7 +264,7 @@ def test_job_files(seed: int, tmp_path: Path) -> None:
         (tmp_path / "job.yaml").write_bytes(random_job(rng))
         return ["analyze", str(tmp_path / "job.yaml"), *(["--json"] if rng.random() < 0.8 else [])]
 
-    assert fuzz(command, seed) == {0, 2}
+    assert fuzz(command, seed) - {1} == {0, 2}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -274,4 +274,4 @@ def test_hugging_face_configs(seed: int, tmp_path: Path) -> None:
         cluster = ["--cluster", "dgx-h100:2", "--tp", rng.choice(["1", "8"]), "--global-batch", "16"]
         return ["analyze", "--model", str(tmp_path / "config.json"), *cluster, "--json"]
 
-    assert fuzz(command, seed) == {0, 2}
+    assert fuzz(command, seed) - {1} == {0, 2}

@@ -27,9 +27,10 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
     key, for what is malformed, of a family not known here, or outside what a `Model` can say.
     """
     if isinstance(config, (str, Path)):
-        folder = Path(config)
-        config = read_config(folder)
-        if name is None and folder.is_dir() and isinstance(config, Mapping):
+        path = Path(config)
+        config = read_config(path)
+        if name is None and isinstance(config, Mapping):
+            folder = path if path.is_dir() else path.parent
             name = _name_in(config) or folder.resolve().name
     if not isinstance(config, Mapping):
         raise SpecError("config", f"{shown(config)} should be a mapping of keys", "give the content of config.json")
