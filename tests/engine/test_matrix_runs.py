@@ -47,6 +47,8 @@ CIRCUMSTANCES = {
 
 # What a job with the technique is compared with, where that is not the plain one.
 PIPELINE: Fields = {"pp": 2, "model": {"layers": 4}, "training": {"global_batch": 16}}
+LONG: Fields = {"kind": "longrope", "factor": 2.0, "original_seq": 512,
+                "short_factors": [1.0] * 4, "long_factors": [2.0] * 4}  # fmt: skip
 SHARDED, OFFLOADED = {"zero": 3}, {"offload": {"optimizer": 1}}
 BESIDE: dict[str, tuple[Fields, Fields]] = {
     "zero-2": ({**ACCUMULATED, "zero": 1}, {**ACCUMULATED, "zero": 2}),
@@ -86,6 +88,7 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "adamw": ({"training": {"optimizer": "sgd"}}, {}),
     "encoder": ({}, {"model": {"causal": False}}),
     "sliding-window": ({}, {"model": {"sliding_window": 16}}),
+    "longrope": ({}, {"model": {"numerics": {"rope_scaling": LONG}}}),
     "experts": ({}, EXPERTS),
     "rank-order": (PIPELINE, {**PIPELINE, "order": ["tp", "cp", "pp", "dp"]}),
 }  # fmt: skip
@@ -97,7 +100,7 @@ OTHERWISE = {
     "named-collective": "test_named_collectives.py: which schedules were run, on ranks that can",
 }
 # One of each kind; the others are slow.
-QUICK = ("zero-1", "compression", "sp", "1f1b", "recompute-full", "offload-optimizer", "bf16-fp32-grads", "sgd")
+QUICK = ("zero-1", "compression", "sp", "recompute-full", "offload-optimizer", "bf16-fp32-grads")
 ALONE = [name for name in TECHNIQUES if between(name).status == "runs" and name not in CIRCUMSTANCES]
 REFUSED = [name for name in TECHNIQUES if between(name).status != "runs"]
 

@@ -61,7 +61,7 @@ class _Log(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         said = str(function)
-        if said.startswith("c10d"):
+        if said.startswith(("c10d", "aten._scaled_dot_product")):  # which say more than their results show
             said += f" {_described(args)}"
         self.calls.append(f"{said} → {_described(result)}")
         return result

@@ -6,9 +6,11 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from engine.parity import references
 from engine.workers import pool
+from shardwise.measure.deviation import TOLERANCE, gradient_scales
 from shardwise.measure.verify import verify
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
@@ -52,6 +54,20 @@ def check(seed: int) -> bool:
 def test_biases_of_experts_do_not_decay() -> None:
     """They have two dimensions, as matrices do."""
     assert check(101)
+
+
+def test_gradients_of_keys_that_are_rounding_at_the_fifth_digit() -> None:
+    """The single process itself is 1e-5 off the same in double precision."""
+    assert check(139)
+
+
+def test_a_small_gradient_may_not_be_another() -> None:
+    gradients = {"layers.0.value": torch.tensor([1.0]), "layers.0.key": torch.tensor([1e-4]),
+                 "layers.1.key": torch.tensor([1e-4])}  # fmt: skip
+    scales, eps = gradient_scales(gradients), torch.finfo(torch.float32).eps
+    assert eps / scales["layers.0.key"] <= TOLERANCE * 1.001  # a rounding of what stands beside it
+    assert 1e-4 / scales["layers.0.key"] > 100 * TOLERANCE  # none, or twice
+    assert scales["layers.1.key"] == gradients["layers.1.key"].item()
 
 
 def test_models_at_random_are_refused_or_equal() -> None:

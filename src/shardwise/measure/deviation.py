@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from shardwise.engine.gradients import local
 from shardwise.engine.parts import Part
 from shardwise.engine.values import divided_as
 
+TOLERANCE = 1e-5
 NEGLIGIBLE = 1e-6  # of the global norm: gradients this small are rounding (a key bias has gradient zero in theory)
 
 
@@ -33,8 +35,30 @@ def negligible(gradients: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(name for name, one in gradients.items() if largest(one) < NEGLIGIBLE * norm)
 
 
+def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """What a difference of each gradient is measured by: its own largest, where rounding leaves that any digits.
+
+    Some gradients are small differences of large terms: behind a softmax a score's is P·(dP − ΣP·dP), and where all
+    dP are nearly equal those of query and key are far smaller than the value's, which is made of the same terms. Each
+    term is rounded to ε of itself, so that a difference of up to ε times the largest gradient of the same layer is
+    rounding, however small the gradient is. That is what the scale makes of the tolerance: error/scale ≤ tolerance
+    where error ≤ max(tolerance·own, ε·layer's).
+    """
+    of_layers: dict[str, float] = {}
+    for name, one in gradients.items():
+        of_layers[_layer(name)] = max(of_layers.get(_layer(name), 0.0), largest(one))
+    rounded = torch.finfo(torch.float32).eps / TOLERANCE
+    return {name: max(largest(one), rounded * of_layers[_layer(name)]) for name, one in gradients.items()}
+
+
+def _layer(name: str) -> str:
+    """`layers.3` of `layers.3.attention.key.weight`; what is in no layer stands alone."""
+    numbered = re.match(r".*?\.\d+(?=\.)", name)
+    return numbered[0] if numbered else name
+
+
 def deviation(name: str, found: Tensor, part: Part, whole: Tensor, absolute_scale: float | None = None) -> Deviation:
-    """max|a-b| / max|b|, b being the whole reference; against ``absolute_scale`` where b is rounding only.
+    """max|a-b| / max|b|, b being the whole reference; or / ``absolute_scale``, which does not ask how large b is.
 
     Where data parallelism divides ``found``, a is what this rank holds of it.
     """

@@ -20,7 +20,15 @@ from shardwise.engine.values import divided_as
 from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Place, Pool
-from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
+from shardwise.measure.deviation import (
+    TOLERANCE,
+    Deviation,
+    deviation,
+    global_norm,
+    gradient_scales,
+    negligible,
+    relative,
+)
 from shardwise.measure.reference import Reference, reference_key, run_reference
 from shardwise.measure.sample import sample_batch, sample_weight
 from shardwise.spec.errors import SpecError
@@ -30,7 +38,6 @@ from shardwise.spec.units import readable_bytes
 
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
-TOLERANCE = 1e-5
 # With the usual 1e-8 an element whose gradient is rounding moves by a whole step, up or down: AdamW would turn errors
 # of 1e-7 into errors of 1e-4, and hide real ones behind them.
 EPSILON = 1e-5
@@ -167,16 +174,15 @@ def _compare(
 
 
 def _gradients(engine: Engine, expected: dict[str, torch.Tensor], at: str) -> list[Deviation]:
-    rounding, norm = negligible(expected), global_norm(expected.values())
+    scales = gradient_scales(expected)
     found = []
     for one in engine.parameters:
         gradient = engine.gradient(one)
         if gradient is None:
             found.append(Deviation(float("inf"), f"{one.name}, {at}: no gradient"))
             continue
-        scale = norm if one.name in rounding else None
-        wanted = expected[_reference_name(one.name, expected)]
-        found.append(deviation(f"{one.name}, {at}", gradient, one.part, wanted, scale))
+        name = _reference_name(one.name, expected)
+        found.append(deviation(f"{one.name}, {at}", gradient, one.part, expected[name], scales[name]))
     return found
 
 
