@@ -1,4 +1,4 @@
-"""Random, mostly hostile input: the command line answers with status 0 (1 where a job does not fit) or with one line and status 2, always."""
+"""Random, mostly hostile input: status 0 (1 where a job does not fit), or one line and status 2, always."""
 
 from __future__ import annotations
 

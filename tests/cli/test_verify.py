@@ -71,5 +71,5 @@ def test_a_model_too_large_for_this_machine_is_refused() -> None:
             "32",
         ]
     )
-    assert result.status == 2 and "GiB here" in result.err and "--shrink" in result.err
+    assert result.status == 2 and "iB here" in result.err and "--shrink" in result.err
     assert len(result.err.strip().splitlines()) == 1
