@@ -38,6 +38,7 @@ GPT: dict[str, Any] = {
     "n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "attn_pdrop": 0.0,
     "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+GEMMA = {**SMALL, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 12}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +53,11 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi", {**SMALL, "num_key_value_heads": 4}),
     "olmo2": ("Olmo2", SMALL),
     "neox": ("GPTNeoX", SMALL),
+    "gpt2": ("GPT2", GPT),
+    "phi3": ("Phi3", {**SMALL, "sliding_window": 5}),
+    "gemma": ("Gemma", GEMMA),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5}),  # both bite
+    "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3}),
     "gpt-drops": ("GPT2", {**GPT, "attn_pdrop": 0.1}),
     "stablelm": ("StableLm", SMALL),
     "qwen3-moe": ("Qwen3Moe", {**SMALL, **MOE, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]}),
@@ -185,7 +191,8 @@ def build(network: str) -> nn.Module:
 
         name, config = CLASSES[network]
         head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-        module = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**config))
+        kind = "TextConfig" if name == "Gemma3" else "Config"
+        module = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}{kind}")(**config))
     with torch.no_grad():  # all weights count: norms are not one, biases not zero, routers not even
         for one in module.parameters():
             one.add_(0.05 * torch.randn(one.shape))

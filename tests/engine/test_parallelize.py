@@ -58,6 +58,13 @@ FAMILIES = [
     Case("phi", SP),
     Case("neox", SP),
     Case("neox", {"pp": 2}, 4),
+    Case("gpt2", PLAIN),
+    Case("phi3", SP),
+    Case("phi3", {"dp": 2, "zero": 3}),
+    Case("gemma2", SP),
+    Case("gemma2", {"dp": 2}),
+    Case("gemma3", SP),
+    Case("gemma3", {"pp": 2}, 4),
 ]
 ON_FOUR = [
     Case("llama-tied", {**SP, "pp": 2}, 4),
@@ -65,6 +72,24 @@ ON_FOUR = [
     Case("qwen3", {**SP, "cp": 2, "recompute": "full"}),
 ]
 MORE = [
+    *(Case(name, {"dp": 2, "zero": zero}) for name in ("gpt2", "phi3", "gemma2", "gemma3") for zero in (0, 1, 2, 3)),
+    Case("gpt2", {"cp": 2}),
+    Case("gpt2", {**PLAIN, "dp": 2, "zero": 3}),
+    Case("phi3", PLAIN),
+    Case("phi3", {**SP, "pp": 2, "recompute": "full"}, 4),
+    Case("phi3", {**SP, "dp": 2, "zero": 3}),
+    Case("phi3", ULYSSES),
+    Case("gemma", SP),
+    Case("gemma", {"pp": 2}, 4),
+    Case("gemma2", PLAIN),
+    Case("gemma2", ULYSSES),
+    Case("gemma2", {**SP, "pp": 2}, 4),
+    Case("gemma2", {**SP, "dp": 2, "zero": 3}),
+    Case("gemma3", ULYSSES),
+    Case("gemma3", ALL_GATHER),
+    Case("gemma3", {"tp": 4}),  # more ranks than key-value heads
+    Case("gemma3", ZBV, 4),
+    Case("gemma3", {**INTERLEAVED, "dp": 2, "zero": 3}, 4),
     *(Case("llama", {"dp": 2, "zero": zero}) for zero in (1, 2, 3)),
     Case("llama", {**HYBRID, "zero": 2}),
     Case("llama", {"tp": 4}),  # more ranks than key-value heads
@@ -108,6 +133,12 @@ def test_so_do_other_layouts(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case("llama", {**SP, "cp": 2}), Case("writer", {"pp": 2})], ids=named)
 def test_a_loss_of_the_users_own_sees_logits_wherever_they_are(case: Case) -> None:
+    check(case, summed_loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case("gpt2", PLAIN), Case("gemma2", SP)], ids=named)
+def test_it_sees_logits_of_other_families_as_they_are(case: Case) -> None:
     check(case, summed_loss)
 
 

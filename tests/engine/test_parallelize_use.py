@@ -81,10 +81,13 @@ def from_nothing(case: Case) -> float:
     return float(parallel.step(share(case, parallel, make_batch(case.network, case.samples, 0))).loss)
 
 
-@pytest.mark.parametrize("fields", [{"dp": 2, "zero": 3}, {"tp": 2}], ids=["zero", "tp"])
-def test_a_network_without_values_is_filled_by_a_function(fields: dict[str, Any]) -> None:
-    case = Case("llama", fields)
-    expected = plain_run("llama", case.samples).losses[0]
+@pytest.mark.parametrize(
+    "case",
+    [Case("llama", {"dp": 2, "zero": 3}), Case("llama", {"tp": 2}), Case("gemma2", {"tp": 2})],
+    ids=["zero", "tp", "scaled"],
+)
+def test_a_network_without_values_is_filled_by_a_function(case: Case) -> None:
+    expected = plain_run(case.network, case.samples).losses[0]
     assert on_ranks(2, from_nothing, case)[0] == pytest.approx(expected, rel=1e-5)
 
 
@@ -151,12 +154,21 @@ class Normed(nn.Module):
         self.norm = nn.BatchNorm1d(6)
 
 
+class Louder(nn.Linear):
+    """A head that does more than its class."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return 2 * super().forward(inputs)
+
+
 def refusal(world: int, network: str, fields: dict[str, Any], **arguments: Any) -> str:
     return str(on_ranks(world, _refused, network, fields, arguments)[0])
 
 
 def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) -> str:
-    module: nn.Module = Normed() if network == "normed" else build(network)
+    module: nn.Module = Normed() if network == "normed" else build("writer" if network == "louder" else network)
+    if network == "louder":
+        module.out = Louder(32, VOCAB)
     if arguments.pop("meta", False):
         module = module.to("meta")
     if arguments.pop("dropout", False):
@@ -190,6 +202,15 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
         ("stablelm", {"tp": 2}, {}, r"strategy.tp: 2, but no table says what the modules of StableLm\w+ are; pass"),
         ("stablelm", {"tp": 2}, {"patterns": WRITER},
          r"module.config.model_type: 'stablelm' is not supported; .*gpt2"),
+        ("gpt2", {"tp": 2}, {},
+         r"strategy.sequence_parallel: true, but GPT2LMHeadModel views .* as whole sequences; set it to false"),
+        ("gpt2", {"pp": 2}, {}, r"strategy.pp: 2, but GPT2LMHeadModel views .* rows of tokens; use tp, cp, dp or zero"),
+        ("gpt-drops", {"tp": 2, "sequence_parallel": False}, {}, r"module: drops 0.1 of something"),
+        ("writer", {"dp": 2}, {"patterns": replace(WRITER, logit_cap="cap")},
+         r"patterns.logit_cap: Writer has no attribute config.cap"),
+        ("writer", {"dp": 2}, {"patterns": replace(WRITER, divided={"blocks.*.mixer": ("width",)})},
+         r"patterns.divided: Mixer has no attribute width"),
+        ("louder", {"dp": 2}, {"patterns": WRITER}, r"patterns.head: out has a forward pass of its own \(Louder\)"),
         ("llama", {"pp": 2, "schedule": "dualpipe"}, {}, r"strategy: dualpipe"),
         ("llama", {"dp": 2, "ep": 2}, {}, r"strategy.ep: 2, but llama has no experts"),
         ("writer", {"dp": 2}, {"patterns": replace(WRITER, rows=("blocks.*.write",))},
@@ -208,6 +229,11 @@ def test_it_is_refused_in_one_line(network: str, fields: dict[str, Any], argumen
     found = refusal(2, network, fields, **arguments)
     assert re.search(said, found), found
     assert "\n" not in found
+
+
+def test_key_value_heads_inside_a_fused_map_are_not_repeated() -> None:
+    said = refusal(4, "phi3", {"tp": 4})
+    assert said.startswith("strategy.tp: 4 does not divide the 2 key_value_heads inside 'model.layers.*.self_attn.qkv")
 
 
 def test_without_processes_it_says_so() -> None:

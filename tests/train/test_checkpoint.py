@@ -18,7 +18,7 @@ from shardwise.engine.engine import Engine
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.train.checkpoint.boxes import Run, blocks_taken, placed, taken
+from shardwise.train.checkpoint.boxes import Run, placed, taken
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.load import load, newest_good, problems_of
 from shardwise.train.checkpoint.manifest import read_manifest
@@ -217,7 +217,8 @@ def test_runs_follow_slicing(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, each - 1))
     last = data.draw(st.integers(first + 1, each))
     values = torch.cat([block[first:last] for block in values.chunk(blocks)])
-    runs = blocks_taken(runs, first, last, blocks)
+    starts = range(0, size, each)
+    runs = [run for start in starts for run in taken(runs, start + first, start + last)]
     low = data.draw(st.integers(0, len(values) - 1))
     high = data.draw(st.integers(low + 1, len(values)))
     values, runs = values[low:high], taken(runs, low, high)

@@ -69,7 +69,7 @@ def parallelize(
 
     Data parallelism (replicate, ZeRO-1 to 3, hybrid), precision and recompute work for any module. Tensor, sequence,
     pipeline, context and expert parallelism need a table of ``patterns`` that names the module's parts; Hugging Face's
-    Llama, Mistral, Mixtral, Qwen, OLMo, Phi and GPT-NeoX classes have theirs here.
+    Llama, Mistral, Mixtral, Qwen, OLMo, Phi, Gemma, GPT-2 and GPT-NeoX classes have theirs here.
 
     ``loss(outputs, batch)`` is the SUM over what counts in a microbatch, never a mean; the engine divides by the
     ``count`` of the whole global batch, so that all layouts and accumulations agree. Without it, a network with a table
@@ -97,7 +97,7 @@ def parallelize(
     require_runs(job, own_module=True)
     require_trainable(module, job, table is not None, initialise is not None)
     if table is not None:
-        require_matching(module, table, job)
+        require_matching(module, table, job, loss is not None)
     elif loss is None:
         problem = f"is not given, and {type(module).__name__} has no table that names its head"
         raise SpecError("loss", problem, "pass loss=, a function of outputs and batch that returns a sum")

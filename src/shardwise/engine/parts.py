@@ -6,6 +6,7 @@ local tensor is; data parallelism (`fully_shard`) divides further what is descri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,15 +19,14 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True)
 class Cut:
-    """Elements ``start`` to ``stop`` of one dimension; what lies beyond the whole parameter is padding.
-
-    ``blocks``: the dimension is that many equal parts one behind the other, and these elements are taken of each.
-    """
+    """Runs of elements, each from a start to a stop, of one dimension; what lies beyond the whole is padding."""
 
     dimension: int
-    start: int
-    stop: int
-    blocks: int = 1
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
 
 
 @dataclass(frozen=True)
@@ -46,53 +46,55 @@ class Part:
     counted: bool = True
 
     def cut(self, dimension: int, start: int, stop: int, blocks: int = 1) -> Part:
-        return replace(self, cuts=(*self.cuts, Cut(dimension, start, stop, blocks)))
+        """Elements ``start`` to ``stop`` of each of so many equal blocks that a dimension consists of."""
+        each = self.shape[dimension] // blocks
+        return self.take(dimension, [(block * each + start, block * each + stop) for block in range(blocks)])
+
+    def take(self, dimension: int, runs: Iterable[tuple[int, int]]) -> Part:
+        return replace(self, cuts=(*self.cuts, Cut(dimension, tuple(runs))))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Of what this rank holds, padding included."""
         shape = list(self.shape)
         for one in self.cuts:
-            shape[one.dimension] = (one.stop - one.start) * one.blocks
+            shape[one.dimension] = one.size
         return tuple(shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This part of the whole tensor; padding is zero."""
         for one in self.cuts:
-            if one.blocks > 1:
-                blocks = whole.chunk(one.blocks, one.dimension)
-                pieces = [block.narrow(one.dimension, one.start, one.stop - one.start) for block in blocks]
-                whole = torch.cat(pieces, one.dimension)
-                continue
-            stop = min(one.stop, whole.shape[one.dimension])
-            present = max(0, stop - one.start)
-            piece = whole.narrow(one.dimension, min(one.start, whole.shape[one.dimension] - present), present)
-            missing = one.stop - one.start - present
-            if missing:
-                shape = list(piece.shape)
-                shape[one.dimension] = missing
-                piece = torch.cat([piece, piece.new_zeros(shape)], one.dimension)
-            whole = piece
+            pieces = [_run_of(whole, one.dimension, start, stop) for start, stop in one.runs]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, one.dimension)
         return whole
 
     def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
         """Writes this part into the whole tensor, without its padding."""
-        for number, one in enumerate(self.cuts):
-            if one.blocks > 1:
-                inside = Part(self._of_block(one), (replace(one, blocks=1), *self.cuts[number + 1 :]))
-                for piece, block in zip(local.chunk(one.blocks, one.dimension), whole.chunk(one.blocks, one.dimension)):
-                    inside.put(piece, block)
-                return
-            present = max(0, min(one.stop, self.shape[one.dimension]) - one.start)
-            start = min(one.start, self.shape[one.dimension] - present)
-            whole = whole.narrow(one.dimension, start, present)
-            local = local.narrow(one.dimension, 0, present)
-        whole.copy_(local)
+        if not self.cuts:
+            whole.copy_(local)
+            return
+        one, rest, at = self.cuts[0], replace(self, cuts=self.cuts[1:]), 0
+        for start, stop in one.runs:
+            first, present = _inside(whole.shape[one.dimension], start, stop)
+            rest.put(local.narrow(one.dimension, at, present), whole.narrow(one.dimension, first, present))
+            at += stop - start
 
-    def _of_block(self, one: Cut) -> tuple[int, ...]:
-        shape = list(self.shape)
-        shape[one.dimension] //= one.blocks
-        return tuple(shape)
+
+def _inside(size: int, start: int, stop: int) -> tuple[int, int]:
+    """Where the elements of a run that exist begin, and how many they are."""
+    present = max(0, min(stop, size) - start)
+    return min(start, size - present), present
+
+
+def _run_of(whole: torch.Tensor, dimension: int, start: int, stop: int) -> torch.Tensor:
+    first, present = _inside(whole.shape[dimension], start, stop)
+    piece = whole.narrow(dimension, first, present)
+    missing = stop - start - present
+    if not missing:
+        return piece
+    shape = list(piece.shape)
+    shape[dimension] = missing
+    return torch.cat([piece, piece.new_zeros(shape)], dimension)
 
 
 def note_part(module: nn.Module, name: str, part: Part) -> None:

@@ -5,8 +5,9 @@ A name may hold ``*`` for one word of a dotted path. Modules that no pattern nam
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +22,10 @@ class Patterns:
 
     ``regions`` take hidden states as their first argument and contain cut linear maps; ``columns`` are cut by their
     outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
-    ``rows`` by their inputs. ``wide_norms`` are root-mean-square norms over the outputs of cut maps, with the same
-    values. ``headless`` modules of a region stand before its cut maps: heads of all ranks reach their
-    gradients. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
+    ``rows`` by their inputs. ``fused`` are columns that hold several maps one behind the other, as wide as the named
+    attributes of the job's model are to each other. ``wide_norms`` are root-mean-square norms over the outputs of cut
+    maps, with the same values. ``headless`` modules of a region stand before its cut maps: heads of all ranks reach
+    their gradients. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
 
     What follows ``experts`` is for networks of others than ours. ``attention`` modules mix tokens by their attribute
     ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers
@@ -31,6 +33,11 @@ class Patterns:
     an expert, and of how many equal blocks it is made (gate and up in one are two). ``hidden``, ``positions`` and
     ``documents`` are names of arguments: of the regions' hidden states, and of the network's positions [batch, seq] and
     numbers of packed documents. ``constants`` are given with every call.
+
+    What a network keeps in attributes and reads while it runs is changed with it: ``divided`` names by modules the
+    attributes that count what tensor parallelism cuts, ``layer_lists`` those with an element for each layer, of which a
+    stage keeps its own. ``logit_cap`` names an attribute c of the network's config: it makes c·tanh(x/c) of what its
+    head gives. ``refused`` says of fields of a strategy why this network cannot have them.
     """
 
     layers: str
@@ -40,6 +47,7 @@ class Patterns:
     regions: tuple[str, ...]
     columns: dict[str, str] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wide_norms: dict[str, str] = field(default_factory=dict)
     headless: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
@@ -52,6 +60,10 @@ class Patterns:
     positions: str = ""
     documents: str = ""
     constants: dict[str, Any] = field(default_factory=dict)
+    divided: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    layer_lists: tuple[str, ...] = ()
+    logit_cap: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 DECODER = Patterns(
@@ -103,3 +115,16 @@ def matching(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(root.get_submodule(parent), own, module)
+
+
+def change_attribute(module: nn.Module, path: str, change: Callable[[Any], Any]) -> None:
+    """Of what a network reads while it runs; a config on the way is copied first, since others read it too."""
+    owner: Any = module
+    *holders, name = path.split(".")
+    for holder in holders:
+        held = getattr(owner, holder)
+        if not isinstance(held, nn.Module):
+            held = copy.copy(held)
+            setattr(owner, holder, held)
+        owner = held
+    setattr(owner, name, change(getattr(owner, name)))

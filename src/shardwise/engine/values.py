@@ -67,7 +67,7 @@ def _drawn(name: str, part: Part, seed: int, model: Model, device: torch.device)
     """The part's own values; of stacked experts only those that are here are drawn."""
     first, rest = part.cuts[:1], part.cuts[1:]
     if is_stack_of_experts(name) and first and first[0].dimension == 0:
-        here = range(first[0].start, first[0].stop)
+        here = range(*first[0].runs[0])
         value = initial_value(name, part.shape, seed, model, device=device, experts=here)
         return replace(part, cuts=rest).of(value)
     return part.of(initial_value(name, part.shape, seed, model, device=device))

@@ -38,10 +38,11 @@ def _attend(
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     documents: Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Tensors come as [batch, heads, seq, features] and go as [batch, seq, heads, features]."""
-    arguments = AttentionArguments(module.is_causal, sliding_window, scaling, documents, position_ids)
+    arguments = AttentionArguments(module.is_causal, sliding_window, scaling, documents, position_ids, softcap=softcap)
     heads_inside = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     return module.attend(*heads_inside, arguments), None
 

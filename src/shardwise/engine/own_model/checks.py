@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from shardwise.engine.own_model.attention import dropout_of
 from shardwise.engine.own_model.jobs import described, read_description
 from shardwise.engine.own_model.tables import SUPPLIED, is_hugging_face
 from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.tensor.linear import is_linear, sizes
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -86,23 +88,32 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
         raise SpecError("module.config.output_router_logits", problem, "set it to False")
 
 
-def require_matching(module: nn.Module, patterns: Patterns, job: Job) -> None:
+def require_matching(module: nn.Module, patterns: Patterns, job: Job, own_loss: bool) -> None:
     """Every pattern fits something of the right kind, and it divides as the strategy asks."""
     for field, pattern, kind in _expected(patterns):
         found = list(matching(module, pattern))
         if not found:
             raise SpecError(f"patterns.{field}", f"{shown(pattern)} matches no module", "correct it, or leave it out")
-        wrong = next((name for name, one in found if not isinstance(one, kind)), None)
+        wrong = next((name for name, one in found if not _is_a(one, field, kind)), None)
         if wrong is not None:
             raise SpecError(f"patterns.{field}", f"{wrong} is no {kind.__name__}", "name modules of that class")
+    _require_attributes(module, patterns)
+    _require_supported(module, patterns, job.strategy)
+    _require_plain(module, patterns, job.strategy, own_loss)
     _require_roles(module, patterns, job)
     _require_same_model(module, patterns, job)
-    _require_division(module, patterns, job.strategy)
+    _require_division(module, patterns, job)
+
+
+def _is_a(module: nn.Module, field: str, kind: type[nn.Module]) -> bool:
+    return isinstance(module, kind) or (field in ("columns", "rows", "fused") and is_linear(module))
 
 
 def _expected(patterns: Patterns) -> Iterator[tuple[str, str, type[nn.Module]]]:
     yield from (("columns", one, nn.Linear) for one in patterns.columns)
     yield from (("rows", one, nn.Linear) for one in patterns.rows)
+    yield from (("fused", one, nn.Linear) for one in patterns.fused)
+    yield from (("divided", one, nn.Module) for one in patterns.divided)
     yield from (("regions", one, nn.Module) for one in (*patterns.regions, *patterns.flat))
     for field, kind in (
         ("layers", nn.Module), ("embedding", nn.Embedding), ("position_embedding", nn.Module), ("norm", nn.Module),
@@ -111,6 +122,45 @@ def _expected(patterns: Patterns) -> Iterator[tuple[str, str, type[nn.Module]]]:
         pattern = getattr(patterns, field)
         if pattern:
             yield field, pattern, kind
+
+
+def _require_attributes(module: nn.Module, patterns: Patterns) -> None:
+    """What is to be changed, or read, is there."""
+    places = [("layer_lists", module, path) for path in patterns.layer_lists]
+    places += [("logit_cap", module, f"config.{patterns.logit_cap}")] if patterns.logit_cap else []
+    for pattern, paths in patterns.divided.items():
+        places += [("divided", one, path) for _, one in matching(module, pattern) for path in paths]
+    for field, one, path in places:
+        try:
+            attrgetter(path)(one)
+        except AttributeError:
+            problem = f"{type(one).__name__} has no attribute {path}"
+            raise SpecError(f"patterns.{field}", problem, "correct it, or leave it out") from None
+
+
+def _require_plain(module: nn.Module, patterns: Patterns, strategy: Strategy, own_loss: bool) -> None:
+    """Others compute in the place of these modules, which therefore do what their class does and nothing else."""
+    places = [("embedding", patterns.embedding), *(("rows", one) for one in patterns.rows)] if strategy.tp > 1 else []
+    places += [("head", patterns.head)] if strategy.tp > 1 or not own_loss else []
+    for field, pattern in places:
+        for name, one in matching(module, pattern):
+            known = hasattr(one, "embed_scale") or (is_linear(one) and not isinstance(one, nn.Linear))
+            if not known and type(one).forward not in (nn.Linear.forward, nn.Embedding.forward):
+                problem = f"{name} has a forward pass of its own ({type(one).__name__}), which would be passed over"
+                raise SpecError(f"patterns.{field}", problem, "use torch's class, or dp and zero with loss=")
+
+
+def _require_supported(module: nn.Module, patterns: Patterns, strategy: Strategy) -> None:
+    """The network itself can have what is asked for."""
+    for name, why in patterns.refused.items():
+        value = getattr(strategy, name)
+        if name == "sequence_parallel" and strategy.tp > 1 and value:
+            raise SpecError(f"strategy.{name}", f"true, but {type(module).__name__} {why}", "set it to false")
+        if name != "sequence_parallel" and value > 1:
+            others = ", ".join(one for one in ("tp", "cp", "pp") if one not in patterns.refused)
+            raise SpecError(
+                f"strategy.{name}", f"{value}, but {type(module).__name__} {why}", f"use {others}, dp or zero"
+            )
 
 
 def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
@@ -123,7 +173,7 @@ def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
         "ep": ("experts", "expert_features"),
     }
     for dimension, fields in needed.items():
-        missing = next((field for field in fields if not getattr(patterns, field)), None)
+        missing = next((field for field in fields if not _names(patterns, field)), None)
         if getattr(strategy, dimension) > 1 and missing:
             problem = f"{getattr(strategy, dimension)}, but the table does not name {missing}"
             raise SpecError(f"strategy.{dimension}", problem, f"give Patterns({missing}=...)")
@@ -136,6 +186,10 @@ def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
     if patterns.experts and not patterns.experts.endswith("experts"):
         problem = f"{shown(patterns.experts)} is known to data parallelism only by its last word"
         raise SpecError("patterns.experts", problem, "call the module experts")
+
+
+def _names(patterns: Patterns, field: str) -> bool:
+    return bool(getattr(patterns, field) or (field == "columns" and patterns.fused))
 
 
 def _require_same_model(module: nn.Module, patterns: Patterns, job: Job) -> None:
@@ -160,15 +214,20 @@ def _require_same_model(module: nn.Module, patterns: Patterns, job: Job) -> None
                 raise SpecError("model.moe", problem, "describe the module that is given")
 
 
-def _require_division(module: nn.Module, patterns: Patterns, strategy: Strategy) -> None:
-    tp = strategy.tp
+def _require_division(module: nn.Module, patterns: Patterns, job: Job) -> None:
+    tp = job.strategy.tp
     for pattern, heads in patterns.columns.items():
         for name, one in matching(module, pattern):
-            if not heads and one.out_features % tp:  # type: ignore[operator]
+            if not heads and sizes(one)[1] % tp:
                 raise SpecError("strategy.tp", f"{tp} does not divide the outputs of {name}", "use a divisor")
+    for pattern, counts in patterns.fused.items():
+        odd = next((count for count in counts if getattr(job.model, count) % tp), None)
+        if odd:
+            problem = f"{tp} does not divide the {getattr(job.model, odd)} {odd} inside {shown(pattern)}"
+            raise SpecError("strategy.tp", problem, "use a divisor")
     for pattern in patterns.rows:
         for name, one in matching(module, pattern):
-            if one.in_features % tp:  # type: ignore[operator]
+            if sizes(one)[0] % tp:
                 raise SpecError("strategy.tp", f"{tp} does not divide the inputs of {name}", "use a divisor")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class TokenPass:
 
     def __init__(self, root: nn.Module, patterns: Patterns, mesh: Mesh, loss: Loss | None) -> None:
         self.patterns, self.loss, self.whole_rows = patterns, loss, mesh.size("cp") == 1
+        self.cap: float | None = getattr(root.config, patterns.logit_cap) if patterns.logit_cap else None
         self.labels: Tensor | None = None
         self.total: Tensor | None = None
         heads = [head for _, head in matching(root, patterns.head)]
@@ -91,10 +92,10 @@ class TokenPass:
 
     def _loss_in(self, head: nn.Module, mesh: Mesh) -> None:
         plain = head.forward
-        summed: Summed = cross_entropy_sum
+        summed: Summed = partial(cross_entropy_sum, softcap=self.cap)
         if isinstance(head, CutHead):
             place = mesh.rank("tp"), mesh.group("tp"), mesh.strategy.sequence_parallel
-            summed = cut_loss(head.slice.vocabulary, *place)
+            summed = cut_loss(head.slice.vocabulary, *place, self.cap)
 
         def forward(hidden: Tensor) -> Tensor:
             if self.labels is None:
@@ -117,6 +118,8 @@ class TokenPass:
             self.labels = self.total = None
             for end in self.ends:
                 end.seen = None
+        if self.cap is not None and expected is not None:
+            return expected  # the network bounds what its head gives, which is in the loss already
         return _unchanged(outputs, expected)
 
     def _named(self, batch: Batch) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.engine.patterns import Patterns, matching, replace_module
+from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
 
 
 class PassedBy(nn.Module):
@@ -46,6 +46,8 @@ def keep_part(root: nn.Module, patterns: Patterns, layers: range, *, first: bool
     for number, name in enumerate(list(container._modules)):
         if number not in layers:
             del container._modules[name]  # not by index, which would give the others new names
+    for path in patterns.layer_lists:
+        change_attribute(root, path, lambda several: [several[layer] for layer in layers])
     gone: dict[str, type[nn.Module]] = {}
     if not first:
         gone |= {patterns.embedding: PassedBy, patterns.position_embedding: Nothing}

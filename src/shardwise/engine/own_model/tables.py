@@ -62,6 +62,34 @@ _GPT_NEOX = replace(
     rows=(f"{_NEOX}.attention.dense", f"{_NEOX}.mlp.dense_4h_to_h"),
     attention=f"{_NEOX}.attention",
 )
+_PHI_3 = replace(
+    _HUGGING_FACE,
+    columns={},
+    fused={
+        f"{_LAYER}.self_attn.qkv_proj": ("heads", "key_value_heads", "key_value_heads"),
+        f"{_LAYER}.mlp.gate_up_proj": ("ffn", "ffn"),
+    },
+    divided={f"{_LAYER}.self_attn": ("num_key_value_heads", "config.num_attention_heads")},
+)
+_GEMMA = replace(_HUGGING_FACE, logit_cap="final_logit_softcapping", layer_lists=("model.config.layer_types",))
+_GPT = "transformer.h.*"
+_GPT_2 = replace(
+    _HUGGING_FACE,
+    layers=_GPT,
+    embedding="transformer.wte",
+    position_embedding="transformer.wpe",
+    norm="transformer.ln_f",
+    regions=(f"{_GPT}.attn", f"{_GPT}.mlp"),
+    columns={f"{_GPT}.mlp.c_fc": ""},
+    fused={f"{_GPT}.attn.c_attn": ("heads", "heads", "heads")},
+    rows=(f"{_GPT}.attn.c_proj", f"{_GPT}.mlp.c_proj"),
+    attention=f"{_GPT}.attn",
+    divided={f"{_GPT}.attn": ("split_size",)},
+    refused={
+        "sequence_parallel": "views the hidden states behind its last norm as whole sequences",
+        "pp": "views what stands in the place of its tokens as rows of tokens",
+    },
+)
 
 SUPPLIED = {
     **dict.fromkeys(
@@ -74,11 +102,16 @@ SUPPLIED = {
             "Qwen3ForCausalLM",
             "Qwen3MoeForCausalLM",
             "OlmoForCausalLM",
+            "GemmaForCausalLM",
         ),
         _HUGGING_FACE,
     ),
     "Olmo2ForCausalLM": _OLMO_2,
     "PhiForCausalLM": _PHI,
+    "Phi3ForCausalLM": _PHI_3,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "GPT2LMHeadModel": _GPT_2,
     "GPTNeoXForCausalLM": _GPT_NEOX,
 }
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parts import Part, has_note, note_part
-from shardwise.engine.patterns import Patterns, matching, replace_module
-from shardwise.engine.tensor.linear import RowLinear, cut_columns
+from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
+from shardwise.engine.tensor.linear import RowLinear, cut_columns, cut_fused
 from shardwise.engine.tensor.moves import copy, gather, narrow_move
 from shardwise.engine.tensor.project import column_products
 from shardwise.engine.tensor.vocabulary import CutEmbedding, CutHead, cut_loss
@@ -35,11 +35,16 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
     regions = _regions(root, patterns)
     for pattern, heads in patterns.columns.items():
         for _, linear in matching(root, pattern):
-            assert isinstance(linear, nn.Linear)
             cut_columns(linear, rank, group.size(), getattr(model, heads) if heads else 0)
+    for pattern, counts in patterns.fused.items():
+        for _, linear in matching(root, pattern):
+            cut_fused(linear, rank, group.size(), [getattr(model, count) for count in counts])
+    for pattern, paths in patterns.divided.items():
+        for _, module in matching(root, pattern):
+            for path in paths:
+                change_attribute(module, path, lambda count: count // group.size())
     for pattern in patterns.rows:
         for name, linear in list(matching(root, pattern)):
-            assert isinstance(linear, nn.Linear)
             replace_module(root, name, RowLinear(linear, rank, group, sequence_parallel))
     for region in regions.values():
         if hasattr(region, "project"):
@@ -60,7 +65,8 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
 
 def _regions(root: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
     """The modules that hold cut maps themselves: an MLP, but not a mixture of experts in its place."""
-    cut = {name.rpartition(".")[0] for pattern in patterns.columns for name, _ in matching(root, pattern)}
+    columns = (*patterns.columns, *patterns.fused)
+    cut = {name.rpartition(".")[0] for pattern in columns for name, _ in matching(root, pattern)}
     return {
         name: module for pattern in patterns.regions for name, module in matching(root, pattern) if name in cut
     }  # fmt: skip

@@ -61,11 +61,16 @@ class CutEmbedding(nn.Module):
         padding = embedding.padding_idx  # a row that learns nothing
         here = padding is not None and 0 <= padding - self.slice.start < self.slice.width
         self.padding = padding - self.slice.start if padding is not None and here else None
+        # Gemma's, under its own name: who fills a network without values knows it by that.
+        scale = getattr(embedding, "embed_scale", None)
+        self.embed_scale: Tensor | None
+        self.register_buffer("embed_scale", None if scale is None else torch.as_tensor(scale), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows, inside = self.slice.local(tokens)
         found = F.embedding(rows, self.weight, self.padding) * inside.unsqueeze(-1).to(self.weight.dtype)
-        return self.join(found, self.group)
+        joined = self.join(found, self.group)
+        return joined if self.embed_scale is None else joined * self.embed_scale.to(self.weight.dtype)
 
 
 class CutHead(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.tensor.linear import keep_outputs, repeats_of
+from shardwise.engine.tensor.linear import keep_runs, repeats_of
 from shardwise.engine.tensor.moves import copy, reduce
 
 
@@ -23,7 +23,9 @@ class WideNorm(nn.Module):
         self.weight, self.group = norm.weight, group
         self.repeats, self.features = repeats_of(groups, group.size()), norm.weight.shape[0]
         self.epsilon: float = getattr(norm, "eps", None) or norm.variance_epsilon
-        keep_outputs(self, "weight", rank, self.features * self.repeats // group.size(), self.repeats)
+        width = self.features * self.repeats // group.size()
+        start = rank // self.repeats * width
+        keep_runs(self, "weight", 0, [(start, start + width)], self.repeats)
 
     def forward(self, states: Tensor) -> Tensor:
         wide = states.to(torch.promote_types(states.dtype, torch.float32))

@@ -64,12 +64,6 @@ def taken(runs: Sequence[Run], first: int, last: int) -> list[Run]:
     return found
 
 
-def blocks_taken(runs: Sequence[Run], first: int, last: int, blocks: int) -> list[Run]:
-    """The same of each of ``blocks`` equal parts that the runs consist of."""
-    each = sum(run.size for run in runs) // blocks
-    return [run for block in range(blocks) for run in taken(runs, block * each + first, block * each + last)]
-
-
 def placed(dimensions: Sequence[Sequence[Run]]) -> list[Placed]:
     """The boxes that runs along every dimension make, without padding."""
     return [

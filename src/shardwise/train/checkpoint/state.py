@@ -18,7 +18,7 @@ from shardwise.engine.offload.states import MASTER
 from shardwise.engine.optimizer import LocalOptimizer
 from shardwise.engine.parts import Part, plain_name
 from shardwise.engine.trainer import Trainer
-from shardwise.train.checkpoint.boxes import Placed, Run, blocks_taken, placed, taken
+from shardwise.train.checkpoint.boxes import Placed, Run, placed, taken
 
 WEIGHT = "weight"
 
@@ -170,10 +170,8 @@ def places_of(one: Held) -> list[Placed]:
 def _runs(part: Part) -> list[list[Run]]:
     dimensions = [[Run(0, size)] for size in part.shape]
     for cut in part.cuts:
-        runs = dimensions[cut.dimension]
-        dimensions[cut.dimension] = (
-            taken(runs, cut.start, cut.stop) if cut.blocks == 1 else blocks_taken(runs, cut.start, cut.stop, cut.blocks)
-        )
+        held = dimensions[cut.dimension]
+        dimensions[cut.dimension] = [run for start, stop in cut.runs for run in taken(held, start, stop)]
     return dimensions
 
 
