@@ -202,6 +202,8 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
         ("stablelm", {"tp": 2}, {}, r"strategy.tp: 2, but no table says what the modules of StableLm\w+ are; pass"),
         ("stablelm", {"tp": 2}, {"patterns": WRITER},
          r"module.config.model_type: 'stablelm' is not supported; .*gpt2"),
+        ("gpt2", {"dp": 2}, {"training": replace(TRAINING, optimizer="muon")},
+         r"training.optimizer: muon, but GPT2LMHeadModel has no matrices below a name with layers"),
         ("gpt2", {"tp": 2}, {},
          r"strategy.sequence_parallel: true, but GPT2LMHeadModel views .* as whole sequences; set it to false"),
         ("gpt2", {"pp": 2}, {}, r"strategy.pp: 2, but GPT2LMHeadModel views .* rows of tokens; use tp, cp, dp or zero"),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.engine.build_optimizer import is_hidden_matrix
 from shardwise.engine.own_model.attention import dropout_of
 from shardwise.engine.own_model.jobs import described, read_description
 from shardwise.engine.own_model.tables import SUPPLIED, is_hugging_face
@@ -80,6 +81,9 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
     if job.training.compile:
         problem = "true, but layers that others wrote may not compile whole, nor between their collectives"
         raise SpecError("training.compile", problem, "leave it out")
+    if job.training.optimizer == "muon" and not any(is_hidden_matrix(*one) for one in module.named_parameters()):
+        problem = f"muon, but {type(module).__name__} has no matrices below a name with layers, which it is for"
+        raise SpecError("training.optimizer", problem, "call the list of blocks layers, or use adamw")
     if not tabled and job.training.attention == "unfused":
         problem = f"unfused, but no table says what attention is in {type(module).__name__}"
         raise SpecError("training.attention", problem, "leave it out, and choose where the network is made")
