@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.campaign import add_campaign_arguments, campaign_from, terms_from
 from shardwise.cli.inputs import planning_job, whole
+from shardwise.cli.plan_progress import Progress
 from shardwise.planner.constraints import (
     FIELDS,
     OFFLOADS,
@@ -57,14 +57,14 @@ def run(arguments: list[str]) -> int:
         any_priced=parsed.any,
         thorough=parsed.thorough,
         time_limit_seconds=_time_limit(parsed.time_limit),
-    )
+    ).started()
     wishes = [(text, parse_constraints(text)) for text in parsed.why_not]
     # A mistake in what is asked besides should not wait for the search.
     terms_from(parsed, job.training)
     for change in parsed.what_if:
         changed(job.cluster, change)
     output, top = _output(parsed.output), whole(parsed.top, "--top")
-    with _Progress(quiet=parsed.json) as progress:
+    with Progress(quiet=parsed.json) as progress:
         if framework:
             found = plan_for(request, framework)
         else:
@@ -97,7 +97,7 @@ def _plan_mixed(
             raise SpecError(name, "is not answered for several kinds of nodes", "leave it out, or plan one kind")
     minimum = None if parsed.min_global_batch is None else whole(parsed.min_global_batch, "--min-global-batch")
     least = min(kind.device.usable_memory for kind in mixed.kinds)
-    with _Progress(quiet=parsed.json):
+    with Progress(quiet=parsed.json):
         found = plan_mixed(
             job.model,
             mixed,
@@ -108,6 +108,7 @@ def _plan_mixed(
             minimum_batch=minimum,
             memory_bytes=_memory(parsed.max_memory, least),
             any_priced=parsed.any,
+            time_limit_seconds=_time_limit(parsed.time_limit),
         )
     if parsed.json:
         print(json.dumps(mixed_data(found), indent=2))
@@ -137,7 +138,7 @@ def _parser() -> Parser:
     search.add_argument("--any", action="store_true", help="also what is priced but not run by this project's engine")
     search.add_argument("--for", dest="framework", metavar="NAME", help="only what a framework can say, or ddp")
     search.add_argument("--thorough", action="store_true", help="the whole space, however long it takes")
-    limit = "stop each search after this much processor time, with the best so far (default 1min; thorough: 1h)"
+    limit = "stop after this much processor time, with the best so far (default 1min; thorough: 1h)"
     search.add_argument("--time-limit", metavar="10min", help=limit)
     asked = parser.add_argument_group("questions")
     asked.add_argument("--why-not", action="append", default=[], metavar="tp=8,pp=1", help="what keeps it from winning")
@@ -183,7 +184,13 @@ def _answer(
 
     progress.say("explaining")
     # What is simulated to answer a question may be the best of its kind: all tables are about all that is known.
-    asked = [wish(found, wanted) for _, wanted in wishes]
+    deadline, left_out = found.request.deadline, []
+    asked = []
+    for text, wanted in wishes:
+        if deadline.leaves_out():
+            left_out.append(f"--why-not {text}")
+        else:
+            asked.append(wish(found, wanted))
     rule = textbook(found.request)
     found = found.joined([one for own in asked for one in own.candidates])
     if rule is not None and found.request.allows(rule.job.strategy):
@@ -194,18 +201,26 @@ def _answer(
         pareto = found.front
     elif parsed.pareto == "money":
         pareto = sizes(found)
+    explanation, runners = explain(found), who_can_run(found, near=framework is None)
+    others = []
+    for change in parsed.what_if:
+        if deadline.leaves_out():
+            left_out.append(f"--what-if {change}")
+        else:
+            others.append(what_if(found.request, change))
+    lacking = not_run(found)
     return Answer(
         found,
-        [*notes, *_stopped_notes(found)],
+        [*notes, *_stopped_notes(found, left_out)],
         framework,
-        explain(found),
+        explanation,
         rule,
-        who_can_run(found, near=framework is None),
+        runners,
         [judged(found, one) for one in asked],
-        [what_if(found.request, change) for change in parsed.what_if],
+        others,
         pareto,
         campaign_from(parsed, best.job, best.step_seconds),
-        not_run(found),
+        lacking,
         parsed.all,
     )
 
@@ -250,12 +265,17 @@ def _time_limit(text: str | None) -> float | None:
     return seconds
 
 
-def _stopped_notes(found: Plan) -> list[str]:
-    """That a search was not finished."""
-    if not found.search.was_stopped:
-        return []
-    limit, priced = readable_duration(found.request.seconds), found.search.priced
-    return [f"stopped after {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)"]
+def _stopped_notes(found: Plan, left_out: list[str]) -> list[str]:
+    """That a search, or what was asked besides, was not finished."""
+    limit, priced = f"the time limit of {readable_duration(found.request.seconds)}", found.search.priced
+    notes = []
+    if found.search.was_stopped:
+        notes.append(f"stopped for {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)")
+    elif found.request.deadline.was_hit:
+        notes.append(f"some answers besides the plan were cut short by {limit} (--time-limit)")
+    if left_out:
+        notes.append(f"not answered within {limit}: {', '.join(left_out)}")
+    return notes
 
 
 def _memory(text: str | None, there: float) -> float | None:
@@ -282,30 +302,3 @@ def _output(text: str) -> Path | None:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("--output", f"{shown(text)} cannot be written ({error})", "give another name") from None
     return path
-
-
-class _Progress:
-    """A line on a terminal's standard error while the search runs; nothing elsewhere."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet or not sys.stderr.isatty()
-        self._status: Any = None
-
-    def __enter__(self) -> _Progress:
-        if not self._quiet:
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("searching")
-            self._status.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._status is not None:
-            self._status.__exit__(*error)
-
-    def show(self, priced: int) -> None:
-        self.say(f"searching: {priced:,} strategies priced")
-
-    def say(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(text)

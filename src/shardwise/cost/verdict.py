@@ -107,11 +107,11 @@ def fitting_change(job: Job) -> Change | None:
 
 
 def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
-    """What is advised is not only priced: where the engine runs the job, it runs that too."""
-    status, found = verdict(job).status, []
+    """What is advised is not only priced: a change adds nothing that the engine does not run to what the job has."""
+    found = []
     for what, other in neighbours(job):
         try:
-            if verdict(other).status == status and fit_of(other) in allowed:
+            if _as_runnable(job, other) and fit_of(other) in allowed:
                 found.append((predict(other).step_seconds / other.tokens_per_step, what, other))
         except SpecError:  # a group would cut across the network
             continue
@@ -120,6 +120,15 @@ def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
     _, what, best = min(found, key=lambda one: one[0])
     priced = analyze(best)
     return Change(what, best, priced.predicted_seconds, priced.exposed_share, peak_memory(best))
+
+
+def _as_runnable(job: Job, other: Job) -> bool:
+    """Whether our engine runs ``other`` where it runs ``job``, and lacks no more for it; what others lack is theirs."""
+    now, then = verdict(job), verdict(other)
+    lacked = {one.techniques for one in now.findings}
+    return now.status == then.status and not (
+        job.stack.is_own and any(f.techniques not in lacked for f in then.findings)
+    )
 
 
 def neighbours(job: Job) -> Iterator[tuple[str, Job]]:

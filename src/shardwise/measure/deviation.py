@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.engine.gradients import local
 from shardwise.engine.parts import Part
 from shardwise.engine.values import divided_as
+from shardwise.spec.optimization import Optimization
 
 TOLERANCE = 1e-5
 NEGLIGIBLE = 1e-6  # of the global norm: gradients this small are rounding (a key bias has gradient zero in theory)
@@ -44,11 +45,35 @@ def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     rounding, however small the gradient is. That is what the scale makes of the tolerance: error/scale ≤ tolerance
     where error ≤ max(tolerance·own, ε·layer's).
     """
+    of_layers, rounded = _largest_of_layers(gradients), torch.finfo(torch.float32).eps / TOLERANCE
+    return {name: max(largest(one), rounded * of_layers[name]) for name, one in gradients.items()}
+
+
+def weight_scales(
+    weights: Mapping[str, Tensor], steps: Sequence[Mapping[str, Tensor]], settings: Optimization
+) -> dict[str, float]:
+    """What a difference of each weight is measured by: its own largest, and how far AdamW carries rounding.
+
+    A step is rate·g/(|g|+ϵ), whose slope is rate/ϵ where g is far below ϵ: there a gradient's rounding, ε times the
+    largest of its layer as in `gradient_scales`, moves a weight by rate/ϵ times as much. Clipping makes it less.
+    """
+    found = {name: largest(one) for name, one in weights.items()}
+    rounded = torch.finfo(torch.float32).eps / TOLERANCE
+    for gradients in steps:
+        norm = global_norm(gradients.values())
+        clipped = min(1.0, settings.clip_norm / norm) if settings.clip_norm and norm else 1.0
+        carried = rounded * clipped * settings.learning_rate / settings.epsilon
+        for name, one in _largest_of_layers(gradients).items():
+            found[name] += carried * one
+    return found
+
+
+def _largest_of_layers(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each gradient the largest element of all of its layer."""
     of_layers: dict[str, float] = {}
     for name, one in gradients.items():
         of_layers[_layer(name)] = max(of_layers.get(_layer(name), 0.0), largest(one))
-    rounded = torch.finfo(torch.float32).eps / TOLERANCE
-    return {name: max(largest(one), rounded * of_layers[_layer(name)]) for name, one in gradients.items()}
+    return {name: of_layers[_layer(name)] for name in gradients}
 
 
 def _layer(name: str) -> str:

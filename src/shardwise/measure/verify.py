@@ -24,10 +24,9 @@ from shardwise.measure.deviation import (
     TOLERANCE,
     Deviation,
     deviation,
-    global_norm,
     gradient_scales,
-    negligible,
     relative,
+    weight_scales,
 )
 from shardwise.measure.reference import Reference, reference_key, run_reference
 from shardwise.measure.sample import sample_batch, sample_weight
@@ -187,13 +186,11 @@ def _gradients(engine: Engine, expected: dict[str, torch.Tensor], at: str) -> li
 
 
 def _weights(engine: Engine, reference: Reference) -> list[Deviation]:
-    rounding = frozenset(name for one in reference.gradients for name in negligible(one))
-    norm = global_norm(reference.weights.values())
+    scales = weight_scales(reference.weights, reference.gradients, engine.job.training.optimization)
     found = []
     for one in engine.parameters:
-        scale = norm if one.name in rounding else None
-        expected = reference.weights[_reference_name(one.name, reference.weights)]
-        found.append(deviation(one.name, engine.weight(one), one.part, expected, scale))
+        name = _reference_name(one.name, reference.weights)
+        found.append(deviation(one.name, engine.weight(one), one.part, reference.weights[name], scales[name]))
     return found
 
 

@@ -1,4 +1,4 @@
-"""How long a search may take: in time of this process, so that what else a machine does changes no plan."""
+"""How long an answer may take: in time of this process, so that what else a machine does changes no plan."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ THOROUGH_SECONDS = 3600.0
 
 
 class Deadline:
-    """Begins when it is made; ``None`` never ends."""
+    """Begins when it is made; ``None`` never ends. ``was_hit``: something was left out for it, or for a part of it."""
 
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float | None, whole: Deadline | None = None) -> None:
+        self.seconds, self._whole = seconds, whole
         self._started = time.process_time()
         self.was_hit = False
 
@@ -27,10 +27,26 @@ class Deadline:
     def passed(self) -> bool:
         return self.seconds is not None and self.spent_seconds > self.seconds
 
+    def part(self) -> Deadline:
+        """Half of what is left, for one part of an answer: so there is time for what comes after it."""
+        left = None if self.seconds is None else max(0.0, self.seconds - self.spent_seconds)
+        return Deadline(None if left is None else left / 2, self)
+
+    def hit(self) -> None:
+        self.was_hit = True
+        if self._whole is not None:
+            self._whole.hit()
+
+    def leaves_out(self) -> bool:
+        """Whether it has passed, so that what is asked now is left out."""
+        if self.passed:
+            self.hit()
+        return self.passed
+
     def until(self, several: Iterable[T]) -> Iterator[T]:
         """As many of ``several`` as there is time for, the first in any case."""
         for number, one in enumerate(several):
             if number and self.passed:
-                self.was_hit = True
+                self.hit()
                 return
             yield one

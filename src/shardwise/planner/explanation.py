@@ -41,7 +41,7 @@ class Explanation:
     noise: Noise
     group: Group
     differences: str
-    turnings: tuple[Turning, ...]
+    turnings: tuple[Turning, ...] | None  # None where there was no time to look for them
 
     @property
     def loss(self) -> float:
@@ -72,6 +72,8 @@ class Explanation:
             left = f"; it leaves {readable_bytes(more)} more" if more > 0 else ""
             return f"{text}{_takes(self.loss)} ({self.differences}) and {why_behind(self.first, self.second)}{left}."
         text += f"takes {self.loss:+.1%}: {self.differences}"
+        if self.turnings is None:
+            return f"{text}."
         if not self.turnings:
             return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large turns that round."
         return f"{text}; it would win with {' or '.join(str(one) for one in self.turnings)}."
@@ -89,8 +91,10 @@ def explain(found: Plan) -> Explanation:
     if second is None:
         return Explanation(*standing, "slower", "", ())
     group = found.group_of(second)
-    turned = tuple(turnings(first, second)) if group == "slower" else ()
-    return Explanation(*standing, group, largest_differences(first, second), turned)
+    deadline = found.request.deadline.part()
+    turned = tuple(deadline.until(turnings(first, second))) if group == "slower" else ()
+    differences = largest_differences(first, second)
+    return Explanation(*standing, group, differences, None if deadline.was_hit else turned)
 
 
 def turnings(first: Candidate, second: Candidate) -> Iterator[Turning]:

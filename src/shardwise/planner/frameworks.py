@@ -52,7 +52,8 @@ def who_can_run(found: Plan, *, near: bool = True) -> tuple[FrameworkVerdict, ..
 
     ``near`` looks, for those that cannot run it, for what they can run, among layouts like it.
     """
-    return tuple(_verdict(found, name, near) for name in TARGETS)
+    deadline = found.request.deadline
+    return tuple(_verdict(found, name, near and not deadline.leaves_out()) for name in TARGETS)
 
 
 def _verdict(found: Plan, name: str, near: bool) -> FrameworkVerdict:
@@ -81,7 +82,8 @@ def _best_near(found: Plan, name: str) -> Candidate | None:
     except SpecError:
         return None  # what the user asks for
     for offload in (False, True)[: 1 if request.offload is False else 2]:
-        result = search(request.space(offload=offload), memory_bytes=request.capacity_bytes, any_priced=True)
+        space, deadline = request.space(offload=offload), request.deadline.part()
+        result = search(space, memory_bytes=request.capacity_bytes, any_priced=True, deadline=deadline)
         for one in result.best:
             job = job_with(request.job, one.strategy(), one.sequences)
             if not lacking(job, name):
@@ -169,7 +171,7 @@ def plan_for(request: Request, name: str) -> Plan | Search:
 def _as_run(found: Plan, name: str) -> Plan:
     """The plan with what the framework can say of its candidates, each priced as its configuration makes it run."""
     one, kept = target(name), []
-    for known in found.candidates:
+    for known in found.request.deadline.until(found.candidates):
         if _of_strategy(lacking(known.job, name)):
             continue
         job = as_run_by(known.job, one)

@@ -24,7 +24,7 @@ _MOST_TIMES = 1024  # as many devices
 def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
     """Why there is no plan, and what would make one."""
     if found.was_stopped:
-        problem = f"nothing that fits was found in the {request.seconds:g} s that a search may take"
+        problem = f"nothing that fits was found within the time limit of {request.seconds:g} s"
         return problem, "give it longer (--time-limit 10min), or bound it: --tp 8, --pp 1..16"
     if not found.wanted:
         return _no_layout(request)
@@ -114,8 +114,8 @@ def _devices_that_fit(request: Request) -> int | None:
         constraints = request.constraints.with_allowed(allowed)
         wider = replace(request.on(larger), constraints=constraints)
         space = wider.space(offload=request.offload is not False)
-        seconds, capacity = request.seconds / 10, request.capacity_bytes
-        if search(space, memory_bytes=capacity, any_priced=request.any_priced, kept=1, seconds=seconds).best:
+        deadline, capacity = request.deadline.part(), request.capacity_bytes
+        if search(space, memory_bytes=capacity, any_priced=request.any_priced, kept=1, deadline=deadline).best:
             return larger.devices
         times *= 2
     return None

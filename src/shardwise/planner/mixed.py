@@ -39,6 +39,7 @@ class MixedPlan:
     tried: int
     candidates: tuple[MixedStep, ...]
     alone: tuple[Candidate | None, ...]
+    was_stopped: bool = False  # by its limit of time: these are the best so far
 
     status = "priced only"
     note = "a job on several kinds of nodes cannot be written as a job file or run yet"
@@ -68,6 +69,7 @@ def plan_mixed(
     minimum_batch: int | None = None,
     memory_bytes: float | None = None,
     any_priced: bool = False,
+    time_limit_seconds: float | None = None,
     alone: bool = True,
 ) -> MixedPlan:
     """The best strategies with the pipeline across the kinds, and the best plan on each kind alone.
@@ -76,16 +78,20 @@ def plan_mixed(
     """
     one = Job(model=model, cluster=mixed.kinds[0], training=replace(training, global_batch=None))
     job = one.unchecked(strategy=strategy or Strategy(), training=training, stack=stack or default_stack())
-    request = MixedRequest(mixed, job, constraints or Constraints(), minimum_batch, memory_bytes, any_priced)
+    asked = (constraints or Constraints(), minimum_batch, memory_bytes, any_priced, time_limit_seconds)
+    request = MixedRequest(mixed, job, *asked)
     if minimum_batch is None and training.global_batch is None:
         raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
     require_offered(job, any_priced=any_priced)
     space = MixedSpace(request)
     space.check()
-    tried, found = _search(space)
+    deadline = Deadline(USUAL_SECONDS if time_limit_seconds is None else time_limit_seconds)
+    tried, found = _search(space, deadline.part())
     steps = _ranked(found)
-    steps = _ranked([polished(request, step) for step in steps[:POLISHED]] + steps[POLISHED:])
-    return MixedPlan(request, tried, tuple(steps), _alone(request) if alone else ())
+    better = [polished(request, step) for step in deadline.part().until(steps[:POLISHED])]
+    steps = _ranked(better + steps[len(better) :])
+    apart = _alone(request, deadline) if alone else ()
+    return MixedPlan(request, tried, tuple(steps), apart, deadline.was_hit)
 
 
 def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
@@ -96,7 +102,7 @@ def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
     return [first, *(one for one in by_time if one is not first)]
 
 
-def _alone(request: MixedRequest) -> tuple[Candidate | None, ...]:
+def _alone(request: MixedRequest, deadline: Deadline) -> tuple[Candidate | None, ...]:
     """The best plan on each kind by itself."""
     found: list[Candidate | None] = []
     for kind in request.mixed.kinds:
@@ -106,16 +112,16 @@ def _alone(request: MixedRequest) -> tuple[Candidate | None, ...]:
             request.minimum_batch,
             request.memory_bytes,
             any_priced=request.any_priced,
+            running=deadline,
         )
         result = plan(own)
         found.append(result.fastest if isinstance(result, Plan) else None)
     return tuple(found)
 
 
-def _search(space: MixedSpace) -> tuple[int, list[MixedStep]]:
+def _search(space: MixedSpace, deadline: Deadline) -> tuple[int, list[MixedStep]]:
     """Strategies in the order of a floor of their time, until no other can be faster than the best that fits."""
-    deadline = Deadline(USUAL_SECONDS)
-    floors = sorted(deadline.until(estimated(space)), key=lambda one: one.seconds_per_token)
+    floors = sorted(deadline.part().until(estimated(space)), key=lambda one: one.seconds_per_token)
     found: list[MixedStep] = []
     fastest = float("inf")
     for one in deadline.until(floors):
@@ -126,12 +132,15 @@ def _search(space: MixedSpace) -> tuple[int, list[MixedStep]]:
             found.append(min(steps, key=lambda step: step.seconds_per_token))
             fastest = min(fastest, found[-1].seconds_per_token)
     if not found:
-        raise _what_is_missing(space)
+        raise _what_is_missing(space, stopped=deadline.was_hit)
     return len(floors), found
 
 
-def _what_is_missing(space: MixedSpace) -> SpecError:
+def _what_is_missing(space: MixedSpace, *, stopped: bool) -> SpecError:
     request = space.request
+    if stopped:
+        problem, remedy = "nothing that fits was found within the time limit", "give it longer (--time-limit 10min)"
+        return SpecError("plan", problem, remedy)
     if next(space.arrangements(), None) is None:
         sizes = " and ".join(f"{kind.devices:,}" for kind in request.mixed.kinds)
         problem = f"no tp·cp·dp divides {sizes} devices into stages of {request.job.model.layers} layers and the batch"

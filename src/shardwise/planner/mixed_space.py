@@ -48,6 +48,7 @@ class MixedRequest:
     minimum_batch: int | None = None
     memory_bytes: float | None = None
     any_priced: bool = False
+    time_limit_seconds: float | None = None
 
     def capacity_bytes(self, kind: int) -> float:
         """What the predicted memory of a plan may take of a device of this kind."""

@@ -33,7 +33,7 @@ class NotRun:
 def not_run(found: Plan) -> NotRun | None:
     """The first that `--any` would list, where it gains more than noise; None where nothing does."""
     request = found.request
-    if request.offers_priced or not _may_gain(found):
+    if request.offers_priced or request.deadline.leaves_out() or not _may_gain(found):
         return None
     other = plan(replace(request, any_priced=True))
     if not isinstance(other, Plan):
@@ -67,4 +67,4 @@ def _with_hidden_exchange(request: Request) -> list[Found]:
         return []
     wider = replace(request, constraints=constraints, any_priced=True)
     space, capacity = wider.space(offload=False), request.capacity_bytes
-    return search(space, memory_bytes=capacity, any_priced=True, kept=1, seconds=request.seconds).best
+    return search(space, memory_bytes=capacity, any_priced=True, kept=1, deadline=request.deadline.part()).best

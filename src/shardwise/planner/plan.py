@@ -8,7 +8,6 @@ from functools import cached_property
 
 from shardwise.cost.validation.residuals import Noise
 from shardwise.planner.candidate import Candidate, candidate, dimensions_used, job_with
-from shardwise.planner.deadline import Deadline
 from shardwise.planner.ranking import Group, Ranking, Row, ranked
 from shardwise.planner.request import Request
 from shardwise.planner.search import Found, Search, search
@@ -91,7 +90,7 @@ class Plan:
         kept: list[Candidate] = []
         known = {one.job for one in self.candidates}
         jobs = dict.fromkeys(_job(self.request.job, found) for found in self.search.front)
-        priced = [candidate(job) for job in jobs if job not in known]
+        priced = [candidate(job) for job in self.request.deadline.part().until(jobs) if job not in known]
         for one in sorted([*priced, *self.candidates], key=lambda one: one.memory.total):
             if not kept or one.seconds_per_token < kept[-1].seconds_per_token * (1 - FRONT_STEP):
                 kept.append(one)
@@ -109,15 +108,16 @@ class Family:
 
 def plan(request: Request, progress: Callable[[int], None] | None = None) -> Plan | Search:
     """The plan; or, where nothing that runs fits, the search that shows it."""
+    running = request.started()
     space = request.space(offload=bool(request.offload))
-    result = _search(request, space, progress)
+    result = _search(running, space, progress)
     if not result.best and request.offload is None and request.job.cluster.host_link is not None:
         space = request.space(offload=True)
-        result = _search(request, space, progress)
+        result = _search(running, space, progress)
     if not result.best:
         return result
-    candidates = _simulated(request, result)
-    candidates += _with_own_stages(request, candidates)
+    candidates = _simulated(running, result)
+    candidates += _with_own_stages(running, candidates)
     return Plan(request, result, space.narrowing, ranked(candidates))
 
 
@@ -125,7 +125,7 @@ def _search(request: Request, space: Space, progress: Callable[[int], None] | No
     return search(
         space,
         memory_bytes=request.capacity_bytes,
-        seconds=request.seconds,
+        deadline=request.deadline.part(),
         any_priced=request.any_priced,
         progress=progress,
     )
@@ -138,7 +138,7 @@ def _simulated(request: Request, result: Search) -> list[Candidate]:
     for degrees, found in layouts:
         families.setdefault(dimensions_used(degrees), found)
     finalists = [*result.best, *(found for _, found in layouts[:RANKED_LAYOUTS]), *families.values()]
-    deadline = Deadline(request.seconds)
+    deadline = request.deadline.part()
     jobs = dict.fromkeys(_job(request.job, found) for found in finalists)
     candidates = [candidate(one) for one in deadline.until(jobs)]
     result.was_stopped |= deadline.was_hit
@@ -156,7 +156,7 @@ def _with_own_stages(request: Request, candidates: Iterable[Candidate]) -> list[
     pipelines = [one for one in by_time if one.job.strategy.pp > 1]
     of_layouts = {one.degrees: one for one in reversed(pipelines)}
     chosen = {one.job: one for one in [*pipelines[:OWN_STAGES], *of_layouts.values()]}.values()
-    divided = [with_best_stages(one, request.capacity_bytes) for one in chosen]
+    divided = [with_best_stages(one, request.capacity_bytes) for one in request.deadline.part().until(chosen)]
     return [own for own, even in zip(divided, chosen) if own is not even]
 
 

@@ -30,7 +30,7 @@ def what_would_fit(job: Job) -> str:
         job.unchecked(training=batch),
         offload=False if job.run_device == "cpu" else None,
         any_priced=verdict(job).status != "runs",
-    )
+    ).started()
     found = plan(replace(request, offload=False))
     if isinstance(found, Plan):
         return _nearest(job, found)

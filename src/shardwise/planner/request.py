@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwise.cost.room import Room, room_of
 from shardwise.planner.constraints import Constraints, has
-from shardwise.planner.deadline import THOROUGH_SECONDS, USUAL_SECONDS
+from shardwise.planner.deadline import THOROUGH_SECONDS, USUAL_SECONDS, Deadline
 from shardwise.planner.space import Space
 from shardwise.planner.supported import offers_priced, require_offered
 from shardwise.spec.errors import SpecError
@@ -24,7 +24,8 @@ class Request:
     ``memory_bytes`` caps a device's memory, in place of the margin that a plan leaves free by itself. ``offload``:
     always (True), never (False), or where nothing else fits (None). ``any_priced`` also offers what is priced and not
     run. ``thorough`` searches the whole space however large.
-    ``time_limit_seconds``, of this process, end a search with the best so far (a minute; an hour where thorough).
+    ``time_limit_seconds``, of this process, end an answer with the best so far (a minute; an hour where thorough). What
+    is asked of a request that has `started` shares one limit; of another, each plan has its own.
     """
 
     job: Job
@@ -35,6 +36,7 @@ class Request:
     any_priced: bool = False
     thorough: bool = False
     time_limit_seconds: float | None = None
+    running: Deadline | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes <= 0:
@@ -45,9 +47,18 @@ class Request:
 
     @property
     def seconds(self) -> float:
-        """How long a search may take."""
+        """How long an answer may take."""
         usual = THOROUGH_SECONDS if self.thorough else USUAL_SECONDS
         return usual if self.time_limit_seconds is None else self.time_limit_seconds
+
+    @property
+    def deadline(self) -> Deadline:
+        """The one that runs, or a new one."""
+        return self.running or Deadline(self.seconds)
+
+    def started(self) -> Request:
+        """The same with its time running, for all that is asked of it from now on."""
+        return replace(self, running=self.deadline)
 
     @property
     def offers_priced(self) -> bool:

@@ -87,13 +87,13 @@ def search(
     any_priced: bool = False,
     kept: int = KEPT,
     progress: Callable[[int], None] | None = None,
-    seconds: float | None = None,
+    deadline: Deadline | None = None,
 ) -> Search:
     """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
 
-    After ``seconds`` it stops with what it has.
+    At the ``deadline`` it stops with what it has.
     """
-    deadline = Deadline(seconds)
+    deadline = deadline or Deadline(None)
     cluster = space.job.cluster
     capacity = room_of(space.job).planned_bytes if memory_bytes is None else memory_bytes
     keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept)

@@ -28,7 +28,7 @@ def sizes(found: Plan) -> tuple[Size, ...]:
     """All devices, half of them, a quarter, ... while something fits; those that cost no less are left out."""
     result = [Size(found.request.job.cluster.devices, found.fastest)]
     cluster = found.request.job.cluster
-    while len(result) < _MOST_SIZES:
+    while len(result) < _MOST_SIZES and not found.request.deadline.leaves_out():
         try:
             cluster = cluster.with_devices(cluster.devices // 2)
         except SpecError:

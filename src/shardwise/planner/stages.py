@@ -13,6 +13,7 @@ from shardwise.planner.pieces import NOTHING, Pieces, in_flight, layer_counts, p
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
+MOST_CELLS = 20_000_000  # of the partitioner's tables, layers²·stages: about a second; deeper models keep even stages
 WORTH = 0.001  # a division of its own has to be this much faster than an even one
 
 
@@ -36,7 +37,7 @@ def fits(job: Job, capacity_bytes: float) -> bool:
 def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
     """The same job with other stages, whose slowest rank takes less time for a microbatch."""
     ranks = range(job.strategy.pp)
-    if len(ranks) == 1:
+    if len(ranks) == 1 or job.model.layers**2 * job.strategy.pp * job.strategy.chunks_per_rank > MOST_CELLS:
         return
     pieces = pieces_of(job)
     rooms = [room_for_pieces(job, pieces, rank, capacity_bytes) for rank in ranks]

@@ -30,7 +30,10 @@ def mixed_pieces(plan: MixedPlan) -> Iterator[str | FittedTable]:
     speed = readable_rate(mixed.between.bandwidth_per_direction)
     job = best.arrangement.job
     yield f"{job.model.name} on {mixed.name}: {devices}, {speed} per device between the kinds"
-    yield f"{plan.status}: {plan.note}\n"
+    yield f"{plan.status}: {plan.note}"
+    if plan.was_stopped:
+        yield "stopped at the time limit: this is the best so far (--time-limit)"
+    yield ""
     yield f"best of {plan.tried:,} strategies: {strategy_words(best.arrangement.strategy)}"
     yield (
         f"step {readable_seconds(best.step_seconds)}, {best.tokens_per_second:,.0f} tokens/s, "
@@ -93,6 +96,7 @@ def mixed_data(plan: MixedPlan) -> dict[str, Any]:
     return {
         "status": plan.status,
         "note": plan.note,
+        "was_stopped": plan.was_stopped,
         "cluster": plan.request.mixed.to_dict(),
         "strategies": plan.tried,
         "candidates": [_step_data(step) for step in plan.candidates],

@@ -95,7 +95,7 @@ def _explanation(explanation: Any) -> dict[str, Any]:
         "second": None if second is None else strategy_words(second.job.strategy),
         "loss": None if second is None else explanation.loss,
         "layouts_within_noise": explanation.within,
-        "turnings": [{"what": one.what, "factor": one.factor} for one in explanation.turnings],
+        "turnings": [{"what": one.what, "factor": one.factor} for one in explanation.turnings or ()],
     }
 
 

@@ -16,7 +16,7 @@ from shardwise.spec.numerics import Numerics
 
 Split = Literal["column", "row", "none"]
 # Far beyond any model: what is larger is a mistake, and would keep a search busy for ever.
-MOST_LAYERS, WIDEST, MOST_HEADS, LONGEST = 10_000, 2**24, 2**16, 2**30
+MOST_LAYERS, WIDEST, MOST_HEADS, LONGEST = 2048, 2**24, 2**16, 2**30
 
 
 @dataclass(frozen=True)
