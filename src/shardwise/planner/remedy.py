@@ -19,6 +19,8 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes
 
+SEARCH_SECONDS = 5.0  # for an answer that nobody asked for by name; `plan` looks longer
+
 
 def what_would_fit(job: Job) -> str:
     """The nearest that fits by what a plan leaves free; where nothing does, what the least strategy would need."""
@@ -34,6 +36,7 @@ def what_would_fit(job: Job) -> str:
         job.unchecked(training=batch),
         offload=False if job.run_device == "cpu" else None,
         any_priced=verdict(job).status != "runs",
+        time_limit_seconds=SEARCH_SECONDS,
     ).started()
     found = plan(replace(request, offload=False))
     if isinstance(found, Plan):
@@ -43,7 +46,11 @@ def what_would_fit(job: Job) -> str:
         return offloaded
     if request.offload is None:
         found = plan(replace(request, offload=True))
-    return _nearest(job, found) if isinstance(found, Plan) else "; ".join(what_is_missing(found, request))
+    if isinstance(found, Plan):
+        return _nearest(job, found)
+    if found.was_stopped:
+        return f"nothing was found in {SEARCH_SECONDS:g} s; `shardwise plan` looks longer"
+    return "; ".join(what_is_missing(found, request))
 
 
 def _by_several_changes(job: Job) -> Job | None:
