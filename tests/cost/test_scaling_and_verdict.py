@@ -177,7 +177,8 @@ def small_memory(**fields: Any) -> Cluster:
     ],
 )
 def test_what_does_not_fit_is_said_first(part: str, strategy: dict[str, Any], training: dict[str, Any]) -> None:
-    analysis = analyze(job(GPT, small_memory(), training, **strategy))
+    model = replace(GPT, max_seq=4096)
+    analysis = analyze(job(model, small_memory(), training, **strategy))
     assert analysis.fit == "does not fit"
     sentence = bottleneck(analysis)
     assert sentence.startswith("Does not fit")

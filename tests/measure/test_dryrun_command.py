@@ -59,5 +59,5 @@ def test_what_does_not_fit_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "small.yaml"
     path.write_text(json.dumps({**cluster.to_dict(), "device": small.device.to_dict()}), encoding="utf-8")
     assert main(TINY.replace("dgx-h100:1", str(path)).split()) == 1
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "Does not fit" in printed and "a device has 1.11 GiB" in printed

@@ -30,7 +30,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     cluster = cluster_from(draw(st.sampled_from(CLUSTERS)))
     if draw(st.booleans()):
         return cluster
-    device = replace(cluster.device, memory=draw(st.floats(1e9, 1e12)), memory_bandwidth=draw(st.integers(1, 10**15)))
+    device = replace(cluster.device, memory=draw(st.floats(4e9, 1e12)), memory_bandwidth=draw(st.integers(1, 10**15)))
     inner = replace(
         cluster.levels[0],
         bandwidth=draw(st.floats(1, 1e13)),
@@ -80,6 +80,8 @@ def jobs(draw: st.DrawFn) -> Job:
         "precision": draw(st.sampled_from(["fp32", "bf16", "fp8"])),
         "tokens": draw(st.one_of(st.none(), st.integers(1, 10**14))),
     }
+    if model.positions == "learned":
+        model = replace(model, max_seq=max(model.max_seq, training["seq"]))
     return Job.from_dict({"model": model, "cluster": cluster, "strategy": strategy, "training": training})
 
 
