@@ -89,7 +89,8 @@ def test_an_own_file_may_be_sized(tmp_path: Path) -> None:
     write_parts(tmp_path)
     text = (tmp_path / "cluster.yaml").read_text().replace("levels:\n", "levels:\n  - {size: 4, link: pcie-5}\n")
     (tmp_path / "cluster.yaml").write_text(text)
-    job = Job.from_dict({"model": "gpt2", "cluster": f"{tmp_path}/cluster.yaml:6", "training": {"seq": 1024, "global_batch": 24}})
+    training = {"seq": 1024, "global_batch": 24}
+    job = Job.from_dict({"model": "gpt2", "cluster": f"{tmp_path}/cluster.yaml:6", "training": training})
     assert job.cluster.devices == 24
 
 
