@@ -116,7 +116,7 @@ def test_a_missing_field_is_named_with_its_path(missing: str) -> None:
         ("training.global_batch", "many", "'many' is not a quantity"),
         ("training.precision", "fp64", "'fp64' is not a choice"),
         ("training.checkpoint_interval", 0, "0 is not positive"),
-        ("model.layers", 100_001, "100001 is above 10000"),
+        ("model.layers", 100_001, "100001 is above 2048"),
         ("model.name", 7, "7 should be text"),
         ("model.moe", {"experts": 4, "top_k": 5, "ffn": 8}, "5 is more than 4 experts"),
         ("cluster.device.memory", "-80GiB", "is not positive"),
