@@ -247,7 +247,7 @@ def _room_words(request: Request) -> str:
     more = error_bar(request.job).memory_high
     left = readable_bytes(room.margin_bytes)
     return (
-        f"Memory: of {usable} a plan leaves {left} free, for tensors may take {more:.0%} more than predicted "
+        f"Memory: of {usable} a plan leaves {left} free: tensors may take {more:.0%} more than predicted "
         "(--max-memory says otherwise)."
     )
 
