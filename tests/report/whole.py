@@ -28,6 +28,9 @@ def check_whole(shown: FittedTable, width: int) -> None:
     """Raises AssertionError where a cell of a column that is shown is cut or printed vertically."""
     text = drawn(shown, width=width)
     check_lines(text, width)
+    if shown.narrower is not None and drawn(shown.narrower, width=width) in text:
+        check_whole(shown.narrower, width)
+        return
     body, _, left_out = text.partition(LEFT_OUT)
     whole = set(_NUMBER.findall(body))
     gone = " ".join(left_out.split()).rstrip(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,13 @@ def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> RenderableType:
     columns = ("", "schedule", "sharding", "recompute", "tp", "cp", "pp", "dp", "ep", "mb", "step", "time",
                "tokens/s", "MFU", "memory", "left", "like it")  # fmt: skip
     own = [_row(number, row, found) for number, row in enumerate(rows, 1) if row.group == group]
-    return table(titles[group], columns, own, numbers_from=4, optional=("tokens/s", "like it", "left", "MFU"))
+    # The same with the strategy in words, which wrap.
+    words = [strategy_words(row.best.job.strategy) for row in rows if row.group == group]
+    kept = [columns.index(name) for name in ("step", "time", "memory", "left")]
+    short = [(row[0], said, *(row[place] for place in kept)) for row, said in zip(own, words)]
+    optional = ("tokens/s", "like it", "left", "MFU")
+    narrower = table("", ("", "strategy", *(columns[place] for place in kept)), short, numbers_from=2)
+    return replace(table(titles[group], columns, own, numbers_from=4, optional=optional), narrower=narrower)
 
 
 def _row(number: int, row: Row, found: Plan) -> tuple[str, ...]:

@@ -49,12 +49,16 @@ class Column:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table under its title; ``optional`` are the names of columns that may go, the first to go first."""
+    """A table under its title; ``optional`` are the names of columns that may go, the first to go first.
+
+    ``narrower`` stands in where it still does not fit; without one, rows become records.
+    """
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     optional: tuple[str, ...] = ()
+    narrower: FittedTable | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
@@ -74,6 +78,12 @@ class FittedTable:
                 yield from self._drawn(shown, widths)
                 yield from self._left_out(gone, width)
                 return
+        if self.narrower is not None:
+            yield from self.narrower._lines(width, bounded)
+            kept = {column.name for column in self.narrower.columns}
+            names = [name for name in self.optional if name not in kept]
+            yield from self._left_out(frozenset(n for n, one in enumerate(self.columns) if one.name in names), width)
+            return
         yield from self._records(width)
         yield from self._left_out(self._bars(), width)
 
