@@ -81,4 +81,4 @@ def test_the_explanation_names_another_layout_and_what_would_turn_the_choice() -
     assert told.loss >= -0.006
     assert any(part in told.differences for part in ("cp", "tp", "recompute", "compute", "dp", "bubble"))
     sentence = told.sentence()
-    assert "\n" not in sentence and ("it would win with" in sentence or "turns that round" in sentence)
+    assert "\n" not in sentence and ("it would win with" in sentence or "would reverse that" in sentence)

@@ -23,7 +23,7 @@ _CURRENCY = "$"
 
 _FLAGS = (
     ("--tokens", "15T", "tokens of the whole run (default: the job's training.tokens)"),
-    ("--price", "2.5/h", "money per device-hour, in $ unless it says otherwise: €2.5/h"),
+    ("--price", "2.5/h", "money per device-hour, in $ unless a currency is given: €2.5/h"),
     ("--mtbf", "50700h", "device-hours per interruption; 50700h is what Llama 3 saw"),
     ("--checkpoint-seconds", "30s", "how long a checkpoint stops training (default: the cluster's shared storage)"),
     ("--restart-seconds", "10min", "from an interruption to training again (default: 10min)"),

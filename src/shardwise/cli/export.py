@@ -67,7 +67,7 @@ def _report(exported: Exported) -> None:
     """What the configuration does not say, on standard error: standard output may be redirected to a file."""
     groups = (
         (f"{exported.target} cannot do, or does otherwise:", exported.missing),
-        ("to be said in the training script or by the launcher:", exported.elsewhere),
+        ("to set in the training script or the launcher:", exported.elsewhere),
         ("notes:", exported.notes),
     )
     for title, lines in groups:

@@ -16,7 +16,7 @@ VERBS = {
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
     "train": ("train", "run a job on this machine: starts the processes, trains, resumes by itself"),
     "explain": ("explain", "one formula with the numbers put in and its source"),
-    "export": ("export", "a job as another framework's configuration, and what it cannot say"),
+    "export": ("export", "a job as another framework's configuration, and what that framework cannot express"),
     "verify": ("verify", "a layout against one process: loss, every gradient, every weight after a few steps"),
     "validate": ("validate", "score the cost model on a table of published or measured runs"),
     "dryrun": ("dryrun", "trace the engine on one rank of any world: memory, collectives, arithmetic, beside the plan"),

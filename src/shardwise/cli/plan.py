@@ -136,7 +136,7 @@ def _parser() -> Parser:
     search.add_argument("--offload", nargs="?", const="any", metavar="KIND", help=kinds)
     search.add_argument("--no-offload", action="store_true", help="never offload")
     search.add_argument("--any", action="store_true", help="also what is priced but not run by this project's engine")
-    search.add_argument("--for", dest="framework", metavar="NAME", help="only what a framework can say, or ddp")
+    search.add_argument("--for", dest="framework", metavar="NAME", help="only what this framework can express, or ddp")
     search.add_argument("--thorough", action="store_true", help="the whole space, however long it takes")
     limit = "stop after this much processor time, with the best so far (default 1min; thorough: 1h)"
     search.add_argument("--time-limit", metavar="10min", help=limit)

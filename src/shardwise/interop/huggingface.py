@@ -24,7 +24,7 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
     A key that is absent takes the default of the `transformers` library. Of a config with a ``text_config``
     (vision-language models) the language model is read. Two small things a `Model` does not hold are left out
     of its count: OPT's two spare position rows and the attention sinks of gpt-oss. Raises SpecError, with the
-    key, for what is malformed, of a family not known here, or outside what a `Model` can say.
+    key, for what is malformed, of a family not known here, or outside what a `Model` can express.
     """
     if isinstance(config, (str, Path)):
         path = Path(config)
@@ -45,7 +45,7 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
 
 
 def hf_config_from_model(model: Model) -> dict[str, Any]:
-    """The ``config.json`` of the first family that can say this model, such that reading it gives it back.
+    """The ``config.json`` of the first family that can express this model, such that reading it gives it back.
 
     Raises SpecError when no family can.
     """
@@ -66,7 +66,7 @@ def hf_config_from_model(model: Model) -> dict[str, Any]:
 def hf_config_like(config: Config, model: Model) -> dict[str, Any]:
     """The config.json of ``model`` that differs from ``config`` as little as the model does from what that describes.
 
-    A model that the family of ``config`` cannot say becomes one of the first that can; keys that say nothing of the
+    A model that the family of ``config`` cannot express becomes one of the first that can; keys that say nothing of the
     model's shape, such as the ids of special tokens, stay in any case.
     """
     family = _family(config.get("model_type"))

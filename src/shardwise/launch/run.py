@@ -23,10 +23,10 @@ from shardwise.train.run_folder import RunFolder
 
 
 def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path | None = None) -> None:
-    """Writes what the processes read; only for who has locked the folder.
+    """Writes what the processes read; the caller must hold the folder's lock.
 
-    ``model_folder`` is a Hugging Face folder that describes the model: its small files are kept for who converts what
-    was trained, unless those of ``run.start_from`` are.
+    ``model_folder`` is a Hugging Face folder that describes the model: its small files are kept for a later
+    conversion, unless those of ``run.start_from`` are.
     """
     folder.checkpoints.clear_unfinished()
     if not folder.checkpoints.present():

@@ -75,7 +75,7 @@ class Explanation:
         if self.turnings is None:
             return f"{text}."
         if not self.turnings:
-            return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large turns that round."
+            return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large would reverse that."
         return f"{text}; it would win with {' or '.join(str(one) for one in self.turnings)}."
 
 

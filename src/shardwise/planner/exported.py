@@ -48,7 +48,7 @@ def priced_export(job: Job, name: str) -> PricedExport:
 
 
 def differences(job: Job, run: Job) -> tuple[str, ...]:
-    """In a few words, what a framework does otherwise than ``job`` says, of what has a price."""
+    """In a few words, what a framework does differently from ``job``, of what has a price."""
     before, after = said_by(job), said_by(run)
     words: list[str] = []
     if before["training.precision"] != after["training.precision"]:

@@ -23,7 +23,7 @@ from shardwise.spec.strategy import SCHEDULES, Strategy
 # Plain data parallelism: every device holds the whole model.
 _DDP = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "offload": OFFLOADS["none"]}
 NAMES = (*TARGETS, "ddp")
-_MOST_COMBINATIONS = 12  # of values that a framework cannot say together
+_MOST_COMBINATIONS = 12  # of values that a framework cannot express together
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def in_own_way(request: Request, name: str) -> Request:
 
 
 def expressible(request: Request, name: str) -> Request:
-    """The request within what one framework can say; each field is tried with each of its values."""
+    """The request within what one framework can express; each field is tried with each of its values."""
     if check_framework(name) == "ddp":
         fixed = {field: Allowed((value,)) for field, value in _DDP.items()}
         return replace(request, constraints=request.constraints.with_allowed(fixed))
@@ -145,14 +145,14 @@ def expressible(request: Request, name: str) -> Request:
 
 
 def request_for(request: Request, name: str) -> Request:
-    """What is asked of the planner for a framework: within what it can say, priced as it runs it."""
+    """What is asked of the planner for a framework: within what it can express, priced as it runs it."""
     return expressible(request if check_framework(name) == "ddp" else in_own_way(request, name), name)
 
 
 def plan_for(request: Request, name: str) -> Plan | Search:
-    """`plan` for a framework: within what it can say, priced as it runs it.
+    """`plan` for a framework: within what it can express, priced as it runs it.
 
-    Combinations of values that it cannot say are left out as they come up.
+    Combinations of values that it cannot express are left out as they come up.
     """
     request = request_for(request, name)
     if name == "ddp":
@@ -165,11 +165,11 @@ def plan_for(request: Request, name: str) -> Plan | Search:
         if not unsaid:
             return _as_run(found, name)
         request = replace(request, constraints=_without(request.constraints, unsaid[0], name))
-    raise SpecError("--for", f"none of the best plans can be said in {name}", "fix more dimensions, or drop --for")
+    raise SpecError("--for", f"none of the best plans can be expressed in {name}", "fix more dimensions, or drop --for")
 
 
 def _as_run(found: Plan, name: str) -> Plan:
-    """The plan with what the framework can say of its candidates, each priced as its configuration makes it run."""
+    """The plan with what the framework can express of its candidates, each priced as its configuration makes it run."""
     one, kept = target(name), []
     for known in found.request.deadline.until(found.candidates):
         if _of_strategy(lacking(known.job, name)):
@@ -185,7 +185,7 @@ def _as_run(found: Plan, name: str) -> Plan:
 
 
 def _without(constraints: Constraints, job: Job, name: str) -> Constraints:
-    """The constraints, and besides none of the few values of the job's strategy that cannot be said together."""
+    """The constraints, and besides none of the few values of the job's strategy that cannot be expressed together."""
     if isinstance(job.strategy.stage_layers, tuple):
         return constraints.with_allowed({"stage_layers": Allowed(("even", "balanced"))})
     fields = {field: field_value(job.strategy, field) for field, _ in _tried(job)}
@@ -195,11 +195,11 @@ def _without(constraints: Constraints, job: Job, name: str) -> Constraints:
             strategy = _plain(job.strategy).unchecked(**{field: fields[field] for field in some})
             if _of_strategy(lacking(job.unchecked(strategy=strategy), name)):
                 return Constraints(constraints.allowed, (*constraints.excluded, _entry(job, name, fields, some)))
-    raise SpecError("--for", f"{name} cannot say even plain data parallelism", "drop --for")
+    raise SpecError("--for", f"{name} cannot express even plain data parallelism", "drop --for")
 
 
 def _entry(job: Job, name: str, fields: dict[str, Any], some: tuple[str, ...]) -> dict[str, Allowed]:
-    """Values that cannot be said together: of degrees all above 1, where 2 of each cannot either."""
+    """Values that cannot be expressed together: of degrees all above 1, where 2 of each cannot either."""
     degrees = [field for field in some if field in ("tp", "cp", "pp", "ep")]
     values = {field: 2 if field in degrees else fields[field] for field in some}
     twos = job.unchecked(strategy=_plain(job.strategy).unchecked(**values))
@@ -224,7 +224,7 @@ def _of_strategy(lost: Iterable[Lost]) -> list[Lost]:
 
 
 def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:
-    """Fields and the values that tell what a framework can say."""
+    """Fields and the values that tell what a framework can express."""
     yield from ((name, (1, 2)) for name in ("tp", "cp", "pp"))
     if job.model.moe:
         yield "ep", (1, 2)
@@ -256,7 +256,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
 
 
 def _lacks(job: Job, name: str, field: str, value: Any, stage: int) -> bool:
-    """Whether a framework, which has ZeRO up to ``stage``, cannot say that ``field`` has ``value``."""
+    """Whether a framework, which has ZeRO up to ``stage``, cannot express that ``field`` has ``value``."""
     fields: dict[str, Any] = {"stage_layers": "even", "dp": 4, **_NEEDED.get(field, {}), field: value}
     fields["recompute_operators"] = job.strategy.recompute_operators
     if fields.get("zero", 0) is None:

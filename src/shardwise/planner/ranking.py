@@ -90,7 +90,7 @@ def _simplest_of_layouts(by_time: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _difficulty(one: Candidate) -> tuple[float, ...]:
-    """Fewest dimensions first, then what a framework can say, then plain choices, then what fits if memory is more.
+    """Fewest dimensions first, then what a framework can express, then plain choices, then what fits if memory is more.
 
     What is left then goes by time, and where that ties (as it is printed) by the memory left.
     """
@@ -104,7 +104,7 @@ def why_behind(first: Candidate, other: Candidate) -> str:
     """What puts the other behind the first, of two that noise does not tell apart."""
     reasons = (
         "has more dimensions",
-        "no framework's configuration can say it",
+        "no framework's configuration can express it",
         "is less plain",
         "may not fit if its memory is more than predicted",
         "is no simpler",
@@ -114,7 +114,7 @@ def why_behind(first: Candidate, other: Candidate) -> str:
 
 
 def said_by_a_framework(one: Candidate) -> bool:
-    """Whether some framework's configuration can say the strategy; formats and the like are its own affair."""
+    """Whether some framework's configuration can express the strategy; formats and the like are its own affair."""
     from shardwise.interop.frameworks import TARGETS, lacking  # tables that only a plan needs
 
     return any(all(not lost.field.startswith("strategy.") for lost in lacking(one.job, name)) for name in TARGETS)

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Literal
 
 from shardwise.cost.memory import peak_memory
+from shardwise.cost.prediction import predict
 from shardwise.cost.room import fit_of
 from shardwise.cost.verdict import fitting_change, neighbours
 from shardwise.planner.describe import strategy_words
@@ -62,6 +63,10 @@ def _by_several_changes(job: Job) -> Job | None:
         if saved_bytes >= least_bytes:
             return None
         least_bytes = saved_bytes
+    try:
+        predict(job)
+    except SpecError:  # a group would cut across the network
+        return None
     return job
 
 

@@ -255,7 +255,7 @@ def _room_words(request: Request) -> str:
     left = readable_bytes(room.margin_bytes)
     return (
         f"Memory: of {usable} a plan leaves {left} free: tensors may take {more:.0%} more than predicted "
-        "(--max-memory says otherwise)."
+        "(--max-memory overrides this)."
     )
 
 

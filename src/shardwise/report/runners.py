@@ -39,7 +39,8 @@ def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> str:
     if one.own is None and not one.searched:
         return what.removesuffix("; runs it")
     if one.own is None:
-        return what.removesuffix("runs it") + f"nothing near 1 fits (`plan --for {one.name}` searches all it can say)"
+        searched = f"nothing near 1 fits (`plan --for {one.name}` searches everything it can express)"
+        return what.removesuffix("runs it") + searched
     way = f", with {' and '.join(one.differs)}" if one.differs else ""
     return f"{what}{way}: {_against(best, one.own)}"
 

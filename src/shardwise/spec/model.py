@@ -98,7 +98,7 @@ class MixtureOfExperts(Spec):
             problem = f"{self.top_k} is more than the {reached} experts of {self.groups_used} groups"
             raise SpecError("top_k", problem, "lower it, or use more groups")
         if self.shared_gate and not self.shared_ffn:
-            raise SpecError("shared_gate", "there is no shared expert", "give shared_ffn, or leave it out")
+            raise SpecError("shared_gate", "there is no shared expert", "give shared_ffn, or set shared_gate: false")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class Data(Spec):
             raise SpecError("weights", problem, "give one for each, or none")
         for name in ("shards", "validation"):
             if len(getattr(self, name)) > MOST_SHARDS:
-                problem = f"names {len(getattr(self, name)):,} pairs, a run reads {MOST_SHARDS:,} at the most"
+                problem = f"names {len(getattr(self, name)):,} pairs, a run reads {MOST_SHARDS:,} at most"
                 raise SpecError(name, problem, "build larger ones: data build takes many files")
         for number, path in enumerate(self.shards):
             if path.endswith((".bin", ".idx")):

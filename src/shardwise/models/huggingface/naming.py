@@ -34,7 +34,7 @@ class Naming:
 
     @classmethod
     def of_model(cls, model: Model, source: Path | None = None) -> Naming:
-        """As the first family that can say the model would have it, or that of the folder it came from, ``source``."""
+        """Names of the first family that can express the model, or of the folder it came from (``source``)."""
         config = config_for(replace(model, mtp_layers=0), source)
         if config["model_type"] not in LAYOUTS:
             problem = f"weights of the family {config['model_type']} are not written"

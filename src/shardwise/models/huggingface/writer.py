@@ -35,7 +35,7 @@ def write_folder(
 
     No more than one file's tensors are held at a time. The index is written last, so a folder left unfinished is
     never taken for a whole one. Raises SpecError when a tensor is missing, unknown, twice there or of another
-    shape, when no family can say the model, and when the folder already holds weights.
+    shape, when no family can express the model, and when the folder already holds weights.
     """
     folder = Path(folder)
     naming = Naming.of_model(model, source)

@@ -79,7 +79,7 @@ class CheckpointFolder:
         return part
 
     def clear_unfinished(self) -> None:
-        """Removes what earlier starts of the run left behind; only for who holds the lock."""
+        """Removes what earlier starts of the run left behind; the caller must hold the lock."""
         if self.path.is_dir():
             for one in self.path.iterdir():
                 if _UNFINISHED.fullmatch(one.name):
