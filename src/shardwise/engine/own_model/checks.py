@@ -87,7 +87,12 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
     if not tabled and job.training.attention == "unfused":
         problem = f"unfused, but no table says what attention is in {type(module).__name__}"
         raise SpecError("training.attention", problem, "leave it out, and choose where the network is made")
-    if tabled and getattr(getattr(module, "config", None), "output_router_logits", False):
+    config = getattr(module, "config", None)
+    if tabled and getattr(config, "attn_logit_softcapping", None) and getattr(config, "_attn_implementation", "") == "sdpa":
+        # transformers 5.17 takes sdpa for such a model and leaves the cap out; 5.22 refuses it.
+        problem = "sdpa leaves out the soft cap of the attention scores (attn_logit_softcapping)"
+        raise SpecError("module.config", problem, "build the model with attn_implementation='eager'")
+    if tabled and getattr(config, "output_router_logits", False):
         problem = "its balance loss is a mean over the tokens of one rank, which would depend on the layout"
         raise SpecError("module.config.output_router_logits", problem, "set it to False")
 
