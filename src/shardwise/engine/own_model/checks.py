@@ -88,7 +88,8 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
         problem = f"unfused, but no table says what attention is in {type(module).__name__}"
         raise SpecError("training.attention", problem, "leave it out, and choose where the network is made")
     config = getattr(module, "config", None)
-    if tabled and getattr(config, "attn_logit_softcapping", None) and getattr(config, "_attn_implementation", "") == "sdpa":
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if tabled and capped and getattr(config, "_attn_implementation", "") == "sdpa":
         # transformers 5.17 takes sdpa for such a model and leaves the cap out; 5.22 refuses it.
         problem = "sdpa leaves out the soft cap of the attention scores (attn_logit_softcapping)"
         raise SpecError("module.config", problem, "build the model with attn_implementation='eager'")
