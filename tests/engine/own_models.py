@@ -192,7 +192,10 @@ def build(network: str) -> nn.Module:
         name, config = CLASSES[network]
         head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
         kind = "TextConfig" if name == "Gemma3" else "Config"
-        module = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}{kind}")(**config))
+        settings = getattr(transformers, f"{name}{kind}")(**config)
+        if getattr(settings, "attn_logit_softcapping", None):
+            settings._attn_implementation = "eager"  # what older releases take instead leaves the cap out
+        module = getattr(transformers, f"{name}{head}")(settings)
     with torch.no_grad():  # all weights count: norms are not one, biases not zero, routers not even
         for one in module.parameters():
             one.add_(0.05 * torch.randn(one.shape))

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import shardwise
 from engine.own_models import SEQ, VOCAB, WRITER, Case, build, make_batch, plain_run, summed_loss
 from engine.workers import on_ranks
+from shardwise.engine.own_model.checks import require_trainable
+from shardwise.engine.own_model.jobs import job_for
 from shardwise.engine.parallelize import gather_state_dict, parallelize
 from shardwise.engine.parts import Part
 from shardwise.engine.patterns import Patterns
@@ -236,6 +238,13 @@ def test_it_is_refused_in_one_line(network: str, fields: dict[str, Any], argumen
 def test_key_value_heads_inside_a_fused_map_are_not_repeated() -> None:
     said = refusal(4, "phi3", {"tp": 4})
     assert said.startswith("strategy.tp: 4 does not divide the 2 key_value_heads inside 'model.layers.*.self_attn.qkv")
+
+
+def test_attention_that_leaves_out_a_soft_cap_is_refused() -> None:
+    module: Any = build("gemma2")
+    module.config._attn_implementation = "sdpa"
+    with pytest.raises(SpecError, match="sdpa leaves out the soft cap"):
+        require_trainable(module, job_for(module, Strategy(dp=1), None, 1), tabled=True, initialised=False)
 
 
 def test_without_processes_it_says_so() -> None:
