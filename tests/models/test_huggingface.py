@@ -43,7 +43,10 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -
     tolerance = 1e-5 * max(1.0, float(logits.abs().max()))
     torch.testing.assert_close(ours(ids), logits, rtol=0, atol=tolerance)
     write_folder(tmp_path / "again", ours.model, read_tensors(tmp_path / "theirs"), max_shard_bytes=20_000)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
+    kept = theirs.config._attn_implementation  # not in the folder; older releases choose one without the soft cap
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", dtype=torch.float32, attn_implementation=kept
+    ).eval()
     torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=tolerance)
 
 

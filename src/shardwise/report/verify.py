@@ -18,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from shardwise.planner.describe import strategy_words
 from shardwise.report.console import console, table
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
@@ -49,14 +50,18 @@ def print_verification(asked: Job, found: Verification) -> None:
         )
     if asked.training.precision != run.training.precision:
         out.print(f"Numbers are {run.training.precision}: {asked.training.precision} would hide what differs.")
-    title = f"{run.model.name}, {_degrees(run)}, against one process, {counted(found.steps, 'step')}"
+    words = strategy_words(run.strategy)
+    title = f"{run.model.name}, {words}, against one process, {counted(found.steps, 'step')}"
     rows = [
         (_WORDS[kind], f"{one.value:.1e}", "equal" if one.value <= found.tolerance else "DIFFERS", one.where)
         for kind, one in found.worst.items()
     ]
     out.print(table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9))
     verdict = "The layout computes what one process computes" if found.ok else "The layout computes something else"
-    out.print(f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor.")
+    out.print(
+        f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor, "
+        "or one rounding of the largest in its layer."
+    )
 
 
 @contextmanager
