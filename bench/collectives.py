@@ -72,10 +72,10 @@ def compared(
     import torch
     import torch.distributed as dist
 
-    from shardwise.cost.network import Run
     from shardwise.cost.own_schedules import choose
     from shardwise.engine.collectives import Communicator
     from shardwise.engine.world import joined
+    from shardwise.layout.groups import RankRun
 
     torch.set_num_threads(1)
     found = []
@@ -100,7 +100,7 @@ def compared(
         for size in sizes:
             tensor = torch.empty(size // 4)
             for name in names:
-                runs = (Run(1, place.world),)
+                runs = (RankRun(1, place.world),)
                 schedule = choose(CollectiveKind.ALL_REDUCE, size, cluster, runs, name).schedule
                 timed(schedule, tensor), timed(None, tensor)
                 ours, own = [], []

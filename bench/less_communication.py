@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.launch.emulate.network import why_not
 from shardwise.launch.emulate.pool import EmulatedPool
 from shardwise.launch.pool import Place, Pool
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.job import Job
 

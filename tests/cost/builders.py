@@ -6,8 +6,8 @@ from typing import Any
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import Traffic
+from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster

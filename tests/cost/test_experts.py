@@ -11,8 +11,8 @@ import pytest
 from cost.builders import MOE, job, sent, switched
 from shardwise.collectives import Topology
 from shardwise.cost.communication.expert import deduplicated_cost, expected_destinations, expert_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import Traffic
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import MixtureOfExperts
 

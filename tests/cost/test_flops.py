@@ -18,7 +18,7 @@ from shardwise.cost.flops import (
     recomputed_flops_per_token,
     training_flops,
 )
-from shardwise.cost.stages import rank_contents
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
 

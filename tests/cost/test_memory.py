@@ -11,7 +11,7 @@ from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job
 from shardwise.cost.activations import head_activation_bytes, layer_activation_bytes
 from shardwise.cost.in_flight import SOURCES, chunks_in_flight
 from shardwise.cost.memory import activation_bytes, memory_of_rank, peak_memory
-from shardwise.cost.stages import rank_contents
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.strategy import SCHEDULES

@@ -16,8 +16,8 @@ from shardwise.cost.analysis import analyze
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.compute import stage_compute
 from shardwise.cost.floor import step_floor
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import IN_LAYER, ComputeWindows, Traffic, priced, with_exposed_seconds
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 
 PROPERTY = settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])

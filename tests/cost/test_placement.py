@@ -9,9 +9,10 @@ import pytest
 from cost.builders import LLAMA, MOE, job, switched
 from shardwise.collectives.shapes import Grid
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.network import expert_data_runs, expert_runs, group_runs, network, spanned
-from shardwise.cost.ranks import rank_places
-from shardwise.cost.stages import rank_contents
+from shardwise.cost.network import network, spanned
+from shardwise.layout.groups import expert_data_runs, expert_runs, group_runs
+from shardwise.layout.ranks import rank_places
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -12,8 +12,8 @@ import pytest
 from cost.builders import LLAMA, job
 from shardwise.cost.memory import memory_of_rank, peak_memory
 from shardwise.cost.reserved import FRAGMENTATION, LAUNCH_QUEUE, late_gradient_bytes, reserved_bytes, waiting_bytes
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.validation.runs import read_runs
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from
 

@@ -15,7 +15,7 @@ from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.cost.prediction import Prediction, predict
 from shardwise.cost.simulation import pipeline_times, simulated_step
-from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents
+from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
 from shardwise.pipeline import bubble_is_exact, bubble_seconds
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import SCHEDULES
@@ -71,7 +71,7 @@ def test_the_stages_of_a_rank_take_what_the_rank_takes(case: Job) -> None:
     for number in range(case.strategy.pp):
         own = rank_contents(case, number)
         rank = kinds[own.layers, own.has_embedding, own.has_head, own.moe_layers]
-        stages = chunk_of_rank(case, number)
+        stages = stages_of_rank(case, number)
         assert sum(times.forward[s] for s in stages) == pytest.approx(rank.forward)
         assert sum(times.input_grad[s] for s in stages) == pytest.approx(rank.input_gradient)
         assert sum(times.weight_grad[s] for s in stages) == pytest.approx(rank.weight_gradient)

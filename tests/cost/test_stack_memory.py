@@ -15,9 +15,9 @@ from shardwise.cost.activations import (
     logits_temporary_bytes,
 )
 from shardwise.cost.memory import memory_of_rank, peak_memory
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.temporary import temporary_bytes
 from shardwise.cost.validation.machines import machine
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack, stack_from
 from shardwise.spec.training import RECIPES

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cost.compute import stage_compute
 from shardwise.cost.stage_time import stage_seconds
-from shardwise.cost.stages import rank_contents
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.presets import load

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cost.builders import GPT, LLAMA, MOE, job
 from shardwise.cost.memory import memory_of_rank, per_gpu_memory_bytes
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.states import StateBytes, state_bytes
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload

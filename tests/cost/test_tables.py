@@ -12,9 +12,9 @@ from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.cost.memory import device_memories, peak_memory
 from shardwise.cost.prediction import predict
-from shardwise.cost.stages import rank_kinds
 from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.tables.price import TablePricer
+from shardwise.layout.stages import rank_kinds
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload
 

@@ -7,8 +7,8 @@ from collections import Counter
 import torch
 
 from shardwise.cost.communication.offload import offload_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.engine.engine import Engine
+from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engine.workers import on_ranks
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.engine.engine import Engine
 from shardwise.engine.replicated import Replicated
+from shardwise.layout.stages import rank_contents
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError

@@ -9,9 +9,9 @@ import torch
 
 from engine.workers import on_ranks
 from shardwise.cost.communication.offload import offload_traffic
-from shardwise.cost.stages import rank_contents
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.rows import local
+from shardwise.layout.stages import rank_contents
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 

@@ -16,15 +16,8 @@ from engine import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.parts import Part
-from shardwise.engine.pipeline import (
-    Message,
-    PipelineRunner,
-    keep_stage,
-    schedule_of,
-    stage_layers,
-    stages_of_rank,
-    tie_ends,
-)
+from shardwise.engine.pipeline import Message, PipelineRunner, keep_stage, schedule_of, tie_ends
+from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.deviation import deviation, global_norm, negligible
 from shardwise.models import Decoder, initialise
 from shardwise.models.moe import MixtureOfExperts

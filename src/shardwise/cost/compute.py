@@ -9,7 +9,7 @@ from shardwise.cost.operators import Operator, layer_operators
 from shardwise.cost.overlap import ComputeWindows
 from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.stage_time import layer_shape
-from shardwise.cost.stages import RankContents
+from shardwise.layout.stages import RankContents
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import GENERIC_GEMM

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.communication.pipeline import waiting_for_links
 from shardwise.cost.compute import StageCompute, at_peak, bubble_seconds, stage_compute
-from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_kinds
 from shardwise.cost.traffic import Traffic, with_exposed_seconds
+from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_kinds
 from shardwise.spec.job import Job
 
 

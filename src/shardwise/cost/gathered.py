@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.passing import Moment
-from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding
+from shardwise.layout.stages import RankContents
 from shardwise.spec.training import Recipe
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array
 from shardwise.collectives.cost import select, without_unit_levels
-from shardwise.cost.network import Run, spanned
+from shardwise.cost.network import spanned
 from shardwise.cost.traffic import collective_price
+from shardwise.layout.groups import RankRun
 from shardwise.spec.hardware import Cluster
 
 PAYS_BELOW = 0.9  # of the backend's time: a model is not exact to a tenth
@@ -21,14 +22,14 @@ MOST_RANKS = 64  # whose schedules are built to be compared
 UNNAMED = ("auto", "textbook")
 
 
-def by_schedules(cluster: Cluster, runs: tuple[Run, ...]) -> Topology:
+def by_schedules(cluster: Cluster, runs: tuple[RankRun, ...]) -> Topology:
     """The group's network as our executor uses it, which overlaps the levels."""
     network = spanned(cluster.run_by_schedules(), runs, "strategy.collective")
     assert network is not None
     return replace(network, pipelined_levels=True)
 
 
-def measured_schedules(cluster: Cluster, runs: tuple[Run, ...]) -> Topology | None:
+def measured_schedules(cluster: Cluster, runs: tuple[RankRun, ...]) -> Topology | None:
     """The same where gloo would send and our messages were measured; NCCL knows its own wires better."""
     measured = all(level.schedules is not None for level in cluster.levels if level.width > 1)
     if not runs or cluster.library != "gloo" or not measured:

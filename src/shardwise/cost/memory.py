@@ -21,10 +21,10 @@ from shardwise.cost.passing import (
     reduces_in_turn,
 )
 from shardwise.cost.recompute import fully_recomputed_share, some_layers_stay_whole
-from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
 from shardwise.cost.temporary import kinds_of, passing_bytes
 from shardwise.cost.travel import Travel
+from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES

@@ -24,9 +24,9 @@ from shardwise.cost.memory import (
 from shardwise.cost.passing import TOGETHER, Moment, moments_of
 from shardwise.cost.prediction import predict
 from shardwise.cost.simulation import step_timeline
-from shardwise.cost.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.cost.states import sharding_of
 from shardwise.cost.temporary import temporary_bytes
+from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.pipeline import Action, ActionKind, Timeline, live_activations
 from shardwise.spec.job import Job
 

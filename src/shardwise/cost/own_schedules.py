@@ -14,10 +14,10 @@ from shardwise.collectives import CollectiveKind, Schedule, build_schedule, coll
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import candidates
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.communication.data import SharedRanks, dense_ranks, expert_ranks
 from shardwise.cost.gradient_price import PAYS_BELOW, UNNAMED, by_schedules, measured_schedules, named_on
-from shardwise.cost.network import Run, spanned
-from shardwise.cost.states import divided_over
+from shardwise.cost.network import spanned
+from shardwise.layout.groups import RankRun
+from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -36,7 +36,7 @@ class Choice:
         return self.schedule.algorithm if self.schedule is not None else "the backend's own"
 
 
-def choose(kind: CollectiveKind, size_bytes: float, cluster: Cluster, runs: tuple[Run, ...], wanted: str) -> Choice:
+def choose(kind: CollectiveKind, size_bytes: float, cluster: Cluster, runs: tuple[RankRun, ...], wanted: str) -> Choice:
     """The schedule of the algorithm that is ``wanted``; for "auto" the cheapest of all, if it pays on this cluster.
 
     Raises SpecError where the group's network has no schedule by that name.
@@ -45,7 +45,7 @@ def choose(kind: CollectiveKind, size_bytes: float, cluster: Cluster, runs: tupl
 
 
 @lru_cache(maxsize=1024)
-def _choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run, ...], wanted: str) -> Choice:
+def _choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[RankRun, ...], wanted: str) -> Choice:
     network = spanned(cluster, runs, "strategy.collective")
     assert network is not None
     backend = float(collective_cost(kind, size, network, "auto").seconds)
@@ -61,7 +61,7 @@ def _choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run
 
 
 def _cheapest(
-    kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[Run, ...]
+    kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[RankRun, ...]
 ) -> tuple[float, Schedule] | None:
     network = measured_schedules(cluster, runs)
     if network is None or size <= 0:
@@ -82,7 +82,7 @@ def _cheapest(
     return best
 
 
-def gradient_groups(job: Job) -> Iterator[tuple[str, CollectiveKind, tuple[Run, ...]]]:
+def gradient_groups(job: Job) -> Iterator[tuple[str, CollectiveKind, tuple[RankRun, ...]]]:
     """The groups over which gradients are summed, by the names of the engine's mesh."""
     strategy, shards = job.strategy, divided_over(job.strategy)
     ranks: list[tuple[str, SharedRanks]] = [("", dense_ranks(strategy, shards))]

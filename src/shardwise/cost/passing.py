@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import minimum, select
-from shardwise.cost.stages import RankContents
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy

@@ -10,10 +10,10 @@ from shardwise.cost.communication import step_traffic
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.overlap import ComputeWindows
 from shardwise.cost.stage_time import StageSeconds, optimizer_seconds, stage_seconds
-from shardwise.cost.stages import RankContents, rank_kinds
 from shardwise.cost.states import sharding_of
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.traffic import Traffic, with_exposed_seconds
+from shardwise.layout.stages import RankContents, rank_kinds
 from shardwise.spec.job import Job
 
 _PER_STEP = ("dp", "offload")

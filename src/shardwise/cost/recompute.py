@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.cost.operators import Operator, ends_with_product
-from shardwise.cost.stages import RankContents
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from shardwise.cost.activations import logits_bytes
 from shardwise.cost.in_flight import chunks_in_flight
 from shardwise.cost.memory import DeviceMemory
-from shardwise.cost.stages import RankContents, rank_contents
 from shardwise.cost.states import sharding_of
+from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.spec.job import Job
 
 # Reserved over allocated, less one: the mean of the steps in validation/reserved.csv that wait for no collective.

@@ -8,7 +8,7 @@ from functools import cached_property
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.prediction import Prediction, RankPrediction
 from shardwise.cost.stage_time import part_seconds
-from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents, stage_contents
+from shardwise.layout.stages import RankContents, rank_contents, stage_contents, stages_of_rank
 from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times
 from shardwise.pipeline.steady import NEVER_EXTRAPOLATED, simulated_pipeline
 from shardwise.spec.job import Job
@@ -104,7 +104,7 @@ def pipeline_times(prediction: Prediction) -> StageTimes:
         return stage_times([rank.forward], [rank.input_gradient], [rank.weight_gradient])
     passes = [(0.0, 0.0, 0.0)] * (job.strategy.pp * job.strategy.chunks_per_rank)
     for number, rank in enumerate(rank_predictions(prediction)):
-        stages = chunk_of_rank(job, number)
+        stages = stages_of_rank(job, number)
         for stage, seconds in zip(stages, seconds_of_stages(job, rank, stages)):
             passes[stage] = seconds
     return stage_times(*zip(*passes))

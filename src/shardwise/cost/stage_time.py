@@ -17,8 +17,8 @@ from shardwise.cost.operators import (
 )
 from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.roofline import Seconds, operator_seconds
-from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, owned_parameters
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from shardwise.collectives.arrays import select
 from shardwise.cost.less_communication import kept_bytes, moved_bytes
-from shardwise.cost.stages import RankContents
+from shardwise.layout.sharding import divided_over, expert_shards, sums_once
+from shardwise.layout.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
 
@@ -54,11 +55,6 @@ def sharding_of(strategy: Strategy) -> Sharding:
         kept_bytes(strategy),
         moved_bytes(strategy),
     )
-
-
-def sums_once(strategy: Strategy, shards: int) -> bool:
-    """Hybrid shards: FSDP adds up what is reduced inside a group, and sums over the groups at the end."""
-    return 1 < shards < strategy.gradient_group and strategy.pp == 1
 
 
 @dataclass(frozen=True)
@@ -155,15 +151,3 @@ def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str 
 def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
     """Parameters whose optimizer states a device keeps."""
     return contents.dense / sharding.shards + contents.experts / sharding.expert_shards
-
-
-def divided_over(strategy: Strategy) -> int:
-    """Devices that share one copy of the dense states; 1 without ZeRO."""
-    return strategy.sharding_group if strategy.zero else 1
-
-
-def expert_shards(strategy: Strategy, shards: int) -> float:
-    """Devices that share one copy of expert states: expert data parallelism, cut like the ``shards`` of the dense."""
-    if shards == 1:
-        return 1.0
-    return max(1.0, strategy.expert_data_parallel * (shards / strategy.gradient_group))

@@ -6,7 +6,7 @@ from shardwise.cost.activations import layer_saved_tensors, logits_temporary_byt
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.passing import Moment, layer_moment_bytes, loss_moment_bytes
 from shardwise.cost.stage_time import layer_shape
-from shardwise.cost.stages import RankContents
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 
 

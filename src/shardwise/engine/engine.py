@@ -17,21 +17,14 @@ from shardwise.engine.data import apply_data
 from shardwise.engine.experts import apply_experts, update_balance
 from shardwise.engine.mesh import Mesh, build_mesh
 from shardwise.engine.patterns import DECODER, decoder_patterns
-from shardwise.engine.pipeline import (
-    TiedEnds,
-    call_decoder,
-    keep_stage,
-    schedule_of,
-    stage_layers,
-    stages_of_rank,
-    tie_ends,
-)
+from shardwise.engine.pipeline import TiedEnds, call_decoder, keep_stage, schedule_of, tie_ends
 from shardwise.engine.precision import precision_of
 from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.engine.values import initialise_parts, materialise
+from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MixtureOfExperts
 from shardwise.spec.job import Job

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.cost.states import divided_over, expert_shards
+from shardwise.layout.sharding import divided_over, expert_shards
 from shardwise.spec.strategy import Strategy
 
 Division = tuple[tuple[int, ...], ...]  # all ranks, each in one group

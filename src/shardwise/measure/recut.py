@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from shardwise.cost.room import room_of
-from shardwise.cost.stages import chunk_of_rank
+from shardwise.layout.stages import stages_of_rank
 from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.measured import Measured
 from shardwise.measure.compare.segments import Step
@@ -176,7 +176,7 @@ def _stage_times(job: Job, pieces: Pieces, speeds: Sequence[float], forward_shar
     counts = stage_layer_counts(job.model, job.strategy)
     seconds = [0.0] * len(counts)
     for rank, speed in enumerate(speeds):
-        for stage in chunk_of_rank(job, rank):
+        for stage in stages_of_rank(job, rank):
             held: Piece = pieces.stage(counts, stage)
             seconds[stage] = held.seconds / speed
     backward = [(1 - forward_share) / 2 * one for one in seconds]

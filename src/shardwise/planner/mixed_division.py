@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from shardwise.cost.memory import memory_of_rank
-from shardwise.cost.stages import chunk_of_rank
+from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place
 from shardwise.planner.mixed_space import MixedRequest
 from shardwise.planner.mixed_step import Arrangement, MixedStep, mixed_step
@@ -90,7 +90,7 @@ def _moves(step: MixedStep) -> Iterator[tuple[int, int]]:
     by_time = sorted(range(job.strategy.pp), key=lambda rank: -step.ranks[rank].microbatch_seconds)
     for slow, fast in product(by_time[:3], by_time[:-4:-1]):
         if by_time.index(slow) < by_time.index(fast):
-            yield from product(chunk_of_rank(job, slow), chunk_of_rank(job, fast))
+            yield from product(stages_of_rank(job, slow), stages_of_rank(job, fast))
 
 
 def _moved(arrangement: Arrangement, source: int, target: int) -> Arrangement:

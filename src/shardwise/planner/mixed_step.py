@@ -10,7 +10,7 @@ from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory import DeviceMemory, memory_of_rank
 from shardwise.cost.prediction import Prediction, RankPrediction, rank_prediction
 from shardwise.cost.simulation import seconds_of_stages
-from shardwise.cost.stages import chunk_of_rank, rank_contents
+from shardwise.layout.stages import rank_contents, stages_of_rank
 from shardwise.pipeline import stage_times
 from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.spec.hardware import Cluster
@@ -67,7 +67,7 @@ class Arrangement:
         """The stages of one kind by themselves, with their part of the layers: messages inside the kind."""
         ranks, counts = self.ranks_of(kind), self.strategy.stage_layers
         if isinstance(counts, tuple):
-            own = sorted(stage for rank in ranks for stage in chunk_of_rank(self.job, rank))
+            own = sorted(stage for rank in ranks for stage in stages_of_rank(self.job, rank))
             counts = tuple(counts[stage] for stage in own)
         return self.on(kind).unchecked(strategy=self.strategy.unchecked(pp=len(ranks), stage_layers=counts))
 
@@ -135,7 +135,7 @@ class MixedStep:
     def _part(self, kind: int) -> KindPart:
         own, ranks = self.arrangement, self.arrangement.ranks_of(kind)
         counts = stage_layer_counts(own.job.model, own.strategy)
-        layers = tuple(sum(counts[stage] for stage in chunk_of_rank(own.job, rank)) for rank in ranks)
+        layers = tuple(sum(counts[stage] for stage in stages_of_rank(own.job, rank)) for rank in ranks)
         cluster, strategy = own.mixed.kinds[kind], own.alone(kind).strategy
         return KindPart(kind, cluster, strategy, ranks, layers, self.memory(kind), self.idle_share(kind))
 
@@ -158,7 +158,7 @@ def mixed_step(arrangement: Arrangement) -> MixedStep:
     ranks = _rank_predictions(arrangement)
     passes = [(0.0, 0.0, 0.0)] * (strategy.pp * strategy.chunks_per_rank)
     for number, (kind, rank) in enumerate(zip(arrangement.kind_of_rank, ranks)):
-        stages = chunk_of_rank(job, number)
+        stages = stages_of_rank(job, number)
         for stage, own in zip(stages, seconds_of_stages(arrangement.on(kind), rank, stages)):
             passes[stage] = own
     seconds, _ = simulated_pipeline(
@@ -187,7 +187,7 @@ def _rank_predictions(arrangement: Arrangement) -> tuple[RankPrediction, ...]:
 def message_seconds(arrangement: Arrangement) -> list[float]:
     """One message over every boundary of stages: inside a kind over its own network, else over the one between."""
     job, kinds = arrangement.job, arrangement.kind_of_rank
-    rank_of = {stage: rank for rank in range(job.strategy.pp) for stage in chunk_of_rank(job, rank)}
+    rank_of = {stage: rank for rank in range(job.strategy.pp) for stage in stages_of_rank(job, rank)}
     inside = {kind: _message(arrangement.alone(kind)) for kind in arrangement.kinds}
     between = max(_message(arrangement.joined(kind)) for kind in arrangement.kinds)
     ends = ((kinds[rank_of[stage]], kinds[rank_of[stage + 1]]) for stage in range(len(rank_of) - 1))

@@ -9,8 +9,8 @@ from shardwise.cost.gathered import gathered_bytes
 from shardwise.cost.in_flight import chunks_in_flight
 from shardwise.cost.memory import activation_bytes, memory_of_rank
 from shardwise.cost.prediction import rank_prediction
-from shardwise.cost.stages import RankContents, chunk_of_rank, rank_contents
 from shardwise.cost.states import rank_state_bytes, sharding_of
+from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
 from shardwise.pipeline import Layers, layers_of
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import layer_parameters
@@ -68,7 +68,7 @@ class Pieces:
     def of_rank(self, job: Job, rank: int) -> Piece:
         """What a rank holds of a job that says how many layers each stage has."""
         counts = stage_layer_counts(job.model, job.strategy)
-        return sum((self.stage(counts, stage) for stage in chunk_of_rank(job, rank)), NOTHING)
+        return sum((self.stage(counts, stage) for stage in stages_of_rank(job, rank)), NOTHING)
 
 
 def layer_counts(row_counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardwise.cost.communication.data import dense_ranks, expert_ranks
 from shardwise.cost.network import spanned
 from shardwise.cost.tables.group import ShardChoice
+from shardwise.layout.sharding import dense_ranks, expert_ranks
 from shardwise.planner.constraints import Constraints
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

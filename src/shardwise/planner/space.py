@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardwise.cost.communication.data import dense_ranks, expert_ranks
-from shardwise.cost.network import expert_runs, expert_tensor_runs, group_runs, spanned
-from shardwise.cost.stages import rank_kinds
+from shardwise.cost.network import spanned
 from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice
+from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
+from shardwise.layout.sharding import dense_ranks, expert_ranks
+from shardwise.layout.stages import rank_kinds
 from shardwise.planner.batches import Batches
 from shardwise.planner.constraints import OFFLOADS, Constraints
 from shardwise.planner.shards import shard_choices, shard_groups

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.cost.memory import memory_of_rank
-from shardwise.cost.stages import chunk_of_rank
+from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.pieces import NOTHING, Pieces, in_flight, layer_counts, pieces_of, room_for_pieces
@@ -67,7 +67,7 @@ def divisions(job: Job, pieces: Pieces, places: Sequence[Place]) -> list[tuple[i
 def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
     """The slowest stage as fast as can be. Several stages of one rank share its memory: then that is left aside."""
     if job.strategy.chunks_per_rank > 1:
-        speeds = {stage: place.speed for rank, place in enumerate(places) for stage in chunk_of_rank(job, rank)}
+        speeds = {stage: place.speed for rank, place in enumerate(places) for stage in stages_of_rank(job, rank)}
         places = [Place(speeds[stage]) for stage in range(len(speeds))]
     return layer_counts(partition_over(pieces.row, places).layer_counts)
 
@@ -94,7 +94,7 @@ def _over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[i
     counts = [0] * (job.strategy.pp * job.strategy.chunks_per_rank)
     ends = {0: pieces.embedding.seconds, len(counts) - 1: pieces.head.seconds}
     for rank, layers in enumerate(of_ranks):
-        stages = chunk_of_rank(job, rank)
+        stages = stages_of_rank(job, rank)
         for stage in stages:
             counts[stage] = 0 if stage in ends else 1
         for _ in range(layers - sum(counts[stage] for stage in stages)):

@@ -9,13 +9,13 @@ from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
 from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.ranks import rank_places
 from shardwise.cost.scaling import scaling_table
 from shardwise.cost.step_parts import COMMUNICATION
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.cost.verdict import Change, best_change, bottleneck
+from shardwise.layout.ranks import rank_places
 from shardwise.planner.remedy import what_would_fit
 from shardwise.report.campaign import campaign_data
 

@@ -10,7 +10,6 @@ from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.ranks import rank_places
 from shardwise.cost.room import tight_words
 from shardwise.cost.scaling import scaling_table
 from shardwise.cost.step_parts import COMMUNICATION, STEP_PARTS
@@ -18,6 +17,7 @@ from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
+from shardwise.layout.ranks import rank_places
 from shardwise.planner.describe import less_communication_words
 from shardwise.planner.remedy import what_would_fit
 from shardwise.report.campaign import campaign_lines

@@ -16,9 +16,9 @@ from cost.builders import (
     traffics,
 )
 from shardwise.cost.analysis import analyze
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.step_parts import COMMUNICATION
 from shardwise.cost.traffic import Traffic
+from shardwise.layout.stages import rank_contents
 from shardwise.spec.parameters import parameter_count
 
 

@@ -8,8 +8,8 @@ from shardwise.cost.communication.expert import expert_traffic
 from shardwise.cost.communication.offload import offload_traffic
 from shardwise.cost.communication.pipeline import pipeline_traffic
 from shardwise.cost.communication.tensor import tensor_traffic
-from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 
 

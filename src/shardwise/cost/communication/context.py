@@ -8,11 +8,12 @@ heads by all-to-all (Jacobs et al. 2023, arXiv 2309.14509).
 from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.cost.network import exchanging, group_runs, spanned
+from shardwise.cost.network import exchanging, spanned
 from shardwise.cost.overlap import Window
 from shardwise.cost.recompute import fully_recomputed_share
-from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic, priced
+from shardwise.layout.groups import group_runs
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 
 

@@ -9,47 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import minimum
 from shardwise.cost.communication.thin import ThinElements, thin_elements
 from shardwise.cost.gradient_price import gradient_price, measured_schedules
-from shardwise.cost.network import Run, expert_data_runs, group_runs, level_names, part_of, spanned
+from shardwise.cost.network import level_names, spanned
 from shardwise.cost.overlap import Pass
-from shardwise.cost.stages import RankContents
-from shardwise.cost.states import Sharding, divided_over, expert_shards, sharding_of
+from shardwise.cost.states import Sharding, sharding_of
 from shardwise.cost.traffic import Traffic
+from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Strategy
-
-
-@dataclass(frozen=True)
-class SharedRanks:
-    """The ranks that hold the same parameters: those that share one copy, and those that hold a copy each."""
-
-    shards: int
-    sharded: tuple[Run, ...]
-    replicas: tuple[Run, ...]
-
-
-def dense_ranks(strategy: Strategy, shards: int) -> SharedRanks:
-    """Of everything but the routed experts: cp·dp ranks, ``shards`` of which share one copy."""
-    return _shared(group_runs(strategy, ("cp", "dp")), shards)
-
-
-def expert_ranks(strategy: Strategy, shards: int) -> SharedRanks:
-    """Of the routed experts: expert data parallelism, cut like the ``shards`` of the dense parts."""
-    return _shared(expert_data_runs(strategy), round(expert_shards(strategy, shards)))
-
-
-@lru_cache(maxsize=65536)  # asked for again for every schedule of a layout
-def _shared(runs: tuple[Run, ...], shards: int) -> SharedRanks:
-    members = math.prod(run.degree for run in runs)
-    inner = part_of(runs, 1, shards, "strategy.shard_group")
-    return SharedRanks(shards, inner, part_of(runs, shards, members // shards, "strategy.shard_group"))
 
 
 def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:

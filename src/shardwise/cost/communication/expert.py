@@ -11,11 +11,12 @@ from math import prod
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
-from shardwise.cost.network import exchanging, expert_runs, level_names, spanned
+from shardwise.cost.network import exchanging, level_names, spanned
 from shardwise.cost.overlap import Window
 from shardwise.cost.recompute import fully_recomputed_share
-from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic, priced
+from shardwise.layout.groups import expert_runs
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts
 

@@ -17,9 +17,9 @@ from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory import travel_of
 from shardwise.cost.overlap import Pass, Window
 from shardwise.cost.passing import moments_of
-from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic import Traffic, priced
+from shardwise.layout.stages import RankContents
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
-from shardwise.cost.network import group_runs, spanned
-from shardwise.cost.stages import RankContents, embedding_on_both_ends
-from shardwise.cost.states import divided_over
+from shardwise.cost.network import spanned
 from shardwise.cost.traffic import Traffic, collective_price, priced
+from shardwise.layout.groups import group_runs
+from shardwise.layout.sharding import divided_over
+from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.pipeline import chunks_per_rank
 from shardwise.pipeline.message_pace import messages_per_link

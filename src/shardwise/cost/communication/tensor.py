@@ -14,14 +14,15 @@ from typing import Literal
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.communication.expert import expected_destinations
-from shardwise.cost.network import expert_tensor_runs, group_runs, spanned
+from shardwise.cost.network import spanned
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.overlap import Window
 from shardwise.cost.recompute import fully_recomputed_share, outputs_left_out, weighted_outputs_left_out
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stage_time import layer_shape
-from shardwise.cost.stages import RankContents
 from shardwise.cost.traffic import Traffic, priced
+from shardwise.layout.groups import expert_tensor_runs, group_runs
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts, Split
 from shardwise.spec.parameters import layer_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardwise.cost.stages import RankContents
+from shardwise.layout.stages import RankContents
 from shardwise.spec.less_communication import low_rank
 from shardwise.spec.model import Matrix, Model
 from shardwise.spec.strategy import Strategy

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.gradient_price import gradient_price, measured_schedules
-from shardwise.cost.network import Run, spanned
+from shardwise.cost.network import spanned
+from shardwise.layout.groups import RankRun
 from shardwise.spec.hardware import Cluster
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ class CollectiveBook:
         self._cluster, self._links, self._algorithm = cluster, links, algorithm
         self._count = 0
         # Groups of ranks that lie elsewhere and span equal networks pay the same.
-        self._of_runs: dict[tuple[CollectiveKind, tuple[Run, ...], bool], _Line] = {}
+        self._of_runs: dict[tuple[CollectiveKind, tuple[RankRun, ...], bool], _Line] = {}
         self._of_networks: dict[tuple[CollectiveKind, Topology, Topology | None], _Line] = {}
         self.seconds: Array = np.zeros(1)
         self.link_seconds: Array = np.zeros((1, len(links)))
 
     def tickets(
-        self, kind: CollectiveKind, runs: tuple[Run, ...], sizes: Sequence[float], by_schedules: bool = False
+        self, kind: CollectiveKind, runs: tuple[RankRun, ...], sizes: Sequence[float], by_schedules: bool = False
     ) -> list[int]:
         """One for every size; ``by_schedules``: sums of gradients that a schedule of ours may make (`DataLine`)."""
         if not runs:

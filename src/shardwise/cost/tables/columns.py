@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.communication.data import (
     SentParameters,
-    SharedRanks,
     communication_units,
     data_lines,
-    dense_ranks,
-    expert_ranks,
     sent_parameters,
     wire_bytes,
 )
-from shardwise.cost.network import expert_data_runs, group_runs
 from shardwise.cost.states import Sharding
 from shardwise.cost.tables.book import CollectiveBook
 from shardwise.cost.tables.group import Group, sharding_columns, shards_of
+from shardwise.layout.groups import expert_data_runs, group_runs
+from shardwise.layout.sharding import SharedRanks, dense_ranks, expert_ranks
 from shardwise.spec.job import Job
 
 if TYPE_CHECKING:

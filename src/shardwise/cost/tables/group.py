@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.cost.less_communication import kept_bytes, moved_bytes
-from shardwise.cost.network import Run, expert_runs, expert_tensor_runs, group_runs
-from shardwise.cost.stages import RankContents
-from shardwise.cost.states import Sharding, expert_shards, sums_once
+from shardwise.cost.states import Sharding
+from shardwise.layout.groups import RankRun, expert_runs, expert_tensor_runs, group_runs
+from shardwise.layout.sharding import expert_shards, sums_once
+from shardwise.layout.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 
 WITHOUT_OFFLOAD = Offload()
@@ -70,11 +71,11 @@ class Row:
 class Places:
     """Which ranks the groups of each dimension inside a pipeline hold."""
 
-    tensor: tuple[Run, ...]
-    context: tuple[Run, ...]
-    pipeline: tuple[Run, ...]
-    expert: tuple[Run, ...]
-    expert_tensor: tuple[Run, ...]
+    tensor: tuple[RankRun, ...]
+    context: tuple[RankRun, ...]
+    pipeline: tuple[RankRun, ...]
+    expert: tuple[RankRun, ...]
+    expert_tensor: tuple[RankRun, ...]
 
 
 @dataclass(frozen=True)

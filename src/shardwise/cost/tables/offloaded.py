@@ -11,11 +11,11 @@ from shardwise.cost.communication.offload import OffloadLine, activation_lines, 
 from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.passing import Absent, Moment, gradients_absent, head_share, moments_of
-from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding, rank_state_bytes
 from shardwise.cost.tables.row_table import RankRows, RowTable
 from shardwise.cost.traffic import collective_price
 from shardwise.cost.travel import Travel
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
 

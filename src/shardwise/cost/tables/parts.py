@@ -17,12 +17,12 @@ from shardwise.cost.communication.pipeline import message_traffic, tied_bytes, t
 from shardwise.cost.communication.tensor import replicated_gradient_traffic, tensor_traffic
 from shardwise.cost.overlap import Pass, Window
 from shardwise.cost.passing import Moment, moments_of
-from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding
 from shardwise.cost.tables.group import Group, LayerChoice
 from shardwise.cost.tables.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
 from shardwise.cost.temporary import passing_bytes
 from shardwise.cost.traffic import Traffic
+from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack as SoftwareStack
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cost.communication.data import last_share
 from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
 from shardwise.cost.passing import Moment, moments_of, reduces_in_turn
-from shardwise.cost.stages import RankContents
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.tables.group import Group, groups_alike
 from shardwise.cost.tables.in_flight import chunks_of, microbatches_in_flight
@@ -24,6 +23,7 @@ from shardwise.cost.tables.probes import (
 )
 from shardwise.cost.tables.row_table import PER_ROW, RankRows, RowTable
 from shardwise.cost.temporary import kinds_of
+from shardwise.layout.stages import RankContents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,9 +6,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.overlap import PASSES
-from shardwise.cost.stages import RankContents
 from shardwise.cost.states import Sharding
 from shardwise.cost.tables.row_table import PER_ROW, RankRows, RowTable
+from shardwise.layout.stages import RankContents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,11 +13,11 @@ from torch import Tensor
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule
 from shardwise.cost.gradient_price import UNNAMED
-from shardwise.cost.network import Run
 from shardwise.cost.own_schedules import choose, gradient_groups
 from shardwise.engine.collectives.communicator import Communicator
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.reductions import Pending, all_reduce_sum, backend_of, reduce_scatter_sum
+from shardwise.layout.groups import RankRun
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -29,7 +29,7 @@ class GradientSums:
 
     def __init__(self, mesh: Mesh, job: Job | None = None) -> None:
         self.job = job
-        self._runs: dict[dist.ProcessGroup, tuple[Run, ...]] = {}
+        self._runs: dict[dist.ProcessGroup, tuple[RankRun, ...]] = {}
         self._communicators: dict[dist.ProcessGroup, Communicator] = {}
         self._chosen: dict[tuple[dist.ProcessGroup, CollectiveKind, int], Schedule | None] = {}
         if job is not None:

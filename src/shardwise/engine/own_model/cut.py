@@ -16,9 +16,10 @@ from shardwise.engine.own_model.experts import spread_experts
 from shardwise.engine.own_model.stages import keep_part, twin
 from shardwise.engine.own_model.tables import is_hugging_face
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.pipeline import TiedEnds, schedule_of, stage_layers, stages_of_rank, tie_ends
+from shardwise.engine.pipeline import TiedEnds, schedule_of, tie_ends
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.values import fill, materialise
+from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.spec.job import Job
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]

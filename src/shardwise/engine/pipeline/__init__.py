@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages of the model on different ranks, run through PyTorch's pipelining runtime.
 
-`stage_layers` and `keep_stage` cut the model, `schedule_of` and `runtime_actions` say what every rank does, and a
+`keep_stage` cuts the model, `schedule_of` and `runtime_actions` say what every rank does, and a
 `PipelineRunner` does it. `tie_ends` is for models whose embedding is also their head.
 """
 
@@ -10,7 +10,7 @@ from shardwise.engine.pipeline.actions import require_runnable, runtime_actions,
 from shardwise.engine.pipeline.messages import Message
 from shardwise.engine.pipeline.reduction import NoReduction, Reduction
 from shardwise.engine.pipeline.runner import PipelineRunner, call_decoder
-from shardwise.engine.pipeline.stages import keep_stage, stage_layers, stages_of_rank
+from shardwise.engine.pipeline.stages import keep_stage
 from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
 
 __all__ = [
@@ -25,7 +25,5 @@ __all__ = [
     "runtime_actions",
     "schedule_of",
     "splits_backward",
-    "stage_layers",
-    "stages_of_rank",
     "tie_ends",
 ]

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import CollectiveKind, Topology, build_schedule
-from shardwise.cost.network import Run
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.world import joined
+from shardwise.layout.groups import RankRun
 from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.calibrate.timing import undisturbed
 from shardwise.measure.collectives.operation import Operation
@@ -62,7 +62,7 @@ CASES = (
 
 def level_groups(widths: Sequence[int], level: int) -> tuple[tuple[int, ...], ...]:
     """The ranks that one level joins: ranks count through the innermost level fastest."""
-    joined_ranks = Level("", (Run(prod(widths[:level]), widths[level]),))
+    joined_ranks = Level("", (RankRun(prod(widths[:level]), widths[level]),))
     return tuple(tuple(group) for group in joined_ranks.groups(prod(widths)))
 
 

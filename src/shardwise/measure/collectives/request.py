@@ -9,8 +9,9 @@ from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import algorithm_names
 from shardwise.cost.gradient_price import by_schedules, named_on
-from shardwise.cost.network import Run, network
+from shardwise.cost.network import network
 from shardwise.cost.own_schedules import choose
+from shardwise.layout.groups import RankRun
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 
@@ -24,7 +25,7 @@ class Level:
     """The ranks that one level of the network joins, all groups of them at once; "world" are all ranks."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[RankRun, ...]
 
     @property
     def ranks(self) -> int:
@@ -47,9 +48,9 @@ def levels_of(cluster: Cluster) -> list[Level]:
     found, below = [], 1
     for level in network(cluster).levels:
         if 1 < level.size < cluster.devices:
-            found.append(Level(level.name, (Run(below, level.size),)))
+            found.append(Level(level.name, (RankRun(below, level.size),)))
         below *= level.size
-    return [*found, Level("world", (Run(1, cluster.devices),))]
+    return [*found, Level("world", (RankRun(1, cluster.devices),))]
 
 
 @dataclass(frozen=True)

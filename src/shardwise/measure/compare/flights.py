@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.stages import rank_contents
+from shardwise.layout.stages import rank_contents
 from shardwise.measure.collectives.request import bus_factor
 from shardwise.measure.compare.labels import label_of
 from shardwise.spec.job import Job

@@ -8,9 +8,10 @@ from math import prod
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.memory import DeviceMemory
-from shardwise.cost.network import expert_runs, group_runs, network, spanned
+from shardwise.cost.network import network, spanned
 from shardwise.cost.step_parts import step_parts
 from shardwise.cost.traffic import collective_price
+from shardwise.layout.groups import expert_runs, group_runs
 from shardwise.measure.compare.exchanges import Exchange
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.job import Job

@@ -10,8 +10,8 @@ from shardwise.cost.memory import memory_of_rank
 from shardwise.cost.operators import head_operators, layer_operators
 from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.stage_time import layer_shape
-from shardwise.cost.stages import rank_contents
 from shardwise.cost.traffic import Traffic
+from shardwise.layout.stages import rank_contents
 from shardwise.measure.dryrun.result import PARTS, RECEIVE, Bytes, Compared, Line
 from shardwise.spec.job import Job
 

@@ -17,9 +17,9 @@ from shardwise.engine.context.across import AcrossRanks
 from shardwise.engine.engine import Engine
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.gradients import local
-from shardwise.engine.pipeline import stage_layers, stages_of_rank
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
+from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.dryrun.collectives import CollectiveLog
 from shardwise.measure.dryrun.elsewhere import nothing_moves
 from shardwise.measure.dryrun.extend import Kind, Moments, Shape

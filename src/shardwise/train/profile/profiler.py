@@ -14,8 +14,8 @@ from torch import nn
 from shardwise.engine.gradients import local
 from shardwise.engine.mesh import own
 from shardwise.engine.names import named
-from shardwise.engine.pipeline.stages import stage_layers
 from shardwise.engine.trainer import Trainer
+from shardwise.layout.stages import stage_layers
 from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
 from shardwise.train.profile.clocks import clock_offset

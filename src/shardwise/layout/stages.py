@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from shardwise.spec.job import Job
@@ -48,7 +49,7 @@ class RankContents:
         return self.dense + self.experts
 
 
-def chunk_of_rank(job: Job, rank: int) -> tuple[int, ...]:
+def stages_of_rank(job: Job, rank: int) -> tuple[int, ...]:
     """The stages (model chunks, in model order) that a pipeline rank holds.
 
     Interleaved chunks are not contiguous: rank r holds r, r+p, r+2p, ... (Narayanan et al. 2021, section
@@ -60,6 +61,12 @@ def chunk_of_rank(job: Job, rank: int) -> tuple[int, ...]:
     return tuple(rank + p * chunk for chunk in range(chunks))
 
 
+def stage_layers(job: Job) -> tuple[range, ...]:
+    """The layers of every stage, in model order; the first and the last may have none."""
+    counts = stage_layer_counts(job.model, job.strategy)
+    return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts)))
+
+
 def rank_contents(job: Job, rank: int) -> RankContents:
     """What pipeline rank ``rank`` holds."""
     return _rank_contents(job, rank, stage_contents(job))
@@ -67,7 +74,7 @@ def rank_contents(job: Job, rank: int) -> RankContents:
 
 def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> RankContents:
     model, strategy, last = job.model, job.strategy, len(stages) - 1
-    chunks, held = chunk_of_rank(job, rank), _held_by_rank(job, rank)
+    chunks, held = stages_of_rank(job, rank), _held_by_rank(job, rank)
     dense, moe = _summed(stages, chunks)
     if last in chunks:
         dense, moe = (dense, moe + model.mtp_layers) if model.moe else (dense + model.mtp_layers, moe)
@@ -91,7 +98,7 @@ def _held_by_rank(job: Job, rank: int) -> tuple[int, ...]:
 
     DualPipe runs half of the microbatches from the other end: a rank holds its mirror's stage too.
     """
-    chunks, last = chunk_of_rank(job, rank), job.strategy.pp * job.strategy.chunks_per_rank - 1
+    chunks, last = stages_of_rank(job, rank), job.strategy.pp * job.strategy.chunks_per_rank - 1
     return tuple({*chunks, last - rank}) if job.strategy.schedule == "dualpipe" else chunks
 
 
@@ -140,7 +147,7 @@ def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, 
     stages = stage_contents(job)
     ends = (0, len(stages) - 1)
     for rank in ranks:
-        chunks, held = chunk_of_rank(job, rank), _held_by_rank(job, rank)
+        chunks, held = stages_of_rank(job, rank), _held_by_rank(job, rank)
         kind = (_summed(stages, chunks), _summed(stages, held), *(end in chunks for end in ends))
         alike.setdefault(kind, []).append(rank)
     return {_rank_contents(job, members[0], stages): tuple(members) for members in alike.values()}

@@ -1,0 +1,53 @@
+"""What is sharded over whom: the ranks that share one copy of the dense parts or of the experts, and their copies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.layout.groups import RankRun, expert_data_runs, group_runs, part_of
+from shardwise.spec.strategy import Strategy
+
+
+def divided_over(strategy: Strategy) -> int:
+    """Devices that share one copy of the dense states; 1 without ZeRO."""
+    return strategy.sharding_group if strategy.zero else 1
+
+
+def expert_shards(strategy: Strategy, shards: int) -> float:
+    """Devices that share one copy of expert states: expert data parallelism, cut like the ``shards`` of the dense."""
+    if shards == 1:
+        return 1.0
+    return max(1.0, strategy.expert_data_parallel * (shards / strategy.gradient_group))
+
+
+def sums_once(strategy: Strategy, shards: int) -> bool:
+    """Hybrid shards: FSDP adds up what is reduced inside a group, and sums over the groups at the end."""
+    return 1 < shards < strategy.gradient_group and strategy.pp == 1
+
+
+@dataclass(frozen=True)
+class SharedRanks:
+    """The ranks that hold the same parameters: those that share one copy, and those that hold a copy each."""
+
+    shards: int
+    sharded: tuple[RankRun, ...]
+    replicas: tuple[RankRun, ...]
+
+
+def dense_ranks(strategy: Strategy, shards: int) -> SharedRanks:
+    """Of everything but the routed experts: cp·dp ranks, ``shards`` of which share one copy."""
+    return _shared(group_runs(strategy, ("cp", "dp")), shards)
+
+
+def expert_ranks(strategy: Strategy, shards: int) -> SharedRanks:
+    """Of the routed experts: expert data parallelism, cut like the ``shards`` of the dense parts."""
+    return _shared(expert_data_runs(strategy), round(expert_shards(strategy, shards)))
+
+
+@lru_cache(maxsize=65536)  # asked for again for every schedule of a layout
+def _shared(runs: tuple[RankRun, ...], shards: int) -> SharedRanks:
+    members = math.prod(run.degree for run in runs)
+    inner = part_of(runs, 1, shards, "strategy.shard_group")
+    return SharedRanks(shards, inner, part_of(runs, shards, members // shards, "strategy.shard_group"))
