@@ -49,7 +49,7 @@ def run_json(*arguments: str) -> Any:
 
 def strict_json(text: str) -> Any:
     def refuse(word: str) -> Any:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 

@@ -107,10 +107,10 @@ def test_checkpoints_are_taken_as_the_job_says_and_never_within_a_step() -> None
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        (f"{JOB} --price 2.5/h", ["--price: says nothing without --tokens", "give --tokens 15T too"]),
-        (f"{JOB} --mtbf 50700h", ["--mtbf: says nothing without --tokens"]),
-        (f"{JOB} --tokens 1T --restart-seconds 60", ["--restart-seconds: says nothing without --mtbf", "50700h"]),
-        (f"{JOB} --tokens 1T --checkpoint-seconds 60", ["--checkpoint-seconds: says nothing without --mtbf"]),
+        (f"{JOB} --price 2.5/h", ["--price: has no effect without --tokens", "give --tokens 15T too"]),
+        (f"{JOB} --mtbf 50700h", ["--mtbf: has no effect without --tokens"]),
+        (f"{JOB} --tokens 1T --restart-seconds 60", ["--restart-seconds: has no effect without --mtbf", "50700h"]),
+        (f"{JOB} --tokens 1T --checkpoint-seconds 60", ["--checkpoint-seconds: has no effect without --mtbf"]),
         (f"{JOB} --tokens 0", ["--tokens: '0' is not positive", "15T"]),
         (f"{JOB} --tokens -15T", ["--tokens: '-15T' is not positive"]),
         (f"{JOB} --tokens many", ["--tokens: 'many' is not a quantity", "15T"]),

@@ -165,8 +165,8 @@ def test_mistakes_are_one_line(run_folder: Path, tmp_path: Path) -> None:
     assert "--shards" in error_line(run(*reshard, "--out", out, "--shards", "0"))
     assert "--out" in error_line(run(*reshard, "--shards", "2"))
     assert "holds no checkpoint" in error_line(run("checkpoint", "inspect", str(tmp_path)))
-    assert "is no folder" in error_line(run("checkpoint", "verify", str(tmp_path / "absent")))
-    assert "is no path" in error_line(run("checkpoint", "verify", "x" * 4000))
+    assert "is not a folder" in error_line(run("checkpoint", "verify", str(tmp_path / "absent")))
+    assert "is not a path" in error_line(run("checkpoint", "verify", "x" * 4000))
     shard = run_folder / "checkpoints" / "step-00000002" / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "bytes instead of" in error_line(run(*reshard, "--out", out + "3", "--shards", "2"))

@@ -116,7 +116,7 @@ def test_a_file_that_plan_did_not_write_is_not_replaced(tmp_path: Path) -> None:
         ("--what-if nvlink", "NAME=VALUE"),
         ("--what-if memory=lots", "lots"),
         ("--global-batch 7 --dp 8", "do not divide"),
-        ("--offload --no-offload", "exclude each other"),
+        ("--offload --no-offload", "are mutually exclusive"),
         ("--tokens -1", "-1"),
         ("--price 2/h", "--tokens"),
         ("--output /nonexistent/job.yaml", "no directory"),

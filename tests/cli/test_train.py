@@ -82,7 +82,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def require_equal(broken: Path, whole: Path, steps: int) -> None:
-    """Every tensor and every figure that is no time, bit for bit; no step is told twice."""
+    """Every tensor and every figure that is not a time, bit for bit; no step is told twice."""
     assert tensors(broken, steps) == tensors(whole, steps)
     records = [list(read_lines(folder / "metrics.jsonl")) for folder in (whole, broken)]
     assert [one["step"] for one in records[1] if "loss" in one] == list(range(1, steps + 1))

@@ -41,7 +41,7 @@ CIRCUMSTANCES = {
     "weights-beyond-optimizer": "refused: more weights than optimizer states are offloaded",
     "gradients-beyond-optimizer": "refused: more gradients than optimizer states are offloaded",
     "odd-chunks": "refused: sequences that do not divide into 2·cp chunks",
-    "ragged-experts": "refused: rows of experts that are no multiple of 16 bytes",
+    "ragged-experts": "refused: rows of experts that are not a multiple of 16 bytes",
     "odd-rotation": "refused: heads with an odd number of features",
 }
 

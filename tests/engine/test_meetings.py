@@ -248,5 +248,5 @@ def test_what_it_does_not_go_with_is_refused() -> None:
         Engine(job("diloco", zero=1))
     with pytest.raises(SpecError, match=r"strategy.synchronise"):
         Engine(job("diloco", compression="int8"))
-    with pytest.raises(SpecError, match=r"run.spikes.factor.*every worker sees losses of its own"):
+    with pytest.raises(SpecError, match=r"run.spikes.factor.*every worker sees its own losses"):
         job("diloco", run={"spikes": {"factor": 2.0}})

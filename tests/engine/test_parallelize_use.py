@@ -268,7 +268,7 @@ def test_a_batch_that_is_none_is_refused() -> None:
     first, second, third = on_ranks(1, wrong_batches)[0]
     assert "no labels" in first
     assert second.startswith("batch.token: is not known")
-    assert "1 rows on this rank, which are no multiple of 2" in third
+    assert "1 rows on this rank, which are not a multiple of 2" in third
 
 
 class Softened(nn.Module):

@@ -65,7 +65,7 @@ def test_selective_recompute_that_megatron_lacks_is_priced_without_it(capsys: py
     run([*arguments, "--anyway"])
     printed = capsys.readouterr()
     assert "--recompute" not in printed.out
-    assert "strategy.recompute = selective: no module of --recompute-modules makes just that again" in printed.err
+    assert "strategy.recompute = selective: no module of --recompute-modules recomputes exactly that" in printed.err
 
 
 def test_strict_refuses() -> None:

@@ -193,7 +193,7 @@ def test_megatron_command_line() -> None:
     assert (strategy.tp, strategy.pp, strategy.data_parallel, strategy.zero) == (4, 4, 4, 1)
     assert (strategy.schedule, strategy.interleave) == ("interleaved", 2)
     assert strategy.recompute == "none"  # a fused attention keeps no scores that core_attn could make again
-    assert "--recompute-modules core_attn makes nothing again here: not priced" in back.notes
+    assert "--recompute-modules core_attn recomputes nothing here: not priced" in back.notes
     assert job.stack.name == "megatron-core"
     assert job.training.precision == "bf16-fp32-grads"
     assert job.training.tokens == 1000 * 256 * 8192

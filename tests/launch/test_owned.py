@@ -71,7 +71,9 @@ def test_ranks_leave_no_meeting_and_without_room_for_one_a_line_says_so(
         assert (found.status, list(memory.iterdir())) == (0, [])
         assert str(memory) in (found.attempts[0].folder / "rank-0.log").read_text()
         (memory / "large").write_bytes(bytes(3 * 2**19))
-        with pytest.raises(SpecError, match="memory: has no room left: the processes of a run meet there; free some"):
+        with pytest.raises(
+            SpecError, match="memory: has no room left: the processes of a run rendezvous there; free some"
+        ):
             launch(tmp_path, "print(place.meeting)")
         assert [one.name for one in memory.iterdir()] == ["large"]
 

@@ -47,7 +47,7 @@ def test_each_point_notices_what_it_is_for() -> None:
     assert failed(seconds=lambda step: 2.0) == ["step time as planned"]
     assert failed(predicted_memory_bytes=lambda step: 60) == ["memory as planned"]
     assert failed(restored=0) == ["a checkpoint is saved and restored"]
-    assert failed(data_wait_seconds=lambda step: 0.1) == ["data is there in time"]
+    assert failed(data_wait_seconds=lambda step: 0.1) == ["data arrives in time"]
 
 
 def test_stages_of_ranks() -> None:

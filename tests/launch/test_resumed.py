@@ -78,7 +78,7 @@ def test_layout_and_length_may_change(changes: dict[str, Any], folder: Checkpoin
 )
 def test_how_it_is_learned_may_change_and_is_told(changes: dict[str, Any], said: str, folder: CheckpointFolder) -> None:
     (note,) = notes(job_with(**changes), folder)
-    assert note == f"{said} when this run was saved: it goes on from there"
+    assert note == f"{said} when this run was saved: it continues from there"
 
 
 ANOTHER: list[tuple[dict[str, Any], str, str]] = [
@@ -102,7 +102,7 @@ def test_another_job_is_refused_unless_the_run_is_to_go_on_as_it(
         f"{field}: is {said.format('but')} in the run in {folder.path.parent}; train it"
     )
     (note,) = notes(job, folder, go_on=True)
-    assert note == f"{field} is {said.format('and was')} when this run was saved: it goes on from there"
+    assert note == f"{field} is {said.format('and was')} when this run was saved: it continues from there"
 
 
 def test_shards_of_the_same_name_with_another_content_are_another_job(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_run_that_is_done_says_so_and_more_steps_go_on(folder: CheckpointFolde
     assert done.out.startswith(f"Nothing to do: the run in {path} is at its last step, 5.\nMore --steps go on with it")
     assert json.loads(run(*flags, "--steps", "5", "--json").out)["attempts"] == 0
     paused = run(*flags, "--steps", "9", "--set", "run.stop_at=5")
-    assert "is at its last step, 5 of 9, where run.stop_at has it pause." in paused.out
+    assert "is at its last step, 5 of 9, where run.stop_at pauses it." in paused.out
     assert run(*flags, "--steps", "9", "--print-torchrun").status == 0
     assert Job.from_yaml((path / "job.yaml").read_text()).run.steps == 9
 

@@ -21,13 +21,13 @@ def test_a_place_among_hosts() -> None:
     ("change", "said"),
     [
         ({"RANK": None}, "RANK: is not set; start all ranks by torchrun"),
-        ({"RANK": "first"}, "RANK: 'first' is no number"),
+        ({"RANK": "first"}, "RANK: 'first' is not a number"),
         ({"RANK": "8"}, "RANK: 8 of a world of 8"),
         ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE: is not set"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE: 8 ranks are no hosts of 3"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE: 8 ranks are no hosts of 0"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR: is not set"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT: 'http' is no number"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: 'http' is not a number"),
     ],
     ids=str,
 )

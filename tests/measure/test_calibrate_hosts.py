@@ -103,7 +103,7 @@ THERE = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR"
     [
         (["--processes", "2"], "--processes: does not go with torchrun"),
         (["--emulate", "2x2,1Gbit"], "--emulate: does not go with torchrun"),
-        (["--from", "runs/none"], "--from: is the work of one process"),
+        (["--from", "runs/none"], "--from: runs in one process"),
         (["--cluster", "dgx-h100:2"], "--cluster: a node of dgx-h100 has 8 devices, a host here 4 ranks"),
         (
             ["--cluster", "dgx-h100:4"],

@@ -127,7 +127,7 @@ def test_a_slow_link_between_virtual_nodes_is_named(shards: str, tmp_path: Path)
 
 
 def test_a_folder_without_a_profile(tmp_path: Path, shards: str) -> None:
-    assert "is no run's folder" in error_line(run("compare", str(tmp_path / "last")))
+    assert "is not a run's folder" in error_line(run("compare", str(tmp_path / "last")))
     job = profiled_job(shards, 2, dp=2)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job.yaml").write_text(job.to_yaml())

@@ -214,7 +214,7 @@ def test_records_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"rank-1.json is missing"):
         read_records(tmp_path, 2)
     (tmp_path / "rank-1.json").write_text("{}")
-    with pytest.raises(SpecError, match="is no record of a rank"):
+    with pytest.raises(SpecError, match="is not a record of a rank"):
         read_records(tmp_path, 2)
     (again,) = read_records(tmp_path, 1)
     assert again == record(0, ("step 1", 0.0, 1.0))

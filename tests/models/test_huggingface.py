@@ -182,7 +182,7 @@ def test_a_folder_that_is_not_whole_is_one_line(folder: Path) -> None:
 
 
 def test_an_unknown_name_is_one_line(folder: Path) -> None:
-    with pytest.raises(SpecError, match=r"^layers\.9\.norm\.weight: is no tensor of "):
+    with pytest.raises(SpecError, match=r"^layers\.9\.norm\.weight: is not a tensor of "):
         read_slice(folder, "layers.9.norm.weight", ())
 
 
@@ -217,7 +217,7 @@ def test_bf16_stays_bf16_and_a_balancing_bias_fp32(tmp_path: Path) -> None:
     [
         (lambda given: given[:-1], r"^head\.weight: of custom was not given"),
         (lambda given: [*given, given[0]], r"^embedding\.weight: was given twice"),
-        (lambda given: [("embeding.weight", given[0][1]), *given], r"^embeding\.weight: is no tensor of this model"),
+        (lambda given: [("embeding.weight", given[0][1]), *given], r"^embeding\.weight: is not a tensor of this model"),
         (
             lambda given: [(given[0][0], given[0][1][:5]), *given[1:]],
             r"^embedding\.weight: is \[5, 32\], but the model",

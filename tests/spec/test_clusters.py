@@ -48,7 +48,7 @@ def test_a_shape_keeps_its_axes() -> None:
         ("dgx-h100:x", "has the size 'x'; write it like dgx-h100:4"),
         ("dgx-h100:-1", "has the size '-1'"),
         ("dgx-h100:", "has the size ''"),
-        ("dgx-h100:8x8", "is no torus or mesh; give a number of nodes: dgx-h100:4"),
+        ("dgx-h100:8x8", "is not a torus or mesh; give a number of nodes: dgx-h100:4"),
         ("dgx-h100:9999999999", "use fewer than a billion"),
         ("dgx-h100:999999999", "use at most 10,000,000"),
         ("tpu-v5p:8x8", "has 2 axes; tpu-v5p has 3, such as 4x4x4"),
@@ -86,9 +86,11 @@ def test_a_number_of_devices_is_part_of_a_node_or_whole_nodes(name: str, devices
 
 
 def test_devices_that_are_no_whole_nodes_name_the_neighbours() -> None:
-    with pytest.raises(SpecError, match="12 is no whole number of dgx-h100 nodes of 8; use 8 or 16, or set gpus_per_n"):
+    with pytest.raises(
+        SpecError, match="12 is not a whole number of dgx-h100 nodes of 8; use 8 or 16, or set gpus_per_n"
+    ):
         cluster_from("dgx-h100").with_devices(12)
-    with pytest.raises(SpecError, match="32 says no shape; give one: tpu-v5p:4x4x4"):
+    with pytest.raises(SpecError, match="32 gives no shape; give one: tpu-v5p:4x4x4"):
         cluster_from("tpu-v5p").with_devices(32)
 
 

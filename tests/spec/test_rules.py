@@ -83,7 +83,7 @@ def test_the_job_that_the_cases_break_is_sound() -> None:
          "100 sequences do not divide over dp 48 × microbatch 1", "use 96 or 144"),
         ({"training": {"global_batch": 7}}, "training.global_batch", "7 sequences do not divide", "use 48"),
         ({"pp": 2, "schedule": "interleaved", "interleave": 2, "training": {"global_batch": 72}},
-         "training.global_batch", "3 microbatches are no multiple of pp 2", "use 96 sequences"),
+         "training.global_batch", "3 microbatches are not a multiple of pp 2", "use 96 sequences"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip

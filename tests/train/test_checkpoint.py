@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, 
     step, said = on_ranks(2, damaged, one, str(tmp_path))[0]
     assert step == 1
     words = {"flipped": "checksum differs", "short": "bytes instead of", "missing": "is missing", "link": "is a link",
-             "manifest": "is no JSON", "escape": "its checksum differs",
+             "manifest": "is not JSON", "escape": "its checksum differs",
              "position": "its checksum differs", "number": "it has no optimizer_steps",
              "renamed": "is of step 2, not of the step in its name"}  # fmt: skip
     assert words[how] in said[0]

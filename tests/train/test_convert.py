@@ -296,7 +296,7 @@ def test_deepspeed_that_is_not_whole(tmp_path: Path) -> None:
     (step / "layer_03-model_00-model_states.pt").unlink()
     for tag in ("../ds", "/etc", "..", "", "global_step8"):
         (source / "latest").write_text(tag)
-        assert "which is no folder beside it" in refused(source, tmp_path, *model)
+        assert "which is not a folder beside it" in refused(source, tmp_path, *model)
     (source / "latest").write_text("global_step7")
     narrow = Model(**{**DENSE.to_dict(), "ffn": 40, "name": "narrow"})
     assert "narrow makes it [40, 32]" in refused(source, tmp_path, "--model", model_file(narrow, tmp_path))
@@ -344,7 +344,7 @@ def test_other_mistakes(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "nothing.pt")
     assert "holds no state dict" in refused(tmp_path / "nothing.pt", tmp_path, "--model", "tiny")
     torch.save({"a": torch.zeros(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert "is no zip archive" in refused(tmp_path / "old.pt", tmp_path, "--model", "tiny")
+    assert "is not a zip archive" in refused(tmp_path / "old.pt", tmp_path, "--model", "tiny")
     expected["norm.weight"] = expected["norm.weight"].to(torch.int32)
     torch.save(expected, tmp_path / "whole.pt")
     line = refused(tmp_path / "whole.pt", tmp_path, "--model", model_file(DENSE, tmp_path))

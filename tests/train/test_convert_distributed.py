@@ -168,7 +168,7 @@ def test_folders_that_are_not_whole(tmp_path: Path) -> None:
     assert not list(out.parent.glob("*"))
     marker = tmp_path / "marker"
     hostile = pickle.dumps(Calls(os.system, f"touch {marker}"))
-    assert "nothing of it was run" in line(lambda folder: (folder / ".metadata").write_bytes(hostile))
+    assert "none of it was executed" in line(lambda folder: (folder / ".metadata").write_bytes(hostile))
     assert not marker.exists()
 
 

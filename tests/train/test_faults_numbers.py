@@ -21,7 +21,7 @@ from train.runs import VOCAB, write_shards
         (
             ".idx",
             lambda raw: b"MMIDIDY" + raw[7:],
-            "is no index of token shards (its first bytes differ); build it again",
+            "is not an index of token shards (its first bytes differ); build it again",
         ),
         (".idx", lambda raw: raw[:-9], "bytes, its header says"),
         (".bin", lambda raw: raw[:-2], "bytes, its index says"),

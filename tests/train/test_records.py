@@ -55,5 +55,5 @@ HALF = '{"rank": 0, "node": 0, "device": "", "clock_error": 0, "groups": []}'
 @pytest.mark.parametrize("content", ["[]", "{}", "{", HALF])
 def test_a_profile_that_cannot_be_read_is_one_line(tmp_path: Path, content: str) -> None:
     path_of(tmp_path, 0).write_text(content)
-    with pytest.raises(SpecError, match="is no record of a rank"):
+    with pytest.raises(SpecError, match="is not a record of a rank"):
         read_records(tmp_path, 1)

@@ -159,7 +159,7 @@ def test_a_run_keeps_what_came_with_its_first_weights(tmp_path: Path) -> None:
 
 def test_a_start_that_is_not_there_is_told_before_a_process_starts(tmp_path: Path) -> None:
     job: Job = job_of(write_shards(tmp_path / "words"), run={"start_from": str(tmp_path / "no")})
-    with pytest.raises(SpecError, match=r"^run\.start_from: .* is no folder; name a Hugging Face folder"):
+    with pytest.raises(SpecError, match=r"^run\.start_from: .* is not a folder; name a Hugging Face folder"):
         preflight(job)
 
 
@@ -197,5 +197,5 @@ def test_checkpoints_of_two_models_are_not_put_in_one_folder(tmp_path: Path) -> 
     saved("mistral", tmp_path / "two")
     converted(tmp_path / "one", "checkpoint", tmp_path / "ours")
     line = error_line(run("convert", str(tmp_path / "two"), "--to", "checkpoint", "--out", str(tmp_path / "ours")))
-    assert "is of another model than" in line
+    assert "belongs to a different model than" in line
     assert open_weights(tmp_path / "ours").companions == tmp_path / "ours" / KEPT_IN

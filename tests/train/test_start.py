@@ -64,7 +64,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     for source, said in (
         ("hf", "has ffn 192, the job's model has 256"),
         ("checkpoints/step-00000000", "has the shape"),
-        ("nowhere", "is no folder"),
+        ("nowhere", "is not a folder"),
     ):
         with pytest.raises(Exception, match=said):
             on_ranks(1, started, other, str(tmp_path / source))

@@ -91,7 +91,7 @@ def test_a_hostile_file_runs_nothing(folders: Path, tmp_path: Path, source: str,
     arguments = ("--to", "full", "--out", str(tmp_path / "out"), "--model", str(tmp_path / "copy" / "even.yaml"))
     line = error_line(run("convert", str(tmp_path / "copy" / source.strip()), *arguments))
     assert file.name in line
-    assert "nothing of it was run" in line
+    assert "none of it was executed" in line
     assert not marker.exists()
     assert not (tmp_path / "out").exists()
 
@@ -206,5 +206,7 @@ def test_damage_is_found(how: str, tmp_path: Path) -> None:
     else:
         path.unlink()
         path.mkdir()
-    with pytest.raises(SpecError, match={"flipped": "damaged", "short": "cut off", "folder": "is no file|cannot"}[how]):
+    with pytest.raises(
+        SpecError, match={"flipped": "damaged", "short": "cut off", "folder": "is not a file|cannot"}[how]
+    ):
         read_torch_file(path)

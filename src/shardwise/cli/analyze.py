@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
     add_job_arguments(parser)
     add_campaign_arguments(parser)
     add_over_time_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parser.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
     parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
     parsed = parser.parse(arguments)

@@ -62,7 +62,7 @@ def model(arguments: argparse.Namespace, tensor_parallel: object = 1) -> Model:
     if heads > hidden or hidden % heads:
         raise SpecError("--heads", f"{heads} does not divide --hidden {hidden}", "use a divisor")
     if arguments.params is not None and arguments.ffn is not None:
-        raise SpecError("--ffn", f"{shown(arguments.ffn)} and --params exclude each other", "give one of them")
+        raise SpecError("--ffn", f"{shown(arguments.ffn)} and --params are mutually exclusive", "give one of them")
     if arguments.params is None:
         ffn = _whole(arguments, "ffn", 4 * hidden)
     else:
@@ -150,7 +150,7 @@ def _flat(
 
 def _gpus(arguments: argparse.Namespace) -> int:
     if arguments.gpus is None:
-        raise SpecError("--gpus", "is missing", "say how many devices there are")
+        raise SpecError("--gpus", "is missing", "give the number of devices")
     return _whole(arguments, "gpus")
 
 
@@ -191,7 +191,7 @@ def _hierarchy(arguments: argparse.Namespace, bandwidths: list[float], latencies
             low = devices // node * node
             raise SpecError(
                 "--gpus",
-                f"{devices} is no whole number of nodes of {node}",
+                f"{devices} is not a whole number of nodes of {node}",
                 f"use {low + node}" if low == 0 else f"use {low} or {low + node}",
             )
         widths = (node, devices // node)

@@ -70,16 +70,16 @@ def _parser() -> Parser:
     parser.add_argument("--levels", metavar="LIST", help="network levels, and world (default: all)")
     parser.add_argument("--min-bytes", metavar="SIZE", help="the smallest size (default: 8 B)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the largest size (default: what fits, at most 1 GiB)")
-    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="runs of each (default: 10)")
-    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="runs before that (default: 2)")
-    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="the most for one size (default: 3)")
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs of each size (default: 10)")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="warm-up runs of each size (default: 2)")
+    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time limit for one size (default: 3)")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes of this machine (default: 2)")
     parser.add_argument("--emulate", metavar="NODES", help="virtual nodes: 2x2,1Gbit,1ms are 2 of 2 ranks (as root)")
-    parser.add_argument("--cluster", metavar="NAME", help="the cluster that the model's line is for (default: laptop)")
+    parser.add_argument("--cluster", metavar="NAME", help="the cluster to predict for (default: laptop)")
     parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="under torchrun: where the tensors are")
     parser.add_argument("--out", metavar="FILE", help="a CSV file")
     parser.add_argument("--plot", metavar="FILE", help="a picture (SVG): time against size, and the model")
-    parser.add_argument("--json", action="store_true", help="the result for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     return parser
 
 
@@ -91,7 +91,7 @@ def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
         return base if described else cluster_of(emulation, base)
     ranks = parsed.processes if here is None else here.world
     if ranks < 2:
-        raise SpecError("--processes", f"{ranks} has nobody to talk to", "give 2 or more")
+        raise SpecError("--processes", f"{ranks} is too few: a collective needs 2 ranks or more", "give 2 or more")
     if parsed.cluster is None:
         return named_cluster(f"laptop:{ranks}")
     return cluster_of_ranks(parsed.cluster, ranks)
@@ -138,14 +138,16 @@ def _levels(parsed: Namespace, levels: list[Level]) -> list[Level]:
     by_name = {level.name: level for level in levels}
     for name in parsed.levels.split(","):
         if name not in by_name:
-            raise SpecError("--levels", f"{shown(name)} is no level here", "choose of " + ", ".join(by_name))
+            raise SpecError(
+                "--levels", f"{shown(name)} is not a level of this network", "choose from " + ", ".join(by_name)
+            )
     return [by_name[name] for name in parsed.levels.split(",")]
 
 
 def _bytes(text: str | None, field: str, otherwise: int) -> int:
     size: int = otherwise if text is None else int(parse(text, "bytes", field))
     if size < 1:
-        raise SpecError(field, f"{shown(text)} is no size", "give 1 or more bytes")
+        raise SpecError(field, f"{shown(text)} is not a size", "give 1 or more bytes")
     return size
 
 

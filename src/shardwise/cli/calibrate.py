@@ -22,9 +22,9 @@ _EXAMPLE = """
 shardwise calibrate --processes 2 --out cluster.yaml
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host-0:29400 -m shardwise calibrate --cluster dgx-h100:2
 """
-_DOES = """Measures this machine (products, attention, memory, whole steps, collectives of every level, disk), or the
+_DOES = """Measures this machine (matmuls, attention, memory, whole steps, collectives of every level, disk), or the
 hosts that torchrun has started it on, and writes a cluster file that `plan` reads. --from RUN: the times of stages,
-layers and ranks of a profiled run become a job whose stages are cut again, and what that would gain."""
+layers and ranks of a profiled run become a job with rebalanced stages, with the expected gain."""
 RECUT, CLUSTER = "recut.yaml", "cluster.yaml"
 
 
@@ -32,12 +32,12 @@ def run(arguments: list[str]) -> int:
     parser = Parser("calibrate", _DOES, _EXAMPLE)
     parser.add_argument("--from", dest="run", metavar="RUN", help="the folder of a run with --profile, or runs/last")
     parser.add_argument("--out", metavar="FILE", help=f"where it goes (default {CLUSTER}; --from: {RECUT} in the run)")
-    parser.add_argument("--cluster", metavar="NAME", help="what is measured, as far as it is known (default laptop)")
-    parser.add_argument("--processes", metavar="N", help="CPU processes that work at once (default: the cores)")
+    parser.add_argument("--cluster", metavar="NAME", help="what this hardware is, if known (default laptop)")
+    parser.add_argument("--processes", metavar="N", help="CPU processes to run at once (default: one per core)")
     parser.add_argument("--emulate", metavar="LINK", help="measure virtual nodes, such as 2x2,1Gbit,1ms (needs root)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: GPUs if any)")
     parser.add_argument("--only", metavar="PARTS", help="some of device,links,storage; the rest stays as it is")
-    parser.add_argument("--json", action="store_true", help="the result for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     require_torch("calibrate")
     here = started()
@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> int:
             _refuse(parsed, ("processes", "emulate"), "torchrun", "leave it out: torchrun says how many there are")
         return _measure(parsed, here)
     if here is not None:
-        raise SpecError("--from", "is the work of one process", "run it without torchrun")
+        raise SpecError("--from", "runs in one process", "run it without torchrun")
     _refuse(parsed, ("cluster", "processes", "emulate", "only"), "--from", "leave one of the two out")
     return _recut(parsed.run, parsed.out, as_json=parsed.json)
 
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
 def _refuse(parsed: argparse.Namespace, names: tuple[str, ...], beside: str, remedy: str) -> None:
     for name in names:
         if getattr(parsed, name) is not None:
-            raise SpecError(f"--{name}", f"does not go with {beside}", remedy)
+            raise SpecError(f"--{name}", f"cannot be combined with {beside}", remedy)
 
 
 def _measure(parsed: argparse.Namespace, here: Started | None) -> int:

@@ -99,7 +99,7 @@ def campaign_from(parsed: argparse.Namespace, job: Job, predicted_seconds: float
     except SpecError as error:
         raise error.under("training") from None
     if run.goodput < _LEAST_GOODPUT:
-        problem = f"only {run.goodput:.2g} of the time moves training forward: the run does not end"
+        problem = f"only {run.goodput:.2g} of the time moves training forward: the run never finishes"
         best = (
             f"{readable_duration(run.best_interval)} is best" if math.isfinite(run.best_interval) else "save less often"
         )
@@ -133,7 +133,7 @@ def _check_that_it_ends(terms: Terms, step_seconds: float, checkpoint_seconds: f
         if seconds >= between:
             problem = (
                 f"{what} takes {readable_duration(seconds)}, and {devices:,} devices are interrupted every "
-                f"{readable_duration(between)}: the run does not end"
+                f"{readable_duration(between)}: the run never finishes"
             )
             raise SpecError(flag, problem, "give a shorter one, or a longer --mtbf")
 
@@ -142,7 +142,7 @@ def _refuse(parsed: argparse.Namespace, names: tuple[str, ...], needed: str) -> 
     for name in names:
         if getattr(parsed, name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise SpecError(flag, f"says nothing without {needed.split()[0]}", f"give {needed} too")
+            raise SpecError(flag, f"has no effect without {needed.split()[0]}", f"give {needed} too")
 
 
 def _amount(flag: str, text: str, dimension: str, zero: bool = False) -> float:

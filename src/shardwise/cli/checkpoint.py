@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--out", metavar="DIR", help="reshard: the folder that gets step-NNNNNNNN")
     parser.add_argument("--shards", metavar="N", help="reshard: the number of files")
     parser.add_argument("--weights-only", action="store_true", help="reshard: without the states of the optimizer")
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     paths = [path_from(text) for text in parsed.paths]
     if len(paths) > 1 and parsed.what != "verify":

@@ -25,7 +25,7 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("run", help="the run's folder; runs/last is the newest")
     parser.add_argument("--trace", metavar="FILE", help=f"both timelines (default: RUN/profile/{TRACE})")
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     require_torch("compare")
     from shardwise.measure.compare.comparison import compare

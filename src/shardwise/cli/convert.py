@@ -12,8 +12,8 @@ from shardwise.spec.units import counted
 _DOES = """Reads the weights of one of our checkpoints or runs, of a Hugging Face folder, of a safetensors or torch file
 (.pt, .pth, .bin), of a folder of DeepSpeed (ZeRO-1, 2, 3), of Megatron-LM (--ckpt-format torch or torch_dist) or of
 PyTorch's distributed checkpoint (TorchTitan's among them), and writes full: one safetensors file; huggingface: a
-folder that transformers loads; checkpoint: one of ours, for run.start_from. Files of torch.save are never unpickled as
-they ask for: no code in them runs. One tensor is in memory at a time."""
+folder that transformers loads; checkpoint: one of ours, for run.start_from. Files of torch.save are
+read without running any code in them. One tensor is in memory at a time."""
 _EXAMPLE = """
 shardwise convert runs/job --to huggingface --out /tmp/model
 shardwise convert deepspeed-run --to checkpoint --out /tmp/start --model llama3-8b --dtype bf16
@@ -22,13 +22,15 @@ shardwise convert deepspeed-run --to checkpoint --out /tmp/start --model llama3-
 
 def run(arguments: list[str]) -> int:
     parser = Parser("convert", _DOES, _EXAMPLE)
-    parser.add_argument("source", help="what to read; its kind is found out")
+    parser.add_argument("source", help="what to read; its kind is detected")
     parser.add_argument("--to", choices=("full", "huggingface", "checkpoint"), required=True, help="what to write")
     parser.add_argument("--out", required=True, metavar="PATH", help="a new file or folder; a folder for step-NNNNNNNN")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of the parameters (default: as they are)")
-    parser.add_argument("--model", help="its name or config.json, where the source does not say it")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of the parameters (default: unchanged)"
+    )
+    parser.add_argument("--model", help="model name or config.json, where the source does not include it")
     parser.add_argument("--names", choices=("ours", "huggingface"), default="ours", help="in the one file of --to full")
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     source, out = path_from(parsed.source), path_from(parsed.out)
     if parsed.names != "ours" and parsed.to != "full":

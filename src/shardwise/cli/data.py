@@ -15,7 +15,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 
 _DOES = """build: reads text (.txt, .md, .py), JSON lines, Parquet and WebDataset tars, and writes OUT.bin and OUT.idx,
-which Megatron-LM reads too. Records with a prompt and an answer, or with messages, count only what is answered.
+which Megatron-LM reads too. For records with a prompt and an answer, or with messages, only answers count in the loss.
 check: reads every byte of shards and compares it with the checksums beside them."""
 CORPUS = "python"
 
@@ -26,9 +26,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("files", nargs="+", help=f"files to read, or {CORPUS}: the sources of Python's own library")
     parser.add_argument("--out", help="the shards to write, without a suffix")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder")
-    parser.add_argument("--field", default="text", help="where a record of JSON or Parquet has its text")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that encode")
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--field", default="text", help="field that holds the text in JSON or Parquet records")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes to tokenize with")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     if parsed.workers < 1:
         raise SpecError("--workers", str(parsed.workers), "use 1 or more")

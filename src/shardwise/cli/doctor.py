@@ -29,7 +29,7 @@ shardwise doctor --model tiny --cluster laptop:2 --global-batch 8 --seq 64
 def run(arguments: list[str]) -> int:
     parser = Parser(
         "doctor",
-        "Tries what a long run needs of this machine: loopback and ports, shared memory, open files, clocks, disk "
+        "Checks what a long run needs from this machine: loopback and ports, shared memory, open files, clocks, disk "
         "space and speed, versions, device memory, and a small all-reduce. Exit status 1 if something fails.",
         _EXAMPLE,
     )
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--folder", metavar="DIR", help="where the run will write (default: as the job says, or here)")
     parser.add_argument("--on", choices=("cpu", "cuda"), help="device (default: the job's, or GPUs if there are any)")
     parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
-    parser.add_argument("--json", action="store_true", help="the findings for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     findings, out = [], console()
     for found in examine(_asked(parsed)):
@@ -54,7 +54,7 @@ def _asked(parsed: argparse.Namespace) -> Examination:
     hosts = tuple(host.strip() for host in parsed.hosts.split(",")) if parsed.hosts else ()
     for host in hosts:
         if not host or host.startswith("-"):
-            raise SpecError("--hosts", f"{shown(host)} is no host", "write them like node-1,node-2")
+            raise SpecError("--hosts", f"{shown(host)} is not a host", "write them like node-1,node-2")
     has_job = any(value for name, value in vars(parsed).items() if name not in _OWN_FLAGS)
     if not has_job:
         folder = _existing(parsed.folder or ".")
@@ -76,7 +76,7 @@ def _asked(parsed: argparse.Namespace) -> Examination:
 
 def _existing(name: str) -> Path:
     if "\0" in name or not Path(name).is_dir():
-        raise SpecError("--folder", f"{shown(name)} is no folder", "make it, or name another")
+        raise SpecError("--folder", f"{shown(name)} is not a folder", "make it, or name another")
     return Path(name)
 
 

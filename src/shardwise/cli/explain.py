@@ -61,7 +61,7 @@ def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, bool]]:
     except SpecError:
         known = [*TOPICS, *(kind.value.replace("_", "-") for kind in CollectiveKind)]
         raise SpecError(
-            "", f"nothing is explained as {shown(name)}", nearest_name(name, known) or "see `shardwise explain --help`"
+            "", f"unknown topic {shown(name)}", nearest_name(name, known) or "see `shardwise explain --help`"
         ) from None
     return collective
 
@@ -157,7 +157,7 @@ def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     parsed = parser.parse(arguments)
     times = [float(parse(getattr(parsed, name), "seconds", f"--{name}")) for name in ("t1", "strong", "weak")]
     if min(times) <= 0:
-        raise SpecError("--t1", "a step takes more than no time", "use times such as 10s")
+        raise SpecError("--t1", "a step time must be positive", "use times such as 10s")
     return explain_scaling(whole(parsed.n, "--n"), *times), parsed.json
 
 

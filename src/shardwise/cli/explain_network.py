@@ -23,7 +23,7 @@ _EXAMPLE = "shardwise explain allreduce --topology torus --n 64 --size 1GiB --ba
 def topic_parser(topic: str, description: str, example: str) -> Parser:
     """Of every topic."""
     parser = Parser(f"explain {topic}", description, example)
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     return parser
 
 
@@ -58,7 +58,7 @@ def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topolog
     if parsed.cluster:
         if parsed.topology:
             raise SpecError(
-                "--cluster", f"{shown(parsed.cluster)} and --topology exclude each other", "give one of them"
+                "--cluster", f"{shown(parsed.cluster)} and --topology are mutually exclusive", "give one of them"
             )
         cluster = cluster_from(parsed.cluster)
         if parsed.gpus:

@@ -25,8 +25,10 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--to", help="framework: " + ", ".join(TARGETS))
     parser.add_argument("--out", metavar="PATH", help="file or folder to write to (default: standard output)")
     parser.add_argument("--strict", action="store_true", help="refuse a job that the framework cannot run as it is")
-    parser.add_argument("--anyway", action="store_true", help="write also what does not fit as the framework runs it")
-    parser.add_argument("--json", action="store_true", help="files, losses and notes for a machine")
+    parser.add_argument(
+        "--anyway", action="store_true", help="also write a job that does not fit in memory under that framework"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON output: files, losses and notes")
     parsed = parser.parse(arguments)
     if parsed.to is None:
         raise SpecError("--to", "is missing", "choose one of " + ", ".join(TARGETS))
@@ -66,7 +68,7 @@ def _write(exported: Exported, out: Path) -> None:
 def _report(exported: Exported) -> None:
     """What the configuration does not say, on standard error: standard output may be redirected to a file."""
     groups = (
-        (f"{exported.target} cannot do, or does otherwise:", exported.missing),
+        (f"{exported.target} cannot express, or does differently:", exported.missing),
         ("to set in the training script or the launcher:", exported.elsewhere),
         ("notes:", exported.notes),
     )
@@ -79,7 +81,7 @@ def _prices(priced: PricedExport) -> str:
     """Both prices, and what lies between them."""
     here, there = priced.here, priced.there
     if there is None:
-        return f"{_price(here)} here; what is written makes no job that could be priced"
+        return f"{_price(here)} here; the exported configuration cannot be priced"
     return f"{_price(there)} ({', '.join(priced.differs) or 'as exported'}), where this job takes {_price(here)}"
 
 

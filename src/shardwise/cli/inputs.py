@@ -150,7 +150,7 @@ def _job_fields(
     named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
     for path, value in overrides.items():
         if path in named and getattr(arguments, path) is not None:
-            problem = f"{shown(getattr(arguments, path))} and --set {path} exclude each other"
+            problem = f"{shown(getattr(arguments, path))} and --set {path} are mutually exclusive"
             raise SpecError(f"--{path}", problem, "give one of them")
         if path.partition(".")[0] not in named or "." not in path:
             set_field(fields, path, value)
@@ -213,7 +213,7 @@ def _imported(
             remedy = f"give --gpus 64 for a {DEFAULT_CLUSTER}, or --cluster dgx-h100:8 (`shardwise list clusters`)"
             raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
         known["cluster"] = DEFAULT_CLUSTER
-        notes.append(f"no cluster is given: {arguments.gpus} devices of a {DEFAULT_CLUSTER} are taken")
+        notes.append(f"no cluster is given: {arguments.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
     cluster = _cluster(arguments, known)
     named = arguments.model is not None or bare.gives_model(arguments) or "model" in known
     model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
@@ -247,7 +247,7 @@ def _model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Model:
     if bare.gives_model(arguments):
         if arguments.model is not None:
             raise SpecError(
-                "--model", f"{shown(arguments.model)} and bare numbers exclude each other", "give one of them"
+                "--model", f"{shown(arguments.model)} and bare numbers are mutually exclusive", "give one of them"
             )
         strategy = fields.get("strategy")
         return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
@@ -261,7 +261,7 @@ def _cluster(arguments: argparse.Namespace, fields: dict[str, Any]) -> Cluster:
         if arguments.cluster is not None:
             raise SpecError(
                 "--cluster",
-                f"{shown(arguments.cluster)} and --topology exclude each other",
+                f"{shown(arguments.cluster)} and --topology are mutually exclusive",
                 "give one of them",
             )
         return bare.cluster(arguments)
@@ -296,7 +296,7 @@ def path_from(text: str) -> Path:
     try:
         Path(text).exists()
     except (OSError, ValueError) as error:
-        raise SpecError("", f"{shown(text)} is no path ({getattr(error, 'strerror', error)})", "check it") from None
+        raise SpecError("", f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})", "check it") from None
     return Path(text)
 
 

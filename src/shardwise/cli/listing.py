@@ -23,15 +23,15 @@ _OPTIONAL = ("published", "vocab", "heads", "hidden", "closed form", "schedule")
 def run(arguments: list[str]) -> int:
     parser = Parser(
         "list",
-        "Shows the catalogue; every name stands wherever a file of one's own may stand.",
+        "Shows the catalogue. Any name in it works wherever a file of your own would.",
         "shardwise list clusters",
     )
     parser.add_argument("what", help=", ".join(WHAT))
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parser.add_argument("--sources", action="store_true", help="where each entry comes from")
     parsed = parser.parse(arguments)
     if parsed.what not in WHAT:
-        raise SpecError("", f"nothing is listed as {parsed.what!r}", nearest_name(parsed.what, WHAT))
+        raise SpecError("", f"unknown list {parsed.what!r}", nearest_name(parsed.what, WHAT))
     rows = {
         "models": _models,
         "devices": _devices,

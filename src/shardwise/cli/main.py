@@ -12,22 +12,28 @@ from collections.abc import Iterator
 from shardwise.spec.errors import SpecError, nearest_name
 
 VERBS = {
-    "plan": ("plan", "the best way to split a training job over a cluster, why, and a job file that says so"),
+    "plan": ("plan", "find the best way to split a training job over a cluster, say why, and write a job file"),
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
-    "train": ("train", "run a job on this machine: starts the processes, trains, resumes by itself"),
-    "explain": ("explain", "one formula with the numbers put in and its source"),
-    "export": ("export", "a job as another framework's configuration, and what that framework cannot express"),
-    "verify": ("verify", "a layout against one process: loss, every gradient, every weight after a few steps"),
+    "train": ("train", "run a job on this machine: start the processes, train, resume after a failure"),
+    "explain": ("explain", "one formula with your numbers, and its source"),
+    "export": ("export", "write a job as another framework's configuration, and say what it cannot express"),
+    "verify": ("verify", "compare a layout with one process: loss, every gradient, every weight after a few steps"),
     "validate": ("validate", "score the cost model on a table of published or measured runs"),
     "dryrun": ("dryrun", "trace the engine on one rank of any world: memory, collectives, arithmetic, beside the plan"),
-    "data": ("data", "token shards from text, JSON lines, Parquet or tars; and whether shards are whole"),
-    "checkpoint": ("checkpoint", "what a checkpoint holds, whether it is whole, the same state in other files"),
-    "convert": ("convert", "weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file"),
-    "bench": ("bench", "how long collectives take here, by every algorithm, beside what the model says"),
-    "compare": ("compare", "a profiled run beside its prediction: every part of the step, slow ranks and links, why"),
-    "calibrate": ("calibrate", "this machine as a cluster to plan with; the stages of a profiled run cut again"),
-    "doctor": ("doctor", "whether this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce"),
-    "list": ("listing", "the catalogue: models, devices, links, clusters, collectives"),
+    "data": ("data", "build token shards from text, JSON lines, Parquet or tars; check shards"),
+    "checkpoint": ("checkpoint", "inspect, verify and reshard checkpoints"),
+    "convert": ("convert", "convert weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file"),
+    "bench": ("bench", "time collectives here with every algorithm, beside the prediction"),
+    "compare": (
+        "compare",
+        "set a profiled run beside its prediction: every part of the step, slow ranks and links, why",
+    ),
+    "calibrate": (
+        "calibrate",
+        "measure this machine as a cluster to plan with; rebalance the stages of a profiled run",
+    ),
+    "doctor": ("doctor", "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce"),
+    "list": ("listing", "show the catalogue: models, devices, links, clusters, collectives"),
 }
 
 _HELP = """usage: shardwise VERB [options]
@@ -37,7 +43,7 @@ Plan, run and measure distributed training of large language models.
 {verbs}
 
 `shardwise VERB --help` explains a verb, with an example that works as printed.
-The exit status is 0; 1 where a job does not fit its devices or a check fails; 2 for a mistake in what was written.
+The exit status is 0; 1 where a job does not fit its devices or a check fails; 2 for bad input.
 """
 
 

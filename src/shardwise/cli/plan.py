@@ -123,33 +123,35 @@ def _parser() -> Parser:
     parser = Parser("plan", "Finds the best way to split a training job, says why, and writes job.yaml.", _EXAMPLE)
     add_job_arguments(parser)
     search = parser.add_argument_group(
-        "the search", "flags of the strategy bound it: --tp 8, --tp 2,4,8, --pp 1..16, --schedule 1f1b,zbv"
+        "the search", "strategy flags constrain the search: --tp 8, --tp 2,4,8, --pp 1..16, --schedule 1f1b,zbv"
     )
     search.add_argument("--exclude", action="append", default=[], metavar="tp=8,pp=1", help="leave such strategies out")
     search.add_argument(
         "--max-memory",
         metavar="70GB",
-        help="what a plan may take of a device, or a share: 90%% (default: all but the error bar of memory)",
+        help="device memory that a plan may use, or a share: 90%% (default: all but the error bar of memory)",
     )
     search.add_argument("--min-global-batch", metavar="N", help="the smallest batch of at least N sequences")
-    kinds = f"offload too: any, or some of {', '.join(OFFLOADS)} (default: only if nothing else fits)"
+    kinds = f"allow offload: any, or some of {', '.join(OFFLOADS)} (default: only if nothing else fits)"
     search.add_argument("--offload", nargs="?", const="any", metavar="KIND", help=kinds)
     search.add_argument("--no-offload", action="store_true", help="never offload")
-    search.add_argument("--any", action="store_true", help="also what is priced but not run by this project's engine")
+    search.add_argument("--any", action="store_true", help="include strategies that this project's engine cannot run")
     search.add_argument("--for", dest="framework", metavar="NAME", help="only what this framework can express, or ddp")
-    search.add_argument("--thorough", action="store_true", help="the whole space, however long it takes")
+    search.add_argument("--thorough", action="store_true", help="search the whole space, however long it takes")
     limit = "stop after this much processor time, with the best so far (default 1min; thorough: 1h)"
     search.add_argument("--time-limit", metavar="10min", help=limit)
     asked = parser.add_argument_group("questions")
-    asked.add_argument("--why-not", action="append", default=[], metavar="tp=8,pp=1", help="what keeps it from winning")
+    asked.add_argument(
+        "--why-not", action="append", default=[], metavar="tp=8,pp=1", help="explain why this strategy does not win"
+    )
     changes = "the plan on a changed machine: LEVEL=RATE, LEVEL-size=N, memory=192GB, device=b200, sm-free"
     asked.add_argument("--what-if", action="append", default=[], metavar="ib=800Gb/s", help=changes)
     asked.add_argument("--pareto", choices=("memory", "money"), help="time against memory, or against money")
     add_campaign_arguments(parser)
     parser.add_argument("--top", default="8", metavar="N", help="how many layouts to show (default 8)")
     parser.add_argument("--all", action="store_true", help="show near-duplicates of a layout as rows of their own")
-    parser.add_argument("--output", default="job.yaml", metavar="FILE", help="where the job goes; - for nowhere")
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--output", default="job.yaml", metavar="FILE", help="job file to write; - for none")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     return parser
 
 
@@ -252,7 +254,7 @@ def _constraints(parsed: argparse.Namespace) -> Constraints:
 
 def _offload(parsed: argparse.Namespace) -> bool | None:
     if parsed.no_offload and parsed.offload is not None:
-        raise SpecError("--offload", "and --no-offload exclude each other", "give one of them")
+        raise SpecError("--offload", "and --no-offload are mutually exclusive", "give one of them")
     return False if parsed.no_offload else True if parsed.offload is not None else None
 
 
@@ -261,7 +263,7 @@ def _time_limit(text: str | None) -> float | None:
         return None
     seconds = float(parse(text, "seconds", "--time-limit"))
     if seconds <= 0:
-        raise SpecError("--time-limit", f"{shown(text)} is no time", "give one such as 10min")
+        raise SpecError("--time-limit", f"{shown(text)} is not a time", "give one such as 10min")
     return seconds
 
 
@@ -270,7 +272,7 @@ def _stopped_notes(found: Plan, left_out: list[str]) -> list[str]:
     limit, priced = f"the time limit of {readable_duration(found.request.seconds)}", found.search.priced
     notes = []
     if found.search.was_stopped:
-        notes.append(f"stopped for {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)")
+        notes.append(f"stopped at {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)")
     elif found.request.deadline.was_hit:
         notes.append(f"some answers besides the plan were cut short by {limit} (--time-limit)")
     if left_out:
@@ -284,7 +286,9 @@ def _memory(text: str | None, there: float) -> float | None:
     if text.strip().endswith("%"):
         share = parse(text.strip()[:-1], "count", "--max-memory") / 100
         if not 0 < share <= 1:
-            raise SpecError("--max-memory", f"{shown(text)} is no share", "write 1% to 100%, or a size such as 70GB")
+            raise SpecError(
+                "--max-memory", f"{shown(text)} is not a share or a size", "write 1% to 100%, or a size such as 70GB"
+            )
         return share * there
     return float(parse(text, "bytes", "--max-memory"))
 
@@ -296,9 +300,13 @@ def _output(text: str) -> Path | None:
     path = Path(text)
     try:
         if path.exists() and not path.read_text(encoding="utf-8").startswith(_HEADER.strip()):
-            raise SpecError("--output", f"{shown(text)} exists and is not a plan's", "give another name, or - for none")
+            raise SpecError(
+                "--output", f"{shown(text)} exists and was not written by plan", "give another name, or - for none"
+            )
         if not path.parent.is_dir():
-            raise SpecError("--output", f"{shown(str(path.parent))} is no directory", "make it, or give another name")
+            raise SpecError(
+                "--output", f"{shown(str(path.parent))} is not a directory", "make it, or give another name"
+            )
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("--output", f"{shown(text)} cannot be written ({error})", "give another name") from None
     return path

@@ -30,7 +30,7 @@ shardwise train --model tiny --cluster laptop:2 --dp 2 --seq 128 --global-batch 
 shardwise train --model tiny --emulate 2x1,200Mbit,1ms --seq 128 --global-batch 8 --precision fp32 --steps 50
 """
 _DOES = """Prices the job, starts one process per device, trains, shows progress, and starts again after a failure.
-What it keeps is in the run's folder: started once more with the same folder, it goes on from its last checkpoint.
+Everything is kept in the run's folder; the same command resumes from the last checkpoint.
 SIGTERM or Ctrl-C writes a checkpoint first: exit 0 if it could within the time of --grace, else 75."""
 GRACE = "30s"
 
@@ -39,19 +39,23 @@ def run(arguments: list[str]) -> int:
     parser = Parser("train", _DOES, _EXAMPLE)
     add_job_arguments(parser)
     parser.add_argument("--run-folder", metavar="DIR", help="where the run is kept (default runs/NAME of the job)")
-    other = "go on with the folder's weights and place though data, sequence, batch or optimizer are others"
+    other = "resume from the folder's weights and position even if data, sequence, batch or optimizer differ"
     parser.add_argument("--go-on", action="store_true", help=other)
     parser.add_argument("--steps", metavar="N", help="steps of the whole run (default: of training.tokens, or 1000)")
-    shards = "token shards to train on, without a suffix; again for several (default: the built-in corpus)"
+    shards = "token shards to train on, without a suffix; repeat for several (default: the built-in corpus)"
     parser.add_argument("--data", action="append", metavar="SHARDS", help=shards)
-    parser.add_argument("--grace", default=GRACE, metavar="TIME", help=f"for a last checkpoint (default {GRACE})")
+    parser.add_argument(
+        "--grace", default=GRACE, metavar="TIME", help=f"time allowed for the final checkpoint (default {GRACE})"
+    )
     emulate = "on virtual nodes of this machine: 2x2,1Gbit,1ms are 2 of 2 ranks (as root; docs/emulate.md)"
     parser.add_argument("--emulate", metavar="NODES", help=emulate)
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
-    parser.add_argument("--rehearse", metavar="N", help="N steps of the job in a folder of their own, and a verdict")
+    parser.add_argument(
+        "--rehearse", metavar="N", help="run N steps of the job in a separate folder, and give a verdict"
+    )
     parser.add_argument("--profile", metavar="STEPS", help="record these steps for `compare`, such as steps=10:12")
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
-    parser.add_argument("--json", action="store_true", help="the summary for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output: the summary")
     parsed = parser.parse(arguments)
     grace_seconds = float(parse(parsed.grace, "seconds", "--grace"))
     job = _job(parsed)
@@ -102,7 +106,7 @@ def _check_emulation(job: Job, parsed: argparse.Namespace) -> None:
     require_emulation()
     if job.cluster.node_devices != emulation.ranks_per_node:
         there = f"{job.cluster.name} has nodes of {job.cluster.node_devices}"
-        print(f"note: {there}: what is predicted is not for {emulation}", file=sys.stderr)
+        print(f"note: {there}: the prediction is not for {emulation}", file=sys.stderr)
 
 
 def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Preflight]:
@@ -135,9 +139,9 @@ def _make_ready(job: Job, folder: RunFolder, checked: Preflight, parsed: argpars
     if parsed.json:
         print(json.dumps({**asdict(_summary(folder)), "status": 0, "attempts": 0}))
     else:
-        more = "" if step == job.run.steps else f" of {job.run.steps:,}, where run.stop_at has it pause"
+        more = "" if step == job.run.steps else f" of {job.run.steps:,}, where run.stop_at pauses it"
         print(f"Nothing to do: the run in {folder.path} is at its last step, {step:,}{more}.")
-        print("More --steps go on with it; another --run-folder begins a new one.")
+        print("Raise --steps to continue it, or name another --run-folder to start a new run.")
     return False
 
 
@@ -228,7 +232,7 @@ def _told(outcome: Outcome, job: Job, folder: RunFolder, parsed: argparse.Namesp
     if found.step_seconds is not None:
         print_summary(found, job.training.recipe.compute)
     if outcome.stopped or outcome.status:
-        print(f"Stopped at step {found.steps:,} of {job.run.steps:,}: the same command goes on from there.")
+        print(f"Stopped at step {found.steps:,} of {job.run.steps:,}: the same command resumes from there.")
     else:
         print(f"Done: {job.run.folder}")
     return outcome.status

@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
     )
     names = f"{', '.join(SCORED)} (which come with the package; default: the first), or a CSV in the layout of one"
     parser.add_argument("table", nargs="?", default=SCORED[0], help=names)
-    parser.add_argument("--json", action="store_true", help="the same for a machine")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     path = str(table_path(parsed.table))
     layout = _layout(path)

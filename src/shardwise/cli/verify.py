@@ -29,8 +29,8 @@ def run(arguments: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--shrink", action="store_true", help="fewer layers and widths, the same kind of model")
     parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="processes on this device (default cpu)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
-    parser.add_argument("--json", action="store_true", help="the result for a machine")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
+    parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     _require_positive("--steps", parsed.steps)
     _require_positive("--max-processes", parsed.max_processes)

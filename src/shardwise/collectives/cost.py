@@ -103,7 +103,7 @@ def check_algorithm(algorithm: str, field: str = "algorithm") -> None:
     for part in parse_composite(algorithm) or [algorithm.partition("(")[0]]:
         if part not in known:
             remedy = nearest_name(part, known) or "`shardwise list collectives` shows all"
-            raise SpecError(field, f"{shown(algorithm)} is no algorithm", remedy)
+            raise SpecError(field, f"{shown(algorithm)} is not an algorithm", remedy)
 
 
 def parse_composite(algorithm: str) -> list[str] | None:

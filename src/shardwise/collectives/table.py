@@ -85,8 +85,8 @@ ROWS: tuple[Row, ...] = (
     Row(DIMENSION_ORDERED, (AR,), ("grid",), "twice the all-gather, along one axis after the other", CHAN),
     Row(BRUCK, (AG, RS), _STAR, "qa + (n-1)/n mb", BRUCKS),
     Row(BRUCK, (AR,), _STAR, "2qa + 2(n-1)/n mb", BRUCKS),
-    Row(HALVING_DOUBLING, (AR,), _STAR, "2 log2(p)a + 2(p-1)/p mb, + 2(a + mb) if n is no power of two", RABENSEIFNER),
-    Row(RECURSIVE_DOUBLING, (AR,), _STAR, "log2(p)(a + mb), + 2(a + mb) if n is no power of two", THAKUR),
+    Row(HALVING_DOUBLING, (AR,), _STAR, "2 log2(p)a + 2(p-1)/p mb, + 2(a + mb) unless n = p", RABENSEIFNER),
+    Row(RECURSIVE_DOUBLING, (AR,), _STAR, "log2(p)(a + mb), + 2(a + mb) unless n = p", THAKUR),
     Row(DOUBLE_BINARY_TREE, (AR,), _STAR, "(2q-1+k)(a + 2mb/k), best k", SANDERS, UPPER),
     Row(BINOMIAL, (AR,), _STAR, "2q(a + mb)", THAKUR),
     # broadcast, reduce

@@ -73,7 +73,7 @@ def slowdown(interval: float, checkpoint_seconds: float, restart_seconds: float,
         raise SpecError(
             "checkpoint_interval",
             f"{readable_duration(interval + checkpoint_seconds + restart_seconds)} pass from a restart to the next "
-            f"checkpoint, and {readable_duration(between_interruptions)} between interruptions: the run does not end",
+            f"checkpoint, and {readable_duration(between_interruptions)} between interruptions: the run never finishes",
             "checkpoint more often, write or restart faster",
         )
     if interval == 0:  # and nothing to write

@@ -113,9 +113,9 @@ class Convention:
 
 
 CONVENTIONS = (
-    Convention("causal", "3·(matrix products + attention over s/2 keys)",
+    Convention("causal", "3·(matmuls + attention over s/2 keys)",
                "Megatron-Core training.py and NVIDIA Megatron-Bridge tables: causal attention counted once"),
-    Convention("full-attention", "3·(matrix products + attention over s keys); 72·L·s·h²(1+s/6h+v/12hL) for GPT",
+    Convention("full-attention", "3·(matmuls + attention over s keys); 72·L·s·h²(1+s/6h+v/12hL) for GPT",
                "Narayanan et al. 2021 (arXiv 2104.04473) eq. 3 without recompute; Korthikanti et al. 2022 eq. 7"),
     Convention("6nd", "6·N, N the parameters a token passes through", "Kaplan et al. 2020 (arXiv 2001.08361)"),
     Convention("palm", "6·N + 12·L·H·Q·T", "Chowdhery et al. 2022 (arXiv 2204.02311) appendix B"),

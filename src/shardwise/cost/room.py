@@ -64,5 +64,5 @@ def tight_words(job: Job) -> str:
     """What is said of a job that fits without the margin that plans keep."""
     room = room_of(job)
     needed, usable = readable_bytes(peak_memory(job).total), readable_bytes(room.usable_bytes)
-    kept = f"plans leave {readable_bytes(room.margin_bytes)} free, as the error bar of memory asks"
+    kept = f"plans leave {readable_bytes(room.margin_bytes)} free, for the error bar of memory"
     return f"tight: a device needs {needed} of {usable}; {kept}"

@@ -36,4 +36,5 @@ def sending_less(job: Job) -> str | None:
             found.append(f"{'zero=0 and ' if strategy.zero else ''}{words}: {faster:.1f} times faster")
     if not found:
         return None
-    return f"{waiting:.0%} of the step waits for data-parallel ranks; what changes the training too: {', '.join(found)}"
+    options = ", ".join(found)
+    return f"{waiting:.0%} of the step waits for data-parallel ranks; options that also change the training: {options}"

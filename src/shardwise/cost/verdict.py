@@ -70,7 +70,7 @@ def _memory_sentence(analysis: Analysis) -> str:
     if memory.total <= room.usable_bytes:
         nodes = analysis.job.cluster.node_devices
         needed, there = readable_bytes(analysis.host_bytes), readable_bytes(room.host_bytes * nodes)
-        return f"Does not fit: offload needs {needed} of host memory per node, {there} are there."
+        return f"Does not fit: offload needs {needed} of host memory per node, which has {there}."
     largest = max(memory.PARTS, key=lambda part: getattr(memory, part))
     rank = f" on pipeline rank {memory.pipeline_rank}" if analysis.job.strategy.pp > 1 else ""
     needed, usable = readable_bytes(memory.total), readable_bytes(room.usable_bytes)

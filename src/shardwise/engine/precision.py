@@ -39,9 +39,7 @@ def precision_of(training: Training) -> Precision:
     """The formats of a job's recipe; refuses what this engine cannot compute in."""
     recipe = RECIPES[training.precision]
     if recipe.compute not in FORMATS:
-        raise SpecError(
-            "training.precision", f"no product of this engine computes in {recipe.compute}", "precision: bf16"
-        )
+        raise SpecError("training.precision", f"this engine has no matmuls in {recipe.compute}", "precision: bf16")
     compute = FORMATS[recipe.compute]
     return Precision(compute, torch.float32 if recipe.gradient == 4 else compute, recipe.compute == "fp16")
 

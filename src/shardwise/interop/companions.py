@@ -50,7 +50,7 @@ def companions(folder: Path) -> dict[str, Path]:
         if path.is_symlink() and not _stays(path):
             raise SpecError(str(path), "is a link that leads out of its folder", "put the file itself there")
         if path.stat().st_size > MOST_BYTES:
-            raise SpecError(str(path), f"is larger than {MOST_BYTES >> 20} MiB", "take another copy")
+            raise SpecError(str(path), f"is larger than {MOST_BYTES >> 20} MiB", "get another copy")
         found[name] = path.resolve()
     return found
 
@@ -72,7 +72,7 @@ def require_companions(source: Path, checkpoints: Path) -> None:
     companions(source)
     kept = checkpoints / KEPT_IN
     if has_companions(kept) and read_config(kept) != read_config(source):
-        raise SpecError(str(kept), f"is of another model than {source / CONFIG}", "name another folder")
+        raise SpecError(str(kept), f"belongs to a different model than {source / CONFIG}", "name another folder")
 
 
 def keep_companions(source: Path | None, checkpoints: Path) -> None:

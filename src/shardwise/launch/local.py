@@ -76,7 +76,7 @@ def supervise(
             now = last_commit()
             tries, committed = (1, now) if now > committed else (tries + 1, committed)
             if tries > restarts:
-                on_event(Event("failed", len(attempts) - 1, f"{failure}; no try is left of {restarts}"))
+                on_event(Event("failed", len(attempts) - 1, f"{failure}; gave up after {counted(restarts, 'restart')}"))
                 return Outcome(FAILED, False, tuple(attempts))
             on_event(
                 Event("failed", len(attempts) - 1, f"{failure}; restart {tries} of {restarts} from step {now.step}")

@@ -187,7 +187,7 @@ def _meeting(folder: Path) -> OwnedFolder:
     """Where ranks meet: in memory where there is a place for it, so that they can talk while the disk is full."""
     found = OwnedFolder("meeting", _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder)
     try:
-        found.require_room(_MEETING_BYTES, "the processes of a run meet there")
+        found.require_room(_MEETING_BYTES, "the processes of a run rendezvous there")
     except BaseException:
         found.close()
         raise

@@ -73,14 +73,14 @@ def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> I
     )
     waited = found.data_wait_share or 0.0
     figure = f"{readable_share(waited)} of the time waited (at most {MOST_WAIT:.0%})"
-    yield Point("data is there in time", figure, waited <= MOST_WAIT)
+    yield Point("data arrives in time", figure, waited <= MOST_WAIT)
 
 
 def _growth(records: Sequence[Record]) -> Point:
     name = f"memory does not grow after step {SETTLED_STEP}"
     later = [one["memory_bytes"] for one in records if one["step"] > SETTLED_STEP and "memory_bytes" in one]
     if len(later) < 2:
-        return Point(name, "measured too seldom", False)
+        return Point(name, "not measured often enough", False)
     growth = later[-1] / later[0] - 1
     return Point(name, f"{readable_change(growth, 2)} (at most {MOST_GROWTH:.0%})", growth <= MOST_GROWTH)
 

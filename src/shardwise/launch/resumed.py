@@ -87,13 +87,13 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
             raise SpecError(one.field, problem, f"use {one.before}, or {_ANOTHER}")
         if one.always or not go_on:
             problem = f"is {one.now}, but {one.before} in the run in {folder.path}"
-            way = "" if one.always else ", or go on with its weights as another job (--go-on)"
+            way = "" if one.always else ", or continue with its weights as another job (--go-on)"
             raise SpecError(one.field, problem, f"train it in {_ANOTHER}{way}")
     saved = saved_in(folder.checkpoints)
     if saved is None:
         return []
     changed = [one for path in _TOLD for one in _changed(path, _field(job, path), _field(saved.job, path))]
-    return [f"{one} when this run was saved: it goes on from there" for one in (*differences(job, folder), *changed)]
+    return [f"{one} when this run was saved: it continues from there" for one in (*differences(job, folder), *changed)]
 
 
 def finished_at(job: Job, folder: RunFolder) -> int | None:
@@ -113,7 +113,7 @@ def finished_at(job: Job, folder: RunFolder) -> int | None:
         if step > last:
             name = "run.steps" if job.run.stop_at is None else "run.stop_at"
             problem = f"is {last:,}, and the run in {folder.path} is at step {step:,}"
-            raise SpecError(name, problem, f"more steps go on with it; {_ANOTHER} begins a new one")
+            raise SpecError(name, problem, f"raise the steps to continue it; {_ANOTHER} starts a new one")
         return step
     return None
 

@@ -77,9 +77,8 @@ def nobody_moves(running: Sequence[Rank]) -> Failure:
     """Every rank is in the same place; what each was doing is in its file of stacks."""
     progress = running[0].progress()
     seconds = time.monotonic() - (progress.since if progress else running[0].started)
-    reason = (
-        f"none moved for {readable_duration(seconds)}{_doing(running[0])}; the stacks of all are in {running[0].folder}"
-    )
+    silence, folder = readable_duration(seconds), running[0].folder
+    reason = f"no rank made progress for {silence}{_doing(running[0])}; the stacks of all are in {folder}"
     return Failure(None, "stuck", reason, *running[0].where)
 
 

@@ -35,7 +35,7 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
         raise SpecError("RANK", f"{rank} of a world of {world}", _HOW)
     if not here or world % here:
         raise SpecError(
-            "LOCAL_WORLD_SIZE", f"{world} ranks are no hosts of {here}", "start as many ranks on every host"
+            "LOCAL_WORLD_SIZE", f"{world} ranks do not fill hosts of {here}", "start as many ranks on every host"
         )
     if not environment.get("MASTER_ADDR"):
         raise SpecError("MASTER_ADDR", "is not set", _HOW)

@@ -32,7 +32,7 @@ def torchrun_commands(
     per_host = min(job.cluster.node_devices, world)
     count = world // per_host
     if world % per_host:
-        raise SpecError("strategy", f"{world} ranks are no whole number of hosts of {per_host} devices")
+        raise SpecError("strategy", f"{world} ranks are not a whole number of hosts of {per_host} devices")
     names = list(hosts) or _placeholders(count)
     if len(names) != count:
         raise SpecError("hosts", f"names {len(names)}", f"{world} ranks need {count} of {per_host} devices")

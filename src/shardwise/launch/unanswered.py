@@ -46,7 +46,10 @@ def cut_off(running: Sequence[Rank]) -> Failure | None:
         " and ".join(f"{host} ({_ranks(ranks_at.get(host, set()))})" for host in pair) for pair in sorted(silent)
     )
     return Failure(
-        None, "stuck", f"none moved for {readable_duration(seconds)}, no answer between {pairs}", *running[0].where
+        None,
+        "stuck",
+        f"no rank made progress for {readable_duration(seconds)}, no answer between {pairs}",
+        *running[0].where,
     )
 
 

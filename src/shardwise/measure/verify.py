@@ -79,7 +79,7 @@ def verify(
     """
     if job.strategy.compression.is_used or not job.strategy.synchronise.every_step:
         name = "compression" if job.strategy.compression.is_used else "synchronise"
-        problem = "changes what is computed: no single process computes the same"
+        problem = "changes what is computed: a single process cannot reproduce it"
         raise SpecError(f"strategy.{name}", problem, "leave it out")
     require_runs(job)
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))

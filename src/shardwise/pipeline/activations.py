@@ -56,7 +56,9 @@ def _levels(actions: Sequence[Action], sizes: Sequence[float], released: float) 
 
 def _checked(schedule: PipelineSchedule, sizes: Sequence[float] | None, released: float) -> Sequence[float]:
     if not 0 <= released <= 1:
-        raise SpecError("released_by_input_grad", f"{shown(released)} is no share", "give a number between 0 and 1")
+        raise SpecError(
+            "released_by_input_grad", f"{shown(released)} is not between 0 and 1", "give a number between 0 and 1"
+        )
     if sizes is None:
         return [1.0] * schedule.stages
     if len(sizes) != schedule.stages or any(not size >= 0 for size in sizes):

@@ -54,7 +54,7 @@ def build(
         problem = f"{times.stages} stages, but {name} on {ranks} ranks has {ranks * v}"
         raise SpecError("times", problem, "give one time per stage")
     if not 0 <= released_by_input_grad <= 1:
-        problem = f"{shown(released_by_input_grad)} is no share"
+        problem = f"{shown(released_by_input_grad)} is not between 0 and 1"
         raise SpecError("released_by_input_grad", problem, "give a number between 0 and 1")
     if memory_limit is not None and name != "zb-auto":
         raise SpecError("memory_limit", f"{name} has its own memory", "use zb-auto to give a limit")
@@ -73,7 +73,7 @@ def build(
 def chunks_per_rank(name: str, chunks: int | None = None) -> int:
     """Stages per rank of schedule ``name``; ``chunks`` is what the user asked for, if anything."""
     if name not in NAMES:
-        raise SpecError("schedule", f"{shown(name)} is no pipeline schedule", nearest_name(name, NAMES))
+        raise SpecError("schedule", f"{shown(name)} is not a pipeline schedule", nearest_name(name, NAMES))
     if chunks is not None:
         _check_count("chunks", chunks)
     if name == "interleaved":

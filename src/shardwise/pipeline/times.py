@@ -53,5 +53,5 @@ def checked_seconds(field: str, values: Sequence[float]) -> tuple[float, ...]:
     """``values`` as floats, or a SpecError unless all are finite and 0 or more."""
     for value in values:
         if not 0 <= value < float("inf"):
-            raise SpecError(field, f"{shown(value)} is no duration", "give seconds of 0 or more")
+            raise SpecError(field, f"{shown(value)} is not a duration", "give seconds of 0 or more")
     return tuple(map(float, values))

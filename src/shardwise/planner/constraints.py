@@ -107,7 +107,7 @@ def field_name(text: str) -> str:
     name = text.strip().lstrip("-").replace("-", "_")
     name = _SHORT.get(name, name)
     if name not in FIELDS:
-        raise SpecError("constraint", f"{shown(text)} is no part of a strategy", nearest_name(name, FIELDS))
+        raise SpecError("constraint", f"{shown(text)} is not a field of a strategy", nearest_name(name, FIELDS))
     return name
 
 
@@ -154,7 +154,7 @@ def _value(name: str, text: str) -> Any:
         try:
             number = int(text)
         except ValueError:
-            raise SpecError(name, f"{shown(text)} is no whole number", "write 8, 2,4,8 or 2..8") from None
+            raise SpecError(name, f"{shown(text)} is not a whole number", "write 8, 2,4,8 or 2..8") from None
         if number < lowest or (name == "zero" and number > 3):
             raise SpecError(name, f"{number} is out of range", "0 to 3" if name == "zero" else f"{lowest} or more")
         return number

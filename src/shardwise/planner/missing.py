@@ -30,7 +30,7 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
         return _no_layout(request)
     least = found.least_memory
     if least is None:
-        return f"nothing that divides is run by this project's engine{_first_lack(found, request)}", (
+        return f"this project's engine runs none of the strategies that divide{_first_lack(found, request)}", (
             "use --any for what is only priced"
         )
     strategy = least.strategy()

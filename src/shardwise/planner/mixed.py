@@ -1,4 +1,4 @@
-"""A plan for a cluster of several kinds of nodes: priced only, no engine of ours runs it yet."""
+"""A plan for a cluster of several kinds of nodes: priced only, this project's engine does not run it yet."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequenc
                 return tried
         job = tried
     needed = peak_memory(job).total
-    problem = f"a device needs {readable_bytes(needed)} with all offloaded that may be, of {readable_bytes(limit)}"
+    problem = (
+        f"a device needs {readable_bytes(needed)} with everything offloaded that may be, of {readable_bytes(limit)}"
+    )
     raise SpecError("strategy.offload", problem, "plan for another layout, or a smaller microbatch")
 
 

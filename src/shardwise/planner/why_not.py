@@ -59,7 +59,7 @@ def wish(found: Plan, wanted: Mapping[str, Allowed]) -> Wish:
     try:
         constraints = request.constraints.with_allowed(wanted)
     except SpecError as error:
-        return Wish(words, wanted, request, None, f"{error.problem}: the plan was asked for otherwise")
+        return Wish(words, wanted, request, None, f"{error.problem}: the request rules it out")
     # Offload as the plan may: a wish is not to be saved by what the plan did not need.
     offload = request.offload if request.offload is not None else found.best.job.strategy.offload.any
     restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
@@ -91,11 +91,11 @@ def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
         free = plan(replace(request, any_priced=True, memory_bytes=None))
         example = free.best if isinstance(free, Plan) else None
         findings = findings_of(example.job) if example else []
-        reason = findings[0].reason if findings else "no engine of ours runs it"
+        reason = findings[0].reason if findings else "this project's engine does not run it"
         return WhyNot(words, "not supported", reason, example)
     least = other.least_memory
     need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
-    reason = f"needs at least {need} per device ({strategy_words(least.strategy())}), a plan takes up to {there}"
+    reason = f"needs at least {need} per device ({strategy_words(least.strategy())}), a plan may use up to {there}"
     return WhyNot(words, "does not fit", reason)
 
 

@@ -216,7 +216,7 @@ def _time_table(analysis: Analysis) -> RenderableType:
     rows.append(("80% of published runs", "", f"{low} - {high}", ""))
     rows.append(("tokens/s", "", f"{analysis.tokens_per_second:,.0f}", ""))
     rows.append((f"MFU, of the {job.training.recipe.compute} peak", "", readable_share(analysis.mfu), ""))
-    rows.append(("floor, all products at peak", "", readable_seconds(analysis.floor_seconds), ""))
+    rows.append(("floor, all matmuls at peak", "", readable_seconds(analysis.floor_seconds), ""))
     return table(title, ("part", "share of the step", "value", "share"), rows, numbers_from=2)
 
 

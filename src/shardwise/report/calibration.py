@@ -52,14 +52,14 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
         data_type = "bf16" if device.vendor != "generic" else "fp32"
         reached = device.peak_flops(data_type) * own.gemm_share(data_type)
         rows = [
-            (f"large products, {data_type}", f"{readable_flops(reached)}/s"),
+            (f"large matmuls, {data_type}", f"{readable_flops(reached)}/s"),
             ("inner dimension at which half of it is left", f"{own.gemm_rolloff:.0f}"),
             ("attention, forward", f"{readable_flops(own.attention_forward * device.peak_flops(data_type))}/s"),
-            ("a score, beside its products", readable_flops(own.score_flops)),
+            ("a score, beside its matmuls", readable_flops(own.score_flops)),
             ("memory", readable_rate(device.memory_bandwidth * own.memory)),
             ("elementwise traffic, of the least", f"{own.elementwise_traffic:.2f}"),
             ("a kernel's call", readable_seconds(own.operator_seconds)),
-            ("a step beside its kernels", readable_seconds(own.step_seconds)),
+            ("a step, beside its kernels", readable_seconds(own.step_seconds)),
             ("taken by collectives that overlap", f"{device.units_taken.collectives:.0%}"),
         ]
         if cluster.storage:

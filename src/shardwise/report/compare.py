@@ -138,7 +138,7 @@ def _print_ranks(found: Comparison) -> None:
     if len(found.found.ranks) == 1:
         return
     rows = [(str(one.rank), *_rank_cells(one), _slowness(found, one.rank)) for one in ranks]
-    title = "Ranks: who waits least is who the others wait for"
+    title = "Ranks: the others wait for the rank that waits least"
     columns = ("rank", "compute", "waits for others", "a layer forward", "of the usual rank's")
     console().print(table(title, columns, rows))
 
@@ -169,7 +169,7 @@ def verdicts(found: Comparison) -> list[str]:
     if found.unlike is not None:
         lines.append(found.unlike)
     if found.missing_steps:
-        lines.append(f"metrics.jsonl has no line of step {found.missing_steps}.")
+        lines.append(f"metrics.jsonl has no line for step {found.missing_steps}.")
     return lines
 
 

@@ -48,7 +48,7 @@ _LIKE = (
 )
 _WORDS = {
     "compute": "arithmetic",
-    "recompute": "arithmetic run again",
+    "recompute": "recomputed arithmetic",
     "tp": "tensor parallel, exposed",
     "cp": "context parallel, exposed",
     "ep": "expert parallel, exposed",
@@ -187,7 +187,7 @@ def _families(found: Plan) -> RenderableType:
         name = " + ".join(one.dimensions) or "dp alone"
         if one.best is None:
             need = readable_bytes(one.least_memory_bytes)
-            rows.append((name, f"does not fit: needs at least {need}, a plan takes up to {capacity}", "", ""))
+            rows.append((name, f"does not fit: needs at least {need}, a plan may use up to {capacity}", "", ""))
             continue
         words = strategy_words(one.best.job.strategy)
         if one.best is found.best:
@@ -214,12 +214,12 @@ def _sentences(answer: Any) -> Iterator[str]:
     explanation, rule = answer.explanation, answer.textbook
     yield f"Why 1 wins. {explanation.sentence()}"
     if rule is None:
-        yield "The text-book order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
+        yield "The textbook order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
     else:
         loss, words = _loss(rule, found.best), strategy_words(rule.job.strategy)
         step = readable_seconds(rule.step_seconds)
         noise = " (within noise)" if found.group_of(rule) == "within noise" else ""
-        yield f"The text-book order gives {words}: {step} a step, {difference_words(loss)}{noise}."
+        yield f"The textbook order gives {words}: {step} a step, {difference_words(loss)}{noise}."
     result = found.search
     yield (
         f"Searched {counted(result.priced, 'strategy')} in {readable_duration(result.seconds)}: "

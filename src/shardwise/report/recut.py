@@ -44,7 +44,7 @@ def print_recut(found: Recut, written: Path) -> None:
         order = ", ".join(found.job.strategy.order)
         out.print(f"Ranks are moved: order [{order}] puts slow ranks into the same stages.")
     if found.job == found.old:
-        out.print("The stages are as even as whole layers allow: nothing is gained by another cut.")
+        out.print("The stages are as even as whole layers allow: another split would gain nothing.")
     else:
         old, new = readable_seconds(found.step_seconds), readable_seconds(found.expected_seconds)
         out.print(f"Step time {old} → {new} expected, {found.gain:.2f} times faster.")

@@ -17,8 +17,8 @@ def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Itera
     """One line for all that run the plan, then one for each framework, priced as that runs it."""
     here = ["shardwise"] if verdict(best.job).status == "runs" else []
     able = [*here, *(one.name for one in verdicts if one.runs)]
-    yield f"\nWho can run 1: {', '.join(able) or 'nobody known here'}."
-    yield "Each framework with its own kernels and precision, against 1 as priced above:"
+    yield f"\nWho can run 1: {', '.join(able) or 'no framework known here'}."
+    yield "Each framework with its own kernels and precision, compared with 1 as priced above:"
     for one in verdicts:
         lacks = ", ".join(lost.field.removeprefix("strategy.") for lost in one.lacks)
         lead = f"lacks {lacks}" if lacks else ""

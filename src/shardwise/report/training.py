@@ -33,7 +33,7 @@ def print_summary(found: RunSummary, data_type: str) -> None:
         words.append(f"validation loss {found.first_validation:.3f} → {found.last_validation:.3f} ({share:.0%})")
     out.print("; ".join(words))
     if found.missing_steps:
-        out.print(f"metrics.jsonl has no line of step {found.missing_steps}: the figures above leave them out.")
+        out.print(f"metrics.jsonl has no line for step {found.missing_steps}: the figures above leave them out.")
 
 
 def print_points(points: Sequence[Point]) -> None:

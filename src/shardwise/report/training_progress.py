@@ -32,7 +32,7 @@ from shardwise.train.metrics.lines import Follower
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 _TOLD = {"checkpoint_damaged": "a checkpoint was left out: ", "checkpoint_failed": "no checkpoint: ", "bad": "bad, ",
-         "steps_missing": "metrics.jsonl has no line of step "}  # fmt: skip
+         "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
 RECENT = 20  # steps whose median says how long the rest will take
 _BAR, _LEAST_BAR = 40, 8
 

@@ -49,7 +49,7 @@ def print_verification(asked: Job, found: Verification) -> None:
             f"{asked.model.name} is shrunk to {counted(run.model.layers, 'layer')} of {run.model.hidden} features."
         )
     if asked.training.precision != run.training.precision:
-        out.print(f"Numbers are {run.training.precision}: {asked.training.precision} would hide what differs.")
+        out.print(f"Precision is {run.training.precision}: {asked.training.precision} would hide what differs.")
     words = strategy_words(run.strategy)
     title = f"{run.model.name}, {words}, against one process, {counted(found.steps, 'step')}"
     rows = [
@@ -57,7 +57,7 @@ def print_verification(asked: Job, found: Verification) -> None:
         for kind, one in found.worst.items()
     ]
     out.print(table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9))
-    verdict = "The layout computes what one process computes" if found.ok else "The layout computes something else"
+    verdict = "The layout computes what one process computes" if found.ok else "The layout computes a different result"
     out.print(
         f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor, "
         "or one rounding of the largest in its layer."

@@ -195,7 +195,7 @@ class Cluster(Spec):
                         f"{self.name} has {len(level.shape)}, such as {'x'.join(map(str, level.shape))}",
                     )
                 return self.with_level(index, replace(level, shape=shape))
-        raise SpecError("cluster", f"{self.name} is no torus or mesh", f"give a number of nodes: {self.name}:4")
+        raise SpecError("cluster", f"{self.name} is not a torus or mesh", f"give a number of nodes: {self.name}:4")
 
     def with_devices(self, devices: int) -> Cluster:
         """The same cluster cut or grown to ``devices`` devices: part of one node, or whole nodes."""
@@ -203,14 +203,14 @@ class Cluster(Spec):
             return self
         inner = self.levels[0]
         if inner.topology in ("mesh", "torus"):
-            raise SpecError("gpus", f"{devices} says no shape", f"give one: {self.name}:4x4x4")
+            raise SpecError("gpus", f"{devices} gives no shape", f"give one: {self.name}:4x4x4")
         if devices <= inner.width:
             return self.with_level(0, replace(inner, size=devices)).with_nodes(1)._one_node()
         if devices % inner.width:
             low = devices // inner.width * inner.width
             raise SpecError(
                 "gpus",
-                f"{devices} is no whole number of {self.name} nodes of {inner.width}",
+                f"{devices} is not a whole number of {self.name} nodes of {inner.width}",
                 f"use {low} or {low + inner.width}, or set gpus_per_node",
             )
         return self.with_nodes(devices // inner.width)

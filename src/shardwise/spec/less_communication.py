@@ -42,7 +42,7 @@ class Compression(Spec):
             raise SpecError("exact_steps", problem, "use a fifth to a quarter of the run's steps")
         if self.block % 8:
             nearest = 8 * max(1, round(self.block / 8))
-            raise SpecError("block", f"{self.block} is no multiple of 8, the codes of a byte", f"use {nearest}")
+            raise SpecError("block", f"{self.block} is not a multiple of 8, the codes of a byte", f"use {nearest}")
 
     @property
     def is_used(self) -> bool:

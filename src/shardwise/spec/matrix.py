@@ -14,7 +14,7 @@ from shardwise.spec.strategy import SCHEDULES
 from shardwise.spec.techniques import SPLIT_BACKWARD
 from shardwise.spec.training import OPTIMIZERS
 
-# Best first. "needs": one option away from running; "priced only": no engine of ours runs it now; "refused": it would
+# Best first. "needs": one option away from running; "priced only": our engine does not run it; "refused": it would
 # fail, or compute something else.
 Status = Literal["runs", "needs", "priced only", "refused"]
 STATUSES: tuple[Status, ...] = ("runs", "needs", "priced only", "refused")
@@ -58,12 +58,12 @@ MATRIX: tuple[Finding, ...] = (
     # None or 1.4e-2 off; pytorch#144530 is the same for DDP). Ours is not: weight gradients need no gathered weights.
     Finding(
         ("zero-3", "tied-ends-on-one-rank"), "needs",
-        "the head of the last stage reads the embedding that the first stage has gathered, and let go",
+        "the head of the last stage reads the embedding that the first stage gathered and freed",
         "keep_parameters: true, or zero: 2", ("strategy.keep_parameters", True),
     ),
     Finding(
         ("dualpipe",), "priced only",
-        "every rank holds two copies of its stages, which have to be kept equal; no engine of ours does",
+        "every rank holds two copies of its stages, which must be kept in sync; this engine does not",
         "schedule: dualpipev, about the same bubble with one copy",
     ),
     Finding(
@@ -95,7 +95,7 @@ MATRIX: tuple[Finding, ...] = (
     ),
     *_each(
         ("longrope",), ("cp-ring", "cp-all-gather", "cp-ulysses"), "refused",
-        "whether a batch is long is seen at its positions, of which every rank has others", "cp: 1",
+        "whether a batch is long shows in its positions, which differ between ranks", "cp: 1",
     ),
     Finding(
         ("odd-chunks",), "refused",
@@ -109,43 +109,43 @@ MATRIX: tuple[Finding, ...] = (
     ),
     Finding(
         ("experts-across-tp", "tp-plain"), "needs",
-        "the ranks that split an expert are not those that hold the same tokens, so sums over them would mix others in",
+        "the ranks that split an expert are not those that hold the same tokens, so sums over them would mix in others",
         "sequence_parallel: true, or expert_tp: 1", ("strategy.sequence_parallel", True),
     ),
     Finding(
-        ("tp-overlap",), "priced only", "this engine does not hide tensor parallelism under its products",
+        ("tp-overlap",), "priced only", "this engine cannot overlap TP communication with matmuls",
         "overlap.tp: false", place="strategy.overlap.tp",
     ),
     Finding(
-        ("ep-overlap",), "priced only", "this engine does not hide the exchange of tokens under another microbatch",
+        ("ep-overlap",), "priced only", "this engine cannot overlap the token exchange with another microbatch",
         "overlap.ep: false", place="strategy.overlap.ep",
     ),
     Finding(
-        ("pp-overlap",), "priced only", "a stage of this engine waits for its messages where it needs them",
+        ("pp-overlap",), "priced only", "this engine does not overlap pipeline messages",
         "overlap.pp: false", place="strategy.overlap.pp",
     ),
     Finding(
-        ("dp-in-turn",), "priced only", "this engine always sums gradients and gathers weights while it computes",
+        ("dp-in-turn",), "priced only", "this engine always overlaps gradient reduction and weight gathering",
         "overlap.dp: true", place="strategy.overlap.dp",
     ),
     Finding(
-        ("offload-in-turn",), "priced only", "this engine always moves what is offloaded while it computes",
+        ("offload-in-turn",), "priced only", "this engine always overlaps offload transfers",
         "overlap.offload: true", place="strategy.overlap.offload",
     ),
     Finding(
         ("tp-overlap", "tp-plain"), "needs",
-        "only the all-gather and reduce-scatter of sequence parallelism can be cut into pieces under the products",
+        "only the all-gather and reduce-scatter of sequence parallelism can be split into pieces that overlap matmuls",
         "sequence_parallel: true, or overlap.tp: false", ("strategy.sequence_parallel", True),
     ),
     *_each(
         ("ep-overlap",), ("no-pipeline", *(name for name in SCHEDULES if not name.startswith("dualpipe"))), "needs",
-        "the exchange hides only under another microbatch's computation, which dualpipev runs beside it",
+        "the exchange overlaps only with another microbatch's computation, which dualpipev runs beside it",
         "schedule: dualpipev, or overlap.ep: false", ("strategy.overlap.ep", False),
     ),
     # Newton-Schulz needs whole matrices: Liu et al. 2025, arXiv 2502.16982, section 2.3. Megatron-LM allows ZeRO-1.
     *_each(
         ("muon",), ("zero-2", "zero-3", "zero-3-kept", "tp", "expert-tp"), "priced only",
-        "muon works on whole matrices and these are cut; the gather it takes is neither priced nor run",
+        "muon works on whole matrices and these are sharded; the gather it would need is neither priced nor run",
         "zero: 1 without tensor parallelism, or optimizer: adamw",
     ),
     *_each(
@@ -155,7 +155,7 @@ MATRIX: tuple[Finding, ...] = (
     ),
     Finding(
         ("error-feedback", "fp16"), "needs",
-        "what is kept of a gradient is in the scale of the loss of its step, which changes",
+        "the kept error has the loss scale of its step, which changes",
         "compression.error_feedback: false, or precision: bf16", ("training.precision", "bf16"),
     ),
     *_each(
@@ -165,44 +165,44 @@ MATRIX: tuple[Finding, ...] = (
     ),
     Finding(
         ("compressed-momentum", "fp16"), "needs",
-        "momentum is without the scale of the loss, which the gradients of a step have", "precision: bf16",
+        "momentum is unscaled, but the gradients of a step carry the loss scale", "precision: bf16",
         ("training.precision", "bf16"),
     ),
     Finding(
-        ("compressed-momentum", "offload-optimizer"), "needs", "the momentum that travels is on the device",
+        ("compressed-momentum", "offload-optimizer"), "needs", "the momentum that is sent must be on the device",
         "offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
     ),
     *_each(
         ("local-steps", "async"), ("zero-1", "zero-2", "zero-3", "zero-3-kept"), "needs",
-        "workers that do not meet in every step have all states themselves", "zero: 0", ("strategy.zero", 0),
+        "workers that do not synchronise every step each hold all states", "zero: 0", ("strategy.zero", 0),
     ),
     *_each(
         ("local-steps", "async"), ("compression", "buckets"), "needs",
-        "there are no sums of gradients in a step that could be made smaller", "synchronise: every-step",
+        "no gradients are reduced within a step, so there is nothing to compress", "synchronise: every-step",
         ("strategy.synchronise", "every-step"),
     ),
     *_each(
         ("local-steps", "async"), ("cp-ring", "cp-all-gather", "cp-ulysses", "experts"), "refused",
-        "ranks that share sequences or experts meet in every step, and would need groups apart from those of workers",
+        "ranks that share sequences or experts synchronise every step and would need their own groups",
         "synchronise: every-step",
     ),
     *_each(
-        ("local-steps", "async"), ("fp16",), "needs", "every worker would find a scale of the loss of its own",
+        ("local-steps", "async"), ("fp16",), "needs", "every worker would find its own loss scale",
         "precision: bf16", ("training.precision", "bf16"),
     ),
     *_each(
         ("local-steps", "async"), ("offload-optimizer",), "needs",
-        "the weights that workers exchange are on the device", "offload.optimizer: 0",
+        "the weights that workers exchange must be on the device", "offload.optimizer: 0",
         ("strategy.offload.optimizer", 0.0),
     ),
     # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
     Finding(
-        ("fp8", "ragged-widths"), "refused", "8-bit products take widths that are multiples of 16 on every rank",
+        ("fp8", "ragged-widths"), "refused", "8-bit matmuls need widths that are multiples of 16 on every rank",
         "a smaller tp, or precision: bf16",
     ),
     Finding(
         ("ragged-experts",), "refused",
-        "the grouped product of experts takes rows of whole 16 bytes: features in multiples of 8 (of 4 in fp32)",
+        "the grouped GEMM of experts needs rows of whole 16 bytes: features in multiples of 8 (of 4 in fp32)",
         "a smaller expert_tp, or other hidden and moe.ffn",
     ),
     # The compiler makes one function of a layer's backward pass.
@@ -212,18 +212,18 @@ MATRIX: tuple[Finding, ...] = (
         "compile: false, or schedule: interleaved", ("training.compile", False),
     ),
     Finding(
-        ("fp8",), "priced only", "no engine of ours computes products in 8 bits; it would run bf16",
+        ("fp8",), "priced only", "this engine has no 8-bit matmuls; it would run bf16",
         "precision: bf16", place="training.precision",
     ),
     *(
         Finding(
-            (name,), "priced only", "block-scaled products need Blackwell, and no engine of ours computes in them",
+            (name,), "priced only", "block-scaled matmuls need Blackwell, and this engine has none",
             "precision: bf16", place="training.precision",
         )
         for name in ("mxfp8", "nvfp4")
     ),
     Finding(
-        ("adam8bit",), "priced only", "no engine of ours has 8-bit kernels for the optimizer's states",
+        ("adam8bit",), "priced only", "this engine has no 8-bit kernels for optimizer states",
         "optimizer: adamw", place="training.optimizer",
     ),
     # DeepSpeed asks the same of offload_param (ZeRO-Infinity, arXiv 2104.07857).
@@ -251,39 +251,39 @@ MATRIX: tuple[Finding, ...] = (
         "shard_group: all data-parallel ranks, or offload.gradients: 0",
     ),
     Finding(
-        ("offload-optimizer", "muon"), "needs", "muon moves whole matrices: its states cannot be updated in pieces",
+        ("offload-optimizer", "muon"), "needs", "muon updates whole matrices: its states cannot be updated in pieces",
         "optimizer: adamw, or offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
     ),
     *_each(
         ("offload-activations",), ("recompute-full", "recompute-selective", "compile"), "priced only",
-        "the layers keep their inputs in hooks of their own, which no others can reach", "one of the two",
+        "recomputed layers save their inputs in their own hooks, which offload cannot reach", "one of the two",
     ),
     Finding(
         ("gradients-beyond-optimizer",), "needs", "the optimizer updates where its gradients are",
         "offload.optimizer at least as large as offload.gradients", ("strategy.offload.optimizer", 1.0),
     ),
     Finding(
-        ("dropout",), "priced only", "no attention kernel of ours draws the same random numbers in every layout",
+        ("dropout",), "priced only", "our attention kernels do not draw the same random numbers in every layout",
         "dropout: false", place="training.dropout",
     ),
     Finding(
-        ("in-network-collective",), "priced only", "the switches' own reduction has no schedule for us to run",
+        ("in-network-collective",), "priced only", "reduction inside switches has no schedule that this engine can run",
         "collective: auto, which lets the library use it", place="strategy.collective",
     ),
     # Selective recompute (Korthikanti et al. 2022, arXiv 2205.05198) runs again what a rank can compute by itself.
     Finding(
-        ("repeated-products", "tp"), "needs", "every second product would repeat the messages of tensor parallelism",
+        ("repeated-products", "tp"), "needs", "recomputed matmuls would repeat tensor-parallel communication",
         "recompute_operators: [norm, activation], or recompute: full",
         ("strategy.recompute_operators", ("norm", "activation")),
     ),
     Finding(
-        ("repeated-attention", "cp-ulysses"), "needs", "attention would repeat the messages of context parallelism",
+        ("repeated-attention", "cp-ulysses"), "needs", "recomputed attention would repeat its all-to-alls",
         "recompute_operators: [norm, activation], or recompute: full",
         ("strategy.recompute_operators", ("norm", "activation")),
     ),
     Finding(
         ("repeated-up-projection", "plain-attention"), "needs",
-        "only latent attention has up-projections that are run again by themselves",
+        "only latent attention has up-projections that can be recomputed on their own",
         "recompute_operators: [norm, activation], or recompute: full",
         ("strategy.recompute_operators", ("norm", "activation")),
     ),

@@ -102,7 +102,7 @@ class NetworkLevel(Spec):
             shape = "x".join(map(str, self.shape))
             raise SpecError("shape", f"{shape} is {math.prod(self.shape)} devices, not {self.size}", "leave size out")
         if not self.shape and self.size is None:
-            raise SpecError("size", "is missing", "say how many members the level joins")
+            raise SpecError("size", "is missing", "give the number of members the level joins")
         if self.link is None and (self.bandwidth is None or self.latency is None):
             raise SpecError("link", "is missing", "name a link or give bandwidth and latency")
 

@@ -28,7 +28,7 @@ def slow_precision_notes(precision: str, cpuinfo: Path = CPUINFO) -> list[str]:
     compute = RECIPES[precision].compute
     if compute not in slow_formats(cpuinfo):
         return []
-    return [f"this CPU has no {compute} products: a step takes many times as long as with --precision fp32"]
+    return [f"this CPU has no {compute} instructions: a step takes many times as long as with --precision fp32"]
 
 
 def planned_precision_notes(job: Job) -> list[str]:

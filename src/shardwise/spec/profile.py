@@ -20,7 +20,7 @@ class Profile(Spec):
 
     def check(self) -> None:
         if not self.first <= self.last < self.first + MOST_STEPS:
-            problem = f"from step {self.first} to {self.last} are no 1 to {MOST_STEPS} steps"
+            problem = f"from step {self.first} to {self.last} are not 1 to {MOST_STEPS} steps"
             raise SpecError("last", problem, "name a few steps in the middle of the run, such as 10 to 12")
 
     @classmethod

@@ -59,7 +59,7 @@ def check_workers(run: Run, strategy: Strategy) -> None:
         return
     if run.spikes.factor is not None or run.non_finite.policy != "skip":
         field = "run.spikes.factor" if run.spikes.factor is not None else "run.non_finite.policy"
-        problem = f"with strategy.synchronise: {strategy.synchronise.method} every worker sees losses of its own"
+        problem = f"with strategy.synchronise: {strategy.synchronise.method} every worker sees its own losses"
         raise SpecError(field, problem, "leave it out")
 
 
@@ -179,7 +179,7 @@ def sequence_note(model: Model, training: Training) -> str | None:
         return None
     return (
         f"sequences of {training.seq:,} tokens are longer than the {model.max_seq:,} of {model.name}: rotary positions "
-        "go on, but weights trained on shorter ones may not follow (model.max_seq)"
+        "extrapolate, but weights trained on shorter sequences may not (model.max_seq)"
     )
 
 
@@ -228,7 +228,7 @@ def _check_batch(training: Training, strategy: Strategy) -> None:
     if interleaved and microbatches % strategy.pp:
         raise SpecError(
             "training.global_batch",
-            f"{microbatches} microbatches are no multiple of pp {strategy.pp}, which interleaving needs",
+            f"{microbatches} microbatches are not a multiple of pp {strategy.pp}, which interleaving needs",
             f"use {-(-microbatches // strategy.pp) * strategy.pp * multiple} sequences",
         )
 

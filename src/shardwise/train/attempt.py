@@ -79,7 +79,7 @@ def number_in(environment: Mapping[str, str], name: str, remedy: str = _STARTED_
     if text is None:
         raise SpecError(name, "is not set", remedy)
     if not text.isdecimal():
-        raise SpecError(name, f"{shown(text)} is no number", remedy)
+        raise SpecError(name, f"{shown(text)} is not a number", remedy)
     return int(text)
 
 

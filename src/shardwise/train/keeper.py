@@ -74,12 +74,12 @@ class Keeper:
         if problem:
             self.last_begun = None
         if problem and self.run.checkpoints.disk_full == "stop":
-            raise SpecError(str(self.folder.of_step(step)), problem, "make room: the run goes on from the one before")
+            raise SpecError(str(self.folder.of_step(step)), problem, "make room: the run continues from the one before")
 
     def require(self, step: int) -> None:
         """Raises SpecError where the checkpoint of ``step``, the last of a run, was not written."""
         if self.last_begun != step:
-            remedy = "make room and start it again: it goes on from the checkpoint before"
+            remedy = "make room and start it again: it resumes from the checkpoint before"
             raise SpecError(str(self.folder.of_step(step)), "could not be written, so the run is not done", remedy)
 
     def _ended(self, step: int) -> str:

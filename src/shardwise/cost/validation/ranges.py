@@ -119,7 +119,7 @@ FIELDS = (
     Field(
         ("precision",),
         "16-bit or fp32 gradients; FP8 scaled per tensor or per block",
-        "frameworks differ in these; the width of the products is always printed",
+        "frameworks differ in these; the width of the matmuls is always printed",
         _precision,
     ),
     Field(

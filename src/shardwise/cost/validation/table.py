@@ -42,7 +42,7 @@ class Row:
         except ValueError:
             raise SpecError(column, f"{shown(text)} is not a number", "write a number or leave it empty") from None
         if not math.isfinite(value) or value < 0:
-            raise SpecError(column, f"{shown(text)} is no amount", "write 0 or more, or leave it empty")
+            raise SpecError(column, f"{shown(text)} is not an amount", "write 0 or more, or leave it empty")
         return value
 
     def needed(self, column: str) -> float:
@@ -56,7 +56,9 @@ class Row:
         if value is None and default is not None:
             return default
         if value is None or value != int(value) or value < minimum:
-            problem = "is empty" if value is None else f"{shown(self.text(column))} is no whole number from {minimum}"
+            problem = (
+                "is empty" if value is None else f"{shown(self.text(column))} is not a whole number from {minimum}"
+            )
             raise SpecError(column, problem, "write one")
         return int(value)
 

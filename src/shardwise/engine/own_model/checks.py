@@ -55,7 +55,7 @@ def require_described(module: nn.Module, strategy: Strategy) -> None:
     except SpecError as error:
         raise error.under("module.config") from None
     if found is None:
-        problem = f"is only a strategy, which does not tell the heads and layers of {type(module).__name__}"
+        problem = f"is only a strategy, which does not describe the heads and layers of {type(module).__name__}"
         raise SpecError("job", problem, "give a Job, whose model does")
 
 
@@ -76,13 +76,13 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
         problem = f"{normed} takes its statistics from the samples of one rank and microbatch"
         raise SpecError("module", problem, "use LayerNorm or GroupNorm, or put it into eval mode")
     if tabled and drops(module):
-        problem = f"drops {dropout_of(module):g} of something, and cut parts would draw other numbers than the whole"
+        problem = f"has dropout {dropout_of(module):g}, and split layers would draw different random masks"
         raise SpecError("module", problem, "set its dropout to 0")
     if job.training.compile:
-        problem = "true, but layers that others wrote may not compile whole, nor between their collectives"
+        problem = "true, but your own layers may not compile as a whole or between their collectives"
         raise SpecError("training.compile", problem, "leave it out")
     if job.training.optimizer == "muon" and not any(is_hidden_matrix(*one) for one in module.named_parameters()):
-        problem = f"muon, but {type(module).__name__} has no matrices below a name with layers, which it is for"
+        problem = f"muon, but {type(module).__name__} has no weight matrices below a module called layers"
         raise SpecError("training.optimizer", problem, "call the list of blocks layers, or use adamw")
     if not tabled and job.training.attention == "unfused":
         problem = f"unfused, but no table says what attention is in {type(module).__name__}"
@@ -156,7 +156,7 @@ def _require_plain(module: nn.Module, patterns: Patterns, strategy: Strategy, ow
         for name, one in matching(module, pattern):
             known = hasattr(one, "embed_scale") or (is_linear(one) and not isinstance(one, nn.Linear))
             if not known and type(one).forward not in (nn.Linear.forward, nn.Embedding.forward):
-                problem = f"{name} has a forward pass of its own ({type(one).__name__}), which would be passed over"
+                problem = f"{name} has a forward pass of its own ({type(one).__name__}), which would be bypassed"
                 raise SpecError(f"patterns.{field}", problem, "use torch's class, or dp and zero with loss=")
 
 
@@ -209,19 +209,19 @@ def _require_same_model(module: nn.Module, patterns: Patterns, job: Job) -> None
         asked, there = getattr(model, field), getattr(found, field)
         if asked != there:
             problem = f"{shown(str(asked))}, but the module has {shown(str(there))}"
-            raise SpecError(f"model.{field}", problem, "describe the module that is given")
+            raise SpecError(f"model.{field}", problem, "describe the module you pass")
     layers = len(list(matching(module, patterns.layers)))
     if patterns.layers and job.strategy.pp > 1 and layers != model.layers:
         problem = f"{model.layers}, but {shown(patterns.layers)} matches {layers}"
-        raise SpecError("model.layers", problem, "describe the module that is given")
+        raise SpecError("model.layers", problem, "describe the module you pass")
     for name, experts in matching(module, patterns.experts):
         for own, one in experts.named_parameters(recurse=False):
             if own not in patterns.expert_features:
                 problem = f"does not name {name}.{own}"
                 raise SpecError("patterns.expert_features", problem, "give its dimension and number of blocks")
             if model.moe is None or one.shape[0] != model.moe.experts:
-                problem = f"does not tell the {one.shape[0]} experts of {name}"
-                raise SpecError("model.moe", problem, "describe the module that is given")
+                problem = f"does not describe the {one.shape[0]} experts of {name}"
+                raise SpecError("model.moe", problem, "describe the module you pass")
 
 
 def _require_division(module: nn.Module, patterns: Patterns, job: Job) -> None:

@@ -55,7 +55,7 @@ def answer_passes(root: nn.Module, run: Callable[[Forward, Pass, Tensor | None],
         if arguments and isinstance(arguments[0], Pass):
             return run(plain, *arguments, *([None] if len(arguments) == 1 else []))
         if not whole:
-            problem = "a network cut along its layers or sequences cannot be called by itself"
+            problem = "a network split by layers or sequences cannot be called directly"
             raise SpecError("strategy", problem, "use step or evaluate")
         return plain(*arguments, **named)
 

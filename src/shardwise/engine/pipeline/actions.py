@@ -29,7 +29,7 @@ def require_runnable(schedule: str) -> None:
     if schedule == "dualpipe":
         raise SpecError(
             "strategy.schedule",
-            "dualpipe keeps two copies of every stage, which no engine of ours keeps equal",
+            "dualpipe keeps two copies of every stage, which this engine does not keep in sync",
             "use dualpipev, about the same bubble with one copy",
         )
 

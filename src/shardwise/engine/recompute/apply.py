@@ -120,7 +120,7 @@ def _recompute_operators(layer: nn.Module, job: Job) -> None:
         if not found:
             raise SpecError(
                 "strategy.recompute_operators",
-                f"a {type(layer).__name__} has no {operator} that could be run again by itself",
+                f"a {type(layer).__name__} has no {operator} that can be recomputed on its own",
                 "leave it out, or use recompute: full",
             )
     layer.forward = forgotten.around(layer.forward, compiled)

@@ -156,7 +156,7 @@ def _read_first_version(reading: Reading, fields: dict[str, Any]) -> None:
 def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
     zero = reading.whole(_DEEPSPEED + "zero_stage", 2)
     if not 0 <= zero <= 3:
-        raise SpecError(_DEEPSPEED + "zero_stage", f"{zero} is no ZeRO stage", "use 0, 1, 2 or 3")
+        raise SpecError(_DEEPSPEED + "zero_stage", f"{zero} is not a ZeRO stage", "use 0, 1, 2 or 3")
     fields["strategy.zero"] = zero
     fields["strategy.overlap.dp"] = zero == 3  # DeepSpeed's own default
     fields["strategy.cp"] = reading.count(_MESH + "sp_size", 1)
@@ -216,16 +216,16 @@ ACCELERATE = Target(
         "strategy.ep": "no expert parallelism",
         "strategy.expert_tp": "no expert parallelism",
         "strategy.zero": "FSDP2 shards weights, gradients and optimizer together",
-        "strategy.tp": "tensor parallelism is of the FSDP2 mode only",
+        "strategy.tp": "only the FSDP2 mode has tensor parallelism",
         "strategy.cp": "rotation or gathering with FSDP2, Ulysses with DeepSpeed",
         "strategy.sequence_parallel": "tensor parallelism without sequence parallelism",
-        "strategy.shard_group": "hybrid sharding is of the FSDP2 mode, in whole data ranks",
+        "strategy.shard_group": "only the FSDP2 mode has hybrid sharding, over whole data ranks",
         "strategy.accumulate": "gradients are reduced after every microbatch",
         "strategy.order": "ranks are laid out tp, cp, dp",
         "strategy.recompute": "only FSDP recomputes, whole layers; else call gradient_checkpointing_enable()",
         "strategy.recompute_layers": "all layers alike",
         "strategy.overlap.dp": lambda job: (
-            "said in a DeepSpeed file: export to deepspeed" if mode_for(job) == "DEEPSPEED" else "always overlapped"
+            "set in a DeepSpeed file: export to deepspeed" if mode_for(job) == "DEEPSPEED" else "always overlapped"
         ),
         "strategy.overlap.cp": "Ulysses is never overlapped, the others always",
         "strategy.offload": "all states together (FSDP2), or optimizer with gradients, and weights (DeepSpeed)",

@@ -127,7 +127,7 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
     fields["strategy.overlap.pp"] = overlapped
     if counts is not None:
         if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
-            raise SpecError(_IN + "num_layers_per_stage", "is no list of whole numbers", "write one per stage")
+            raise SpecError(_IN + "num_layers_per_stage", "is not a list of whole numbers", "write one per stage")
         fields["strategy.stage_layers"] = tuple(counts)
     if size is not None:
         fields["strategy.microbatch"] = size
@@ -192,7 +192,7 @@ COLOSSALAI = Target(
         "strategy.context_method": "ring attention or Ulysses only",
         "strategy.sequence_parallel": "one mode at a time: with context parallelism tensor ranks keep whole sequences",
         "strategy.order": "ranks are laid out sp, tp (tp, sp with ring attention), then dp and pp either way round",
-        "strategy.expert_tp": "experts are split by tp as everything else",
+        "strategy.expert_tp": "experts are split by tp like everything else",
         "strategy.dispatch": "only all-to-all of all tokens",
         "strategy.schedule": "only 1f1b, interleaved and zbv",
         "strategy.stage_layers": "num_layers_per_stage with one chunk per rank only",

@@ -104,7 +104,7 @@ def _read_precision(reading: Reading, fields: dict[str, Any]) -> None:
     bf16_key = "bfloat16.enabled" if reading.has("bfloat16.enabled") else "bf16.enabled"
     fp16, bf16 = reading.flag("fp16.enabled"), reading.flag(bf16_key)
     if fp16 and bf16:
-        raise SpecError("fp16.enabled", f"true excludes {bf16_key} true", "enable one of them")
+        raise SpecError("fp16.enabled", f"true and {bf16_key} true are mutually exclusive", "enable one of them")
     gradients = reading.choice("data_types.grad_accum_dtype", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
     if not fp16 and not bf16 and "auto" in (reading.settings.get("fp16.enabled"), reading.settings.get(bf16_key)):
         reading.notes.append("fp16 and bf16 are left to the trainer (auto): give --precision")
@@ -122,14 +122,14 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
         return
     states = {known.lower(): ours for known, ours in _STATES_LIKE.items()}.get(name.lower())
     if states is None:
-        reading.notes.append(f"optimizer.type {shown(name)} has no counterpart: its states are taken as those of adamw")
+        reading.notes.append(f"optimizer.type {shown(name)} has no counterpart: it is priced with the states of adamw")
     fields["training.optimizer"] = states or "adamw"
 
 
 def _read_zero(reading: Reading, fields: dict[str, Any]) -> None:
     zero = fields["strategy.zero"]
     if not 0 <= zero <= 3:
-        raise SpecError(_ZERO + "stage", f"{zero} is no ZeRO stage", "use 0, 1, 2 or 3")
+        raise SpecError(_ZERO + "stage", f"{zero} is not a ZeRO stage", "use 0, 1, 2 or 3")
     overlap = reading.flag(_ZERO + "overlap_comm", zero == 3)  # what DeepSpeed takes when it is absent
     fields["strategy.overlap.dp"] = overlap and zero > 0
     optimizer = reading.choice(_ZERO + "offload_optimizer.device", _DEVICES, "none")
@@ -142,7 +142,7 @@ def _read_zero(reading: Reading, fields: dict[str, Any]) -> None:
     fields["strategy.offload.weights"] = 0.0 if weights == "none" else 1.0
     used = {optimizer, weights} - {"none"}
     if len(used) == 2:
-        reading.notes.append("offload_optimizer and offload_param name two devices: both are taken as nvme")
+        reading.notes.append("offload_optimizer and offload_param name two devices: both are read as nvme")
     if used:
         fields["strategy.offload.target"] = "nvme" if "nvme" in used else "cpu"
     if reading.section(_RECOMPUTE):

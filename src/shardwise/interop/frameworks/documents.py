@@ -141,7 +141,7 @@ def _parse_command(text: str, what: str, names: Names) -> Settings:
         elif option:
             settings[option].append(word)
         else:
-            raise SpecError(what, f"{shown(word)} is no option", "start with one, like --num-layers 32")
+            raise SpecError(what, f"{shown(word)} is not an option", "start with one, like --num-layers 32")
     return {name: _command_value(name, values, names) for name, values in settings.items()}
 
 

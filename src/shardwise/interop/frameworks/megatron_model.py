@@ -186,7 +186,7 @@ def expert_layers(text: str, layers: int) -> tuple[int, int]:
             made = [int(i >= dense and (i - dense) % every == every - 1) for i in range(layers)]
             if made == pattern:
                 return dense, every
-    raise SpecError(key, f"{shown(text)} is no regular pattern", "a job has leading dense layers, then every n-th")
+    raise SpecError(key, f"{shown(text)} is not a regular pattern", "a job has leading dense layers, then every n-th")
 
 
 def _evaluated(node: ast.expr) -> list[int]:

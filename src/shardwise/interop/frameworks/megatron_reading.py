@@ -18,7 +18,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     if fields["strategy.tp"] == 1:
         fields["strategy.sequence_parallel"] = True  # without effect: our default
     if reading.value("--batch-size") is not None or reading.value("--model-parallel-size") is not None:
-        raise SpecError("--batch-size", "and --model-parallel-size are of old versions", "use --micro-batch-size")
+        raise SpecError("--batch-size", "and --model-parallel-size belong to old versions", "use --micro-batch-size")
     fields["training.precision"] = _read_precision(reading)
     _read_optimizer(reading, fields)
     _read_sharding(reading, fields)
@@ -41,7 +41,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
 def _read_precision(reading: Reading) -> str:
     half, brain = reading.flag("--fp16"), reading.flag("--bf16")
     if half and brain:
-        raise SpecError("--fp16", "and --bf16 exclude each other", "give one of them")
+        raise SpecError("--fp16", "and --bf16 are mutually exclusive", "give one of them")
     reading.flag("--accumulate-allreduce-grads-in-fp32")
     in_bf16 = reading.flag("--grad-reduce-in-bf16")
     fp8 = reading.choice("--fp8-format", {"e4m3": True, "hybrid": True}, False)

@@ -81,7 +81,7 @@ def _operators(reading: Reading, fields: dict[str, Any], named: list[str]) -> tu
         if operator in exact or some:
             operators.append(operator)
         if operator not in exact:
-            made = "recomputes some of it: priced as all" if some else "makes nothing again here: not priced"
+            made = "recomputes some of it: priced as all" if some else "recomputes nothing here: not priced"
             reading.notes.append(f"--recompute-modules {module} {made}")
     unknown = [name for name in named if name not in MODULES.values()]
     reading.notes.extend(f"--recompute-modules {name} has no counterpart" for name in unknown)

@@ -48,7 +48,7 @@ class Names:
                 raise SpecError(name, f"{shown(value)} should be a mapping of settings", f"see {self.version}")
         else:
             remedy = nearest_name(name, self.exact) or f"{self.version} does not know it"
-            raise SpecError(name, f"is no setting of {self.version}", remedy)
+            raise SpecError(name, f"is not a setting of {self.version}", remedy)
 
 
 @functools.cache

@@ -206,7 +206,7 @@ NANOTRON = Target(
         "strategy.stage_layers": "it balances the stages itself",
         "strategy.order": lambda job: "ranks are laid out " + (
             "tp, cp, pp, dp with experts" if job.model.moe else "tp, cp, dp, pp"),
-        "strategy.expert_tp": "experts are split by tp as everything else",
+        "strategy.expert_tp": "experts are split by tp like everything else",
         "strategy.context_method": "only ring attention",
         "strategy.dispatch": "only all-to-all (or all-gather) of all tokens",
         "strategy.recompute": "whole layers only",

@@ -34,9 +34,9 @@ _ESSENTIAL = (
 _COUNTED = ("run.schedule.decay",)  # compared as a number of steps, said as a share
 _EVERYWHERE = {
     "strategy.collective": "the communication library chooses its algorithm (NCCL_ALGO)",
-    "strategy.bucket": "buckets are of the framework's own size",
-    "strategy.compression": "gradients travel as they are",
-    "strategy.synchronise": "ranks meet in every step",
+    "strategy.bucket": "the framework chooses its bucket size",
+    "strategy.compression": "gradients are sent uncompressed",
+    "strategy.synchronise": "ranks synchronise every step",
     "training.checkpoint_interval": "counted in steps, by the training script",
     "run.schedule.reference_batch": "give the learning rate of the batch that is used",
 }

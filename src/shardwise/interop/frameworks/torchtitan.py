@@ -112,7 +112,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     if preset is not None:
         fields["model"] = preset
     elif reading.model is None:
-        reading.notes.append(f"model {name} {flavor} is no preset here: name the model")
+        reading.notes.append(f"model {name} {flavor} is not a preset here: name the model")
     _read_data(reading, fields)
     _read_pipeline(reading, fields)
     _read_training(reading, fields)
@@ -128,7 +128,7 @@ def _read_data(reading: Reading, fields: dict[str, Any]) -> None:
     replicas = reading.count(_PARALLEL + "data_parallel_replicate_degree", 1)
     shards = reading.whole(_PARALLEL + "data_parallel_shard_degree", -1)
     if shards < 1 and shards != -1:
-        raise SpecError(_PARALLEL + "data_parallel_shard_degree", f"{shards} is no degree", "use -1, or 1 and more")
+        raise SpecError(_PARALLEL + "data_parallel_shard_degree", f"{shards} is not a degree", "use -1, or 1 and more")
     ranks = reading.data_ranks(fields)
     if shards == -1 and ranks is not None:
         shards = max(1, ranks // replicas)
@@ -155,7 +155,7 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
     if stages > 1:
         micro = reading.count(key, 1)
         if local % micro:
-            raise SpecError("training.local_batch_size", f"{local} is no multiple of {key} {micro}", "correct one")
+            raise SpecError("training.local_batch_size", f"{local} is not a multiple of {key} {micro}", "correct one")
         _read_stages(reading, fields)
     fields["strategy.microbatch"] = micro or local
     ranks, batch = fields.get("strategy.dp"), reading.whole("training.global_batch_size", -1)
@@ -164,7 +164,7 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
         if ranks and batch % (local * ranks):
             raise SpecError(
                 "training.global_batch_size",
-                f"{batch} is no multiple of training.local_batch_size {local} × {ranks} data-parallel ranks",
+                f"{batch} is not a multiple of training.local_batch_size {local} × {ranks} data-parallel ranks",
                 "correct one of the three",
             )
     else:  # -1: one local batch per rank
@@ -181,7 +181,7 @@ def _read_stages(reading: Reading, fields: dict[str, Any]) -> None:
     if parts is not None:
         if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
             raise SpecError(
-                _PARALLEL + "module_fqns_per_model_part", f"{shown(parts)} is no list of lists", "correct it"
+                _PARALLEL + "module_fqns_per_model_part", f"{shown(parts)} is not a list of lists", "correct it"
             )
         fields["strategy.stage_layers"] = tuple(sum(str(name).startswith("layers.") for name in part) for part in parts)
         chunks = max(1, len(parts) // stages)
@@ -224,7 +224,9 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
 def _notes(job: Job) -> list[str]:
     notes = ["data and checkpoint settings are yours to add"]
     if job.model.name not in FLAVORS:
-        notes.append(f"{job.model.name} is no flavor of TorchTitan: register one and set model.name and model.flavor")
+        notes.append(
+            f"{job.model.name} is not a flavor of TorchTitan: register one and set model.name and model.flavor"
+        )
     return notes
 
 
@@ -293,7 +295,8 @@ TORCHTITAN = Target(
     },
     refusals=(
         ("strategy.zero", lambda job: job.strategy.zero == 0 and job.strategy.data_parallel > 1
-         and max(job.strategy.tp, job.strategy.pp, job.strategy.cp) > 1, "replication without sharding stands alone"),
+         and max(job.strategy.tp, job.strategy.pp, job.strategy.cp) >
+         1, "replication without sharding cannot be combined with other dimensions"),
         ("strategy.recompute", lambda job: job.strategy.recompute == "selective" and job.model.moe is not None,
          "its selective recomputation of expert layers has no price here"),
         ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),

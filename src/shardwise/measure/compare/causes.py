@@ -66,7 +66,7 @@ CAUSES = (
     Cause(
         ("late ranks",),
         _always,
-        _said("ranks come at different times: other work on their machines, or uneven data and experts"),
+        _said("ranks arrive at different times: other work on their machines, or uneven data and experts"),
     ),
     Cause(
         DIMENSIONS,
@@ -93,9 +93,9 @@ CAUSES = (
     Cause(
         ("optimizer",),
         lambda e: e.longer,
-        _said("the update moves more bytes a second on paper than here: `shardwise calibrate`"),
+        _said("the update moves fewer bytes per second here than predicted: `shardwise calibrate`"),
     ),
-    Cause(("optimizer",), _always, _said("the update is faster than on paper: `shardwise calibrate`")),
+    Cause(("optimizer",), _always, _said("the update is faster than predicted: `shardwise calibrate`")),
     Cause(("host",), _always, _said("the host between the phases: figures, logging, garbage collection")),
 )  # fmt: skip
 

@@ -42,8 +42,8 @@ def run_folder(text: str) -> RunFolder:
             path = max(runs, key=lambda one: one.stat().st_mtime, default=path / "job.yaml").parent
         there = (path / "job.yaml").is_file()
     except (OSError, ValueError) as error:
-        problem = f"{shown(text)} is no path ({getattr(error, 'strerror', error)})"
+        problem = f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})"
         raise SpecError("", problem, "check it") from None
     if not there:
-        raise SpecError(str(path), "is no run's folder", "name one that `shardwise train` wrote, such as runs/demo")
+        raise SpecError(str(path), "is not a run's folder", "name one that `shardwise train` wrote, such as runs/demo")
     return RunFolder(path)

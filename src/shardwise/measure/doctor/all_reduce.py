@@ -29,7 +29,7 @@ def check_all_reduce(asked: Examination) -> Finding:
         command = [sys.executable, "-m", __name__, asked.device]
         found = supervise(command, world, folder, timeouts=_TIMEOUTS, restarts=0, grace_seconds=1)
         if found.status != 0 or found.stopped:
-            return Finding("all-reduce", "fail", str(found.failure or "stopped"), "the same would end a run")
+            return Finding("all-reduce", "fail", str(found.failure or "stopped"), "a run would fail the same way")
         result = json.loads((found.attempts[0].folder / _RESULT).read_text(encoding="utf-8"))
     size, seconds = readable_bytes(_BYTES), readable_seconds(result["seconds"])
     figure = f"{size} over {world} {asked.device} processes in {seconds}"

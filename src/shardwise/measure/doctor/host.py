@@ -44,7 +44,7 @@ def check_loopback(asked: Examination) -> Finding:
 def check_ports(asked: Examination) -> Finding:
     """Several hosts meet at a port of the first, and reach each other by name."""
     if asked.host_count == 1:
-        return Finding("ports", "pass", "none is needed: processes of one machine meet in a file")
+        return Finding("ports", "pass", "none is needed: processes of one machine rendezvous in a file")
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

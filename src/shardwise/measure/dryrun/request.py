@@ -17,7 +17,7 @@ def resized(job: Job, world: int) -> Job:
         low = world // others * others
         raise SpecError(
             "--world",
-            f"{world} is no multiple of tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others}",
+            f"{world} is not a multiple of tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others}",
             f"use {low} or {low + others}" if low else f"use {others}",
         )
     cluster = job.cluster.with_devices(world)

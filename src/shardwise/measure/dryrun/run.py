@@ -38,7 +38,7 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     started = time.perf_counter()
     require_runs(job)
     if not job.strategy.synchronise.every_step:
-        problem = "a trace is of one step, and workers do not meet in every step"
+        problem = "a trace covers one step, and workers do not synchronise every step"
         raise SpecError("strategy.synchronise", problem, "leave it out")
     rank = fullest_rank(job) if rank is None else check_rank(job, rank)
     pipeline_rank = coordinates_of(job, rank)["pp"]

@@ -64,7 +64,7 @@ class Folder:
         if name == "head.weight" and self.model.tied_embeddings:
             name = "embedding.weight"
         if name not in self.naming.places:
-            raise SpecError(name, f"is no tensor of {self.model.name}", "name it as a Decoder of that model does")
+            raise SpecError(name, f"is not a tensor of {self.model.name}", "name it as a Decoder of that model does")
         return self.naming.places[name]
 
     def _read(self, place: Place, theirs: str, slices: Slices) -> Tensor:

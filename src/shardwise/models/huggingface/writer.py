@@ -85,7 +85,7 @@ def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Ite
 
 def _checked(name: str, tensor: Tensor, left: dict[str, Place], places: dict[str, Place]) -> Place:
     if name not in places:
-        raise SpecError(name, "is no tensor of this model", "name tensors as a Decoder of the model does")
+        raise SpecError(name, "is not a tensor of this model", "name tensors as a Decoder of the model does")
     if name not in left:
         raise SpecError(name, "was given twice", "write every tensor once")
     if tuple(tensor.shape) != places[name].shape:

@@ -13,7 +13,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
     if microbatches % ranks:
         raise SpecError(
             "microbatches",
-            f"{microbatches} is no multiple of the {ranks} pipeline ranks, which interleaving needs",
+            f"{microbatches} is not a multiple of the {ranks} pipeline ranks, which interleaving needs",
             f"use {_near_multiples(microbatches, ranks)} microbatches, or schedule 1f1b",
         )
     actions = [_rank_actions(rank, ranks, microbatches, chunks) for rank in range(ranks)]

@@ -132,7 +132,7 @@ def _schedule_remark(
     kind: CollectiveKind, size_bytes: float, topology: Topology, cost: CollectiveCost
 ) -> tuple[str, ...]:
     if not cost.exact:
-        return ("This closed form is a bound or a model; no schedule of ours equals it.",)
+        return ("This closed form is a bound or a model; none of our schedules equals it.",)
     if topology.size > _LARGEST_CHECKED:
         return ()
     try:

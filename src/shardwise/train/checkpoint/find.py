@@ -22,7 +22,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     folder = _folder_at(path)
     found = [folder.of_step(step) for step in folder.present()]
     if not found:
-        raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is no folder", _REMEDY)
+        raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is not a folder", _REMEDY)
     return found
 
 
@@ -33,7 +33,7 @@ def newest_at(path: Path) -> Path:
     folder = _folder_at(path)
     for step in folder.committed():
         return folder.of_step(step)
-    raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is no folder", _REMEDY)
+    raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is not a folder", _REMEDY)
 
 
 def _folder_at(path: Path) -> CheckpointFolder:

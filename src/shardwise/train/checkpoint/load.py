@@ -73,7 +73,7 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     if not weights_only:
         if not manifest.numbers:
             raise SpecError(
-                str(folder), "holds weights alone: no run goes on from them", "start from them: run.start_from"
+                str(folder), "holds weights alone: no run can resume from them", "start from them: run.start_from"
             )
         expect(trainer, manifest.numbers)
     wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]

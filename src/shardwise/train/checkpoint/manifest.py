@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         if path.is_symlink() or path.stat().st_size > MOST_BYTES:
-            raise SpecError(str(path), "is no plain file of a sensible size", _ANOTHER)
+            raise SpecError(str(path), "is not a regular file of a sensible size", _ANOTHER)
         raw = path.read_bytes()
         document = json.loads(raw)
     except OSError as error:
@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
     except SpecError:
         raise
     except (ValueError, RecursionError):
-        raise SpecError(str(path), "is no JSON", _ANOTHER) from None
+        raise SpecError(str(path), "is not JSON", _ANOTHER) from None
     _require_seal(raw, path)
     try:
         if document["format"] is True or document["format"] != FORMAT:

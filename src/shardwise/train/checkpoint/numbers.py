@@ -19,7 +19,7 @@ def checked_numbers(found: Any) -> dict[str, Any]:
 
 
 def count(value: Any, least: int = 0) -> int:
-    """Raises ValueError for what is no whole number of at least ``least``."""
+    """Raises ValueError for what is not a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError("no count")
     return value

@@ -122,7 +122,7 @@ def _feedback(trainer: Trainer[Any]) -> list[Kept]:
 
 
 def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
-    """What is no tensor of the model, as plain data: the count of steps and the scale of the loss."""
+    """What is not a tensor of the model, as plain data: the count of steps and the scale of the loss."""
     # Every group has taken every step that was not left out: one count for all.
     steps = max((float(group["step"]) for group in trainer.optimizer.param_groups), default=0.0)
     found: dict[str, Any] = {"optimizer_steps": steps}

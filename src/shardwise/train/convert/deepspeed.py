@@ -61,7 +61,7 @@ def _step_folder(source: Path) -> Path:
         return source
     tag = latest.read_bytes()[:200].decode(errors="replace").strip()
     if not _TAG.fullmatch(tag) or not (source / tag).is_dir():
-        raise SpecError(str(latest), f"names {shown(tag)}, which is no folder beside it", "name the step's folder")
+        raise SpecError(str(latest), f"names {shown(tag)}, which is not a folder beside it", "name the step's folder")
     return source / tag
 
 

@@ -36,7 +36,7 @@ _NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state")
 _NOT_READ = {
     "num_experts": "experts", "multi_latent_attention": "latent attention", "rotary_interleaved": "interleaved rope",
     "apply_layernorm_1p": "norms around one", "mtp_num_layers": "multi-token prediction",
-    "heterogeneous_layers_config_path": "layers of several shapes", "is_hybrid_model": "layers that are no attention",
+    "heterogeneous_layers_config_path": "layers of several shapes", "is_hybrid_model": "layers without attention",
 }  # fmt: skip
 # Switches whose attribute says the contrary.
 _CONTRARY = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
@@ -109,7 +109,9 @@ def _iteration_folder(source: Path) -> Path:
     if latest.is_file():
         text = latest.read_bytes()[:100].decode(errors="replace").strip()
         if not (text.isascii() and text.isdigit()) and text != "release":
-            raise SpecError(str(latest), f"says {shown(text)}, which is no iteration", "name the iteration's folder")
+            raise SpecError(
+                str(latest), f"says {shown(text)}, which is not an iteration", "name the iteration's folder"
+            )
         folder = source / (text if text == "release" else f"iter_{int(text):07d}")
         if not folder.is_dir():
             raise SpecError(str(folder), "is missing", "name the folder of an iteration that is there")

@@ -39,7 +39,7 @@ def from_meta(model: Model, stored: Mapping[str, Lazy], origin: str, step: int =
         match = _LAYER.fullmatch(name)
         inner = _INSIDE.get(match[2]) if match else None
         if name not in _ENDS and inner is None:
-            problem = f"in {origin} is in no Llama as Meta names its parts"
+            problem = f"in {origin} is not part of a Llama in Meta's naming"
             raise SpecError(name, problem, "convert it with its own tools")
         ours = _ENDS[name] if match is None else f"layers.{match[1]}.{inner}.weight"
         found[ours] = _turned(one, model, name) if inner in ("attention.query", "attention.key") else one
@@ -49,7 +49,9 @@ def from_meta(model: Model, stored: Mapping[str, Lazy], origin: str, step: int =
 def _turned(one: Lazy, model: Model, name: str) -> Lazy:
     """Of each head the rows 0, 2, 4, ... and then 1, 3, 5, ...: a pair is turned as one number and that half on."""
     if one.shape[0] % model.head_size or model.head_size % 2:
-        raise SpecError(name, f"has {one.shape[0]} rows, no whole heads of {model.head_size}", "name the right --model")
+        raise SpecError(
+            name, f"has {one.shape[0]} rows, not a whole number of heads of {model.head_size}", "name the right --model"
+        )
 
     def read() -> Tensor:
         pairs = torch.unflatten(one.read(), 0, (-1, model.head_size // 2, 2))

@@ -114,7 +114,7 @@ def _from_file(source: Path, given: str | None) -> Weights:
         told = (file.metadata() or {}).get(MODEL_KEY)
         stored = {name: _of_file(file, name, source) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise SpecError(str(source), f"cannot be read ({shown(str(error))})", "take another copy") from None
+        raise SpecError(str(source), f"cannot be read ({shown(str(error))})", "get another copy") from None
     if given is None and told is not None:
         about = Description(_told_model(told, source))
     return named_weights(stored, about, f"the file {source}")

@@ -104,9 +104,9 @@ def read_json(path: Path) -> Any:
     """The content of a small JSON file; raises SpecError for any other."""
     try:
         if path.stat().st_size > _MOST_JSON_BYTES:
-            raise SpecError(str(path), "is too large", "take another copy")
+            raise SpecError(str(path), "is too large", "get another copy")
         return json.loads(path.read_bytes())
     except OSError as error:
         raise SpecError(str(path), f"cannot be read ({error.strerror})", "check the file") from None
     except (ValueError, RecursionError):
-        raise SpecError(str(path), "is no JSON", "correct the file") from None
+        raise SpecError(str(path), "is not JSON", "correct the file") from None

@@ -80,7 +80,7 @@ def fields_of(one: Any) -> dict[str, Any]:
 def read_torch_file(path: Path) -> Any:
     """The content of a file of ``torch.save`` (zip format); raises SpecError, in one line, for everything else."""
     if not path.is_file():
-        raise SpecError(str(path), "is no file", "check the path")
+        raise SpecError(str(path), "is not a file", "check the path")
     return _read(str(path), path, mmap=True)
 
 
@@ -114,7 +114,7 @@ def _as_spec_error(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except _RefusedError as error:
-        raise SpecError(str(path), f"{error}; nothing of it was run", _TRUST) from None
+        raise SpecError(str(path), f"{error}; none of it was executed", _TRUST) from None
     except Exception as error:
         problem = f"cannot be read as {kind} ({shown(str(error))})"
         raise SpecError(str(path), problem, "save it again with a current torch") from None
@@ -124,7 +124,7 @@ def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
     """Looks at the archive itself: no code in it, nothing compressed, every record as it was written."""
     try:
         if not zipfile.is_zipfile(file):
-            problem = "is no zip archive, or is cut off"
+            problem = "is not a zip archive, or is cut off"
             raise SpecError(str(path), problem, "load and save it once with torch 1.6 or newer")
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -133,7 +133,7 @@ def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
             reader: Any = torch._C.PyTorchFileReader
             is_script = "constants.pkl" in reader(_from_its_start(file)).get_all_records()
             if names.count("data.pkl") != 1 or is_script:
-                raise SpecError(str(path), "is no file of torch.save (or TorchScript, which is code)", _TRUST)
+                raise SpecError(str(path), "is not a file of torch.save (or TorchScript, which is code)", _TRUST)
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 raise SpecError(str(path), "is compressed, as torch.save never does", _TRUST)
             if records[names.index("data.pkl")].file_size > MOST_PICKLE_BYTES:
@@ -150,7 +150,7 @@ def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
     except OSError as error:
         raise SpecError(str(path), f"cannot be read ({error.strerror})", "check the file") from None
     except (EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise SpecError(str(path), f"is damaged ({shown(str(error))})", "take another copy") from None
+        raise SpecError(str(path), f"is damaged ({shown(str(error))})", "get another copy") from None
 
 
 def _from_its_start(file: str | io.BytesIO) -> str | io.BytesIO:
@@ -173,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(constant := vars(torch).get(name), _CONSTANTS):
             return constant
         if _is_harmful(module, name):
-            raise _RefusedError(f"names {shown(qualified)}, which no weights need")
+            raise _RefusedError(f"names {shown(qualified)}, which weights never need")
         return type("Inert", (Inert,), {"__slots__": (), "qualified": qualified})
 
 
@@ -223,7 +223,7 @@ class _Bytes:
 def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any, dtype: Any = None) -> Tensor:
     """A tensor over a stored range of numbers, once that range was found to hold it."""
     if not isinstance(storage, torch.storage.TypedStorage):
-        raise _RefusedError("makes a tensor of something that is no storage")
+        raise _RefusedError("makes a tensor of something that is not a storage")
     numbers = (offset, *shape, *stride)
     if len(shape) != len(stride) or any(type(one) is not int or one < 0 for one in numbers):
         raise _RefusedError("makes a tensor of an impossible shape")

@@ -88,7 +88,7 @@ def _new(path: Path, size: int) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
         if path.exists():
-            raise SpecError(str(path), "has come into being meanwhile", "name another place")
+            raise SpecError(str(path), "was created in the meantime", "name another place")
         part.rename(path)
         sync_folder(path.parent)
     except (OSError, SafetensorError) as error:

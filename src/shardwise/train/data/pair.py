@@ -78,7 +78,9 @@ def _read_index(path: Path) -> tuple[Any, Tokens, Tokens, Tokens]:
     """Data type, length and place of every sequence, and the sequences with which documents begin."""
     raw = path.read_bytes()
     if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
-        raise SpecError(str(path), "is no index of token shards (its first bytes differ)", "build it again: data build")
+        raise SpecError(
+            str(path), "is not an index of token shards (its first bytes differ)", "build it again: data build"
+        )
     _, version, code, sequences, documents = _HEADER.unpack_from(raw)
     if version != VERSION:
         raise SpecError(str(path), f"has version {version}", f"this reads version {VERSION}")

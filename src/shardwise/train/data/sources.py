@@ -74,7 +74,7 @@ def _json_lines(path: Path, field: str) -> Iterator[Document]:
             try:
                 record = json.loads(line)
             except ValueError:
-                raise SpecError(f"{path}:{number}", "is no JSON", "one object on every line") from None
+                raise SpecError(f"{path}:{number}", "is not JSON", "one object on every line") from None
             yield _record(record, field, f"{path}:{number}")
 
 
@@ -104,14 +104,14 @@ def _tar(path: Path, field: str) -> Iterator[Document]:
                 try:
                     yield _record(json.loads(content), field, f"{path}, {member.name}")
                 except json.JSONDecodeError:
-                    raise SpecError(f"{path}, {member.name}", "is no JSON", "one object in every member") from None
+                    raise SpecError(f"{path}, {member.name}", "is not JSON", "one object in every member") from None
             else:
                 yield (Span(content),)
 
 
 def _record(record: Any, field: str, where: str) -> Document:
     if not isinstance(record, dict):
-        raise SpecError(where, "is no object", 'write {"text": "..."}')
+        raise SpecError(where, "is not an object", 'write {"text": "..."}')
     if isinstance(record.get(field), str):
         return (Span(record[field]),)
     answer = next((record[name] for name in ("answer", "completion", "response") if name in record), None)
@@ -128,7 +128,7 @@ def _message(message: Any, where: str) -> Span:
     except (KeyError, TypeError):
         raise SpecError(where, "has a message without role and content", "write both") from None
     if not isinstance(role, str) or not isinstance(content, str):
-        raise SpecError(where, "has a message whose role or content is no text", "write text")
+        raise SpecError(where, "has a message whose role or content is not text", "write text")
     return Span(f"{role}: {content}\n", counted=role == "assistant")
 
 

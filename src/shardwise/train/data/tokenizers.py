@@ -45,7 +45,7 @@ class HuggingFace:
         try:
             self._model: Any = Model.from_file(str(file))
         except Exception as error:  # its parser raises plain Exception
-            raise SpecError(str(file), f"is no tokenizer ({error})", "download it again") from None
+            raise SpecError(str(file), f"is not a tokenizer ({error})", "download it again") from None
         self.vocab = int(self._model.get_vocab_size(with_added_tokens=True))
         self.end = self._end(file)
 

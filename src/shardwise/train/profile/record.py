@@ -81,7 +81,7 @@ def read_records(folder: Path, world: int) -> tuple[RankRecord, ...]:
     paths = [path_of(folder, rank) for rank in range(world)]
     there = [path for path in paths if path.is_file()]
     if not there:
-        remedy = "train with --profile steps=10:12 (a run that is done goes on with more --steps)"
+        remedy = "train with --profile steps=10:12 (raise --steps to continue a finished run)"
         raise SpecError(str(folder), "this run was not profiled", remedy)
     if len(there) < world:
         missing = next(path.name for path in paths if path not in there)
@@ -104,4 +104,4 @@ def _read(path: Path) -> RankRecord:
             tuple(Flight(name, tuple(ranks), size, at) for name, ranks, size, at in content.get("flights", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SpecError(str(path), f"is no record of a rank ({error})", "profile the run again") from None
+        raise SpecError(str(path), f"is not a record of a rank ({error})", "profile the run again") from None
