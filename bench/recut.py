@@ -28,7 +28,7 @@ from shardwise.launch.pool import Place as PoolPlace
 from shardwise.launch.pool import Pool
 from shardwise.measure.compare.run import profiled_run
 from shardwise.measure.recut import recut
-from shardwise.models.layer import Layer
+from shardwise.models.decoder import Layer
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.train.attempt import Place, Reporter

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "shardwise"
 PACKAGES = ["spec", "interop", "collectives", "pipeline", "layout", "cost", "planner", "models", "engine", "train",
             "launch", "measure", "report", "cli"]  # fmt: skip
 WITH_TORCH = {"models", "engine", "train", "measure"}
-MOST_LINES = 330
+MOST_LINES = 500
 NOT_OURS = {".venv", "build", "dist", "runs", "__pycache__"}
 # Folders of the machine this was written on; joined here so that this file does not name them itself.
 FOREIGN = ["/" + "work/", " shared" + "/", '"shared' + "/"]

@@ -72,7 +72,7 @@ def network(case: Case) -> Decoder:
     module = Decoder(case.model)
     initialise(module, 3, case.model)
     for mixture in module.modules():
-        if isinstance(mixture, moe.MixtureOfExperts):
+        if isinstance(mixture, moe.MoELayer):
             mixture.balance_scale = 0.01 / SEQUENCES
     generator = torch.Generator().manual_seed(5)
     for name, parameter in module.named_parameters():

@@ -20,7 +20,7 @@ from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.tensor import apply_tensor
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.model import Model
 
 Found = tuple[list[float], dict[str, Tensor], dict[str, int]]
@@ -50,7 +50,7 @@ def trained(model: Model, strategy: dict[str, Any], compiled: bool, sharded: boo
         loss.backward()
         losses.append(loss.item())
     found = gradients(decoder)
-    loads = {f"{name}.load": one.load for name, one in decoder.named_modules() if isinstance(one, MixtureOfExperts)}
+    loads = {f"{name}.load": one.load for name, one in decoder.named_modules() if isinstance(one, MoELayer)}
     stats = dict(counters["stats"], breaks=sum(counters["graph_break"].values()))
     return losses, loads | {name: one.full_tensor() if sharded else one for name, one in found.items()}, stats  # type: ignore[attr-defined]
 

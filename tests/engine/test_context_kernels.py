@@ -9,8 +9,7 @@ from torch import Tensor
 from shardwise.engine.context import blocks
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.kernels import CPU_FLASH, MATH, BlockKernel, Scores, kernel_for
-from shardwise.models.dot_product import AttentionArguments, dot_product_attention
-from shardwise.models.packed import shapes_taken
+from shardwise.models.dot_product import AttentionArguments, dot_product_attention, shapes_taken
 
 SCALE = 0.3
 

@@ -19,7 +19,7 @@ from shardwise.engine.context.across import AcrossRanks
 from shardwise.engine.mesh import build_mesh
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import initialise
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec import presets
 from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
@@ -41,7 +41,7 @@ def decoder_of(model: Model) -> Decoder:
     for parameter in decoder.parameters():
         parameter.data.mul_(4)  # scores far enough apart for a wrong mask to show
     for part in decoder.modules():
-        if isinstance(part, MixtureOfExperts):
+        if isinstance(part, MoELayer):
             part.balance_coefficient = 0.0  # its sum over the sequence is not context parallelism's
     return decoder
 

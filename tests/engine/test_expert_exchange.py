@@ -14,7 +14,7 @@ from engine.workers import on_ranks
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parts import parts_of
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import MixtureOfExperts as Experts
 from shardwise.spec.model import Model
@@ -29,9 +29,9 @@ NODES_OF_TWO = (0, 0, 1, 1)
 SLOW = pytest.mark.slow
 
 
-def mixture(seed: int = 0) -> MixtureOfExperts:
+def mixture(seed: int = 0) -> MoELayer:
     torch.manual_seed(seed)
-    made = MixtureOfExperts(MODEL)
+    made = MoELayer(MODEL)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.5)
@@ -61,7 +61,7 @@ def data(indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(number, HIDDEN), torch.rand(indices.shape), torch.randn(number, HIDDEN)
 
 
-def passes(made: MixtureOfExperts, rows: Tensor, indices: Tensor, weights: Tensor, gradient: Tensor) -> list[Tensor]:
+def passes(made: MoELayer, rows: Tensor, indices: Tensor, weights: Tensor, gradient: Tensor) -> list[Tensor]:
     rows, weights = rows.clone().requires_grad_(), weights.clone().requires_grad_()
     sorted_rows, counts, handle = made.exchange.dispatch(rows, indices)
     assert counts.shape[0] == made.experts.up.shape[0] and int(counts.sum()) == sorted_rows.shape[0]
@@ -236,7 +236,7 @@ def test_what_cannot_be_done_right_is_refused() -> None:
 
 def on_the_meta_device(strategy: Strategy) -> dict[str, Any]:
     with torch.device("meta"):
-        made = MixtureOfExperts(MODEL)
+        made = MoELayer(MODEL)
     apply_experts(made, build_mesh(strategy), strategy, lambda rank: 0)
     return {name: tuple(one.shape) for name, one in made.experts.named_parameters()}
 

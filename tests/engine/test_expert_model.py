@@ -17,7 +17,7 @@ from shardwise.engine.experts import apply_experts, expert_load, update_balance
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parts import Part, parts_of
 from shardwise.models import Decoder, initialise
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec import presets
 from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
@@ -46,7 +46,7 @@ def decoder() -> Decoder:
 def step(made: Decoder, tokens: Tensor, labels: Tensor) -> float:
     """Forward and backward of the mean loss over the whole batch; this rank's share of it."""
     for one in made.modules():
-        if isinstance(one, MixtureOfExperts):
+        if isinstance(one, MoELayer):
             one.balance_scale = MODEL.numerics.balance_loss / BATCH
     loss = made(tokens, labels) / labels_of_the_batch()[1].numel()
     loss.backward()
@@ -87,7 +87,7 @@ def on_a_rank(strategy: Strategy) -> dict[str, Any]:
 def one_process() -> dict[str, Any]:
     def balance(made: nn.Module) -> None:
         for one in made.modules():
-            if isinstance(one, MixtureOfExperts):
+            if isinstance(one, MoELayer):
                 loads.append(one.load.clone())
                 one.update_bias(one.load.clone(), RATE)
 
@@ -145,9 +145,9 @@ def test_a_model_with_its_experts_on_several_ranks(strategy: Strategy) -> None:
 LAYER = replace(MODEL, moe=replace(MODEL.moe, shared_ffn=0, shared_gate=False))
 
 
-def layer() -> MixtureOfExperts:
+def layer() -> MoELayer:
     torch.manual_seed(2)
-    made = MixtureOfExperts(LAYER)
+    made = MoELayer(LAYER)
     with torch.no_grad():
         made.router.gate.weight.normal_(std=0.3)
         for parameter in made.experts.parameters():

@@ -16,7 +16,7 @@ from shardwise.cost.communication.tensor import tensor_traffic
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.layout.stages import rank_contents
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 8, 64, 4
@@ -49,7 +49,7 @@ def priced(one: Job) -> dict[str, float]:
 def on_a_rank(text: str) -> dict[str, int]:
     """Bytes of one dispatch and combine with an even load."""
     one = Job.from_yaml(text)
-    made = MixtureOfExperts(one.model)
+    made = MoELayer(one.model)
     exchange: Any = apply_experts(made, build_mesh(one.strategy), one.strategy, lambda rank: rank // 2)
     torch.manual_seed(dist.get_rank())
     rows = torch.randn(int(one.microbatch_tokens) // one.strategy.tp, HIDDEN, requires_grad=True)

@@ -20,7 +20,7 @@ from shardwise.engine.pipeline import Message, PipelineRunner, keep_stage, sched
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.deviation import deviation, global_norm, negligible
 from shardwise.models import Decoder, initialise
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -58,7 +58,7 @@ def batch_for(job: Job, packed: bool = False) -> Batch:
 def decoder_for(job: Job) -> Decoder:
     decoder = Decoder(job.model)
     for module in decoder.modules():
-        if isinstance(module, MixtureOfExperts):
+        if isinstance(module, MoELayer):
             module.balance_scale = module.balance_coefficient / job.sequences
     return decoder
 

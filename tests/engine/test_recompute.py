@@ -35,7 +35,7 @@ from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.weight_gradients import Deferrable, compute, put_off
 from shardwise.models.decoder import Decoder
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -129,7 +129,7 @@ def test_tokens_that_are_routed_again_do_not_count_twice() -> None:
     for strategy in (FULL, CHEAP):
         decoder = recomputing(job_of(MIXTURE, **strategy))
         step(decoder)
-        loads = [one.load for one in decoder.modules() if isinstance(one, MixtureOfExperts)]
+        loads = [one.load for one in decoder.modules() if isinstance(one, MoELayer)]
         assert [load.sum().item() for load in loads] == [2 * 16 * 2] * 2
 
 

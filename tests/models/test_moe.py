@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from models.shapes import SHAPES, decoder_of, gradients, tokens
-from shardwise.models.balance import balance_value
-from shardwise.models.exchange import LocalExchange
-from shardwise.models.grouped_product import grouped_product
+from shardwise.models.experts import LocalExchange, grouped_product
 from shardwise.models.initialise import initialise
-from shardwise.models.moe import MixtureOfExperts, Router
+from shardwise.models.moe import MoELayer, TopKRouter, balance_value
 from shardwise.spec.model import Model
 from shardwise.spec.numerics import Numerics
 
@@ -22,8 +20,8 @@ SOFTMAX, SIGMOID = SHAPES["moe"], SHAPES["mla"]
 BALANCED = replace(SOFTMAX, numerics=Numerics(balance_loss=0.5))
 
 
-def mixture_of(model: Model) -> MixtureOfExperts:
-    mixture = MixtureOfExperts(model)
+def mixture_of(model: Model) -> MoELayer:
+    mixture = MoELayer(model)
     initialise(mixture, 0, model)
     return mixture
 
@@ -153,7 +151,7 @@ def test_load_adds_up_over_calls_and_only_in_training() -> None:
 # -- balance by a loss -------------------------------------------------------------------------------------
 
 
-def explicit_balance(mixture: MixtureOfExperts, hidden: Tensor) -> Tensor:
+def explicit_balance(mixture: MoELayer, hidden: Tensor) -> Tensor:
     """Equations 17 to 20 of arXiv 2412.19437 as they stand there, summed over the sequences."""
     total = torch.zeros(())
     for sequence in hidden:
@@ -225,5 +223,5 @@ def test_the_loss_acts_through_a_whole_decoder() -> None:
 
 
 def test_a_router_alone_is_a_module_of_its_own() -> None:
-    indices, weights, scores = Router(SOFTMAX)(torch.randn(5, 32))
+    indices, weights, scores = TopKRouter(SOFTMAX)(torch.randn(5, 32))
     assert indices.shape == weights.shape == (5, 2) and scores.shape == (5, 8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.models.packed import document_bounds
+from shardwise.models.dot_product import document_bounds
 from shardwise.train.data.loader import Rows
 from shardwise.train.evaluation import batch_of
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.models.dot_product import AttentionArguments, dot_product_attention
-from shardwise.models.packed import document_bounds
+from shardwise.models.dot_product import AttentionArguments, document_bounds, dot_product_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -26,7 +26,7 @@ from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.engine.values import initialise_parts, materialise
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.models.decoder import Decoder
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 
 
@@ -51,9 +51,7 @@ class Engine(Trainer[Batch]):
         initialise_parts(stages.values(), job.model, seed)
         super().__init__(job, place, mesh, stages, tied, data, call_decoder)
         self.offload_activations(DECODER)
-        self.mixtures = [
-            one for stage in stages.values() for one in stage.modules() if isinstance(one, MixtureOfExperts)
-        ]
+        self.mixtures = [one for stage in stages.values() for one in stage.modules() if isinstance(one, MoELayer)]
 
     def microbatches(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         self.require_rows(batch.tokens.shape[0], exactly=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.measure.sample import sample_batch, sample_weight
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import is_bias
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 
 MOST_TOKENS = 1024  # of one pass, in whole sequences: logits of a large vocabulary are large
@@ -82,5 +82,5 @@ def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
     return total
 
 
-def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
-    return [one for one in model.modules() if isinstance(one, MixtureOfExperts)]
+def _mixtures(model: Decoder) -> list[MoELayer]:
+    return [one for one in model.modules() if isinstance(one, MoELayer)]

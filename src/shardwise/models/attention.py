@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
+from shardwise.models.mlp import EveryHead, Project, as_they_are, project_each
 from shardwise.models.norms import norm_of
-from shardwise.models.project import EveryHead, Project, as_they_are, project_each
 from shardwise.models.rope import Rotation, logit_factor, rotate
 from shardwise.spec.model import Model
 
@@ -23,8 +23,8 @@ LATENT_EPSILON = 1e-6  # of the norms inside latent attention; DeepSeek has no s
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionArguments], Tensor]
 
 
-def attention_of(model: Model) -> Attention | LatentAttention:
-    return LatentAttention(model) if model.mla else Attention(model)
+def attention_of(model: Model) -> Attention | MultiHeadLatentAttention:
+    return MultiHeadLatentAttention(model) if model.mla else Attention(model)
 
 
 def attention_scale(model: Model) -> float:
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         return self.query_norm(query), self.key_norm(key)
 
 
-class LatentAttention(nn.Module):
+class MultiHeadLatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector.
 
     Each head's query and key are a part without positions and, behind it, a part that is rotated; the rotated

@@ -1,11 +1,13 @@
-"""The routed experts of a layer as three stacked matrices, each multiplied in one grouped product."""
+"""The routed experts of a layer: how tokens reach them, and their stacked matrices, each in one grouped GEMM."""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.grouped_product import grouped_product
 from shardwise.models.mlp import activation_of
 from shardwise.spec.model import Model
 
@@ -54,3 +56,145 @@ def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor
     owned = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1]))
     # A product rather than a lookup: the gradient of a lookup is summed in no fixed order.
     return product + owned @ biases
+
+
+# -- grouped product -------------------------------------------------------------------------------
+#
+# One matrix product for each group of rows, all in one call, without the host knowing the sizes of the groups.
+#
+# In bf16 it is torch's own, which the compiler knows. In other formats torch computes it but refuses to compile it,
+# and its backward refuses a gradient that a broadcast has made: a small operator of our own stands in.
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """``rows`` [n, inputs] times ``matrices`` [groups, inputs, outputs]; a group's rows stop at its entry of ``ends``.
+
+    ``ends`` is int32 and stays on the device. Rows behind the last end are left undefined.
+    """
+    product: Tensor
+    if rows.dtype == torch.bfloat16:
+        product = _DenseGradient.apply(F.grouped_mm(rows, matrices, offs=ends))  # type: ignore[no-untyped-call]
+    else:
+        product = _product_in_any_format(rows, matrices, ends)
+    return product
+
+
+class _DenseGradient(torch.autograd.Function):
+    """The identity, with a gradient that lies in memory as one block."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+@torch.library.custom_op("shardwise::grouped_product", mutates_args=())
+def _product_in_any_format(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows, matrices, offs=ends)
+
+
+@_product_in_any_format.register_fake
+def _(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+
+@torch.library.custom_op("shardwise::grouped_product_of_columns", mutates_args=())
+def _product_of_columns(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    """For each group its rows, transposed, times their gradient: [groups, inputs, outputs]."""
+    return F.grouped_mm(rows.T, gradient, offs=ends)
+
+
+@_product_of_columns.register_fake
+def _(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1], gradient.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, matrices, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    for_rows = _product_in_any_format(gradient, matrices.transpose(-1, -2), ends)
+    return for_rows, _product_of_columns(rows, gradient, ends), None
+
+
+_product_in_any_format.register_autograd(_backward, setup_context=_save)
+
+
+# -- exchange --------------------------------------------------------------------------------------
+#
+# How tokens get to their experts and back; the default only sorts them.
+
+
+class TokenExchange(Protocol):
+    """What a `MoELayer` asks of its ``exchange``; the handle is the exchange's own business."""
+
+    def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Of ``rows`` [tokens, hidden] going to ``indices`` [tokens, k]: rows by expert, counts [experts], handle."""
+
+    def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
+        """The experts' rows back at their tokens [tokens, hidden], weighted by ``weights`` [tokens, k] and summed."""
+
+
+class LocalExchange:
+    """All experts are here: a token's row is copied once for each of its experts and sorted by expert.
+
+    Everything moves by gathers, forward and backward, so that no sum depends on the order of atomic additions.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+
+    def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        experts = indices.flatten()
+        order = experts.argsort(stable=True)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        handle = (order, back)
+        spread: Tensor = _SpreadRows.apply(rows, *handle, indices.shape[1])  # type: ignore[no-untyped-call]
+        return spread, count_tokens(experts[None], self.experts)[0], handle
+
+    def combine(self, rows: Tensor, weights: Tensor, handle: tuple[Tensor, Tensor]) -> Tensor:
+        order, back = handle
+        returned: Tensor = _ReorderRows.apply(rows, back, order)  # type: ignore[no-untyped-call]
+        returned = torch.unflatten(returned, 0, weights.shape)
+        return torch.bmm(weights.to(rows.dtype)[:, None, :], returned)[:, 0]
+
+
+def count_tokens(indices: Tensor, experts: int) -> Tensor:
+    """How often each expert occurs in each row of ``indices`` [rows, any]: [rows, experts] int64."""
+    counts = torch.zeros(indices.shape[0], experts, dtype=torch.int64, device=indices.device)
+    return counts.scatter_add_(1, indices, torch.ones_like(indices))
+
+
+class _SpreadRows(torch.autograd.Function):
+    """Each row ``copies`` times over, in the given order; ``back`` is the inverse of that order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return rows.index_select(0, order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        return torch.unflatten(gradient.index_select(0, back), 0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class _ReorderRows(torch.autograd.Function):
+    """The rows in the given order; ``back`` is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradient.index_select(0, back), None, None

@@ -1,33 +1,174 @@
-"""A mixture of experts in place of a layer's MLP: route, exchange, experts, exchange back."""
+"""A mixture of experts in place of a layer's MLP: its router, its balance loss, and the layer itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.balance import balance_value, with_gradient_of
-from shardwise.models.buffers import BuffersInFp32
-from shardwise.models.exchange import Exchange, LocalExchange, count_tokens
-from shardwise.models.experts import GroupedExperts
+from shardwise.models.experts import GroupedExperts, LocalExchange, TokenExchange, count_tokens
 from shardwise.models.mlp import MLP
-from shardwise.models.router import Router
 from shardwise.spec.model import Model
 
-__all__ = ["Exchange", "GroupedExperts", "LocalExchange", "MixtureOfExperts", "Router"]
+
+class BuffersInFp32(nn.Module):
+    """For running sums: bf16 cannot count beyond 256, nor move a bias of one by a thousandth."""
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                self._buffers[name] = buffer.float()
+        return self
+
+
+# -- router ----------------------------------------------------------------------------------------
+#
+# Which experts a token goes to, and with what weight.
+#
+# Softmax routing as in Mixtral (arXiv 2401.04088), Qwen3 and DeepSeek-V2; sigmoid routing with a balancing bias and
+# groups of experts as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+
+
+class TopKRouter(BuffersInFp32):
+    """Scores every expert for every token, in fp32, and picks the best ``top_k``.
+
+    ``bias`` (None without bias balancing) is added to the scores only while picking: it moves load between
+    experts and leaves the weights alone. It is a buffer; no gradient reaches it.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        assert model.moe
+        self.top_k = model.moe.top_k
+        self.sigmoid = model.moe.router == "sigmoid"
+        self.groups, self.groups_used = model.moe.groups, model.moe.groups_used
+        self.renormalise, self.scale = model.numerics.renormalise_top_k, model.numerics.router_scale
+        self.gate = nn.Linear(model.hidden, model.moe.experts, bias=False)
+        self.register_buffer("bias", torch.zeros(model.moe.experts) if model.moe.router_bias else None)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of ``hidden`` [tokens, features]: the experts [tokens, k], their weights, all scores [tokens, experts]."""
+        logits = _wide_product(hidden, self.gate.weight)
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        indices = self._pick(scores.detach())
+        weights = scores.gather(1, indices)
+        if self.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return indices, weights * self.scale, scores
+
+    def _pick(self, scores: Tensor) -> Tensor:
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.groups_used < self.groups:
+            scores = self._within_best_groups(scores)
+        return scores.topk(self.top_k, dim=-1, sorted=False).indices
+
+    def _within_best_groups(self, scores: Tensor) -> Tensor:
+        """Node-limited routing: experts outside a token's best groups are out of reach.
+
+        A group is as good as its best expert (DeepSeek-V2, arXiv 2405.04434 section 2.2.2) or, with sigmoid
+        scores, as the sum of its two best (DeepSeek-V3).
+        """
+        grouped = torch.unflatten(scores, -1, (self.groups, -1))
+        counted = min(2, grouped.shape[-1]) if self.sigmoid else 1
+        merit = grouped.topk(counted, dim=-1).values.sum(-1)
+        best = merit.topk(self.groups_used, dim=-1).indices
+        reached = torch.zeros_like(merit, dtype=torch.bool).scatter(1, best, True)
+        return grouped.masked_fill(~reached[..., None], float("-inf")).flatten(-2)
+
+
+@torch.library.custom_op("shardwise::wide_product", mutates_args=())
+def _wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The product in fp32, which keeps for its backward what it was given and no wider copy.
+
+    An operator of its own: the compiler would look inside and keep the wider copy.
+    """
+    return F.linear(hidden.float(), weight.float())
+
+
+@_wide_product.register_fake
+def _(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    hidden, weight = ctx.saved_tensors
+    of_hidden = gradient @ weight.float()
+    of_weight = gradient.T @ hidden.float()
+    return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype)
+
+
+_wide_product.register_autograd(_backward, setup_context=_save)
+
+
+# -- balance ---------------------------------------------------------------------------------------
+#
+# Keeping the load of the experts even by a loss on each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
+
+
+def balance_value(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
+    """The loss of each sequence, without its coefficient: [batch].
+
+    ``scores`` [batch, seq, experts] are of the tokens at hand, ``counts`` [batch, experts] how many tokens of the
+    *whole* sequence chose each expert. Of a part of a sequence the value is that part's share, so the shares of
+    all parts add up to the value of the whole. It is 1 for an even load and larger for any other.
+    """
+    chosen = counts.sum(-1, keepdim=True)
+    frequency = counts * (counts.shape[-1] / chosen)
+    tokens = chosen / top_k
+    probability = (scores / scores.sum(-1, keepdim=True)).sum(1) / tokens
+    return (frequency * probability).sum(-1)
+
+
+def with_gradient_of(states: Tensor, loss: Tensor) -> Tensor:
+    """``states`` itself, through which the backward pass also reaches ``loss``, with a gradient of one.
+
+    A loss inside a layer thus needs no way out: it acts even where the layers and the loss lie far apart.
+    """
+    joined: Tensor = _Joined.apply(states, loss)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = (loss.shape, loss.dtype, loss.device)
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.like
+        return gradient, torch.ones(shape, dtype=dtype, device=device)
+
+
+# -- moe -------------------------------------------------------------------------------------------
+#
+# A mixture of experts in place of a layer's MLP: route, exchange, experts, exchange back.
+
+
+__all__ = ["GroupedExperts", "LocalExchange", "MoELayer", "TokenExchange", "TopKRouter"]
 
 
 def _as_it_is(counts: Tensor) -> Tensor:
     return counts
 
 
-class MixtureOfExperts(BuffersInFp32):
+class MoELayer(BuffersInFp32):
     """Routed experts, and beside them an optional shared one that sees every token.
 
     What may be replaced or set from outside:
 
-    - ``exchange`` carries tokens to experts and back (see `Exchange`);
+    - ``exchange`` carries tokens to experts and back (see `TokenExchange`);
     - ``sum_over_sequence`` turns the counts [batch, experts] of the tokens at hand into those of whole sequences;
     - ``balance_scale`` is what each sequence's balance loss is multiplied by: the coefficient over the number of
       sequences of the step, times whatever else the gradients of the loss are later divided by. A tensor may change
@@ -42,7 +183,7 @@ class MixtureOfExperts(BuffersInFp32):
     def __init__(self, model: Model) -> None:
         super().__init__()
         assert model.moe
-        self.router = Router(model)
+        self.router = TopKRouter(model)
         self.experts = GroupedExperts(model)
         self.shared = MLP(model, model.moe.shared_ffn) if model.moe.shared_ffn else None
         self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if model.moe.shared_gate else None
@@ -50,7 +191,7 @@ class MixtureOfExperts(BuffersInFp32):
         self.register_buffer("load", torch.zeros(self.number, dtype=torch.float32), persistent=False)
         self.balance_coefficient = model.numerics.balance_loss
         self.balance_scale: Tensor | float | None = None
-        self.exchange: Exchange = LocalExchange(self.number)
+        self.exchange: TokenExchange = LocalExchange(self.number)
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _as_it_is
 
     def forward(self, hidden: Tensor) -> Tensor:

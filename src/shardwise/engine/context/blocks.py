@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.engine.context.kernels import KernelChoice, Scores, hidden_score, kernel_for
 from shardwise.engine.context.windows import WindowKernel
-from shardwise.models.packed import takes
+from shardwise.models.dot_product import takes
 
 MASK_ELEMENTS = 2**25  # of one bias tensor: more queries are taken in pieces
 SHORTEST_PIECE = 256  # queries, for which a kernel is still efficient

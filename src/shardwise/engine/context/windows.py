@@ -15,7 +15,7 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class WindowKernel:
-    """FlashAttention for the tensors that `models.packed.takes`: a query sees so many keys ``before`` and ``behind``
+    """FlashAttention for the tensors that `dot_product.takes`: a query sees so many keys ``before`` and ``behind``
     its own, and the own key of the last query is the last key.
 
     Windows are said to the operator under those of `scaled_dot_product_attention`.

@@ -15,7 +15,7 @@ from shardwise.engine.experts.shared_tokens import DividedExchange, GatheredExch
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parts import Part, note_part
 from shardwise.models.experts import GroupedExperts
-from shardwise.models.moe import Exchange, LocalExchange, MixtureOfExperts
+from shardwise.models.moe import LocalExchange, MoELayer, TokenExchange
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
 
@@ -23,14 +23,14 @@ from shardwise.spec.strategy import Strategy
 _INNER = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1, "down_bias": None}
 
 
-def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> Exchange | None:
+def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
     """Cuts every mixture of experts in ``module`` in place and gives it the exchange that the strategy asks for.
 
     The exchange (None where there is nothing to exchange) is common to all layers and counts what is sent.
     ``node_of_rank`` tells the node of a rank of the world. Groups may be made here: every rank of the world calls this
     as often as the others, whether or not its part of the model has experts.
     """
-    mixtures = [one for one in module.modules() if isinstance(one, MixtureOfExperts)]
+    mixtures = [one for one in module.modules() if isinstance(one, MoELayer)]
     numbers = {one.number for one in mixtures}
     exchange = exchange_of(numbers.pop() if numbers else strategy.ep, mesh, strategy, node_of_rank)
     for mixture in mixtures:
@@ -67,7 +67,7 @@ def _run(number: int, place: int, places: int, field: str, what: str) -> tuple[i
     return place * each, (place + 1) * each
 
 
-def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> Exchange | None:
+def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
     """The exchange that a strategy asks for; None where every rank holds all experts of its own tokens."""
     traffic = Traffic()
     same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
@@ -88,7 +88,7 @@ def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: Node
 
 def _between_tokens(
     experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank, parts: Channel
-) -> Exchange | None:
+) -> TokenExchange | None:
     """For ranks that hold different tokens; ``parts`` split the same experts."""
     if strategy.ep == 1:
         return GatheredExchange(experts, parts) if parts.size > 1 else None
@@ -97,7 +97,7 @@ def _between_tokens(
     return FlatExchange(experts, channel(mesh, "ep", node_of_rank, parts.traffic), parts)
 
 
-def assume_load(exchange: Exchange | None, assumed: Assumed | None) -> None:
+def assume_load(exchange: TokenExchange | None, assumed: Assumed | None) -> None:
     """Makes an exchange suppose a load (in a dry run, where there are no numbers to read), or read it again."""
     while isinstance(exchange, (SummedExchange, DividedExchange)):
         exchange = exchange.inner

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import sent
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.strategy import Strategy
 
 _TOTAL = "_shardwise_load"
@@ -51,7 +51,7 @@ def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
 
     The same on every rank, since counts are added exactly. Nothing is read on the host.
     """
-    mixtures = [one for one in module.modules() if isinstance(one, MixtureOfExperts)]
+    mixtures = [one for one in module.modules() if isinstance(one, MoELayer)]
     if not mixtures:
         return
     totals = torch.stack([one.load for one in mixtures]).round().long()
@@ -69,5 +69,5 @@ def expert_load(module: nn.Module) -> dict[str, LayerLoad]:
     return {
         name: LayerLoad(one.__dict__[_TOTAL])
         for name, one in module.named_modules()
-        if isinstance(one, MixtureOfExperts) and _TOTAL in one.__dict__
+        if isinstance(one, MoELayer) and _TOTAL in one.__dict__
     }

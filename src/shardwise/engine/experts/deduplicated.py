@@ -24,7 +24,7 @@ from shardwise.engine.experts.channel import (
 from shardwise.engine.experts.copies import Copies, collect, masked_copies, some_sorted_copies, spread
 from shardwise.engine.experts.counts import Assumed, HostCopy, evenly, in_pieces
 from shardwise.engine.names import named
-from shardwise.models.exchange import count_tokens
+from shardwise.models.experts import count_tokens
 
 
 @dataclass(frozen=True)

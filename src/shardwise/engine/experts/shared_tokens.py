@@ -18,7 +18,7 @@ from shardwise.engine.experts.channel import Channel, Traffic, gather_rows, scat
 from shardwise.engine.experts.copies import Copies, collect, sorted_copies, spread
 from shardwise.engine.names import named, sent
 from shardwise.engine.reductions import all_reduce_sum
-from shardwise.models.exchange import Exchange, count_tokens
+from shardwise.models.experts import TokenExchange, count_tokens
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class GatheredExchange:
 class SummedExchange:
     """Every expert is cut over the ranks of ``parts``, which all send the same tokens; their results are summed."""
 
-    def __init__(self, inner: Exchange, parts: Channel) -> None:
+    def __init__(self, inner: TokenExchange, parts: Channel) -> None:
         self.inner, self.parts = inner, parts
 
     @property
@@ -84,7 +84,7 @@ class DividedExchange:
     So no expert computes a token twice, and an expert's gradient is the sum over all ranks that hold it, as ever.
     """
 
-    def __init__(self, inner: Exchange, same: Channel) -> None:
+    def __init__(self, inner: TokenExchange, same: Channel) -> None:
         self.inner, self.same = inner, same
 
     @property

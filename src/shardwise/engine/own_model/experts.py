@@ -13,7 +13,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.parts import Part
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.linear import keep
-from shardwise.models.exchange import Exchange
+from shardwise.models.experts import TokenExchange
 
 
 def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank: NodeOfRank, number: int) -> None:
@@ -43,7 +43,7 @@ def _run(part: Part, dimension: int, blocks: int, rank: int, ranks: int) -> Part
     return part if ranks == 1 else part.cut(dimension, rank * each, (rank + 1) * each, blocks)
 
 
-def _send_through(experts: Any, exchange: Exchange, here: int) -> None:
+def _send_through(experts: Any, exchange: TokenExchange, here: int) -> None:
     plain = experts.forward
     experts.num_experts = here
 

@@ -16,7 +16,7 @@ from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.recompute.products import all_but_cheap, every_second_product, nothing_kept
 from shardwise.engine.recompute.remade import Forgotten, Function
 from shardwise.engine.weight_gradients import at_once
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -71,7 +71,7 @@ def _require_possible(job: Job) -> None:
 def _recompute_whole(layer: nn.Module) -> None:
     """The layer keeps only its inputs."""
     forward = layer.forward
-    mixtures = [one for one in layer.modules() if isinstance(one, MixtureOfExperts)]
+    mixtures = [one for one in layer.modules() if isinstance(one, MoELayer)]
 
     @wraps(forward)
     def with_gradients_at_once(*arguments: Any, **named: Any) -> Any:
@@ -90,7 +90,7 @@ def _recompute_whole(layer: nn.Module) -> None:
 
 
 @contextmanager
-def _loads_kept(mixtures: list[MixtureOfExperts]) -> Iterator[None]:
+def _loads_kept(mixtures: list[MoELayer]) -> Iterator[None]:
     """Tokens that are routed a second time do not count in the loads of the experts."""
     loads = [one.load for one in mixtures]
     for one in mixtures:
@@ -105,7 +105,7 @@ def _loads_kept(mixtures: list[MixtureOfExperts]) -> Iterator[None]:
 def _recompute_operators(layer: nn.Module, job: Job) -> None:
     """The layer forgets the outputs of the named functions; each is looked for where the models have it."""
     operators = job.selective_operators
-    dense = not any(isinstance(one, MixtureOfExperts) for one in layer.modules())
+    dense = not any(isinstance(one, MoELayer) for one in layer.modules())
     if "alternate-products" in operators:
         if dense:
             layer.forward = every_second_product(layer)

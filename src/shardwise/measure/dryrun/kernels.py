@@ -20,8 +20,8 @@ from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
 from shardwise.engine.reductions import SCRATCH
 from shardwise.measure.dryrun.replacing import replaced
 from shardwise.models import dot_product, loss
+from shardwise.models.dot_product import shapes_taken
 from shardwise.models.norms import RMSNorm
-from shardwise.models.packed import shapes_taken
 
 aten: Any = torch.ops.aten
 

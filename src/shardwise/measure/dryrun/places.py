@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.decoder import Decoder
-from shardwise.models.layer import Layer
+from shardwise.models.decoder import Decoder, Layer
 
 
 @dataclass(frozen=True)

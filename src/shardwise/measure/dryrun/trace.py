@@ -32,7 +32,7 @@ from shardwise.measure.dryrun.request import coordinates_of
 from shardwise.measure.dryrun.result import Holder, Line
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.decoder import window_of
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 
 RECOMPUTED = "recomputed"
@@ -154,7 +154,7 @@ def _pose(engine: Engine, assumed: Assumed) -> None:
             attend = getattr(module, "attend", None)
             if isinstance(attend, AcrossRanks):
                 attend.choose = block_kernel
-            if isinstance(module, MixtureOfExperts):
+            if isinstance(module, MoELayer):
                 _assume(module.exchange, assumed)
 
 

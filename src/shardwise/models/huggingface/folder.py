@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.interop import model_from_hf_config
-from shardwise.models.huggingface.naming import Naming
-from shardwise.models.huggingface.places import Place, Slices
+from shardwise.models.huggingface.tensors import Naming, Slices, TensorPlace
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 
@@ -60,20 +59,20 @@ class Folder:
             raise SpecError(name, f"is stored as {', '.join(sorted(found))}", "convert the checkpoint to bf16 first")
         return DTYPES[found.pop()]
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> TensorPlace:
         if name == "head.weight" and self.model.tied_embeddings:
             name = "embedding.weight"
         if name not in self.naming.places:
             raise SpecError(name, f"is not a tensor of {self.model.name}", "name it as a Decoder of that model does")
         return self.naming.places[name]
 
-    def _read(self, place: Place, theirs: str, slices: Slices) -> Tensor:
+    def _read(self, place: TensorPlace, theirs: str, slices: Slices) -> Tensor:
         tensor: Tensor = self._stored(place, theirs)[place.stored_slices(slices)]
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise SpecError(theirs, f"is stored as {tensor.dtype}", "convert the checkpoint to bf16 first")
         return place.from_stored(tensor, slices)
 
-    def _stored(self, place: Place, theirs: str) -> Any:
+    def _stored(self, place: TensorPlace, theirs: str) -> Any:
         """A stored tensor that can be sliced; raises SpecError where its shape is another."""
         name = self.naming.stored_name(theirs, self.files)
         file = self.files[name]

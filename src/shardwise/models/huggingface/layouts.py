@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
+class FamilyLayout:
     """One ``model_type``: ``outside`` the layers, ``inside`` each of them, and where it differs from plain linears.
 
     ``transposed`` modules store [inputs, outputs]. Modules (ours) of one of the ``fused`` are parts, in this order, of
@@ -76,7 +76,7 @@ _DEEPSEEK = {**_ATTENTION, **_LATENT, **_MLP, **_EXPERTS, **_shared("shared_expe
 _INTERLEAVED = frozenset({"attention.query", "attention.query_up", "attention.key_value_down"})
 _FREQUENCIES = ("rotary_emb.inv_freq",)
 
-_GPT_2 = Layout(
+_GPT_2 = FamilyLayout(
     "GPT2LMHeadModel",
     {
         "attention_norm": "ln_1",
@@ -102,7 +102,7 @@ _GPT_2 = Layout(
     prefix="transformer.",
     ignored=("attn.bias", "attn.masked_bias"),
 )
-_GPT_NEOX = Layout(
+_GPT_NEOX = FamilyLayout(
     "GPTNeoXForCausalLM",
     {
         "attention_norm": "input_layernorm",
@@ -119,7 +119,7 @@ _GPT_NEOX = Layout(
     prefix="gpt_neox.",
     ignored=("attention.bias", "attention.masked_bias", *_FREQUENCIES),
 )
-_PHI = Layout(
+_PHI = FamilyLayout(
     "PhiForCausalLM",
     {
         **_ATTENTION,
@@ -132,7 +132,7 @@ _PHI = Layout(
     {**_OUTSIDE, "norm": "model.final_layernorm"},
     ignored=_FREQUENCIES,
 )
-_PHI_3 = Layout(
+_PHI_3 = FamilyLayout(
     "Phi3ForCausalLM",
     {
         **_ATTENTION,
@@ -147,12 +147,12 @@ _PHI_3 = Layout(
 )
 
 
-def _layout(architecture: str, *inside: Mapping[str, str], interleaved: frozenset[str] = frozenset()) -> Layout:
+def _layout(architecture: str, *inside: Mapping[str, str], interleaved: frozenset[str] = frozenset()) -> FamilyLayout:
     names = {ours: theirs for part in inside for ours, theirs in part.items()}
-    return Layout(architecture, names, _OUTSIDE, interleaved=interleaved, ignored=_FREQUENCIES)
+    return FamilyLayout(architecture, names, _OUTSIDE, interleaved=interleaved, ignored=_FREQUENCIES)
 
 
-LAYOUTS: dict[str, Layout] = {
+LAYOUTS: dict[str, FamilyLayout] = {
     "llama": _layout("LlamaForCausalLM", _ATTENTION, _MLP),
     "mistral": _layout("MistralForCausalLM", _ATTENTION, _MLP),
     "mixtral": _layout("MixtralForCausalLM", _ATTENTION, _MIXTRAL_EXPERTS),

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shardwise.interop.companions import CONFIG, copy_companions
 from shardwise.models.huggingface.folder import INDEX, SINGLE
-from shardwise.models.huggingface.naming import Naming
-from shardwise.models.huggingface.places import Place
+from shardwise.models.huggingface.tensors import Naming, TensorPlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 
@@ -61,7 +60,7 @@ def _make_empty(folder: Path) -> None:
 def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model as its family stores them; parts of a fused one wait until all are there."""
     model, places = naming.model, naming.places
-    waiting: dict[str, list[tuple[Place, Tensor]]] = {}
+    waiting: dict[str, list[tuple[TensorPlace, Tensor]]] = {}
     left = dict(places)
     for name, tensor in tensors:
         if name == "head.weight" and model.tied_embeddings:
@@ -83,7 +82,7 @@ def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Ite
         raise SpecError(name, f"of {model.name} was not given", "write every tensor of the model")
 
 
-def _checked(name: str, tensor: Tensor, left: dict[str, Place], places: dict[str, Place]) -> Place:
+def _checked(name: str, tensor: Tensor, left: dict[str, TensorPlace], places: dict[str, TensorPlace]) -> TensorPlace:
     if name not in places:
         raise SpecError(name, "is not a tensor of this model", "name tensors as a Decoder of the model does")
     if name not in left:

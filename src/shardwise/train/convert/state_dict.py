@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.interop.jobs import model_from
-from shardwise.models.huggingface.naming import Naming
+from shardwise.models.huggingface.tensors import Naming
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 from shardwise.train.checkpoint.whole import Lazy

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models import Decoder
-from shardwise.models.huggingface.naming import Naming
-from shardwise.models.huggingface.places import Place
+from shardwise.models.huggingface.tensors import Naming, TensorPlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 from shardwise.train.checkpoint.whole import Lazy
@@ -82,7 +81,7 @@ def lazily(tensor: Tensor) -> Lazy:
     return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def _placed(place: Place, naming: Naming, stored: Mapping[str, Lazy], origin: str) -> Lazy:
+def _placed(place: TensorPlace, naming: Naming, stored: Mapping[str, Lazy], origin: str) -> Lazy:
     parts = [stored[naming.stored_name(theirs, stored.keys())] for theirs in place.names]
     for theirs, part in zip(place.names, parts):
         if part.shape != place.stored_shape:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shardwise.interop.companions import keep_companions, require_companions
-from shardwise.models.huggingface.naming import Naming
+from shardwise.models.huggingface.tensors import Naming
 from shardwise.models.huggingface.writer import stored_tensors, write_folder
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown

@@ -1,23 +1,28 @@
-"""Where each tensor of a decoder lies in a Hugging Face folder, and the change of layout in both directions."""
+"""Where each tensor of a decoder lies in a Hugging Face folder, what it is called there, and how it is laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.interop import model_from_hf_config
+from shardwise.interop.companions import config_for
 from shardwise.models.decoder import Decoder
-from shardwise.models.huggingface.layouts import Layout
-from shardwise.spec.errors import SpecError
+from shardwise.models.huggingface.layouts import LAYOUTS, FamilyLayout
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where one tensor of ours lies, and how it is stored there.
 
     ``names`` is one name, or one for each expert where ours is a stack of them. ``start`` and ``whole`` say which
@@ -90,7 +95,7 @@ class Place:
         return torch.cat((rows[:, : -self.rotated], turned[:, 0::2], turned[:, 1::2]), dim=1).flatten()
 
 
-def places_of(model: Model, layout: Layout, *, interleaved: bool = True) -> dict[str, Place]:
+def places_of(model: Model, layout: FamilyLayout, *, interleaved: bool = True) -> dict[str, TensorPlace]:
     """The place of every tensor of ``model`` by its name in a `Decoder`; with tied embeddings the head has none."""
     with torch.device("meta"):
         decoder = Decoder(model)
@@ -102,24 +107,24 @@ def places_of(model: Model, layout: Layout, *, interleaved: bool = True) -> dict
 
 
 def _place(
-    name: str, shape: tuple[int, ...], model: Model, layout: Layout, interleaved: bool, outputs: Mapping[str, int]
-) -> Place:
+    name: str, shape: tuple[int, ...], model: Model, layout: FamilyLayout, interleaved: bool, outputs: Mapping[str, int]
+) -> TensorPlace:
     if not name.startswith("layers."):
         module, _, kind = name.rpartition(".")
-        return Place(name, shape, (f"{_theirs(module, layout.outside, name)}.{kind}",))
+        return TensorPlace(name, shape, (f"{_theirs(module, layout.outside, name)}.{kind}",))
     _, index, inner = name.split(".", 2)
     before = layout.layer.format(index)
     if ".experts." in inner:
         theirs = f"{before}{_theirs(inner, layout.inside, name)}.weight"
         names = tuple(theirs.format(expert) for expert in range(shape[0]))
-        return Place(name, shape, names, stacked=True, transposed=True)
+        return TensorPlace(name, shape, names, stacked=True, transposed=True)
     if inner in layout.inside:
-        return Place(name, shape, (before + layout.inside[inner],))
+        return TensorPlace(name, shape, (before + layout.inside[inner],))
     module, _, kind = inner.rpartition(".")
     start, whole, every = _part(name, module, layout, outputs, model)
     head, rotated = _rotated(module, model) if interleaved and module in layout.interleaved else (0, 0)
     head = model.head_size if every else head
-    return Place(
+    return TensorPlace(
         name,
         shape,
         (f"{before}{_theirs(module, layout.inside, name)}.{kind}",),
@@ -139,7 +144,7 @@ def _theirs(module: str, names: Mapping[str, str], name: str) -> str:
 
 
 def _part(
-    name: str, module: str, layout: Layout, outputs: Mapping[str, int], model: Model
+    name: str, module: str, layout: FamilyLayout, outputs: Mapping[str, int], model: Model
 ) -> tuple[int, int | None, int]:
     """Where a module's outputs begin in the fused ones, how many these are, and how many of each head."""
     for fused in layout.fused:
@@ -156,3 +161,78 @@ def _rotated(module: str, model: Model) -> tuple[int, int]:
     assert model.mla
     before = model.mla.kv_rank if module == "attention.key_value_down" else model.mla.nope_dim
     return before + model.mla.rope_dim, model.mla.rope_dim
+
+
+# -- naming ----------------------------------------------------------------------------------------
+#
+# What a Hugging Face family calls the tensors of one model, wherever they are stored.
+
+
+_OTHER_CONFIG = "use the config.json that belongs to these weights"
+
+
+@dataclass(frozen=True)
+class Naming:
+    """``model`` is without the modules for multi-token prediction; ``config`` is the content of its config.json."""
+
+    model: Model
+    layout: FamilyLayout
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], model: Model | None = None) -> Naming:
+        """Of a config.json; raises SpecError for a family whose weights are not read."""
+        described = model or model_from_hf_config(config)
+        return cls(replace(described, mtp_layers=0), _layout_of(config), config)
+
+    @classmethod
+    def of_model(cls, model: Model, source: Path | None = None) -> Naming:
+        """Names of the first family that can express the model, or of the folder it came from (``source``)."""
+        config = config_for(replace(model, mtp_layers=0), source)
+        if config["model_type"] not in LAYOUTS:
+            problem = f"weights of the family {config['model_type']} are not written"
+            raise SpecError("model", problem, f"written are {', '.join(LAYOUTS)}")
+        return cls.of_config(config, model)
+
+    @cached_property
+    def places(self) -> dict[str, TensorPlace]:
+        return places_of(self.model, self.layout, interleaved=self.config.get("rope_interleave") is not False)
+
+    def stored_name(self, theirs: str, present: Collection[str]) -> str:
+        """The published GPT-2 leaves out the prefix that the library writes."""
+        bare = theirs.removeprefix(self.layout.prefix)
+        return bare if theirs not in present and bare in present else theirs
+
+    def check(self, present: Collection[str], where: str) -> None:
+        """Raises SpecError for the first tensor that is missing or that no decoder of this model has."""
+        needed = {self.stored_name(one, present): one for place in self.places.values() for one in place.names}
+        for stored, theirs in needed.items():
+            if stored not in present:
+                raise SpecError(theirs, f"is missing in {where}", f"complete the download, or {_OTHER_CONFIG}")
+        for stored in sorted(set(present) - needed.keys()):
+            if "weight_scale" in stored:
+                raise SpecError(stored, "is the scale of quantised weights", "convert the checkpoint to bf16 first")
+            if not self._may_be_left(stored):
+                problem = f"in {where} belongs to no part of {self.model.name} as config.json describes it"
+                raise SpecError(stored, problem, _OTHER_CONFIG)
+
+    def _may_be_left(self, stored: str) -> bool:
+        """Whether a tensor is none of ours: a constant, a tied head, or of a module for multi-token prediction."""
+        if stored.endswith(self.layout.ignored):
+            return True
+        if stored == "lm_head.weight":
+            return self.model.tied_embeddings
+        before = self.layout.layer.split("{}")[0]
+        index = stored.removeprefix(before).split(".")[0] if stored.startswith(before) else ""
+        return (
+            index.isdigit() and int(index) >= self.model.layers and bool(self.config.get("num_nextn_predict_layers", 0))
+        )
+
+
+def _layout_of(config: Mapping[str, Any]) -> FamilyLayout:
+    nested = config.get("text_config")
+    model_type = config.get("model_type")
+    if model_type in LAYOUTS:
+        return LAYOUTS[model_type]
+    what = "a part of a larger model" if isinstance(nested, dict) else shown(model_type)
+    raise SpecError("model_type", f"the weights of {what} are not read", f"use one of {', '.join(LAYOUTS)}")
