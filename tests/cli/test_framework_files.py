@@ -97,7 +97,7 @@ def test_what_has_no_field_and_what_is_assumed_is_said_on_one_line_each(folder: 
         "note: training.seq is not in the file: 2048 is taken",
     ]
     said = run("analyze", str(folder / "ds_config.json"), "--model", "llama3-8b", "--gpus", "64", "--seq", "512").err
-    assert "note: no cluster is given: 64 devices of a dgx-h100 are taken" in said
+    assert "note: no cluster is given: 64 devices of a dgx-h100 are assumed" in said
     assert "training.seq" not in said
 
 

@@ -144,7 +144,7 @@ def test_a_table_without_rows(tmp_path: Path, layout: str, keep: str) -> None:
         ("collectives", {"collective": "broadcast"}, ["no rows that can be scored"]),
         ("pipeline_bubble", {"microbatches": "1000000"}, ["too many to simulate"]),
         ("pipeline_bubble", {"bubble_rate": "24"}, ["bubble_rate: 24 is above 1"]),
-        ("pipeline_bubble", {"schedule": "1F1B-I", "microbatches": "9"}, ["no multiple of the 8 pipeline ranks"]),
+        ("pipeline_bubble", {"schedule": "1F1B-I", "microbatches": "9"}, ["not a multiple of the 8 pipeline ranks"]),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(

@@ -19,6 +19,7 @@ from shardwise.report import console as printing
 from shardwise.report.tables import FittedTable
 from shardwise.report.training_progress import OneLine, fitted
 from shardwise.spec.clusters import cluster_from
+from shardwise.spec.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
 DENSE = "--model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192"
@@ -183,7 +184,7 @@ def _verified() -> None:
     from shardwise.report.verify import print_verification
 
     job = SimpleNamespace(
-        strategy=SimpleNamespace(world=8, order=("tp", "dp"), degree=lambda name: 2, ep=1),
+        strategy=Strategy(tp=2, dp=4, zero=3),
         model=SimpleNamespace(name="tiny", layers=1, hidden=64), training=SimpleNamespace(precision="fp32"),
     )  # fmt: skip
     worst = SimpleNamespace(value=1.2e-7, where="layers.3.attention.project_queries_keys_values.weight of step 2")

@@ -214,7 +214,7 @@ def test_offload_needs_room_on_the_host() -> None:
     )
     assert small.host_bytes == pytest.approx(12 * 8_030_261_248)  # 8 devices, an eighth each
     assert small.fit == "does not fit"
-    assert bottleneck(small) == "Does not fit: offload needs 89.7 GiB of host memory per node, 64.0 GiB are there."
+    assert bottleneck(small) == "Does not fit: offload needs 89.7 GiB of host memory per node, which has 64.0 GiB."
     assert large.fit == "fits"
 
 

@@ -136,11 +136,11 @@ def test_going_on_as_another_job_is_shown_and_the_run_made_ready(folder: Checkpo
         (("--set", "model.numerics.rope_theta=5e5"), "model.numerics: is {'rope_theta': 500000.0}, but not given"),
         (
             ("--seq", "64"),
-            "training.seq: is 64, but 32 in the run in {run}; train it in another folder (--run-folder), or go",
+            "training.seq: is 64, but 32 in the run in {run}; train it in another folder (--run-folder), or continue",
         ),
         (
             ("--steps", "3"),
-            "run.steps: is 3, and the run in {run} is at step 5; more steps go on with it; another folder",
+            "run.steps: is 3, and the run in {run} is at step 5; raise the steps to continue it; another folder",
         ),
         (("--set", "run.stop_at=4"), "run.stop_at: is 4, and the run in {run} is at step 5"),
     ],
@@ -162,7 +162,9 @@ def test_a_run_that_is_done_says_so_and_more_steps_go_on(folder: CheckpointFolde
     flags = ("train", *FLAGS, "--run-folder", str(path))
     done = run(*flags, "--steps", "5", "--set", "training.optimization.learning_rate=1")
     assert (done.status, (path / "job.yaml").exists(), (path / "attempts").exists()) == (0, False, False)
-    assert done.out.startswith(f"Nothing to do: the run in {path} is at its last step, 5.\nMore --steps go on with it")
+    assert done.out.startswith(
+        f"Nothing to do: the run in {path} is at its last step, 5.\nRaise --steps to continue it"
+    )
     assert json.loads(run(*flags, "--steps", "5", "--json").out)["attempts"] == 0
     paused = run(*flags, "--steps", "9", "--set", "run.stop_at=5")
     assert "is at its last step, 5 of 9, where run.stop_at pauses it." in paused.out

@@ -189,7 +189,7 @@ def test_forms_take_arrays():
 def test_automatic_schedules_have_no_form():
     with pytest.raises(SpecError, match="simulate"):
         bubble_seconds("zb-auto", 4, 8)
-    with pytest.raises(SpecError, match="no pipeline schedule"):
+    with pytest.raises(SpecError, match="not a pipeline schedule"):
         bubble_seconds("zb-h3", 4, 8)
 
 

@@ -84,7 +84,7 @@ def test_one_limit_holds_for_all_that_is_asked(monkeypatch: pytest.MonkeyPatch) 
     assert found.status == 0, found.err
     answer = json.loads(found.out)
     assert answer["candidates"] and not answer["why_not"] and not answer["what_if"]
-    assert any(note.startswith("stopped for the time limit of 6 s") for note in answer["notes"])
+    assert any(note.startswith("stopped at the time limit of 6 s") for note in answer["notes"])
     assert any("not answered" in note and "--why-not tp=2, --what-if memory=192GB" in note for note in answer["notes"])
 
 

@@ -130,4 +130,4 @@ def test_every_verdict_occurs(texts: dict[str, str], verdict: str) -> None:
 def test_a_wish_that_the_request_forbids_says_so() -> None:
     answer = why_not(planned(), {"recompute": Allowed(("selective",))})
     assert answer.verdict == "does not divide"
-    assert "asked for otherwise" in answer.reason
+    assert "the request rules it out" in answer.reason

@@ -320,7 +320,7 @@ def test_megatron_that_is_not_whole(tmp_path: Path) -> None:
     assert "tensor rank 1, pipeline rank 1" in refused(source, tmp_path)
     for text in ("../x", "13", "-1", "twelve", ""):
         (source / "latest_checkpointed_iteration.txt").write_text(text)
-        assert "no iteration" in refused(source, tmp_path) or text == "13"
+        assert "not an iteration" in refused(source, tmp_path) or text == "13"
     (source / "latest_checkpointed_iteration.txt").write_text("12")
 
 

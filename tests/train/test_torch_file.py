@@ -137,7 +137,7 @@ PROGRAMS = {
 }
 
 
-SAYS = {"beyond": "beyond the numbers", "negative": "impossible shape", "no-storage": "no storage",
+SAYS = {"beyond": "beyond the numbers", "negative": "impossible shape", "no-storage": "not a storage",
         "change-function": "changes a function"}  # fmt: skip
 
 
