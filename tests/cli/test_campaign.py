@@ -125,7 +125,7 @@ def test_checkpoints_are_taken_as_the_job_says_and_never_within_a_step() -> None
         (f"{JOB} --tokens 1T --mtbf 9h --checkpoint-seconds=-1", ["--checkpoint-seconds: '-1' is not 0 or more"]),
         (f"{JOB} --tokens 1T --mtbf 16h --checkpoint-seconds 2h",
          ["--checkpoint-seconds: a checkpoint takes 2 h", "interrupted every 1 h:", "never finishes"]),
-        (f"{JOB} --tokens 1T --mtbf 16h --restart-seconds 1h", ["--restart-seconds: a restart takes", "never finishes"]),
+        (f"{JOB} --tokens 1T --mtbf 16h --restart-seconds 1h", ["--restart-seconds: a restart", "never finishes"]),
         (f"{JOB} --tokens 1T --mtbf 16h --set training.checkpoint_interval=1d",
          ["training.checkpoint_interval: only", "never finishes", "is best"]),
         (f"{JOB} --tokens 1T --mtbf 16h --set training.checkpoint_interval=1000d",

@@ -25,7 +25,7 @@ def job(**training: object) -> Job:
 
 @pytest.mark.parametrize("training", [{"precision": "fp8"}, {"optimizer": "adam8bit"}, {"dropout": True}])
 def test_what_the_training_asks_for_is_refused_and_priced_if_asked(training: dict[str, object]) -> None:
-    with pytest.raises(SpecError, match="this engine has no|our attention kernels do not") as caught:
+    with pytest.raises(SpecError, match=r"this engine has no|our attention kernels do not") as caught:
         Request(job(**training), NARROW)
     assert caught.value.field.startswith("training.") and "--any" in caught.value.remedy
     for request in (
