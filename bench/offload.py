@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.cost.memory import memory_of_rank
+from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.rows import local
 from shardwise.engine.offload.states import MASTER

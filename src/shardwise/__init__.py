@@ -26,7 +26,7 @@ _PUBLIC = {
     "collective_latency_and_volume": "shardwise.collectives",
     "p2p_latency": "shardwise.collectives",
     "analyze": "shardwise.cost.analysis",
-    "per_gpu_memory_bytes": "shardwise.cost.memory",
+    "per_gpu_memory_bytes": "shardwise.cost.memory.device",
     "Patterns": "shardwise.engine.patterns",
     "gather_state_dict": "shardwise.engine.parallelize",
     "parallelize": "shardwise.engine.parallelize",
@@ -58,7 +58,7 @@ __all__ = [
 if TYPE_CHECKING:
     from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency
     from shardwise.cost.analysis import analyze
-    from shardwise.cost.memory import per_gpu_memory_bytes
+    from shardwise.cost.memory.device import per_gpu_memory_bytes
     from shardwise.engine.parallelize import gather_state_dict, parallelize
     from shardwise.engine.patterns import Patterns
     from shardwise.interop.jobs import read_job

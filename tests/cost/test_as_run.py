@@ -9,9 +9,9 @@ import pytest
 
 from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.pipeline import message_traffic
+from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.prediction import RankPrediction, predict
 from shardwise.cost.stage_time import optimizer_seconds, stage_seconds
-from shardwise.cost.states import sharding_of
 from shardwise.cost.traffic import Traffic
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job

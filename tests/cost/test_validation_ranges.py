@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.prediction import predict
 from shardwise.cost.validation.ranges import FIELDS, predicted_range
 from shardwise.cost.validation.runs import Run, read_runs, run_from_row

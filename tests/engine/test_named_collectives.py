@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cli.running import run, run_json
-from cost.test_tables import table_of
+from cost.sweep.test_sweep import table_of
 from engine.parity import check
 from engine.workers import on_ranks
 from shardwise.cost.analysis import analyze

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.workers import on_ranks
-from shardwise.cost.memory import memory_of_rank
+from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine import reductions
 from shardwise.engine.engine import Engine
 from shardwise.engine.fsdp_collectives import IN_FLIGHT

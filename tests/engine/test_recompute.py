@@ -27,7 +27,7 @@ from engine.recompute_cases import (
     step,
 )
 from engine.workers import on_ranks
-from shardwise.cost.activations import layer_activation_bytes
+from shardwise.cost.memory.activations import layer_activation_bytes
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute

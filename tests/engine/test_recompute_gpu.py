@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cost.builders import job
-from shardwise.cost.activations import layer_activation_bytes
+from shardwise.cost.memory.activations import layer_activation_bytes
 from shardwise.engine.compile import apply_compile
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute

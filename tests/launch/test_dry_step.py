@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.launch import dry_step
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.spec import Job

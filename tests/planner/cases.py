@@ -10,7 +10,7 @@ from typing import Any
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE
 from cost.jobs import CLUSTERS
-from shardwise.cost.memory import device_memories, peak_memory
+from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.planner.constraints import Allowed, Constraints, allowed
 from shardwise.planner.request import Request
 from shardwise.planner.supported import findings_of

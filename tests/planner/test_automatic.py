@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.planner.automatic import decided, ways_to_fit
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from planner.cases import job_of, within
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.missing import what_is_missing
 from shardwise.planner.plan import Plan, plan

@@ -9,13 +9,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from cost.test_tables import table_of
+from cost.sweep.test_sweep import table_of
 from planner.cases import MODELS, NETWORKS, job_of
 from shardwise.collectives import CollectiveKind, collective_cost
-from shardwise.cost.memory import device_memories, peak_memory
+from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.network import network
 from shardwise.cost.prediction import predict
-from shardwise.cost.tables.price import Piece, TablePricer
+from shardwise.cost.sweep.price import Piece, TablePricer
 from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed, Constraints
 from shardwise.planner.space import Space

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from planner.cases import job_of, within
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.planner.constraints import Allowed, allowed
 from shardwise.planner.explanation import explain
 from shardwise.planner.plan import Plan, plan

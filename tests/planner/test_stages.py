@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.cost.analysis import analyze
-from shardwise.cost.memory import memory_of_rank, peak_memory
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.prediction import predict
 from shardwise.cost.simulation import simulated_step
 from shardwise.planner.candidate import Candidate, candidate

@@ -11,7 +11,7 @@ import pytest
 
 from planner.cases import SHARDINGS, every_job, fits, narrow_request, narrow_values, runs
 from planner.test_offers import keeps_to
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.constraints import Allowed, allowed
 from shardwise.planner.plan import Plan, plan

@@ -31,7 +31,7 @@ def write_over_time(parsed: argparse.Namespace, job: Job) -> list[str]:
         _write("--trace", parsed.trace, json.dumps(step_trace(job), separators=(",", ":")))
         lines.append(f"wrote {parsed.trace}: open in ui.perfetto.dev")
     if parsed.memory_picture is not None:
-        from shardwise.cost.memory_timeline import memory_over_time
+        from shardwise.cost.memory.timeline import memory_over_time
         from shardwise.report.memory_picture import memory_picture
 
         _check_size("--memory-picture", job)
@@ -45,7 +45,7 @@ def write_over_time(parsed: argparse.Namespace, job: Job) -> list[str]:
 def print_over_time(parsed: argparse.Namespace, job: Job, lines: list[str]) -> None:
     """The table of memory, and what was written."""
     if parsed.memory_over_time:
-        from shardwise.cost.memory_timeline import memory_over_time
+        from shardwise.cost.memory.timeline import memory_over_time
         from shardwise.report.memory_timeline import print_memory_over_time
 
         print_memory_over_time(memory_over_time(job))
@@ -59,7 +59,7 @@ def over_time_data(parsed: argparse.Namespace, job: Job, lines: list[str]) -> di
         print(line, file=sys.stderr)
     if not parsed.memory_over_time:
         return {}
-    from shardwise.cost.memory_timeline import memory_over_time
+    from shardwise.cost.memory.timeline import memory_over_time
     from shardwise.report.memory_timeline import memory_over_time_data
 
     return {"memory_over_time": memory_over_time_data(memory_over_time(job))}

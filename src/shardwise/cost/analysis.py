@@ -8,9 +8,9 @@ from functools import cached_property
 from shardwise.collectives.cost import check_algorithm
 from shardwise.cost.floor import step_floor
 from shardwise.cost.flops import flops_per_token
-from shardwise.cost.memory import DeviceMemory, device_memories
+from shardwise.cost.memory.device import DeviceMemory, device_memories
+from shardwise.cost.memory.room import FITS, Fit, Room, room_of
 from shardwise.cost.prediction import predict
-from shardwise.cost.room import FITS, Fit, Room, room_of
 from shardwise.cost.simulation import SimulatedStep, simulated_step
 from shardwise.cost.step_parts import COMMUNICATION, step_parts, traffics_of
 from shardwise.cost.traffic import Traffic

@@ -8,9 +8,9 @@ from functools import cached_property
 from shardwise.cost.as_run import as_run
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.flops import flops_per_token
+from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.overlap import ComputeWindows
 from shardwise.cost.stage_time import StageSeconds, optimizer_seconds, stage_seconds
-from shardwise.cost.states import sharding_of
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.traffic import Traffic, with_exposed_seconds
 from shardwise.layout.stages import RankContents, rank_kinds

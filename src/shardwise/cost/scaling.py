@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.cost.analysis import Analysis, analyze
-from shardwise.cost.room import Fit
+from shardwise.cost.memory.room import Fit
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardwise.cost.memory.room import fit_of
 from shardwise.cost.prediction import predict
-from shardwise.cost.room import fit_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives.arrays import select
+from shardwise.cost.memory.states import Sharding, owned_parameters
 from shardwise.cost.operators import (
     LayerShape,
     Operator,
@@ -17,7 +18,6 @@ from shardwise.cost.operators import (
 )
 from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.roofline import Seconds, operator_seconds
-from shardwise.cost.states import Sharding, owned_parameters
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 

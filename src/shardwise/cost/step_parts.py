@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.operators import OperatorKind
 from shardwise.cost.prediction import Prediction, RankPrediction
 from shardwise.cost.simulation import SimulatedStep, rank_predictions
 from shardwise.cost.stage_time import optimizer_seconds, seconds_by_kind
-from shardwise.cost.states import sharding_of
 from shardwise.cost.traffic import IN_LAYER, Traffic
 from shardwise.spec.job import Job
 

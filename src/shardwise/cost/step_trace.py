@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.overlap import PASSES, Pass
 from shardwise.cost.prediction import Prediction, RankPrediction, predict
 from shardwise.cost.simulation import pipeline_times, rank_predictions, step_timeline
 from shardwise.cost.stage_time import optimizer_seconds
-from shardwise.cost.states import sharding_of
 from shardwise.cost.traffic import Traffic
 from shardwise.pipeline import Action, ActionKind, PipelineSchedule, StageTimes, Timeline, trace_events
 from shardwise.spec.job import Job

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.cost.analysis import Analysis, analyze
-from shardwise.cost.memory import DeviceMemory, peak_memory
+from shardwise.cost.memory.device import DeviceMemory, peak_memory
+from shardwise.cost.memory.room import fit_of
 from shardwise.cost.prediction import predict
-from shardwise.cost.room import fit_of
 from shardwise.cost.step_parts import COMMUNICATION, grouped
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.cost.memory import peak_memory
-from shardwise.cost.room import fit_of, room_of, tight_words
+from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.memory.room import fit_of, room_of, tight_words
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.remedy import what_would_fit

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from shardwise.cost.room import room_of
+from shardwise.cost.memory.room import room_of
 from shardwise.layout.stages import stages_of_rank
 from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.measured import Measured

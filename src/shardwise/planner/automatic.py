@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from shardwise.cost.room import fit_of
+from shardwise.cost.memory.room import fit_of
 from shardwise.planner.offload_share import KINDS, smallest_offload
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

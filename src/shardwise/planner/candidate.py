@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.cost.memory import DeviceMemory, peak_memory
+from shardwise.cost.memory.device import DeviceMemory, peak_memory
 from shardwise.cost.prediction import Prediction, predict
 from shardwise.cost.simulation import SimulatedStep, simulated_step
 from shardwise.cost.step_parts import COMPUTE, grouped, step_parts

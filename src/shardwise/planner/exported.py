@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.cost.room import fit_of
+from shardwise.cost.memory.room import fit_of
 from shardwise.interop.frameworks import as_run_by, lacking, target
 from shardwise.interop.frameworks.said import said_by
 from shardwise.planner.candidate import Candidate, candidate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.tables.price import Block, Piece
+from shardwise.cost.sweep.price import Block, Piece
 from shardwise.planner.constraints import Allowed, has
 
 if TYPE_CHECKING:

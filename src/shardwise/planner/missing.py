@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from shardwise.cost.room import room_of
+from shardwise.cost.memory.room import room_of
 from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.describe import strategy_words

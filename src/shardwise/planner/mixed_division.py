@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from shardwise.cost.memory import memory_of_rank
+from shardwise.cost.memory.device import memory_of_rank
 from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place
 from shardwise.planner.mixed_space import MixedRequest

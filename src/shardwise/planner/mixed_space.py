@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise, permutations, product
 from typing import Any
 
-from shardwise.cost.room import room_of
+from shardwise.cost.memory.room import room_of
 from shardwise.planner.batches import MOST_MICROBATCH_TOKENS
 from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
 from shardwise.planner.mixed_step import Arrangement

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shardwise.cost.communication.pipeline import message_traffic
 from shardwise.cost.flops import flops_per_token
-from shardwise.cost.memory import DeviceMemory, memory_of_rank
+from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.cost.prediction import Prediction, RankPrediction, rank_prediction
 from shardwise.cost.simulation import seconds_of_stages
 from shardwise.layout.stages import rank_contents, stages_of_rank

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.cost.memory import peak_memory
-from shardwise.cost.room import fit_of, room_of
+from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.memory.room import fit_of, room_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.support import verdict

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.cost.gathered import gathered_bytes
-from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import activation_bytes, memory_of_rank
+from shardwise.cost.memory.device import activation_bytes, memory_of_rank
+from shardwise.cost.memory.in_flight import chunks_in_flight
+from shardwise.cost.memory.states import rank_state_bytes, sharding_of
+from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.prediction import rank_prediction
-from shardwise.cost.states import rank_state_bytes, sharding_of
 from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
 from shardwise.pipeline import Layers, layers_of
 from shardwise.spec.job import Job

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from shardwise.cost.room import fit_of
+from shardwise.cost.memory.room import fit_of
 from shardwise.cost.validation.residuals import Noise, error_bar, noise_of
 from shardwise.planner.candidate import Candidate, Degrees, complexity
 

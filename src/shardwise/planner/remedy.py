@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Literal
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.memory.room import fit_of
 from shardwise.cost.prediction import predict
-from shardwise.cost.room import fit_of
 from shardwise.cost.verdict import fitting_change, neighbours
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.missing import what_is_missing

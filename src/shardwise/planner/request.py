@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from shardwise.cost.room import Room, room_of
+from shardwise.cost.memory.room import Room, room_of
 from shardwise.planner.constraints import Constraints, has
 from shardwise.planner.deadline import THOROUGH_SECONDS, USUAL_SECONDS, Deadline
 from shardwise.planner.space import Space

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.room import room_of
-from shardwise.cost.tables.group import Group
-from shardwise.cost.tables.price import Block, Piece, TablePricer
+from shardwise.cost.memory.room import room_of
+from shardwise.cost.sweep.group import Group
+from shardwise.cost.sweep.price import Block, Piece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
 from shardwise.planner.deadline import Deadline
 from shardwise.planner.masks import Mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.cost.network import spanned
-from shardwise.cost.tables.group import ShardChoice
+from shardwise.cost.sweep.group import ShardChoice
 from shardwise.layout.sharding import dense_ranks, expert_ranks
 from shardwise.planner.constraints import Constraints
 from shardwise.spec.errors import SpecError

@@ -1,4 +1,4 @@
-"""Every way to split the work that the planner looks at, as groups of strategies (`cost.tables.group`)."""
+"""Every way to split the work that the planner looks at, as groups of strategies (`cost.sweep.group`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.cost.network import spanned
-from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice
+from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
 from shardwise.layout.sharding import dense_ranks, expert_ranks
 from shardwise.layout.stages import rank_kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shardwise.cost.memory import memory_of_rank
+from shardwise.cost.memory.device import memory_of_rank
 from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.tables.group import Group, ShardChoice
-from shardwise.cost.tables.price import Block, Piece
+from shardwise.cost.sweep.group import Group, ShardChoice
+from shardwise.cost.sweep.price import Block, Piece
 from shardwise.planner.masks import CellBook
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.request import Request
 from shardwise.planner.space import plain_strategy

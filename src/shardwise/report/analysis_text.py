@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.flops import flops_per_token
+from shardwise.cost.memory.room import tight_words
 from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.room import tight_words
 from shardwise.cost.scaling import scaling_table
 from shardwise.cost.step_parts import COMMUNICATION, STEP_PARTS
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from shardwise.cost.room import room_of
+from shardwise.cost.memory.room import room_of
 from shardwise.measure.dryrun.result import PARTS, TOLERANCE, Calls, Compared, DryRun
 from shardwise.report.console import console, table
 from shardwise.spec.units import readable_bytes, readable_change, readable_count, readable_flops

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
-from shardwise.cost.memory import DeviceMemory
-from shardwise.cost.memory_timeline import MemoryOverTime, RankMemory
+from shardwise.cost.memory.device import DeviceMemory
+from shardwise.cost.memory.timeline import MemoryOverTime, RankMemory
 from shardwise.report.memory_timeline import sampled
 from shardwise.spec.units import readable_bytes, readable_seconds
 

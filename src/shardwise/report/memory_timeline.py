@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from shardwise.cost.memory import DeviceMemory
-from shardwise.cost.memory_timeline import MemoryOverTime, MemorySpan, RankMemory
+from shardwise.cost.memory.device import DeviceMemory
+from shardwise.cost.memory.timeline import MemoryOverTime, MemorySpan, RankMemory
 from shardwise.report.console import console, table
 from shardwise.spec.units import readable_bytes, readable_seconds
 

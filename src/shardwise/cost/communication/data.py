@@ -15,9 +15,9 @@ from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import minimum
 from shardwise.cost.communication.thin import ThinElements, thin_elements
 from shardwise.cost.gradient_price import gradient_price, measured_schedules
+from shardwise.cost.memory.states import Sharding, sharding_of
 from shardwise.cost.network import level_names, spanned
 from shardwise.cost.overlap import Pass
-from shardwise.cost.states import Sharding, sharding_of
 from shardwise.cost.traffic import Traffic
 from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
 from shardwise.layout.stages import RankContents

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
-from shardwise.cost.memory import travel_of
+from shardwise.cost.memory.device import travel_of
+from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
+from shardwise.cost.memory.transient import moments_of
 from shardwise.cost.overlap import Pass, Window
-from shardwise.cost.passing import moments_of
-from shardwise.cost.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.layout.stages import RankContents
 from shardwise.spec.errors import SpecError

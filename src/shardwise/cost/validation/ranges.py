@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.prediction import predict
 from shardwise.cost.validation import words
 from shardwise.cost.validation.runs import Run, run_from_row

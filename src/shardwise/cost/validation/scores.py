@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.cost.memory import memory_of_rank, peak_memory
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.reserved import reserved_bytes
 from shardwise.cost.prediction import predict
-from shardwise.cost.reserved import reserved_bytes
 from shardwise.cost.validation.ranges import Range
 from shardwise.cost.validation.reported import counts_reserved
 from shardwise.cost.validation.runs import Run

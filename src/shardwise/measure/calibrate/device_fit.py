@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.stage_time import optimizer_seconds, stage_seconds
-from shardwise.cost.states import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.measure.calibrate.least_squares import Fit, fit
 from shardwise.measure.calibrate.samples import AttentionSample, DeviceSamples, ProductSample, StepSample

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.cost.memory import DeviceMemory, memory_of_rank
+from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.measure.compare.causes import Evidence, cause_of
 from shardwise.measure.compare.flights import SentBytes, sent_bytes, unlike
 from shardwise.measure.compare.labels import DIMENSIONS

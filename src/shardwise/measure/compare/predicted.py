@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.memory import DeviceMemory
+from shardwise.cost.memory.device import DeviceMemory
 from shardwise.cost.network import network, spanned
 from shardwise.cost.step_parts import step_parts
 from shardwise.cost.traffic import collective_price

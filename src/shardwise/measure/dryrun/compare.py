@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.memory import memory_of_rank
+from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.operators import head_operators, layer_operators
 from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.stage_time import layer_shape

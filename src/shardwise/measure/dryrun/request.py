@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.cost.memory import device_memories
+from shardwise.cost.memory.device import device_memories
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

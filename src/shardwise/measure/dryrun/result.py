@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.memory import DeviceMemory
-from shardwise.cost.room import room_of
+from shardwise.cost.memory.device import DeviceMemory
+from shardwise.cost.memory.room import room_of
 from shardwise.spec.job import Job
 
 RECEIVE = "receive"  # the other half of a message; beside the kinds of `CollectiveKind`

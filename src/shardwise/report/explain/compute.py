@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.cost.communication.pipeline import bubble_share
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
-from shardwise.cost.in_flight import SOURCES
+from shardwise.cost.memory.in_flight import SOURCES
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, Grid
 from shardwise.report.explain.quantity import flop_rate, flops, number, seconds, share

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shardwise.cost.activations import (
+from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
     layer_saved_tensors,
 )
-from shardwise.cost.states import state_bytes
+from shardwise.cost.memory.states import state_bytes
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, Grid
 from shardwise.report.explain.quantity import Quantity, number, share, size

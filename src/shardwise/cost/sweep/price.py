@@ -10,14 +10,14 @@ from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.data import SentParameters, data_lines, wire_bytes
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.stage_time import optimizer_seconds
-from shardwise.cost.tables.book import CollectiveBook
-from shardwise.cost.tables.columns import ColumnBook, ColumnClass
-from shardwise.cost.tables.group import Group
-from shardwise.cost.tables.offloaded import Offloaded, by_row
-from shardwise.cost.tables.parts import PartBook
-from shardwise.cost.tables.row_table import RowTable
-from shardwise.cost.tables.rows import row_tables
-from shardwise.cost.tables.stacking import joined_rows, stacked_contents, stacked_sharding
+from shardwise.cost.sweep.book import CollectiveBook
+from shardwise.cost.sweep.columns import ColumnBook, ColumnClass
+from shardwise.cost.sweep.group import Group
+from shardwise.cost.sweep.offloaded import Offloaded, by_row
+from shardwise.cost.sweep.parts import PartBook
+from shardwise.cost.sweep.row_table import RowTable
+from shardwise.cost.sweep.rows import row_tables
+from shardwise.cost.sweep.stacking import joined_rows, stacked_contents, stacked_sharding
 from shardwise.layout.stages import embedding_on_both_ends
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.passing import head_weights, loss_moment_bytes
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -222,20 +221,11 @@ def head_activation_bytes(job: Job) -> float:
     return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + made
 
 
-def logits_temporary_bytes(job: Job) -> float:
-    """Logits besides those kept, alive while the loss is computed."""
-    if job.stack.loss == "pieces":
-        return loss_moment_bytes(job)
-    element = _sizes(job).element
-    per_logit = {
-        "parallel": element,  # the 16-bit logits beside their fp32 softmax
-        "copied": 4.0,  # an fp32 copy beside the softmax; the 16-bit logits are gone by then
-        "plain": 8.0,  # backward: the gradients after and before the logarithm of the softmax, in fp32
-        "fused": 0.0,  # their gradient is written over them
-    }
-    return logits_bytes(job, per_logit[job.stack.loss])
-
-
 def logits_bytes(job: Job, per_logit: float) -> float:
     """All logits of a microbatch on one device."""
     return per_logit * job.microbatch_tokens * job.model.vocab / job.strategy.tp
+
+
+def head_weights(job: Job) -> float:
+    """Of the output projection, on one device."""
+    return job.model.vocab * job.model.hidden / job.strategy.tp

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.cost.less_communication import kept_bytes, moved_bytes
-from shardwise.cost.states import Sharding
+from shardwise.cost.memory.states import Sharding
 from shardwise.layout.groups import RankRun, expert_runs, expert_tensor_runs, group_runs
 from shardwise.layout.sharding import expert_shards, sums_once
 from shardwise.layout.stages import RankContents

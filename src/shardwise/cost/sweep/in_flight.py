@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.tables.group import Group, ScheduleChoice
+from shardwise.cost.sweep.group import Group, ScheduleChoice
 from shardwise.pipeline import chunks_per_rank, peak_chunks_in_flight
 
 if TYPE_CHECKING:

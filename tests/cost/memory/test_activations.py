@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job
-from shardwise.cost.activations import (
+from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
     layer_saved_tensors,
 )
-from shardwise.cost.memory import peak_memory
+from shardwise.cost.memory.device import peak_memory
 from shardwise.interop.jobs import read_job
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -181,7 +181,7 @@ def test_a_parallel_block_has_one_norm_output_and_one_dropout() -> None:
 
 # -- DeepSeek-V3 as published (arXiv 2412.19437) -----------------------------------------------------
 
-DEEPSEEK = Path(__file__).parents[2] / "examples" / "deepseek-v3-hgx-h800.yaml"
+DEEPSEEK = Path(__file__).parents[3] / "examples" / "deepseek-v3-hgx-h800.yaml"
 
 
 def test_deepseek_v3_keeps_what_its_report_says() -> None:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shardwise.cost.activations import (
+from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
 )
-from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
-from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.passing import (
+from shardwise.cost.memory.in_flight import chunks_in_flight
+from shardwise.cost.memory.offload import Travel
+from shardwise.cost.memory.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
+from shardwise.cost.memory.transient import (
     NOTHING_ABSENT,
     Absent,
     Moment,
+    divided_units,
+    gathered_bytes,
     gradients_absent,
     head_share,
+    kinds_of,
+    left_over,
     moments_of,
     reduces_in_turn,
+    transient_bytes,
 )
 from shardwise.cost.recompute import fully_recomputed_share, some_layers_stay_whole
-from shardwise.cost.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
-from shardwise.cost.temporary import kinds_of, passing_bytes
-from shardwise.cost.travel import Travel
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
@@ -95,7 +98,7 @@ def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory
         activations -= head_activation_bytes(job)
     if share:
         activations = _left_by_offload(job, contents, activations, moment)
-    communication, temporary = passing_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
+    communication, temporary = transient_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
     recomputed = 0.0 if moment == "loss" else _recomputed_layer_bytes(job, contents)
     late = recomputed if some_layers_stay_whole(job, contents) else 0.0
     absent = _gradients_absent(job, contents, states.gradients, moment)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from cost.builders import GPT, LLAMA, MLA_MOE, job
 from cost.jobs import valid_jobs
 from effort import examples
-from shardwise.cost.activations import head_activation_bytes, logits_temporary_bytes
-from shardwise.cost.memory import memory_of_rank, peak_memory
-from shardwise.cost.memory_timeline import AFTER, BETWEEN, MemoryOverTime, RankMemory, memory_over_time
+from shardwise.cost.memory.activations import head_activation_bytes
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.timeline import AFTER, BETWEEN, MemoryOverTime, RankMemory, memory_over_time
+from shardwise.cost.memory.transient import logits_temporary_bytes
 from shardwise.cost.prediction import predict
 from shardwise.cost.simulation import simulated_step
 from shardwise.report.memory_picture import memory_picture

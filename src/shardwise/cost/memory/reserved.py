@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from shardwise.cost.activations import logits_bytes
-from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import DeviceMemory
-from shardwise.cost.states import sharding_of
+from shardwise.cost.memory.activations import logits_bytes
+from shardwise.cost.memory.device import DeviceMemory
+from shardwise.cost.memory.in_flight import chunks_in_flight
+from shardwise.cost.memory.states import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.spec.job import Job
 

@@ -13,9 +13,9 @@ from shardwise.cost.communication.data import (
     sent_parameters,
     wire_bytes,
 )
-from shardwise.cost.states import Sharding
-from shardwise.cost.tables.book import CollectiveBook
-from shardwise.cost.tables.group import Group, sharding_columns, shards_of
+from shardwise.cost.memory.states import Sharding
+from shardwise.cost.sweep.book import CollectiveBook
+from shardwise.cost.sweep.group import Group, sharding_columns, shards_of
 from shardwise.layout.groups import expert_data_runs, group_runs
 from shardwise.layout.sharding import SharedRanks, dense_ranks, expert_ranks
 from shardwise.spec.job import Job

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from cost.builders import GPT, LLAMA, MOE, job
-from shardwise.cost.activations import (
+from shardwise.cost.memory.activations import (
     head_activation_bytes,
     layer_activation_bytes,
     layer_saved_tensors,
-    logits_temporary_bytes,
 )
-from shardwise.cost.memory import memory_of_rank, peak_memory
-from shardwise.cost.temporary import temporary_bytes
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.cost.validation.machines import machine
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Any
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
 from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
-from shardwise.cost.gathered import divided_units, gathered_bytes, left_over
+from shardwise.cost.memory.offload import Travel
+from shardwise.cost.memory.states import Sharding, rank_state_bytes
+from shardwise.cost.memory.transient import (
+    Absent,
+    Moment,
+    divided_units,
+    gathered_bytes,
+    gradients_absent,
+    head_share,
+    left_over,
+    moments_of,
+)
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
-from shardwise.cost.passing import Absent, Moment, gradients_absent, head_share, moments_of
-from shardwise.cost.states import Sharding, rank_state_bytes
-from shardwise.cost.tables.row_table import RankRows, RowTable
+from shardwise.cost.sweep.row_table import RankRows, RowTable
 from shardwise.cost.traffic import collective_price
-from shardwise.cost.travel import Travel
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
-from shardwise.cost.passing import Moment
+from shardwise.cost.memory.transient import Moment
 
 _LAYERS_HERE = {"loss": 1, "layer": 2}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cost.memory import DeviceMemory, device_memories, peak_memory
+from shardwise.cost.memory.device import DeviceMemory, device_memories, peak_memory
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes

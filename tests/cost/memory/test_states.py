@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost.builders import GPT, LLAMA, MOE, job
-from shardwise.cost.memory import memory_of_rank, per_gpu_memory_bytes
-from shardwise.cost.states import StateBytes, state_bytes
+from shardwise.cost.memory.device import memory_of_rank, per_gpu_memory_bytes
+from shardwise.cost.memory.states import StateBytes, state_bytes
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload
 from shardwise.spec.training import OPTIMIZERS, RECIPES
 
-POINTS = Path(__file__).parents[2] / "validation" / "memory_points.csv"
+POINTS = Path(__file__).parents[3] / "validation" / "memory_points.csv"
 
 
 def states(case: Job, rank: int = 0) -> float:

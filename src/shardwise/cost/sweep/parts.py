@@ -15,12 +15,11 @@ from shardwise.cost.communication.context import context_traffic
 from shardwise.cost.communication.expert import expert_traffic
 from shardwise.cost.communication.pipeline import message_traffic, tied_bytes, tied_traffic
 from shardwise.cost.communication.tensor import replicated_gradient_traffic, tensor_traffic
+from shardwise.cost.memory.states import Sharding
+from shardwise.cost.memory.transient import Moment, moments_of, transient_bytes
 from shardwise.cost.overlap import Pass, Window
-from shardwise.cost.passing import Moment, moments_of
-from shardwise.cost.states import Sharding
-from shardwise.cost.tables.group import Group, LayerChoice
-from shardwise.cost.tables.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
-from shardwise.cost.temporary import passing_bytes
+from shardwise.cost.sweep.group import Group, LayerChoice
+from shardwise.cost.sweep.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
 from shardwise.cost.traffic import Traffic
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
@@ -62,7 +61,7 @@ class Parts:
 
     figures: Array
     lines: Mapping[LineKey, Line]
-    passing_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]  # by kinds of layer, and whether with the head
+    transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]  # by kinds of layer, with a head or not
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ class PartBook:
             "buffers",
             (*common, base.cp, base.ep, base.pp > 1, method),
             lambda: {
-                (moment, kinds, has_head): sum(passing_bytes(jobs["none"], kinds, moment, has_head=has_head))
+                (moment, kinds, has_head): sum(transient_bytes(jobs["none"], kinds, moment, has_head=has_head))
                 for moment in moments_of(self._job.stack)
                 for kinds in KINDS
                 for has_head in (False, True)

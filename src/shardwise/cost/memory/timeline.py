@@ -1,9 +1,9 @@
-"""What lies in the memory of a device at every moment of a step, for the pipeline ranks whose figures differ.
+"""What lies in the memory of a device over a step, for the pipeline ranks whose figures differ.
 
-The parts are those of `cost.memory`, each while it exists: model states, buffers and the framework always;
-activations from the start of a forward to the end of its backward; what a pass holds for a moment, during that pass.
-So the peak is at most that of `cost.memory`, which adds up all parts, and less where they never meet. Where a stack
-makes gradients as they come (`cost.passing`), a pass is what it is at its fuller moment: at the loss, or in a layer.
+The parts are those of `memory.device`, each while it exists: model states, buffers and the framework always;
+activations from the start of a forward to the end of its backward; the transient memory of a pass during that pass. So
+the peak is at most that of `memory.device`, which adds up all parts, and less where they never meet. Where a stack
+makes gradients as they come (`memory.transient`), a pass is what it is at its fuller moment: at the loss or in a layer.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.cost.activations import head_activation_bytes, logits_temporary_bytes
-from shardwise.cost.gathered import gathered_bytes
-from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import (
+from shardwise.cost.memory.activations import head_activation_bytes
+from shardwise.cost.memory.device import (
     DeviceMemory,
     activation_bytes,
     memory_at_moments,
     memory_of_rank,
     travel_of,
 )
-from shardwise.cost.passing import TOGETHER, Moment, moments_of
+from shardwise.cost.memory.in_flight import chunks_in_flight
+from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.memory.transient import (
+    TOGETHER,
+    Moment,
+    gathered_bytes,
+    logits_temporary_bytes,
+    moments_of,
+    temporary_bytes,
+)
 from shardwise.cost.prediction import predict
 from shardwise.cost.simulation import step_timeline
-from shardwise.cost.states import sharding_of
-from shardwise.cost.temporary import temporary_bytes
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.pipeline import Action, ActionKind, Timeline, live_activations
 from shardwise.spec.job import Job
@@ -109,13 +114,13 @@ def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[floa
 
 
 class _Parts:
-    """Which parts of a rank's memory exist when; bytes as in `cost.memory`."""
+    """Which parts of a rank's memory exist when; bytes as in `cost.memory.device`."""
 
     def __init__(self, job: Job, rank: int, stages: int) -> None:
         self.contents, self.last_stage = rank_contents(job, rank), stages - 1
         self.whole = memory_of_rank(job, rank)
         microbatch, self.head = _kept_per_microbatch(job, self.contents)
-        # As in `cost.memory`, the chunks of a rank count alike; they differ where layers or experts are uneven.
+        # As in `cost.memory.device`, the chunks of a rank count alike; they differ where layers or experts are uneven.
         self.chunk = microbatch * job.strategy.pp / stages
         self.whole_gradient, self.whole_parameters = _gathered(job, self.contents)
         self.keeps_parameters = job.strategy.keep_parameters

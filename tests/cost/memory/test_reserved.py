@@ -10,14 +10,20 @@ from statistics import fmean
 import pytest
 
 from cost.builders import LLAMA, job
-from shardwise.cost.memory import memory_of_rank, peak_memory
-from shardwise.cost.reserved import FRAGMENTATION, LAUNCH_QUEUE, late_gradient_bytes, reserved_bytes, waiting_bytes
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.reserved import (
+    FRAGMENTATION,
+    LAUNCH_QUEUE,
+    late_gradient_bytes,
+    reserved_bytes,
+    waiting_bytes,
+)
 from shardwise.cost.validation.runs import read_runs
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from
 
-VALIDATION = Path(__file__).parents[2] / "validation"
+VALIDATION = Path(__file__).parents[3] / "validation"
 JOBS = {run.row_id: run.job for run in read_runs(VALIDATION / "training_runs.csv")}
 with (VALIDATION / "reserved.csv").open(newline="", encoding="utf-8") as file:
     MEASURED = list(csv.DictReader(file))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cost.memory.states import Sharding
 from shardwise.cost.overlap import PASSES
-from shardwise.cost.states import Sharding
-from shardwise.cost.tables.row_table import PER_ROW, RankRows, RowTable
+from shardwise.cost.sweep.row_table import PER_ROW, RankRows, RowTable
 from shardwise.layout.stages import RankContents
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from cost.jobs import valid_jobs
 from effort import examples
 from planner.cases import within
 from shardwise.cost.analysis import analyze
-from shardwise.cost.memory import peak_memory
-from shardwise.cost.room import fit_of, room_of
+from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.memory.room import fit_of, room_of
 from shardwise.cost.validation.residuals import error_bar, residuals
 from shardwise.cost.verdict import fitting_change
 from shardwise.planner.automatic import decided

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.communication.data import last_share
+from shardwise.cost.memory.transient import Moment, kinds_of, moments_of, reduces_in_turn
 from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
-from shardwise.cost.passing import Moment, moments_of, reduces_in_turn
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
-from shardwise.cost.tables.group import Group, groups_alike
-from shardwise.cost.tables.in_flight import chunks_of, microbatches_in_flight
-from shardwise.cost.tables.parts import PartBook
-from shardwise.cost.tables.probes import (
+from shardwise.cost.sweep.group import Group, groups_alike
+from shardwise.cost.sweep.in_flight import chunks_of, microbatches_in_flight
+from shardwise.cost.sweep.parts import PartBook
+from shardwise.cost.sweep.probes import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
     FORWARD,
@@ -21,8 +21,7 @@ from shardwise.cost.tables.probes import (
     SAVED,
     WEIGHT_GRADIENT,
 )
-from shardwise.cost.tables.row_table import PER_ROW, RankRows, RowTable
-from shardwise.cost.temporary import kinds_of
+from shardwise.cost.sweep.row_table import PER_ROW, RankRows, RowTable
 from shardwise.layout.stages import RankContents
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ class _RowBuilder:
         import numpy as np
 
         fixed = [
-            [parts.passing_bytes[moment, kinds_of(one), bool(one.has_head)] for parts in self.parts]
+            [parts.transient_bytes[moment, kinds_of(one), bool(one.has_head)] for parts in self.parts]
             for one in self.group.ranks
         ]
         passing: Array = np.array(fixed)[:, :, None, None] + (np.zeros_like(back) if moment == "loss" else back)

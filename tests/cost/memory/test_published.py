@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from cost.builders import GIB, job
-from shardwise.cost.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
-from shardwise.cost.in_flight import chunks_in_flight
-from shardwise.cost.memory import activation_bytes, memory_of_rank
+from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
+from shardwise.cost.memory.device import activation_bytes, memory_of_rank
+from shardwise.cost.memory.in_flight import chunks_in_flight
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 
-TABLE = Path(__file__).parents[2] / "validation" / "memory_points.csv"
+TABLE = Path(__file__).parents[3] / "validation" / "memory_points.csv"
 
 
 @dataclass(frozen=True)

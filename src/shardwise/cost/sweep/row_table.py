@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.overlap import Pass
-from shardwise.cost.tables.group import Group, Row
+from shardwise.cost.sweep.group import Group, Row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +22,7 @@ class RankRows:
     busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
     once_seconds: Array  # sent after the last microbatch
     saved_bytes: Array  # activations of one microbatch, those that offload may send away
-    activation_bytes: Array  # of all in flight; these two have an axis of moments (`cost.passing`) before
+    activation_bytes: Array  # of all in flight; these two have an axis of moments (`memory.transient`) before
     other_bytes: Array  # recomputed layer, buffers, temporaries
     in_flight: Array  # microbatches
     alone: Array  # 1 where no microbatch has gone back before that

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 
 from cost.jobs import valid_jobs
 from effort import examples
-from shardwise.cost.memory import device_memories, peak_memory
+from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.prediction import predict
-from shardwise.cost.tables.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
-from shardwise.cost.tables.price import TablePricer
+from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
+from shardwise.cost.sweep.price import TablePricer
 from shardwise.layout.stages import rank_kinds
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload

@@ -1,0 +1,287 @@
+"""Transient memory of a pass: logits, gradients on their way, communication buffers, gathered layers.
+
+Where a stack makes gradients as they come, a pass has two moments, at the loss and inside a layer; they never meet, so
+the fuller of them counts. Those terms are what this project's engine holds, operator by operator; `shardwise dryrun`
+traces it and compares.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from shardwise.collectives.arrays import maximum, minimum, select
+from shardwise.cost.memory.activations import head_weights, layer_saved_tensors, logits_bytes
+from shardwise.cost.memory.states import Sharding
+from shardwise.cost.operators import layer_operators
+from shardwise.cost.stage_time import layer_shape
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+from shardwise.spec.stack import Stack
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.techniques import SPLIT_BACKWARD
+from shardwise.spec.training import Recipe
+
+# Either all parts of a rank's memory are added up, or they are at each of two moments.
+Moment = Literal["together", "loss", "layer"]
+TOGETHER: tuple[Moment, ...] = ("together",)
+APART: tuple[Moment, ...] = ("loss", "layer")
+
+LOGITS_AT_ONCE = 2**27  # models/loss.py
+
+
+def moments_of(stack: Stack) -> tuple[Moment, ...]:
+    return APART if stack.gradients == "made" else TOGETHER
+
+
+def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
+    """Buffers of communication, and temporary tensors, at a moment; ``kinds`` of layer that the rank has."""
+    if moment == "together":
+        return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head)
+    if moment == "loss":
+        return 0.0, loss_moment_bytes(job) if has_head else 0.0
+    return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
+
+
+def kinds_of(contents: RankContents) -> tuple[bool, ...]:
+    """Whether layers have experts: the kinds of layer that a rank has."""
+    return tuple(moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count)
+
+
+def temporary_bytes(job: Job, *, has_head: bool) -> float:
+    """Logits while the loss is computed; where it is known of the stack, what gradients hold on their way as well."""
+    logits = logits_temporary_bytes(job) if has_head else 0.0
+    if job.stack.dummy_gradients:
+        at_the_head = logits + _head_gradient_bytes(job) if has_head else 0.0
+        return _dummy_gradient_bytes(job) + max(at_the_head, _activation_gradient_bytes(job))
+    if job.stack.gradients == "made":
+        return max(logits, layer_moment_bytes(job, _kinds(job)))
+    if job.stack.gated_activation == "separate":
+        return max(logits, _activation_gradient_bytes(job))
+    return logits
+
+
+def _dummy_gradient_bytes(job: Job) -> float:
+    """Empty gradients that Transformer Engine hands to autograd after a fused accumulation, one of every weight shape.
+
+    It caches them (pytorch/module/base.py, get_dummy_wgrad); router and head are not its modules.
+    """
+    shapes = {
+        (operator.columns, operator.inner)
+        for moe in _kinds(job)
+        for operator in layer_operators(job.model, layer_shape(job), moe=moe)
+        if operator.kind == "product" and not operator.wide
+    }
+    return 2 * sum(columns * inner for columns, inner in shapes)
+
+
+def _head_gradient_bytes(job: Job) -> float:
+    """Gradients of the head's weights (Megatron-Core, tensor_parallel/layers.py) and of its input, in 16 bit."""
+    weights = job.model.vocab * job.model.hidden / job.strategy.tp
+    return 2 * (weights + job.model.hidden * job.microbatch_tokens)
+
+
+def _activation_gradient_bytes(job: Job) -> float:
+    """The gradient of an MLP's activation inputs beside those inputs, of the widest kind of layer."""
+    return max(
+        tensor.bytes
+        for moe in _kinds(job)
+        for tensor in layer_saved_tensors(job, moe=moe)
+        if tensor.name.endswith("activation inputs")
+    )
+
+
+def _kinds(job: Job) -> tuple[bool, ...]:
+    """Whether layers have experts: the kinds of layer that the model has."""
+    model = job.model
+    if not model.moe_layers:
+        return (False,)
+    return (True,) if model.moe_layers == model.layers else (False, True)
+
+
+def communication_buffer_bytes(job: Job) -> float:
+    """Buffers that tensors pass through on their way between devices."""
+    model, strategy, recipe = job.model, job.strategy, job.training.recipe
+    tokens = job.microbatch_tokens
+    region = tokens / strategy.tp if strategy.sequence_parallel else tokens
+    hidden = model.hidden * recipe.communication
+    buffers = 0.0
+    if strategy.tp > 1 and strategy.sequence_parallel:
+        buffers += hidden * tokens  # the gathered input of the linear layer in use
+    if strategy.pp > 1:
+        buffers += 2 * hidden * region  # one activation received, one gradient
+    if strategy.cp > 1:
+        buffers += 2 * _key_value_bytes(job) * (strategy.cp if strategy.context_method == "all-gather" else 1)
+    if strategy.ep > 1 and model.moe:
+        buffers += 2 * hidden * region * model.moe.top_k  # sent and received tokens
+    return buffers
+
+
+def _key_value_bytes(job: Job) -> float:
+    model, tensor = job.model, job.strategy.tp
+    heads = model.heads if model.mla else model.key_value_heads
+    per_token = heads / min(tensor, heads) * (model.query_key_dim + model.value_dim)
+    return per_token * job.microbatch_tokens * job.training.recipe.communication
+
+
+def logits_temporary_bytes(job: Job) -> float:
+    """Logits besides those kept, alive while the loss is computed."""
+    if job.stack.loss == "pieces":
+        return loss_moment_bytes(job)
+    element = job.training.recipe.activation
+    per_logit = {
+        "parallel": element,  # the 16-bit logits beside their fp32 softmax
+        "copied": 4.0,  # an fp32 copy beside the softmax; the 16-bit logits are gone by then
+        "plain": 8.0,  # backward: the gradients after and before the logarithm of the softmax, in fp32
+        "fused": 0.0,  # their gradient is written over them
+    }
+    return logits_bytes(job, per_logit[job.stack.loss])
+
+
+def loss_moment_bytes(job: Job) -> float:
+    """Logits of some tokens, the gradients of the head and of its input.
+
+    The gradient of the weights is summed over the pieces in fp32, which `head_activation_bytes` has, and rounded at the
+    end, when no logits are left. With tensor parallelism the whole head input is beside its gradient.
+    """
+    weights, tokens, element = head_weights(job), job.microbatch_tokens, job.training.recipe.activation
+    rows = job.model.vocab / job.strategy.tp
+    logits = min(tokens, max(1, LOGITS_AT_ONCE // rows)) * rows
+    states = tokens * job.model.hidden * element
+    narrow = element < 4
+    if job.strategy.tp > 1:
+        return max(element * weights, (4 + element * narrow) * logits) + 2 * states
+    return max(element * weights, (4 + element) * logits) + states
+
+
+def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
+    """The most that the backward pass of a layer makes beyond what it frees, of the kinds of layer that there are."""
+    return max((_layer_bytes(job, moe) for moe in kinds), default=0.0)
+
+
+def _layer_bytes(job: Job, moe: bool) -> float:
+    model, strategy, element = job.model, job.strategy, job.training.recipe.activation
+    tokens, tp = job.microbatch_tokens, job.strategy.tp
+    region = tokens / tp if strategy.sequence_parallel else tokens
+    # Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last product and
+    # its gradient have been exchanged for each other.
+    more = 4 if model.gated else 1
+    wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
+    if moe and model.moe:
+        routed = tokens / tp * model.moe.top_k
+        shared = more * tokens * model.moe.shared_ffn / tp
+        wide = max(routed * model.moe.ffn, 2 * routed * model.hidden / more, shared / more)
+        held = model.moe.experts / strategy.ep / strategy.expert_tensor_parallel
+        last_product = model.moe.ffn * model.hidden * held
+    gathered = 2 * tokens * model.hidden - tokens * model.ffn / tp if tp > 1 and not moe else 0.0
+    made = max(more * wide, gathered) + region * model.hidden
+    return element * made + job.training.recipe.gradient * last_product
+
+
+def gathered_bytes(
+    contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "together", *, tied: bool = False
+) -> Any:
+    """Whole layers that sharded data parallelism holds for a moment.
+
+    ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
+    it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
+    does not reshard its root, which backward would gather again at once.
+    """
+    unit = divided_units(contents, sharding, tied=tied)
+    if recipe.fp32_shards:
+        return gathered_at(unit, sharding, recipe, moment) + _travelling(unit, sharding, moment)
+    gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
+    parameters = (select(sharding.keep_parameters, unit.layers, 2 * unit.layer) + unit.ends) * recipe.gathered
+    return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
+
+
+def divided_units(contents: RankContents, sharding: Sharding, *, tied: bool) -> Units:
+    """What is gathered and reduced together. Experts that no other device holds are whole already."""
+    alone = sharding.offload.weights + sharding.offload.gradients > 0  # then they come and go by units all the same
+    dense, experts = (alone | (shards > 1) for shards in (sharding.shards, sharding.expert_shards))
+    layers = contents.layer_matrices * dense + contents.experts * experts
+    ends = contents.others * dense
+    both_ends = contents.has_embedding * contents.has_head * (not tied)
+    return units(layers, contents.layers, ends, contents.has_embedding, both_ends)
+
+
+class Units(NamedTuple):
+    """Parameters that FSDP gathers and reduces together: of all layers, of one, and of an end of the model."""
+
+    layers: Any
+    layer: Any
+    ends: Any
+    end: Any
+    has_embedding: Any
+
+
+def units(layers: Any, number: Any, ends: Any, has_embedding: Any, both_ends: Any) -> Units:
+    return Units(layers, layers / maximum(1, number), ends, ends / select(both_ends, 2, 1), has_embedding)
+
+
+def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:
+    """Whole parameters and gradients that FSDP holds.
+
+    At the loss the head, the last layer on its way, and what the pass before has left. In a layer itself and the next,
+    and what was reduced before it and is waited for.
+    """
+    parameters = unit.end + unit.layer if moment == "loss" else 2 * unit.layer
+    parameters = select(sharding.keep_parameters, unit.layers + unit.ends, parameters) * recipe.gathered
+    gathered = (sharding.zero == 3) * parameters
+    if moment == "loss":
+        return gathered + left_over(unit, sharding, recipe)
+    reduced = maximum(unit.layer, unit.end) * recipe.gradient if sharding.gradients_sharded else 0.0
+    return gathered + (sharding.zero >= 2) * reduced
+
+
+def _travelling(unit: Units, sharding: Sharding, moment: Moment) -> Any:
+    """fp32 shards of one layer that come to be gathered, and in the backward pass of one whose gradients leave."""
+    share = sharding.offload.weights + (sharding.offload.gradients if moment == "layer" else 0.0)
+    return 4 * share * unit.layer / sharding.shards
+
+
+def left_over(unit: Units, sharding: Sharding, recipe: Recipe) -> Any:
+    """The last whole gradient that a backward pass reduces, which FSDP lets go with the first of the next pass."""
+    if not sharding.gradients_sharded:
+        return 0.0
+    last = select(unit.has_embedding, unit.end, unit.layer)
+    return (sharding.zero >= 2) * last * recipe.gradient
+
+
+class Absent(NamedTuple):
+    """Gradients that are not there when most else is, before a first microbatch has gone back.
+
+    ``whole``: ZeRO reduces those of a single microbatch layer by layer: they are never all there. ``growing``: they
+    grow as the activations of a microbatch shrink, and the fuller end counts; replicas without ZeRO keep the memory
+    that they are summed in. The gradient of the head is there after a first loss.
+    """
+
+    whole: Any
+    growing: Any
+
+    def not_yet(self, late: Any, of_a_microbatch: Any) -> Any:
+        """Bytes of what grows while the activations of a microbatch go: of gradients, and ``late`` ones, of a layer
+        that is brought back when layers behind it, which are not recomputed, have gone."""
+        return minimum(self.growing + late, of_a_microbatch)
+
+
+NOTHING_ABSENT = Absent(0.0, 0.0)
+
+
+def gradients_absent(gradients: Any, zero: Any, strategy: Strategy, in_turn: bool) -> Absent:
+    """``strategy`` for its degrees alone; layers are reduced ``in_turn`` while the only backward pass goes."""
+    divided, alone = zero >= 1, strategy.gradient_group == 1
+    kept = gradients * (zero == 0) * alone
+    if in_turn:
+        return Absent(gradients * divided, kept)
+    return Absent(0.0 * gradients, gradients * divided + kept)
+
+
+def reduces_in_turn(pp: int, schedule: str, microbatches: Any) -> Any:
+    """A schedule that makes weight gradients later reduces them later, all at once."""
+    return (microbatches == 1) & (pp == 1 or schedule not in SPLIT_BACKWARD)
+
+
+def head_share(contents: RankContents, *, tied: bool) -> Any:
+    """Of a rank's gradients those of the head, which a backward pass makes first."""
+    ends = contents.others / contents.total
+    return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)
