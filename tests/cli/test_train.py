@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +125,7 @@ SMALL = (
     *("--model", "tiny", "--cluster", "laptop:2", "--dp", "2"),
     *("--seq", "32", "--global-batch", "4", "--precision", "fp32"),
 )
+OFFLOADED = ["--set", "strategy.offload={optimizer: 1, target: nvme, folder: /no/where}"]
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
@@ -142,6 +145,9 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
         (["--set", "training.tokens=1e6", "--set", "run.steps=many"], "run.steps: 'many' is not"),
         (["--set", "run.data.weights=[1]"], "run.data.weights: 1 weights for 0 shards"),
         (["--cluster", "laptop:512", "--dp", "512", "--global-batch", "512"], "512 processes on"),
+        (["--set", "run.data.stage=memory", "--set", "run.data.stage_limit=1kB"], "more than stage_limit allows"),
+        (["--set", "run.data.stage=memory", "--set", "run.data.validation=[/no]"], "/no.idx: is not there"),
+        (OFFLOADED, "strategy.offload.folder: /no/where: No such file or directory; make it"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -149,6 +155,21 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path: Path, arguments:
     line = error_line(run("train", *SMALL, "--run-folder", str(tmp_path / "run"), *arguments))
     assert said in line
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_run_cannot_write_is_said_before_anything_starts(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "metrics.jsonl").mkdir(parents=True)
+    assert "metrics.jsonl: cannot be written" in error_line(run("train", *SMALL, "--run-folder", str(folder)))
+    (folder / "metrics.jsonl").rmdir()
+    (folder / "tensorboard").touch()
+    assert "tensorboard: cannot be written" in error_line(run("train", *SMALL, "--run-folder", str(folder)))
+
+
+def test_shards_that_have_no_room_where_they_are_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    staged = ["--set", "run.data.stage=memory", "--run-folder", str(tmp_path / "run")]
+    assert "of shards, and 1,000 B are free in /dev/shm" in error_line(run("train", *SMALL, *staged))
 
 
 @pytest.mark.parametrize(

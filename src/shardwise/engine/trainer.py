@@ -20,6 +20,7 @@ from shardwise.engine.meetings import LateSums, OuterSteps
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named, sent
 from shardwise.engine.offload.activations import offload_activations
+from shardwise.engine.offload.folder import may_offload
 from shardwise.engine.offload.states import GRADIENT, MASTER
 from shardwise.engine.offload.store import Store
 from shardwise.engine.patterns import Patterns
@@ -70,8 +71,7 @@ class Trainer(ABC, Generic[Given]):
         data.start()
         self.parameters = held(stages.values())
         offload = job.strategy.offload
-        may_offload = offload.any or "optimizer" in job.run.automatic
-        self.store = Store(offload, device) if may_offload else None
+        self.store = Store(offload, device) if may_offload(job) else None
         self.optimizer = build_optimizer(
             [(one.name, one.parameter) for one in self.parameters], job.training, masters=data.masters,
             store=self.store, offload=offload,

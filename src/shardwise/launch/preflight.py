@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, room_of, tight_words
+from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.remedy import what_would_fit
@@ -41,6 +42,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
     if here:
         _require_places(job)
         require_packages("train", *TRAINING)
+        require_folder(job)
         if job.run.logging.wandb is not None:
             require_packages("run.logging.wandb", "wandb")
         if job.run.start_from is not None:

@@ -19,6 +19,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.train.checkpoint.find import companions_at
 from shardwise.train.metrics.predicted import write_prediction
+from shardwise.train.metrics.recorder import require_places
 from shardwise.train.run_folder import RunFolder
 
 
@@ -44,6 +45,7 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise SpecError(str(folder.path), problem, "make room, or choose another folder") from None
+    require_places(job, folder.path)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwise.engine.engine import Engine
+from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.offload.states import MASTER
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.values import divided_as
@@ -85,6 +86,7 @@ def verify(
     optimization = replace(job.training.optimization, epsilon=max(EPSILON, job.training.optimization.epsilon))
     job = replace(job, training=replace(job.training, precision="fp32", optimizer="adamw", optimization=optimization))
     require_devices(device, job.strategy.world)
+    require_folder(job)
     require_memory(job, steps, available_bytes())
     own_pool = pool or Pool(PRELOAD)
     try:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from shardwise.engine.offload.folder import FIELD, folder_of, nameless_file
 from shardwise.engine.offload.lanes import Copy, Lanes
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
@@ -139,12 +138,9 @@ class _File:
     """One file without a name; regions of it are read and written at their places by several threads."""
 
     def __init__(self, folder: str | None) -> None:
-        self.folder = Path(folder or tempfile.gettempdir())
+        self.folder = folder_of(folder)
         self.size = 0
-        self._file: Any = self._guarded(self._nameless)
-
-    def _nameless(self) -> Any:
-        return tempfile.TemporaryFile(dir=self.folder, buffering=0)
+        self._file = nameless_file(self.folder)
 
     def grow(self, size: int) -> int:
         start, self.size = self.size, self.size + size
@@ -162,7 +158,7 @@ class _File:
         except OSError as error:
             problem = f"{self.folder}: {error.strerror or error}"
             remedy = "free some of it, or name another folder"
-            raise SpecError("strategy.offload.folder", problem, remedy) from None
+            raise SpecError(FIELD, problem, remedy) from None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

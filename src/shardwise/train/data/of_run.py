@@ -15,7 +15,7 @@ from shardwise.train.data.corpus import standard_library
 from shardwise.train.data.mixture import Mixture
 from shardwise.train.data.pair import Pair, Tokens, open_pair
 from shardwise.train.data.samples import Stream
-from shardwise.train.data.stage import staged
+from shardwise.train.data.stage import require_staging, staged
 
 CORPUS = "corpus"
 _PROBED_TOKENS = 2**16  # of each part, read before a run starts: whether the vocabulary has them
@@ -36,6 +36,8 @@ def check_data(job: Job) -> list[str]:
     trained = [open_pair(name) for name in data.shards] or [_to_be_built()]
     others = [open_pair(name) for name in data.validation]
     training, evaluated = _mixtures(job, trained, others)
+    built = 0 if data.shards else trained[0].tokens.nbytes
+    require_staging([Path(one) for one in (*data.shards, *data.validation)], built, data.stage, data.stage_limit)
     for stream in [*training.streams, *(evaluated.streams if evaluated else [])]:
         stream.known(stream.begin, stream.begin + min(stream.tokens, _PROBED_TOKENS))
     if evaluated is None or others:

@@ -24,13 +24,37 @@ def staged(prefixes: Sequence[Path], where: str, limit_bytes: float) -> list[Pat
     """
     if where == "none":
         return list(prefixes)
-    files = [path for prefix in prefixes for path in _files(prefix)]
-    needed = sum(path.stat().st_size for path in files)
-    if needed > limit_bytes:
-        problem = f"{readable_bytes(needed)} of shards, more than stage_limit allows ({readable_bytes(limit_bytes)})"
+    _require_limit(_bytes_of(prefixes), limit_bytes)
+    return [_copied(prefix, _root(where)) for prefix in prefixes]
+
+
+def require_staging(prefixes: Sequence[Path], built_bytes: int, where: str, limit_bytes: float) -> None:
+    """Before a process starts: raises SpecError for shards, with ``built_bytes`` not built yet, that have no room."""
+    if where == "none":
+        return
+    _require_limit(_bytes_of(prefixes) + built_bytes, limit_bytes)
+    root = _root(where)
+    copied = _bytes_of([one for one in prefixes if not _folder(one, root).exists()]) + built_bytes
+    free = shutil.disk_usage(root.parent).free
+    if copied > free:
+        problem = f"{readable_bytes(copied)} of shards, and {readable_bytes(free)} are free in {root.parent}"
+        raise SpecError("run.data.stage", problem, "stage: none, or make room")
+
+
+def _require_limit(needed_bytes: int, limit_bytes: float) -> None:
+    if needed_bytes > limit_bytes:
+        allowed = readable_bytes(limit_bytes)
+        problem = f"{readable_bytes(needed_bytes)} of shards, more than stage_limit allows ({allowed})"
         raise SpecError("run.data.stage", problem, "stage: none, or a higher stage_limit")
-    root = _MEMORY if where == "memory" and _MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return [_copied(prefix, root / f"shardwise-{os.getuid()}") for prefix in prefixes]
+
+
+def _bytes_of(prefixes: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for prefix in prefixes for path in _files(prefix))
+
+
+def _root(where: str) -> Path:
+    place = _MEMORY if where == "memory" and _MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return place / f"shardwise-{os.getuid()}"
 
 
 def _files(prefix: Path) -> list[Path]:
@@ -38,10 +62,14 @@ def _files(prefix: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+def _folder(prefix: Path, root: Path) -> Path:
+    """Where the copy of a pair is, as long as the pair does not change."""
+    facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(prefix)]
+    return root / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
 def _copied(prefix: Path, root: Path) -> Path:
-    files = _files(prefix)
-    facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    folder = root / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    files, folder = _files(prefix), _folder(prefix, root)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (folder / ".lock").open("w") as lock:

@@ -10,6 +10,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,8 @@ class MetricLines:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / NAME
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=MOST_WAITING)
-        try:
-            cut_after(self.path, step or -1)  # what comes before the first step comes again
-            self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror})"
-            raise SpecError(str(self.path), problem, "make room, or choose another folder") from None
+        self._file = open_lines(self.path)
+        cut_after(self.path, step or -1)  # what comes before the first step comes again
 
     def cut_after(self, step: int) -> None:
         """Forgets later steps: the run has gone back."""
@@ -66,6 +63,15 @@ class MetricLines:
         except OSError:
             pass
         return False
+
+
+def open_lines(path: Path) -> FileIO:
+    """The file to append to; raises SpecError where it cannot be written."""
+    try:
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+        raise SpecError(str(path), problem, "make room, or choose another folder") from None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 from shardwise.cost.flops import flops_per_token
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.metrics.lines import MetricLines, missing_steps, read_lines, spelled_ranges
+from shardwise.train.metrics.lines import NAME, MetricLines, missing_steps, open_lines, read_lines, spelled_ranges
 from shardwise.train.metrics.predicted import read_prediction
-from shardwise.train.metrics.tensorboard import EventFile
+from shardwise.train.metrics.tensorboard import EventFile, make_folder
+
+TENSORBOARD = "tensorboard"
 
 
 class Sink(Protocol):
@@ -69,10 +71,17 @@ class Recorder:
             sink.close()
 
 
+def require_places(job: Job, folder: Path) -> None:
+    """Before a process starts: raises SpecError where rank 0 could not record."""
+    open_lines(folder / NAME).close()
+    if job.run.logging.tensorboard:
+        make_folder(folder / TENSORBOARD)
+
+
 def _sinks(job: Job, folder: Path, step: int) -> list[Sink]:
     sinks: list[Sink] = []
     if job.run.logging.tensorboard:
-        sinks.append(EventFile(folder / "tensorboard"))
+        sinks.append(EventFile(folder / TENSORBOARD))
         if step:
             sinks[-1].forget_after(step)
     if job.run.logging.wandb is not None:

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -20,17 +20,29 @@ from shardwise.spec.errors import SpecError
 _START = 1  # SessionLog.START: readers forget what they have of this step and later ones
 
 
+@contextlib.contextmanager
+def _guarded(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+        raise SpecError(str(folder), problem, "make room, or run.logging.tensorboard: false") from None
+
+
+def make_folder(folder: Path) -> None:
+    """The folder for event files; raises SpecError where it cannot be made."""
+    with _guarded(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 class EventFile:
     """A new file in ``folder``; readers take all files there together."""
 
     def __init__(self, folder: Path) -> None:
+        make_folder(folder)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with _guarded(folder):
             self._file = (folder / name).open("ab", buffering=0)
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror})"
-            raise SpecError(str(folder), problem, "make room, or run.logging.tensorboard: false") from None
         self._write(_bytes(3, b"brain.Event:2"))
 
     def forget_after(self, step: int) -> None:

@@ -1,0 +1,36 @@
+"""The file that offloading to a disk takes; it has no name, and so goes with the process that has it open."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+
+FIELD = "strategy.offload.folder"
+
+
+def folder_of(folder: str | None) -> Path:
+    return Path(folder or tempfile.gettempdir())
+
+
+def nameless_file(folder: Path) -> IO[bytes]:
+    """Raises SpecError where none can be made."""
+    try:
+        return tempfile.TemporaryFile(dir=folder, buffering=0)
+    except OSError as error:
+        raise SpecError(FIELD, f"{folder}: {error.strerror or error}", "make it, or name another folder") from None
+
+
+def may_offload(job: Job) -> bool:
+    """Whether ranks need a store: what is `auto` may come to it later."""
+    return job.strategy.offload.any or "optimizer" in job.run.automatic
+
+
+def require_folder(job: Job) -> None:
+    """Before a process starts: raises SpecError where a rank could not make its file."""
+    offload = job.strategy.offload
+    if may_offload(job) and offload.target == "nvme":
+        nameless_file(folder_of(offload.folder)).close()
