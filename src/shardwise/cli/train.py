@@ -15,7 +15,7 @@ from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight, preflight
-from shardwise.launch.resumed import finished_at, place_for, require_same_run
+from shardwise.launch.resumed import finished_at, place_for, require_going_on, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
@@ -134,6 +134,8 @@ def _make_ready(job: Job, folder: RunFolder, checked: Preflight, parsed: argpars
         print(f"note: {note}", file=sys.stderr)
     step = finished_at(job, folder)
     if step is None:
+        if not parsed.print_torchrun:
+            require_going_on(job, folder)
         prepare(job, folder, checked, folder_of_model(_named_model(parsed)))
         return True
     if parsed.json:

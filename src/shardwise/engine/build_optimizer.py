@@ -32,9 +32,7 @@ def build_optimizer(
     groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            kind = training.optimizer
-            if kind == "muon" and not is_hidden_matrix(name, parameter):
-                kind = "adamw"
+            kind = kind_for(name, parameter, training.optimizer)
             groups.setdefault((kind, decays(name, parameter)), []).append((name, parameter))
     return LocalOptimizer(
         [
@@ -46,6 +44,11 @@ def build_optimizer(
         store,
         offload,
     )
+
+
+def kind_for(name: str, parameter: nn.Parameter, optimizer: str) -> str:
+    """The optimizer that updates a parameter, by its name in the whole model."""
+    return "adamw" if optimizer == "muon" and not is_hidden_matrix(name, parameter) else optimizer
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

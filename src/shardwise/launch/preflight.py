@@ -46,7 +46,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         if job.run.logging.wandb is not None:
             require_packages("run.logging.wandb", "wandb")
         if job.run.start_from is not None:
-            require_start(job.model, Path(job.run.start_from))
+            _require_weights(job, Path(job.run.start_from))
     notes = check_data(job) if here else []
     price = candidate(job)
     require_fits(job)
@@ -67,6 +67,13 @@ def require_fits(job: Job) -> None:
     needed, there = readable_bytes(peak_memory(job).total), readable_bytes(room_of(job).usable_bytes)
     problem = f"a device needs {needed}, {job.cluster.device.name} has {there}"
     raise DoesNotFit("strategy", problem, what_would_fit(job))
+
+
+def _require_weights(job: Job, source: Path) -> None:
+    from shardwise.train.checkpoint.expected import require_weights  # with torch, which who only asks does without
+
+    require_start(job.model, source)
+    require_weights(job.model, source)
 
 
 def _require_places(job: Job) -> None:

@@ -96,6 +96,13 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
     return [f"{one} when this run was saved: it continues from there" for one in (*differences(job, folder), *changed)]
 
 
+def require_going_on(job: Job, folder: RunFolder) -> None:
+    """Raises SpecError where ranks would find that the run in the folder has not what the job goes on with."""
+    from shardwise.train.checkpoint.expected import require_resumable
+
+    require_resumable(job, folder.checkpoints)
+
+
 def finished_at(job: Job, folder: RunFolder) -> int | None:
     """The step of a whole checkpoint with which the run has done all that the job asks for; None where steps are left.
 

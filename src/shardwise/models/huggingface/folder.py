@@ -23,6 +23,7 @@ from shardwise.spec.model import Model
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_TO_BF16 = "convert the checkpoint to bf16 first"
 
 
 class Folder:
@@ -56,8 +57,15 @@ class Folder:
         place = self._place(name)
         found = {self._stored(place, theirs).get_dtype() for theirs in place.names}
         if len(found) > 1 or not found <= DTYPES.keys():
-            raise SpecError(name, f"is stored as {', '.join(sorted(found))}", "convert the checkpoint to bf16 first")
+            raise SpecError(name, f"is stored as {', '.join(sorted(found))}", _TO_BF16)
         return DTYPES[found.pop()]
+
+    def require(self, name: str) -> None:
+        """Raises SpecError where a tensor could not be read; nothing of it is."""
+        place = self._place(name)
+        for theirs in place.names:
+            if (found := self._stored(place, theirs).get_dtype()) not in DTYPES:
+                raise SpecError(theirs, f"is stored as {found}", _TO_BF16)
 
     def _place(self, name: str) -> TensorPlace:
         if name == "head.weight" and self.model.tied_embeddings:
@@ -69,7 +77,7 @@ class Folder:
     def _read(self, place: TensorPlace, theirs: str, slices: Slices) -> Tensor:
         tensor: Tensor = self._stored(place, theirs)[place.stored_slices(slices)]
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
-            raise SpecError(theirs, f"is stored as {tensor.dtype}", "convert the checkpoint to bf16 first")
+            raise SpecError(theirs, f"is stored as {tensor.dtype}", _TO_BF16)
         return place.from_stored(tensor, slices)
 
     def _stored(self, place: TensorPlace, theirs: str) -> Any:

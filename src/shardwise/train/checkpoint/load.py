@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,29 @@ import torch.distributed as dist
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.train.checkpoint.folder import CheckpointFolder, step_of
-from shardwise.train.checkpoint.manifest import NAME, Manifest, read_manifest
+from shardwise.train.checkpoint.manifest import NAME, Manifest, Shard, read_manifest
 from shardwise.train.checkpoint.numbers import TO_RESUME
-from shardwise.train.checkpoint.shards import ShardReader, checked, mislabelled
-from shardwise.train.checkpoint.state import Kept, expect, kept, take_numbers
+from shardwise.train.checkpoint.shards import ShardReader, checked, mislabelled, shortened
+from shardwise.train.checkpoint.state import BUFFER, WEIGHT, Kept, expect, kept, take_numbers
 
-_WEIGHTS = ("weight/", "buffer/")
+_OF_MODEL = (WEIGHT, BUFFER)
+_WEIGHTS = tuple(f"{kind}/" for kind in _OF_MODEL)
+_TRAINED = "use the model that was trained"
+_MISSING = "use its optimizer and strategy.synchronise, or start from its weights in another folder: run.start_from"
 
 
 def problems_of(
-    folder: Path, *, rank: int = 0, world: int = 1, progress: Callable[[int], None] = lambda size: None
+    folder: Path,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    progress: Callable[[int], None] = lambda size: None,
+    contents: bool = True,
 ) -> list[str]:
-    """What is wrong with a checkpoint's files; of several ranks each looks at some of them."""
+    """What is wrong with a checkpoint's files; of several ranks each looks at some of them.
+
+    Without their ``contents``, only what takes no time to find out: which files there are, how long, and of what.
+    """
     try:
         manifest = read_manifest(folder)
     except SpecError as error:
@@ -36,10 +47,14 @@ def problems_of(
     mine = sorted(manifest.files)[rank::world]
     entries = manifest.entries()
     found = [
-        (name, checked(folder / name, manifest.files[name], progress) or mislabelled(folder / name, entries[name]))
-        for name in mine
+        (name, _problem(folder / name, manifest.files[name], progress, contents) or mislabelled(folder / name, wanted))
+        for name, wanted in ((name, entries[name]) for name in mine)
     ]
     return [f"{folder / name}: {problem}" for name, problem in found if problem]
+
+
+def _problem(path: Path, wanted: Shard, progress: Callable[[int], None], contents: bool) -> str | None:
+    return checked(path, wanted, progress) if contents else shortened(path, wanted)
 
 
 def _missing(manifest: Manifest) -> list[str]:
@@ -71,16 +86,13 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     """Fills a trainer of any layout; raises SpecError, before a tensor is touched, for another model's checkpoint."""
     manifest = read_manifest(folder)
     if not weights_only:
-        if not manifest.numbers:
-            raise SpecError(
-                str(folder), "holds weights alone: no run can resume from them", "start from them: run.start_from"
-            )
+        require_run(manifest, folder)
         expect(trainer, manifest.numbers)
     wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]
     if weights_only:
         wanted = [replace(one, worker=0) for one in wanted]
     wanted = [one for one in wanted if not one.optional or _is_there(one, manifest)]
-    _require_same_model(manifest, wanted, folder)
+    require_tensors(manifest, ((one.saved_as, one.shape) for one in wanted), folder)
     reader = ShardReader(folder)
     try:
         for one in wanted:
@@ -99,16 +111,23 @@ def _is_there(one: Kept, manifest: Manifest) -> bool:
     return whole is not None and whole.shape == one.shape
 
 
-def _require_same_model(manifest: Manifest, wanted: Sequence[Kept], folder: Path) -> None:
-    for one in wanted:
-        whole = manifest.tensors.get(one.saved_as)
+def require_run(manifest: Manifest, folder: Path) -> None:
+    """Raises SpecError where a checkpoint is of weights that nobody was training."""
+    if not manifest.numbers:
+        remedy = "start from them in another folder: run.start_from"
+        raise SpecError(str(folder), "holds weights alone: no run can resume from them", remedy)
+
+
+def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, ...]]], folder: Path) -> None:
+    """Raises SpecError where a checkpoint has none of that name and shape for one of ``wanted``."""
+    for key, shape in wanted:
+        whole = manifest.tensors.get(key)
         if whole is None:
-            kind, _, name = one.saved_as.partition("/")
-            remedy = "the model, or the optimizer, of the checkpoint is another: start from its weights (start_from)"
-            raise SpecError(str(folder), f"has no {kind} of {name}", remedy)
-        if whole.shape != one.shape:
-            problem = f"{one.key} has the shape {list(whole.shape)}, this model's is {list(one.shape)}"
-            raise SpecError(str(folder), problem, "use the model that was trained")
+            kind, _, name = key.partition("/")
+            raise SpecError(str(folder), f"has no {kind} of {name}", _MISSING if kind not in _OF_MODEL else _TRAINED)
+        if whole.shape != shape:
+            problem = f"{key} has the shape {list(whole.shape)}, this model's is {list(shape)}"
+            raise SpecError(str(folder), problem, _TRAINED)
 
 
 def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> None:

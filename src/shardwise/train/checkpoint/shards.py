@@ -71,11 +71,9 @@ def _content(
 
 def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
     """What is wrong with a file; None where it is as it was written. ``progress`` hears of the bytes that were read."""
+    if problem := shortened(path, wanted):
+        return problem
     try:
-        if path.is_symlink() or not path.is_file():
-            return "is missing" if not path.is_symlink() else "is a link"
-        if path.stat().st_size != wanted.size:
-            return f"has {path.stat().st_size:,} bytes instead of {wanted.size:,}"
         checksum = hashlib.sha256()
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -84,6 +82,17 @@ def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda 
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"
+
+
+def shortened(path: Path, wanted: Shard) -> str | None:
+    """What is wrong with a file by its length; None where that is right."""
+    try:
+        if path.is_symlink() or not path.is_file():
+            return "is missing" if not path.is_symlink() else "is a link"
+        size = path.stat().st_size
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if size == wanted.size else f"has {size:,} bytes instead of {wanted.size:,}"
 
 
 def mislabelled(path: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:

@@ -20,7 +20,9 @@ from shardwise.engine.parts import Part, plain_name
 from shardwise.engine.trainer import Trainer
 from shardwise.train.checkpoint.boxes import Placed, Run, placed, taken
 
-WEIGHT = "weight"
+WEIGHT, BUFFER = "weight", "buffer"
+OUTER = ("outer_weight", "outer_momentum")
+OWN_STEPS = "steps/optimizer"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,15 @@ class Kept:
     @property
     def saved_as(self) -> str:
         """The name of the tensor in a checkpoint of the same run."""
-        return f"worker-{self.worker}/{self.key}" if self.worker else self.key
+        return saved_name(self.key, self.worker)
+
+
+def saved_name(key: str, worker: int) -> str:
+    return f"worker-{worker}/{key}" if worker else key
+
+
+def late_name(age: int) -> str:
+    return f"late_{age}"
 
 
 def kept(trainer: Trainer[Any]) -> list[Kept]:
@@ -63,7 +73,7 @@ def kept(trainer: Trainer[Any]) -> list[Kept]:
             found.append(Kept(key, one.part.shape, places, dtype, read, write, worker=worker))
     for name, buffer in _buffers(trainer):
         read, write = partial(_same, buffer), partial(_copy, buffer)
-        found.append(Kept(f"buffer/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write))
+        found.append(Kept(f"{BUFFER}/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write))
     return found + _feedback(trainer) + kept_by_meetings(trainer, lambda one: _name(one, tied))
 
 
@@ -80,11 +90,11 @@ def kept_by_meetings(trainer: Trainer[Any], name: Callable[[Held], str]) -> list
     for number, one in enumerate(trained):
         tensors: dict[str, Callable[[], Tensor]] = {}
         if outer is not None and outer.anchors:
-            tensors["outer_weight"] = partial(_same, outer.anchors[number])
-            tensors["outer_momentum"] = partial(_same, outer.momenta[number])
+            for state, values in zip(OUTER, (outer.anchors, outer.momenta), strict=True):
+                tensors[state] = partial(_same, values[number])
         for age in range(late.staleness if late is not None else 0):
             assert late is not None
-            tensors[f"late_{age}"] = partial(late.read, age, number)
+            tensors[late_name(age)] = partial(late.read, age, number)
         places = tuple(places_of(one))
         for state, read in tensors.items():
             write = partial(_copy_into, read)
@@ -94,7 +104,7 @@ def kept_by_meetings(trainer: Trainer[Any], name: Callable[[Held], str]) -> list
         step = counts[0].view(1)
         write = partial(_fill, counts)
         found.append(
-            Kept("steps/optimizer", (1,), tuple(_all(step)), step.dtype, partial(_same, step), write,
+            Kept(OWN_STEPS, (1,), tuple(_all(step)), step.dtype, partial(_same, step), write,
                  worker=worker_of(trainer))
         )  # fmt: skip
     return found
@@ -195,10 +205,15 @@ def _copy(target: Tensor, values: Tensor) -> None:
 
 def _buffers(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:
     for stage in trainer.stages.values():
-        lasting = set(stage.state_dict(keep_vars=True))
-        for name, buffer in stage.named_buffers():
-            if name in lasting and buffer.is_floating_point():
-                yield plain_name(name), buffer
+        yield from lasting_buffers(stage)
+
+
+def lasting_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are learned, by their names in the whole model."""
+    lasting = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers():
+        if name in lasting and buffer.is_floating_point():
+            yield plain_name(name), buffer
 
 
 def _all(tensor: Tensor) -> list[Placed]:
