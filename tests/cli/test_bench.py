@@ -75,10 +75,19 @@ def test_the_levels_of_a_network_and_the_world() -> None:
         (["collectives", "--levels", "moon"], "--levels"),
         (["collectives", "--max-bytes", "4"], "--min-bytes"),
         (["collectives", "--cluster", "dgx-h100:2"], "--cluster"),
+        (["collectives", "--seconds", "nan"], "--seconds: nan is no time"),
+        (["collectives", "--out", "/no/where.csv"], "--out: /no/where.csv cannot be written"),
+        (["collectives", "--plot", "/no/where.svg"], "--plot: /no/where.svg cannot be written"),
+        (["collectives", "--max-bytes", "100TB"], "--max-bytes: 2 ranks need at least"),
+        (["collectives", "--on", "cuda"], "--on: cuda is for ranks that torchrun starts"),
+        (["collectives", "--processes", "100000"], "--processes: 100,000 processes on"),
     ],
     ids=str,
 )
-def test_mistakes_are_told_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_in_one_line_before_a_process_starts(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.launch.pool.Pool.run", lambda *started, **how: pytest.fail("processes start"))
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

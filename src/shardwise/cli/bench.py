@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.measured_cluster import cluster_of_ranks, named_cluster
+from shardwise.cli.outputs import require_writable
 from shardwise.collectives.kinds import CollectiveKind
+from shardwise.engine.refuse import require_devices
+from shardwise.launch.preflight import require_cores
 from shardwise.launch.started import Started, started
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
-from shardwise.spec.units import parse
+from shardwise.spec.units import parse, readable_bytes
 
 if TYPE_CHECKING:
     from shardwise.launch.pool import Pool
@@ -40,6 +44,7 @@ def run(arguments: list[str]) -> int:
         raise SpecError("bench", f"{shown(parsed.what)} cannot be measured", nearest_name(parsed.what, WHAT))
     require_torch("bench")
     here = started()
+    _check(parsed, here)
     cluster = _cluster(parsed, here)
     wanted = _requests(parsed, cluster)
     if here is not None:
@@ -83,6 +88,27 @@ def _parser() -> Parser:
     return parser
 
 
+def _check(parsed: Namespace, here: Started | None) -> None:
+    """What is wrong with the flags by themselves and on this machine."""
+    for name in ("repeats", "warm_up"):
+        if getattr(parsed, name) < 1:
+            raise SpecError(f"--{name.replace('_', '-')}", f"{getattr(parsed, name)} is too few", "give 1 or more")
+    if not 0 < parsed.seconds < math.inf:
+        raise SpecError("--seconds", f"{parsed.seconds:g} is no time", "give some seconds, such as 3")
+    for flag, path in (("--out", parsed.out), ("--plot", parsed.plot)):
+        if path is not None and (here is None or here.rank == 0):
+            require_writable(Path(path), flag)
+    if here is not None:
+        require_devices(parsed.on, here.ranks_per_host)
+        return
+    if parsed.on == "cuda":
+        raise SpecError(
+            "--on", "cuda is for ranks that torchrun starts", "torchrun --nproc-per-node N -m shardwise ..."
+        )
+    if parsed.emulate is None:
+        require_cores("--processes", parsed.processes, "give fewer, or run torchrun on several hosts")
+
+
 def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
     if parsed.emulate is not None:
         emulation = Emulation.parse(parsed.emulate, "--emulate")
@@ -100,11 +126,10 @@ def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
 def _requests(parsed: Namespace, cluster: Cluster) -> list[Request]:
     from shardwise.measure.collectives.request import SMALLEST_BYTES, levels_of, requests, sizes_between
 
-    for name in ("repeats", "warm_up"):
-        if getattr(parsed, name) < 1:
-            raise SpecError(f"--{name.replace('_', '-')}", f"{getattr(parsed, name)} is too few", "give 1 or more")
     smallest = _bytes(parsed.min_bytes, "--min-bytes", SMALLEST_BYTES)
     largest = _bytes(parsed.max_bytes, "--max-bytes", _largest(cluster.devices))
+    if started() is None:
+        _require_room(largest, cluster.devices)
     if smallest > largest:
         raise SpecError("--min-bytes", f"{smallest} B is more than the largest, {largest} B", "give less")
     kinds = [CollectiveKind.parse(one) for one in parsed.kinds.split(",")] if parsed.kinds else list(CollectiveKind)
@@ -151,6 +176,16 @@ def _bytes(text: str | None, field: str, otherwise: int) -> int:
     return size
 
 
+def _require_room(size: int, ranks: int) -> None:
+    """Refuses what this machine surely has no memory for: every rank holds what it sends and what it gets."""
+    from shardwise.measure.verify import available_bytes
+
+    free = available_bytes()
+    if free is not None and 2 * size * ranks > free:
+        needed, there = readable_bytes(2 * size * ranks), readable_bytes(free)
+        raise SpecError("--max-bytes", f"{ranks} ranks need at least {needed}, {there} are free", "give less")
+
+
 def _largest(ranks: int) -> int:
     from shardwise.measure.verify import available_bytes
 
@@ -194,12 +229,12 @@ def _report(parsed: Namespace, measured: Sequence[Measured]) -> int:
     from shardwise.report.collectives_bench import measured_csv, measured_data, print_measured
     from shardwise.report.collectives_picture import collectives_picture
 
-    for path, text in ((parsed.out, measured_csv), (parsed.plot, collectives_picture)):
+    for flag, path, text in (("--out", parsed.out, measured_csv), ("--plot", parsed.plot, collectives_picture)):
         if path is not None:
             try:
                 Path(path).write_text(text(measured), encoding="utf-8")
             except OSError as error:
-                raise SpecError("--out", f"{path} cannot be written ({error.strerror})", "give another name") from None
+                raise SpecError(flag, f"{path} cannot be written ({error.strerror})", "give another name") from None
     if parsed.json:
         print(json.dumps(measured_data(measured), indent=2))
     else:

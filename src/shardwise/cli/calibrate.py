@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch, whole
 from shardwise.cli.measured_cluster import cluster_of_ranks, named_cluster
+from shardwise.cli.outputs import require_writable
 from shardwise.launch.started import Started, started
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
@@ -66,7 +67,7 @@ def _measure(parsed: argparse.Namespace, here: Started | None) -> int:
 
     path, writes = Path(parsed.out or CLUSTER), here is None or here.rank == 0
     if writes:
-        _require_writable(path)
+        require_writable(path, "--out")
     emulation = None if parsed.emulate is None else Emulation.parse(parsed.emulate, "--emulate")
     if emulation is not None:
         require_emulation()
@@ -149,11 +150,6 @@ def _rounded(data: Any) -> Any:
     if isinstance(data, list):
         return [_rounded(value) for value in data]
     return float(f"{data:.4g}") if isinstance(data, float) else data
-
-
-def _require_writable(path: Path) -> None:
-    if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-        raise SpecError("--out", f"{path} cannot be written", "give another name")
 
 
 def _recut(run_name: str, out: str | None, *, as_json: bool) -> int:

@@ -12,6 +12,7 @@ _EXAMPLE = """
 shardwise verify --model tiny --cluster laptop:4 --tp 2 --pp 2 --global-batch 8 --seq 64
 """
 STEPS, PROCESSES = 3, 8
+LARGEST_SEED = 10**12  # data draws from a million times as much, in 64 bits
 
 
 def run(arguments: list[str]) -> int:
@@ -34,6 +35,10 @@ def run(arguments: list[str]) -> int:
     parsed = parser.parse(arguments)
     _require_positive("--steps", parsed.steps)
     _require_positive("--max-processes", parsed.max_processes)
+    if not parsed.tolerance >= 0:
+        raise SpecError("--tolerance", f"{parsed.tolerance:g} is no deviation", "use 0 or more, such as 1e-5")
+    if abs(parsed.seed) > LARGEST_SEED:
+        raise SpecError("--seed", f"{parsed.seed} is out of range", f"use a number up to {LARGEST_SEED:,}")
     job = job_from(parsed, runs_here=True)
     require_torch("verify")
 

@@ -87,9 +87,14 @@ def _require_places(job: Job) -> None:
             raise SpecError("cluster", error.problem, remedy) from None
         return
     cores = len(os.sched_getaffinity(0))
-    if world > PROCESSES_PER_CORE * cores:
-        remedy = f"plan for laptop:{cores}, or --print-torchrun for several hosts"
-        raise SpecError("cluster", f"{world:,} processes on {cores} cores", remedy)
+    require_cores("cluster", world, f"plan for laptop:{cores}, or --print-torchrun for several hosts")
+
+
+def require_cores(field: str, processes: int, remedy: str) -> None:
+    """Raises SpecError for more processes than the cores of this machine can share."""
+    cores = len(os.sched_getaffinity(0))
+    if processes > PROCESSES_PER_CORE * cores:
+        raise SpecError(field, f"{processes:,} processes on {cores} cores", remedy)
 
 
 def _require_host_memory(job: Job, needed_bytes: float) -> None:
