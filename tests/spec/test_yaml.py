@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from effort import examples
+from shardwise.cost.validation.table import read_table
+from shardwise.interop.frameworks.files import read_text
+from shardwise.interop.huggingface import read_config
 from shardwise.interop.jobs import read_job
 from shardwise.spec import Cluster, Device, Job, Link, Model, SpecError, presets
 from shardwise.spec.files import parse_yaml, read_yaml
@@ -115,7 +119,14 @@ def refused(text: str | bytes, folder: Path) -> SpecError:
         ("", "holds no fields"),
         ("model: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
         ("a: *nowhere\n", "undefined alias"),
-        ("[" * 5000, "malformed YAML"),
+        ("[" * 100_000, "nested more than 100 levels deep"),
+        ("[" * 900 + "]" * 900, "nested more than 100 levels deep"),
+        ("\n".join(" " * i + "a:" for i in range(900)), "nested more than 100 levels deep"),
+        ("".join(f"k{i}: 1\n" for i in range(150_000)), "more than 100,000 values"),
+        ("? [1, 2]\n: 3\n", "a key should be text line 1"),
+        ("model: !!int abc\n", "'abc' is no whole number line 1"),
+        ("model: 2020-99-99\n", "'2020-99-99' is no date line 1"),
+        ("model: {layers: " + "9" * 5000 + "}\n", "is no whole number line 1"),
         ("model: gpt2\n---\nmodel: gpt2\n", "malformed YAML"),
         (b"\xff\xfe\x00bad", "cannot be read (not text in UTF-8)"),
         (b"name: \x80\n", "cannot be read (not text in UTF-8)"),
@@ -134,7 +145,29 @@ def test_aliases_that_explode_or_hold_themselves_are_refused(tmp_path: Path) -> 
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     for text in ("\n".join(lines), "model: &m [*m]\n"):
-        assert "aliases make it more than 1,000,000 values" in refused(text, tmp_path).problem
+        assert "aliases make it more than 100,000 values" in refused(text, tmp_path).problem
+
+
+def test_aliases_that_nest_without_end_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 150))]
+    assert "aliases nest it more than 100 levels deep" in refused("\n".join(lines), tmp_path).problem
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_a_device_that_never_ends_is_no_file(device: str) -> None:
+    readers: list[Callable[[str], object]] = [read_yaml, read_text, lambda path: read_config(Path(path))]
+    for read in (*readers, lambda path: read_table(path, (), "runs")):
+        with pytest.raises(SpecError, match=r"larger than|too large|not text|not JSON|not a CSV"):
+            read(device)
+
+
+def test_what_is_not_there_is_named_as_in_a_file(tmp_path: Path) -> None:
+    assert str(refused("model: {~: 1}\ncluster: laptop\n", tmp_path)).startswith("model.null: unknown field")
+    fields = MODEL.replace("layers: 4", "layers: ~").replace("\n", ", ")
+    assert "layers: null is not a whole number" in str(refused(f"model: {{{fields}}}\ncluster: laptop\n", tmp_path))
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(SpecError, match=r"empty.yaml: holds no fields; it should describe a model"):
+        Job.from_dict({"model": str(tmp_path / "empty.yaml"), "cluster": "laptop"})
 
 
 def test_a_file_that_is_not_there_a_folder_and_one_too_large(tmp_path: Path) -> None:

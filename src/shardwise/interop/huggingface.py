@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.interop.families import ALIASES, FAMILIES
 from shardwise.interop.keys import Config, Family
 from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.files import bounded_text
 from shardwise.spec.model import Model
 
 _MAX_BYTES = 16 * 2**20
@@ -92,9 +93,10 @@ def read_config(path: Path) -> Any:
     """The content of a ``config.json``, or of the one in a folder; raises SpecError for what is none."""
     try:
         path = path / "config.json" if path.is_dir() else path
-        if path.stat().st_size > _MAX_BYTES:
+        text = bounded_text(path, _MAX_BYTES)
+        if text is None:
             raise SpecError("config", f"{shown(str(path))} is larger than {_MAX_BYTES >> 20} MiB", "name a config.json")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text)
     except FileNotFoundError:
         raise SpecError("config", f"{shown(str(path))} is not there", "check the path") from None
     except OSError as error:

@@ -11,8 +11,10 @@ import yaml
 from shardwise.spec.errors import SpecError, shown
 
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MAX_BYTES = 16 * 2**20
-_MAX_VALUES = 10**6
+_MOST_CHARACTERS = 16 * 2**20
+_MOST_VALUES = 100_000
+_DEEPEST = 100  # the loader, and much that walks over what it made, calls itself once for every level
+_KINDS = {"int": "whole number", "float": "number", "timestamp": "date", "binary": "base64 text"}
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]
@@ -21,12 +23,29 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
         for key_node, _ in node.value:
-            key = key_node.value if isinstance(key_node.value, str) else None
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key should be text", key_node.start_mark)
+            key = key_node.value
             if key in seen and key != "<<":
                 line = key_node.start_mark.line + 1
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice, line {line}", None)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, OverflowError):
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{shown(node.value)} is no {_KINDS.get(kind, kind)}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+def bounded_text(path: Path, most: int) -> str | None:
+    """The text of a file; None where it has more than ``most`` characters: a device may never end."""
+    with path.open(encoding="utf-8") as file:
+        text = file.read(most + 1)
+    return text if len(text) <= most else None
 
 
 def read_yaml(path: Path | str, what: str = "file") -> Any:
@@ -35,11 +54,7 @@ def read_yaml(path: Path | str, what: str = "file") -> Any:
     try:
         if path.is_dir():
             raise SpecError(what, f"{shown(str(path), 300)} is a folder", "name the file inside it")
-        if path.stat().st_size > _MAX_BYTES:
-            raise SpecError(
-                what, f"{shown(str(path), 300)} is larger than {_MAX_BYTES >> 20} MiB", "is it a YAML file?"
-            )
-        text = path.read_text(encoding="utf-8")
+        text = bounded_text(path, _MOST_CHARACTERS)
     except SpecError:
         raise
     except FileNotFoundError:
@@ -47,34 +62,51 @@ def read_yaml(path: Path | str, what: str = "file") -> Any:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not text in UTF-8"
         raise SpecError(what, f"{shown(str(path), 300)} cannot be read ({reason})", "check the file") from None
+    if text is None:
+        size = f"{_MOST_CHARACTERS >> 20} MiB"
+        raise SpecError(what, f"{shown(str(path), 300)} is larger than {size}", "is it a YAML file?")
     return parse_yaml(text, what=f"{what} {path}")
 
 
 def parse_yaml(text: str, what: str = "text") -> Any:
     """The document in ``text`` as plain data."""
     try:
+        _check_size(text, what)
         data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "it does not parse"
         raise SpecError(what, f"malformed YAML: {problem} {where}", "correct that line") from None
-    except (RecursionError, ValueError, TypeError) as error:
-        raise SpecError(what, f"malformed YAML: {shown(str(error))}", "correct the file") from None
-    if _values_in(data, {}) > _MAX_VALUES:
-        raise SpecError(what, f"aliases make it more than {_MAX_VALUES:,} values", "write them out")
+    values, depth = _extent(data, {})
+    if values > _MOST_VALUES:
+        raise SpecError(what, f"aliases make it more than {_MOST_VALUES:,} values", "write them out")
+    if depth > _DEEPEST:
+        raise SpecError(what, f"aliases nest it more than {_DEEPEST} levels deep", "write them out")
     return data
 
 
-def _values_in(data: Any, counted: dict[int, float]) -> float:
-    """Values of a document with its aliases written out; infinite where one holds itself."""
+def _check_size(text: str, what: str) -> None:
+    """Refuses what would take long to load, or more stack than there is, before anything is made of it."""
+    values = depth = 0
+    for event in yaml.parse(text, Loader=_BaseLoader):
+        values += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise SpecError(what, f"is nested more than {_DEEPEST} levels deep", "is it a file of this project?")
+        if values > 2 * _MOST_VALUES:  # a key and what it says
+            raise SpecError(what, f"holds more than {_MOST_VALUES:,} values", "is it a file of this project?")
+
+
+def _extent(data: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+    """Values and depth of a document with its aliases written out; infinite where one holds itself."""
     if not isinstance(data, (dict, list)):
-        return 1
-    if id(data) not in counted:
-        counted[id(data)] = math.inf
-        inner = data.values() if isinstance(data, dict) else data
-        counted[id(data)] = 1 + sum(_values_in(item, counted) for item in inner)
-    return counted[id(data)]
+        return 1, 0
+    if id(data) not in known:
+        known[id(data)] = (math.inf, math.inf)
+        inner = [_extent(item, known) for item in (data.values() if isinstance(data, dict) else data)]
+        known[id(data)] = (1 + sum(values for values, _ in inner), 1 + max((depth for _, depth in inner), default=0))
+    return known[id(data)]
 
 
 class _Dumper(yaml.SafeDumper):

@@ -44,7 +44,9 @@ def load(kind: str, cls: type[S], name: str) -> S:
     """A preset by name, or the user's own file of that kind."""
     if looks_like_file(name):
         data = files_beside(read_yaml(name, "file"), Path(name).parent)
-        if isinstance(data, Mapping) and "name" not in data:
+        if not isinstance(data, Mapping):
+            raise SpecError(Path(name).name, "holds no fields", f"it should describe a {kind}")
+        if "name" not in data:
             data = {**data, "name": Path(name).stem}
         return cls.from_dict(data, path=Path(name).name)
     noun: Any = cls

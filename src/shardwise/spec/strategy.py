@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from shardwise.spec.codec import Spec, count, quantity, reference
-from shardwise.spec.errors import SpecError
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.less_communication import (
     Compression,
     Synchronise,
@@ -115,7 +115,7 @@ class Strategy(Spec):
         if sorted(self.order) != sorted(DIMENSIONS):
             raise SpecError(
                 "order",
-                f"{list(self.order)} does not name tp, cp, dp and pp once each",
+                f"{shown(list(self.order))} does not name tp, cp, dp and pp once each",
                 "write it like [tp, cp, dp, pp]",
             )
         if self.interleave > 1 and self.schedule != "interleaved":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import bounded_text
 
 # The tables that come with the package; the rest of the folder is read by tests and by the documents.
 FOLDER = Path(__file__).with_name("tables")
 SCORED = ("training_runs", "collectives", "pipeline_bubble")
+_MOST_CHARACTERS = 16 * 2**20
 # What people write into a cell that has nothing to say.
 _BLANK = ("", "-", "—", "?", "na", "n/a", "nan", "none", "null", "unknown")
 
@@ -99,10 +102,14 @@ def read_table(path: Path | str, columns: Sequence[str], what: str) -> list[Row]
 
 def _read(path: Path | str) -> tuple[tuple[str, ...], list[Row]]:
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = [Row(row) for row in reader]
-            return tuple(name.strip() for name in reader.fieldnames or ()), rows
+        text = bounded_text(Path(path), _MOST_CHARACTERS)
+        if text is None:
+            raise SpecError(
+                "table", f"{shown(str(path))} is larger than {_MOST_CHARACTERS >> 20} MiB", "is it a table?"
+            )
+        reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
+        rows = [Row(row) for row in reader]
+        return tuple(name.strip() for name in reader.fieldnames or ()), rows
     except FileNotFoundError:
         raise SpecError("table", f"{shown(str(path))} is not there", "check the path") from None
     except (OSError, UnicodeDecodeError, csv.Error):

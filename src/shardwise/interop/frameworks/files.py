@@ -10,6 +10,7 @@ from shardwise.interop.frameworks.documents import MOST_CHARACTERS
 from shardwise.interop.frameworks.parts import Imported
 from shardwise.interop.frameworks.target import Target
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import bounded_text
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
 
@@ -41,9 +42,10 @@ def read_text(path: Path | str) -> str:
     try:
         if path.is_dir():
             raise SpecError("configuration", f"{shown(str(path))} is a folder", "name the file inside it")
-        if path.stat().st_size > MOST_CHARACTERS:
+        text = bounded_text(path, MOST_CHARACTERS)
+        if text is None:
             raise SpecError("configuration", f"{shown(str(path))} is too large", "is it a configuration?")
-        return path.read_text(encoding="utf-8")
+        return text
     except FileNotFoundError:
         raise SpecError("configuration", f"{shown(str(path))} is not there", "check the path") from None
     except (OSError, ValueError) as error:
