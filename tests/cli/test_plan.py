@@ -95,6 +95,28 @@ def test_a_file_that_plan_did_not_write_is_not_replaced(tmp_path: Path) -> None:
     assert planned(tmp_path).status == planned(tmp_path).status == 0  # its own it replaces
 
 
+def test_a_file_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.symlink_to(path)
+    assert "--output" in (line := error_line(planned(tmp_path))) and "Errno" not in line
+    path.unlink()
+    path.write_bytes(bytes(range(256)))
+    assert "not written by plan" in error_line(planned(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt2"])
+def test_a_search_that_is_stopped_at_once_has_an_answer(model: str) -> None:
+    command = f"plan --model {model} --cluster dgx-h100:4 --output - --time-limit 1e-9s --json"
+    data = json.loads(run(*command.split()).out)
+    assert all(one["least_memory_bytes"] > 0 for one in data["families"])
+
+
+def test_what_a_plan_has_from_its_stack_is_noted(tmp_path: Path) -> None:
+    result = planned(tmp_path, "--dispatch", "deduplicated", "--set", "strategy.overlap.tp=true")
+    assert "note: strategy.dispatch is not taken" in result.out
+    assert "note: strategy.overlap.tp is not taken" in result.out
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -122,6 +144,14 @@ def test_a_file_that_plan_did_not_write_is_not_replaced(tmp_path: Path) -> None:
         ("--output /nonexistent/job.yaml", "not a directory"),
         ("--top 0", "positive"),
         ("--microbatch 0", "out of range"),
+        ("--output .", "is a folder"),
+        ("--output /dev/zero", "not written by plan"),
+        ("--zero=--", "'--' is not a value"),
+        ("--why-not=--", "'--' is not a value"),
+        ("--set training=auto", "training: 'auto' should be a mapping of fields"),
+        ("--set strategy=bucket", "strategy: 'bucket' should be a mapping of fields"),
+        ("--set strategy.tpp=8", "strategy.tpp: unknown field; did you mean tp or pp?"),
+        ("--set strategy.overlap.cp=8", "neither true nor false"),
     ],
 )
 def test_a_mistake_gets_one_line(tmp_path: Path, flags: str, says: str) -> None:

@@ -28,6 +28,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """The parsed flags; an unknown one is named with its nearest neighbour."""
+        for one in arguments:
+            flag, _, value = one.partition("=")
+            if value == "--" and flag.startswith("--"):  # argparse would make an empty list of it
+                raise SpecError(flag, "'--' is not a value", f"see `{self.prog} --help`")
         known, unknown = self.parse_known_args(arguments)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

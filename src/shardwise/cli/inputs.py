@@ -15,6 +15,7 @@ from shardwise.cli.arguments import field_overrides
 from shardwise.cli.changes import changed, set_field, with_steps
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
+from shardwise.spec.automatic import without_auto
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
@@ -25,6 +26,7 @@ from shardwise.spec.packages import require_packages, torch_notes
 from shardwise.spec.processor import planned_precision_notes
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.stack import stack_from
+from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 from shardwise.spec.units import parse
 
@@ -73,9 +75,11 @@ def planning_job(arguments: argparse.Namespace, framework: str | None = None) ->
     fields, imported, notes = _job_fields(arguments, runs_here=True)
     if framework is not None:
         notes += _own_way(fields, framework)
-    given = fields.pop("strategy", None) or {}
+    given = _part(fields, "strategy")
+    Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # also what is not taken from it
+    notes += _not_taken(arguments)
     fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
-    training = dict(fields.get("training") or {})
+    training = _part(fields, "training")
     batch = training.pop("global_batch", None)
     model: Model = fields["model"]
     if "seq" not in training:
@@ -96,6 +100,12 @@ def planning_job(arguments: argparse.Namespace, framework: str | None = None) ->
         return job.unchecked(training=replace(job.training, global_batch=batch)), notes
     except SpecError as error:
         raise error.under("training") from None
+
+
+def _not_taken(arguments: argparse.Namespace) -> list[str]:
+    """A note for what flags say of the strategy though a plan has it from the stack."""
+    paths = (path for path in field_overrides(arguments) if path.startswith(("strategy.overlap", "strategy.dispatch")))
+    return [f"{path} is not taken: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
 
 
 def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
@@ -178,6 +188,14 @@ def _take_shorter_sequences(fields: dict[str, Any]) -> None:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields of one part of a job, none where it is left out."""
+    part = fields.get(name) or {}
+    if not isinstance(part, Mapping):
+        raise SpecError(name, f"{shown(part)} should be a mapping of fields", f"write its fields below {name}:")
+    return dict(part)
 
 
 def _is_named(arguments: argparse.Namespace, fields: Mapping[str, Any], kind: str) -> bool:

@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
         said = request_for(request, framework) if framework and not isinstance(found, Plan) else request
         answer = _answer(required(found, said), parsed, framework, wishes, notes, progress)
     if output is not None:
-        output.write_text(_HEADER + answer.plan.best.job.to_yaml(), encoding="utf-8")
+        _written(output, _HEADER + answer.plan.best.job.to_yaml())
     if parsed.json:
         from shardwise.report.plan_json import plan_data
 
@@ -299,7 +299,9 @@ def _output(text: str) -> Path | None:
         return None
     path = Path(text)
     try:
-        if path.exists() and not path.read_text(encoding="utf-8").startswith(_HEADER.strip()):
+        if path.is_dir():
+            raise SpecError("--output", f"{shown(text)} is a folder", "name a file in it, or - for none")
+        if path.exists() and not _is_a_plans(path):
             raise SpecError(
                 "--output", f"{shown(text)} exists and was not written by plan", "give another name, or - for none"
             )
@@ -307,6 +309,25 @@ def _output(text: str) -> Path | None:
             raise SpecError(
                 "--output", f"{shown(str(path.parent))} is not a directory", "make it, or give another name"
             )
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError("--output", f"{shown(text)} cannot be written ({error})", "give another name") from None
+    except SpecError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error) from None
     return path
+
+
+def _is_a_plans(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEADER)).startswith(_HEADER.strip().encode())
+
+
+def _written(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _not_written(path, error) from None
+
+
+def _not_written(path: Path, error: Exception) -> SpecError:
+    reason = getattr(error, "strerror", None) or "not a path"
+    return SpecError("--output", f"{shown(str(path))} cannot be written ({reason})", "give another name")

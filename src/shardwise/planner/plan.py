@@ -80,7 +80,8 @@ class Plan:
         for degrees, held in self.search.least_of_degrees.items():
             used = dimensions_used(degrees)
             least[used] = min(held, least.get(used, held))
-        fitting = [Family(used, one, least[used]) for used, one in first.items()]
+        # A search that was stopped may not have come to what was simulated for another reason.
+        fitting = [Family(used, one, least.get(used, one.memory.total)) for used, one in first.items()]
         fitting.sort(key=lambda one: one.best.seconds_per_token if one.best else 0.0)
         return (*fitting, *(Family(used, None, held) for used, held in least.items() if used not in first))
 

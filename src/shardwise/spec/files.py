@@ -14,7 +14,7 @@ _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_CHARACTERS = 16 * 2**20
 _MOST_VALUES = 100_000
 _DEEPEST = 100  # the loader, and much that walks over what it made, calls itself once for every level
-_KINDS = {"int": "whole number", "float": "number", "timestamp": "date", "binary": "base64 text"}
+_KINDS = {"int": "whole number", "float": "number", "timestamp": "date", "binary": "base64 string"}
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]
@@ -37,7 +37,7 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
             return super().construct_object(node, deep)
         except (ValueError, TypeError, OverflowError):
             kind = node.tag.rpartition(":")[2]
-            problem = f"{shown(node.value)} is no {_KINDS.get(kind, kind)}"
+            problem = f"{shown(node.value)} is not a {_KINDS.get(kind, kind)}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
