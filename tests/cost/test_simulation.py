@@ -15,6 +15,7 @@ from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.cost.prediction import Prediction, predict
 from shardwise.cost.simulation import pipeline_times, simulated_step
+from shardwise.cost.step_parts import step_parts
 from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
 from shardwise.pipeline import bubble_is_exact, bubble_seconds
 from shardwise.spec.job import Job
@@ -159,3 +160,11 @@ def _clocked(prediction: Prediction) -> float:
     begin = time.process_time()
     simulated_step(prediction)
     return time.process_time() - begin
+
+
+@pytest.mark.parametrize("changes", [{"peak": {"bf16": 1e-30}}, {"memory_bandwidth": 1e-12}])
+def test_rounding_makes_no_part_of_a_step_negative(changes: dict[str, Any]) -> None:
+    slow = pipelined("1f1b")
+    slow = replace(slow, cluster=replace(slow.cluster, device=replace(slow.cluster.device, **changes)))
+    for one in (slow, pipelined("1f1b", microbatches=1), pipelined("gpipe")):
+        assert min(step_parts(simulated_step(predict(one))).values()) >= 0

@@ -32,7 +32,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
     work = job.microbatches * sum(stage.microbatch_seconds for stage in stages) / len(stages)
     overhead = job.cluster.device.efficiency.step_seconds
     update = float(optimizer_seconds(job, prediction.last.contents, sharding_of(job.strategy)))
-    parts["bubble"] = step.pipeline_seconds - work - step.message_seconds
+    parts["bubble"] = _beyond_rounding(step.pipeline_seconds - work - step.message_seconds, step.pipeline_seconds)
     parts |= {"optimizer": update - overhead, "overhead": overhead}
     return {name: parts[name] for name in STEP_PARTS}
 
@@ -56,7 +56,13 @@ def _compute(job: Job, stage: RankPrediction) -> dict[str, float]:
     alone = seconds_by_kind(_launched_at_once(job), stage.contents)
     parts = {name: m * alone[kind] for name, kind in _KINDS.items()}
     whole = m * (compute.forward + compute.backward - compute.recomputed)
-    return {**parts, "launches": whole - sum(parts.values()), "recompute": m * compute.recomputed}
+    launches = _beyond_rounding(whole - sum(parts.values()), whole)
+    return {**parts, "launches": launches, "recompute": m * compute.recomputed}
+
+
+def _beyond_rounding(difference: float, of: float) -> float:
+    """What is left of ``of``; nothing where it is so little that only the rounding of its parts made it."""
+    return difference if abs(difference) > 1e-9 * of else 0.0
 
 
 def _launched_at_once(job: Job) -> Job:

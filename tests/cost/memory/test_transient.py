@@ -13,7 +13,7 @@ from shardwise.cost.memory.activations import (
     layer_activation_bytes,
     layer_saved_tensors,
 )
-from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.device import memory_at_moments, memory_of_rank, peak_memory
 from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.cost.validation.machines import machine
 from shardwise.layout.stages import rank_contents
@@ -167,3 +167,12 @@ def test_a_published_recipe_is_not_refused_on_its_device(
          "stack": "megatron-bridge"}
     )  # fmt: skip
     assert peak_memory(case).total <= case.cluster.device.memory
+
+
+@pytest.mark.parametrize("kept", ["16-bit", "fp32", "fp32 shards"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_nothing_gathered_is_less_than_nothing(kept: Any, zero: int) -> None:
+    stack = Stack(gradients="made", sharded_parameters=kept)
+    case = on(stack, job(replace(GPT, vocab=2**20), training={"global_batch": 8}, dp=8, zero=zero))
+    for memory in memory_at_moments(case, rank_contents(case, 0)).values():
+        assert memory.gathered >= 0

@@ -241,7 +241,7 @@ def _travelling(unit: Units, sharding: Sharding, moment: Moment) -> Any:
 
 def left_over(unit: Units, sharding: Sharding, recipe: Recipe) -> Any:
     """The last whole gradient that a backward pass reduces, which FSDP lets go with the first of the next pass."""
-    if not sharding.gradients_sharded:
+    if not (recipe.fp32_shards and sharding.gradients_sharded):
         return 0.0
     last = select(unit.has_embedding, unit.end, unit.layer)
     return (sharding.zero >= 2) * last * recipe.gradient
