@@ -11,7 +11,7 @@ from shardwise.collectives.shapes import Grid
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.network import network, spanned
 from shardwise.layout.groups import expert_data_runs, expert_runs, group_runs
-from shardwise.layout.ranks import rank_places
+from shardwise.layout.mesh import rank_places
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError

@@ -1,12 +1,64 @@
-"""The groups of ranks that communicate: as runs of ranks at equal distances, which a network is priced by."""
+"""Groups of ranks over any dimensions: as lists of ranks, and as runs at equal distances, which decide a price."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shardwise.layout.ranks import stride
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
+
+Division = tuple[tuple[int, ...], ...]  # all ranks, each in one group
+STAGE = ("tp", "cp", "dp")  # the dimensions over which the ranks of one pipeline stage spread
+_REMEDY = "choose degrees that divide each other"
+
+
+class GroupShape(NamedTuple):
+    """``degree`` of the ranks along ``dimensions``, innermost first, after a factor ``skip`` that others take."""
+
+    dimensions: tuple[str, ...]
+    skip: int
+    degree: int
+
+
+def along(strategy: Strategy, *dimensions: str) -> GroupShape:
+    """All ranks along some dimensions."""
+    return GroupShape(dimensions, 1, math.prod(map(strategy.degree, dimensions)))
+
+
+def expert_tensor_shape(strategy: Strategy) -> GroupShape:
+    """The ranks that split one expert's matrices: innermost of a stage."""
+    return GroupShape(STAGE, 1, strategy.expert_tensor_parallel)
+
+
+def expert_shape(strategy: Strategy) -> GroupShape:
+    """The ranks that one layer's experts are spread over."""
+    return GroupShape(STAGE, strategy.expert_tensor_parallel, strategy.ep)
+
+
+def expert_data_shape(strategy: Strategy) -> GroupShape:
+    """The ranks that hold the same experts: outermost of a stage."""
+    return GroupShape(STAGE, strategy.expert_tensor_parallel * strategy.ep, strategy.expert_data_parallel)
+
+
+def division(strategy: Strategy, shape: GroupShape) -> Division:
+    """The groups of a shape: every rank of the world in one of them."""
+    members = _members(group_runs(strategy, shape.dimensions))
+    firsts = _members(group_runs(strategy, [name for name in strategy.order if name not in shape.dimensions]))
+    block = shape.skip * shape.degree
+    if len(members) % block:
+        problem = f"{shape.degree} cuts across the {len(members)} ranks of {'·'.join(shape.dimensions)}"
+        raise SpecError("strategy", problem, _REMEDY)
+    return tuple(
+        sorted(
+            tuple(first + member for member in members[start + place : start + block : shape.skip])
+            for first in firsts
+            for start in range(0, len(members), block)
+            for place in range(shape.skip)
+        )
+    )
 
 
 class RankRun(NamedTuple):
@@ -19,7 +71,7 @@ class RankRun(NamedTuple):
 def group_runs(strategy: Strategy, dimensions: Sequence[str]) -> tuple[RankRun, ...]:
     """The ranks of one group over several dimensions, as runs, innermost first and merged where adjacent."""
     ordered = [name for name in strategy.order if name in dimensions]
-    return _merged([RankRun(strategy.stride(name), strategy.degree(name)) for name in ordered])
+    return _merged([RankRun(stride(strategy, name), strategy.degree(name)) for name in ordered])
 
 
 def _merged(runs: Sequence[RankRun]) -> tuple[RankRun, ...]:
@@ -41,9 +93,7 @@ def part_of(runs: Sequence[RankRun], skip: int, degree: int, field: str) -> tupl
         passed = min(skip, run.degree)
         here = min(degree, run.degree // passed)
         if run.degree % passed or skip % passed or (run.degree // passed) % here or degree % here:
-            raise SpecError(
-                field, f"{degree} cuts across the other dimensions", "choose degrees that divide each other"
-            )
+            raise SpecError(field, f"{degree} cuts across the other dimensions", _REMEDY)
         if here > 1:
             taken.append(RankRun(run.stride * passed, here))
         skip //= passed
@@ -51,20 +101,33 @@ def part_of(runs: Sequence[RankRun], skip: int, degree: int, field: str) -> tupl
     return _merged(taken)
 
 
+def shape_runs(strategy: Strategy, shape: GroupShape, field: str) -> tuple[RankRun, ...]:
+    """One group of a shape as runs; ``field`` is what to change where it has none."""
+    return part_of(group_runs(strategy, shape.dimensions), shape.skip, shape.degree, field)
+
+
 def expert_runs(strategy: Strategy) -> tuple[RankRun, ...]:
-    """The ranks that one layer's experts are spread over: ``expert_tp`` skipped, ``ep`` taken."""
-    ranks = group_runs(strategy, ("tp", "cp", "dp"))
-    return part_of(ranks, strategy.expert_tensor_parallel, strategy.ep, "strategy.ep")
+    return shape_runs(strategy, expert_shape(strategy), "strategy.ep")
 
 
 def expert_data_runs(strategy: Strategy) -> tuple[RankRun, ...]:
-    """The ranks that hold the same experts."""
-    ranks = group_runs(strategy, ("tp", "cp", "dp"))
-    inner = strategy.expert_tensor_parallel * strategy.ep
-    return part_of(ranks, inner, strategy.expert_data_parallel, "strategy.ep")
+    return shape_runs(strategy, expert_data_shape(strategy), "strategy.ep")
 
 
 def expert_tensor_runs(strategy: Strategy) -> tuple[RankRun, ...]:
-    """The ranks that split one expert's matrices."""
-    ranks = group_runs(strategy, ("tp", "cp", "dp"))
-    return part_of(ranks, 1, strategy.expert_tensor_parallel, "strategy.expert_tp")
+    return shape_runs(strategy, expert_tensor_shape(strategy), "strategy.expert_tp")
+
+
+def division_of(world: int, runs: Sequence[RankRun]) -> Division:
+    """All groups like the one of ``runs`` among the ranks of a world."""
+    members = _members(runs)
+    firsts = [rank for rank in range(world) if all(rank // run.stride % run.degree == 0 for run in runs)]
+    return tuple(tuple(first + member for member in members) for first in firsts)
+
+
+def _members(runs: Sequence[RankRun]) -> list[int]:
+    """The ranks of runs, counted from the first of them, in ascending order."""
+    found = [0]
+    for run in runs:
+        found = [far + near for far in range(0, run.stride * run.degree, run.stride) for near in found]
+    return found

@@ -1,51 +1,44 @@
-"""Who is who: for every rank its node, local rank and group in each dimension."""
+"""Where every rank is: its coordinate in each dimension, and its node.
+
+The first dimension of a strategy's order is the innermost: its neighbours are neighbouring ranks. Ranks of a node are
+numbered on end.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from shardwise.spec.job import Job
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """One rank: where it sits, its coordinate and its group (numbered) in every dimension."""
-
-    rank: int
-    node: int
-    local_rank: int
-    coordinates: dict[str, int]
-    groups: dict[str, int]
+from shardwise.spec.strategy import Strategy
 
 
-def rank_places(job: Job) -> list[RankPlace]:
-    """All ranks of the job, in order."""
-    return [_place(job, rank) for rank in range(job.strategy.world)]
-
-
-def _place(job: Job, rank: int) -> RankPlace:
-    strategy, node_devices = job.strategy, job.cluster.node_devices
-    coordinates: dict[str, int] = {}
-    groups: dict[str, int] = {}
+def stride(strategy: Strategy, dimension: str) -> int:
+    """Distance in ranks between neighbours of a dimension."""
+    distance = 1
     for name in strategy.order:
-        stride, degree = strategy.stride(name), strategy.degree(name)
-        coordinates[name] = rank // stride % degree
-        # Ranks of a group differ only in this coordinate: number the groups by what is left without it.
-        groups[name] = rank // (stride * degree) * stride + rank % stride
-    if job.model.moe is not None:
-        coordinates["ep"], groups["ep"] = _expert_place(job, coordinates, rank)
-    return RankPlace(rank, rank // node_devices, rank % node_devices, coordinates, groups)
+        if name == dimension:
+            break
+        distance *= strategy.degree(name)
+    return distance
 
 
-def _expert_place(job: Job, coordinates: dict[str, int], rank: int) -> tuple[int, int]:
-    """Expert coordinate and group: expert_tp innermost, then ep, over the stage's tp·cp·dp ranks."""
-    strategy = job.strategy
-    index, distance = 0, 1
-    for name in strategy.order:
-        if name != "pp":
-            index += coordinates[name] * distance
-            distance *= strategy.degree(name)
-    inner = strategy.expert_tensor_parallel
-    block = inner * strategy.ep
-    group = index // block * inner + index % inner
-    return index // inner % strategy.ep, coordinates["pp"] * (distance // strategy.ep) + group
+def coordinate(strategy: Strategy, dimension: str, rank: int) -> int:
+    return rank // stride(strategy, dimension) % strategy.degree(dimension)
+
+
+def coordinates(strategy: Strategy, rank: int) -> dict[str, int]:
+    """The coordinate of a rank in every dimension, innermost first."""
+    return {name: coordinate(strategy, name, rank) for name in strategy.order}
+
+
+def rank_at(strategy: Strategy, coordinates: Mapping[str, int]) -> int:
+    """The rank at these coordinates; those that are not named are 0."""
+    return sum(place * stride(strategy, name) for name, place in coordinates.items())
+
+
+def node_of(rank: int, node_devices: int) -> int:
+    return rank // node_devices
+
+
+def local_rank(rank: int, node_devices: int) -> int:
+    """The number of a rank on its own node."""
+    return rank % node_devices

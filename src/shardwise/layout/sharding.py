@@ -19,7 +19,7 @@ def expert_shards(strategy: Strategy, shards: int) -> float:
     """Devices that share one copy of expert states: expert data parallelism, cut like the ``shards`` of the dense."""
     if shards == 1:
         return 1.0
-    return max(1.0, strategy.expert_data_parallel * (shards / strategy.gradient_group))
+    return max(1.0, strategy.expert_data_parallel * shards / strategy.gradient_group)
 
 
 def sums_once(strategy: Strategy, shards: int) -> bool:

@@ -15,7 +15,7 @@ from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.cost.verdict import Change, best_change, bottleneck
-from shardwise.layout.ranks import rank_places
+from shardwise.layout.mesh import rank_places
 from shardwise.planner.remedy import what_would_fit
 from shardwise.report.campaign import campaign_data
 
