@@ -220,17 +220,16 @@ def _told(outcome: Outcome, job: Job, folder: RunFolder, parsed: argparse.Namesp
     """The end of a run in figures, and the status for the shell."""
     from shardwise.report.training import print_summary
 
-    found = _summary(folder)
-    if parsed.json:
-        print(json.dumps({**asdict(found), "status": outcome.status, "attempts": len(outcome.attempts)}))
-        return outcome.status
-    failure = outcome.failure
-    if failure is not None and outcome.status:
-        if failure.mistake:
-            print(f"shardwise: error: {failure.reason}", file=sys.stderr)
-            return outcome.status
+    found, failure = _summary(folder), outcome.failure if outcome.status else None
+    if failure is not None:
         log = f"; its log: {failure.log}" if failure.log else ""
-        print(f"shardwise: error: {failure}{log}", file=sys.stderr)
+        print(f"shardwise: error: {failure.reason if failure.mistake else f'{failure}{log}'}", file=sys.stderr)
+    if parsed.json:
+        figures = {**asdict(found), "status": outcome.status, "attempts": len(outcome.attempts)}
+        print(json.dumps({**figures, "failure": None if failure is None else failure.reason}))
+        return outcome.status
+    if failure is not None and failure.mistake:
+        return outcome.status
     if found.step_seconds is not None:
         print_summary(found, job.training.recipe.compute)
     if outcome.stopped or outcome.status:
