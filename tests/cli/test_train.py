@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 
 from cli.running import does_not_fit_line, error_line, run, run_json
+from shardwise.launch.outcome import FAILED, MISTAKE, Attempt, Failure, Outcome
+from shardwise.launch.run import Launch
 from shardwise.train.checkpoint.folder import CheckpointFolder
 from shardwise.train.checkpoint.manifest import read_manifest
 from shardwise.train.checkpoint.shards import ShardReader
@@ -183,3 +186,17 @@ def test_what_does_not_fit_is_one_line_before_anything_starts(tmp_path: Path, ar
     line = does_not_fit_line(run("train", *SMALL, "--run-folder", str(tmp_path / "run"), *arguments))
     assert said in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_failure_is_told_with_and_without_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: bool
+) -> None:
+    failure = Failure(1, "raised", "run.data: is damaged", "step", 3, mistake=mistake)
+    outcome = Outcome(MISTAKE if mistake else FAILED, False, (Attempt(tmp_path, 1.0, failure),))
+    monkeypatch.setattr(Launch, "supervised", lambda self, on_event: outcome)
+    for flags in ((), ("--json",)):
+        found = run("train", *SMALL, "--run-folder", str(tmp_path / "run"), *flags)
+        assert found.status == outcome.status
+        assert found.err.count("run.data: is damaged") == 1
+    assert json.loads(found.out)["failure"] == "run.data: is damaged"
