@@ -152,7 +152,7 @@ def test_text_and_json_give_the_same_figures(command: str, monkeypatch: pytest.M
         readable_seconds(time["floor_seconds"]),
         f"{time['tokens_per_second']:,.0f}",
         f"{data['flops']['mfu']:.1%}",
-        data["bottleneck"],
+        data["bottleneck"].removeprefix("Does not fit: ").removesuffix("."),
         *(f"{readable_seconds(dimension['seconds'])} per step" for dimension in data["dimensions"].values()),
         *(readable_bytes(c["size_bytes"]) for d in data["dimensions"].values() for c in d["collectives"]),
     ):

@@ -61,7 +61,7 @@ def test_analyze_says_what_would_fit(job: str, advice: str) -> None:
     assert re.search(advice, data["what_would_fit"])
     text = run("analyze", *job.split())
     assert text.status == 1
-    assert f"What would fit: {data['what_would_fit']}" in " ".join(text.out.split())
+    assert f"What would fit {data['what_would_fit']}" in " ".join(text.out.split())
 
 
 def test_what_fits_ends_with_0_be_it_tight() -> None:

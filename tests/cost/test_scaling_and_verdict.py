@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from cost.builders import GIB, GPT, LLAMA, MOE, job, switched
 from cost.jobs import valid_jobs
 from effort import examples
-from shardwise.cost.analysis import analyze
+from shardwise.cost.analysis import Analysis, analyze
 from shardwise.cost.floor import step_floor
 from shardwise.cost.scaling import scaling_table
 from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.verdict import best_change, bottleneck
 from shardwise.planner.candidate import candidate
+from shardwise.report.verdict import bottleneck_sentence
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
@@ -151,14 +152,18 @@ BOTTLENECKS: dict[str, Job] = {
 }
 
 
+def sentence_of(analysis: Analysis) -> str:
+    return bottleneck_sentence(analysis, bottleneck(analysis))
+
+
 @pytest.mark.parametrize("name", BOTTLENECKS)
 def test_every_part_can_be_the_bottleneck(name: str) -> None:
-    sentence = bottleneck(analyze(BOTTLENECKS[name]))
+    sentence = sentence_of(analyze(BOTTLENECKS[name]))
     assert sentence.startswith(f"Bound by {name}"), sentence
 
 
 def test_the_sentence_names_the_network_level() -> None:
-    sentence = bottleneck(analyze(job(LLAMA, slow(4, 2), dp=8)))
+    sentence = sentence_of(analyze(job(LLAMA, slow(4, 2), dp=8)))
     assert "over level" in sentence
 
 
@@ -180,7 +185,7 @@ def test_what_does_not_fit_is_said_first(part: str, strategy: dict[str, Any], tr
     model = replace(GPT, max_seq=4096)
     analysis = analyze(job(model, small_memory(), training, **strategy))
     assert analysis.fit == "does not fit"
-    sentence = bottleneck(analysis)
+    sentence = sentence_of(analysis)
     assert sentence.startswith("Does not fit")
     assert f"largest part is {part}" in sentence
 
@@ -214,7 +219,7 @@ def test_offload_needs_room_on_the_host() -> None:
     )
     assert small.host_bytes == pytest.approx(12 * 8_030_261_248)  # 8 devices, an eighth each
     assert small.fit == "does not fit"
-    assert bottleneck(small) == "Does not fit: offload needs 89.7 GiB of host memory per node, which has 64.0 GiB."
+    assert sentence_of(small) == "Does not fit: offload needs 89.7 GiB of host memory per node, which has 64.0 GiB."
     assert large.fit == "fits"
 
 

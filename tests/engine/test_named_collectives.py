@@ -105,7 +105,7 @@ def test_analyze_says_what_the_chosen_collective_saves() -> None:
     (time,) = gradient_times(analyze(job(True, dp=4)))
     assert time.seconds < 0.9 * time.backend_seconds
     assert gradient_times(analyze(job(dp=4))) == []
-    lines = list(collective_lines(analyze(job(True, dp=4, collective="hierarchical"))))
+    lines = list(collective_lines(gradient_times(analyze(job(True, dp=4, collective="hierarchical")))))
     assert len(lines) == 1 and "Gradients by hierarchical" in lines[0] and "saves" in lines[0]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.campaign import add_campaign_arguments, campaign_from
 from shardwise.cli.inputs import job_from
-from shardwise.cli.over_time import add_over_time_arguments, over_time_data, print_over_time, write_over_time
+from shardwise.cli.over_time import add_over_time_arguments, write_over_time
 from shardwise.cost.analysis import analyze
+from shardwise.planner.assessment import assess
 from shardwise.spec.errors import SpecError
 
 _MOST_RANKS = 100_000
@@ -37,14 +39,17 @@ def run(arguments: list[str]) -> int:
     analysis = analyze(job)
     campaign = campaign_from(parsed, job, analysis.predicted_seconds)
     written = write_over_time(parsed, job)
+    found = assess(
+        analysis, campaign=campaign, scaling=parsed.scaling, ranks=parsed.ranks, over_time=parsed.memory_over_time
+    )
     if parsed.json:
         from shardwise.report.analysis_json import analysis_data
 
-        data = analysis_data(analysis, scaling=parsed.scaling, ranks=parsed.ranks, campaign=campaign)
-        print(json.dumps({**data, **over_time_data(parsed, job, written)}, indent=2))
-        return 0 if analysis.fits else 1
-    from shardwise.report.analysis_text import print_analysis
+        print(json.dumps(analysis_data(found), indent=2))
+    else:
+        from shardwise.report.analysis_text import analysis_page
 
-    print_analysis(analysis, scaling=parsed.scaling, ranks=parsed.ranks, campaign=campaign)
-    print_over_time(parsed, job, written)
+        analysis_page(found).print()
+    for line in written:
+        print(line, file=sys.stderr if parsed.json else sys.stdout)
     return 0 if analysis.fits else 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -40,29 +38,6 @@ def write_over_time(parsed: argparse.Namespace, job: Job) -> list[str]:
     if parsed.memory_over_time:
         _check_size("--memory-over-time", job)
     return lines
-
-
-def print_over_time(parsed: argparse.Namespace, job: Job, lines: list[str]) -> None:
-    """The table of memory, and what was written."""
-    if parsed.memory_over_time:
-        from shardwise.cost.memory.timeline import memory_over_time
-        from shardwise.report.memory_timeline import print_memory_over_time
-
-        print_memory_over_time(memory_over_time(job))
-    for line in lines:
-        print(line)
-
-
-def over_time_data(parsed: argparse.Namespace, job: Job, lines: list[str]) -> dict[str, Any]:
-    """What the flags add to the JSON; what was written is said beside it."""
-    for line in lines:
-        print(line, file=sys.stderr)
-    if not parsed.memory_over_time:
-        return {}
-    from shardwise.cost.memory.timeline import memory_over_time
-    from shardwise.report.memory_timeline import memory_over_time_data
-
-    return {"memory_over_time": memory_over_time_data(memory_over_time(job))}
 
 
 def _check_size(flag: str, job: Job) -> None:

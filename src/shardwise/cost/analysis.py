@@ -82,8 +82,11 @@ class Analysis:
         """Peak FLOP/s of the whole cluster in the format of the matrix products."""
         return self.job.cluster.devices * self.job.cluster.device.peak_flops(self.job.training.recipe.compute)
 
+    def flops_per_token(self, convention: str = "causal") -> float:
+        return flops_per_token(self.job.model, self.job.training.seq, convention)
+
     def flops_per_step(self, convention: str = "causal") -> float:
-        return flops_per_token(self.job.model, self.job.training.seq, convention) * self.job.tokens_per_step
+        return self.flops_per_token(convention) * self.job.tokens_per_step
 
     @property
     def mfu(self) -> float:

@@ -1,88 +1,85 @@
-"""What bounds a job, in a sentence, and which single change would make its predicted step shorter, or make it fit."""
+"""What bounds a job, and which single change of its strategy shortens the predicted step most, or makes it fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.cost.memory.device import DeviceMemory, peak_memory
 from shardwise.cost.memory.room import fit_of
 from shardwise.cost.prediction import predict
 from shardwise.cost.step_parts import COMMUNICATION, grouped
+from shardwise.cost.traffic import Traffic
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload
 from shardwise.spec.support import verdict
-from shardwise.spec.units import readable_bytes, readable_seconds
 
 EXPOSED_LIMIT = 0.30
 WORTH_A_CHANGE = 0.01  # of the predicted step
 _GROUPS = {
     "arithmetic": ("products", "attention", "recompute"),
-    "memory-bound operators": ("memory-bound",),
-    "kernel launches and the fixed cost of a step": ("launches", "overhead"),
-    "the optimizer": ("optimizer",),
+    "memory-bound": ("memory-bound",),
+    "fixed": ("launches", "overhead"),
+    "optimizer": ("optimizer",),
     "bubble": ("bubble",),
     **{name: (name,) for name in COMMUNICATION},
 }
-_DIMENSION_WORDS = {
-    "tp": "tensor-parallel",
-    "cp": "context-parallel",
-    "ep": "expert-parallel",
-    "pp": "pipeline",
-    "dp": "data-parallel",
-    "offload": "offload",
-}
 
 
-def bottleneck(analysis: Analysis) -> str:
-    """One sentence that names what bounds the job: memory, or the largest part of the predicted step."""
+@dataclass(frozen=True)
+class Cause:
+    """A part of the predicted step; of a communication also the collective that is exposed longest, and its level."""
+
+    part: str
+    seconds: float
+    share: float
+    collective: Traffic | None = None
+    level_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What bounds a job: the memory of a device or of its host, or else time: the largest parts, largest first.
+
+    ``largest_part`` of the memory, where a device's does not suffice.
+    """
+
+    kind: Literal["device memory", "host memory", "time"]
+    causes: tuple[Cause, ...] = ()
+    largest_part: str = ""
+
+
+def bottleneck(analysis: Analysis) -> Bottleneck:
+    """Memory where the job does not fit; else the largest parts of the predicted step, the second if it matters."""
+    memory = analysis.memory
     if analysis.fit == "does not fit":
-        return _memory_sentence(analysis)
+        if memory.total <= analysis.room.usable_bytes:
+            return Bottleneck("host memory")
+        return Bottleneck("device memory", largest_part=max(memory.PARTS, key=lambda part: getattr(memory, part)))
     parts, whole = grouped(analysis.parts, _GROUPS), analysis.predicted_seconds
     first, second = sorted(parts, key=lambda part: -parts[part])[:2]
-    sentence = (
-        f"Bound by {_cause(analysis, first)}: {readable_seconds(parts[first])} or {parts[first] / whole:.0%} "
-        "of the predicted step"
-    )
-    if parts[second] < WORTH_A_CHANGE * whole:
-        return sentence + "."
-    return f"{sentence}; next is {_cause(analysis, second)} with {parts[second] / whole:.0%}."
+    named = (first,) if parts[second] < WORTH_A_CHANGE * whole else (first, second)
+    return Bottleneck("time", tuple(_cause(analysis, part, parts[part]) for part in named))
 
 
-def _cause(analysis: Analysis, part: str) -> str:
-    if part == "bubble":
-        strategy = analysis.job.strategy
-        return f"the pipeline bubble ({strategy.pp} stages, {analysis.job.microbatches} microbatches)"
+def _cause(analysis: Analysis, part: str, seconds: float) -> Cause:
+    cause = Cause(part, seconds, seconds / analysis.predicted_seconds)
     if part not in COMMUNICATION:
-        return part
+        return cause
     worst = max(analysis.dimension_traffics(part), key=lambda traffic: traffic.added_seconds, default=None)
     if worst is None:
-        return f"{_DIMENSION_WORDS[part]} communication"
+        return cause
     level = max(worst.cost.levels, key=lambda level: level.latency_seconds + level.bandwidth_seconds, default=None)
-    over = f" over {level.level_name}" if level is not None else ""
-    return f"{_DIMENSION_WORDS[part]} communication{over} ({worst.what})"
-
-
-def _memory_sentence(analysis: Analysis) -> str:
-    memory, room = analysis.memory, analysis.room
-    if memory.total <= room.usable_bytes:
-        nodes = analysis.job.cluster.node_devices
-        needed, there = readable_bytes(analysis.host_bytes), readable_bytes(room.host_bytes * nodes)
-        return f"Does not fit: offload needs {needed} of host memory per node, which has {there}."
-    largest = max(memory.PARTS, key=lambda part: getattr(memory, part))
-    rank = f" on pipeline rank {memory.pipeline_rank}" if analysis.job.strategy.pp > 1 else ""
-    needed, usable = readable_bytes(memory.total), readable_bytes(room.usable_bytes)
-    part = readable_bytes(getattr(memory, largest))
-    return f"Does not fit: a device{rank} needs {needed} of {usable}; the largest part is {largest} ({part})."
+    return replace(cause, collective=worst, level_name=None if level is None else level.level_name)
 
 
 @dataclass(frozen=True)
 class Change:
     """One change of the strategy, priced: the job with it takes ``predicted_seconds`` a step and fits."""
 
-    what: str
     job: Job
     predicted_seconds: float
     exposed_share: float
@@ -109,17 +106,17 @@ def fitting_change(job: Job) -> Change | None:
 def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
     """What is advised is not only priced: a change adds nothing that the engine does not run to what the job has."""
     found = []
-    for what, other in neighbours(job):
+    for other in neighbours(job):
         try:
             if _as_runnable(job, other) and fit_of(other) in allowed:
-                found.append((predict(other).step_seconds / other.tokens_per_step, what, other))
+                found.append((predict(other).step_seconds / other.tokens_per_step, other))
         except SpecError:  # a group would cut across the network
             continue
     if not found:
         return None
-    _, what, best = min(found, key=lambda one: one[0])
+    _, best = min(found, key=lambda one: one[0])
     priced = analyze(best)
-    return Change(what, best, priced.predicted_seconds, priced.exposed_share, peak_memory(best))
+    return Change(best, priced.predicted_seconds, priced.exposed_share, peak_memory(best))
 
 
 def _as_runnable(job: Job, other: Job) -> bool:
@@ -131,53 +128,52 @@ def _as_runnable(job: Job, other: Job) -> bool:
     )
 
 
-def neighbours(job: Job) -> Iterator[tuple[str, Job]]:
+def neighbours(job: Job) -> Iterator[Job]:
     """Strategies one change away on the same devices with the same batch; those that cannot be built are skipped."""
-    for what, changes in _changes(job):
+    for changes in _changes(job):
         try:
-            yield what, replace(job, strategy=replace(job.strategy, **changes))  # type: ignore[arg-type]
+            yield replace(job, strategy=replace(job.strategy, **changes))  # type: ignore[arg-type]
         except SpecError:
             continue
 
 
-def _changes(job: Job) -> Iterator[tuple[str, dict[str, object]]]:
+def _changes(job: Job) -> Iterator[dict[str, object]]:
     strategy = job.strategy
     dp = strategy.data_parallel
     for name in ("tp", "cp", "pp"):
         degree = strategy.degree(name)
         if degree % 2 == 0:
-            yield f"halve {name} to {degree // 2} and double dp to {dp * 2}", {name: degree // 2, "dp": dp * 2}
+            yield {name: degree // 2, "dp": dp * 2}
         if dp % 2 == 0:
-            yield f"double {name} to {degree * 2} and halve dp to {dp // 2}", {name: degree * 2, "dp": dp // 2}
-    yield f"double the microbatch to {strategy.microbatch * 2}", {"microbatch": strategy.microbatch * 2}
+            yield {name: degree * 2, "dp": dp // 2}
+    yield {"microbatch": strategy.microbatch * 2}
     if strategy.microbatch % 2 == 0:
-        yield f"halve the microbatch to {strategy.microbatch // 2}", {"microbatch": strategy.microbatch // 2}
+        yield {"microbatch": strategy.microbatch // 2}
     for recompute in ("none", "selective", "full"):
         if recompute != strategy.recompute:
-            what = "recompute nothing" if recompute == "none" else f"use {recompute} recompute"
-            yield what, {"recompute": recompute, "recompute_layers": None}
+            yield {"recompute": recompute, "recompute_layers": None}
     for name in ("tp", "dp", "cp", "ep", "pp", "offload"):
         if not getattr(strategy.overlap, name):
-            yield f"overlap {name} communication", {"overlap": replace(strategy.overlap, **{name: True})}
+            yield {"overlap": replace(strategy.overlap, **{name: True})}
     yield from _sharding_changes(job)
     if strategy.ep > 1:
-        yield f"halve ep to {strategy.ep // 2}", {"ep": strategy.ep // 2}
+        yield {"ep": strategy.ep // 2}
         if strategy.dispatch == "all-to-all":
-            yield "send each token once per node (dispatch: deduplicated)", {"dispatch": "deduplicated"}
+            yield {"dispatch": "deduplicated"}
     # The memory of a CPU is the host's own.
     if strategy.offload == Offload() and job.cluster.host_link is not None and job.run_device != "cpu":
-        yield "offload the optimizer", {"offload": Offload(optimizer=1.0)}
+        yield {"offload": Offload(optimizer=1.0)}
 
 
-def _sharding_changes(job: Job) -> Iterator[tuple[str, dict[str, object]]]:
+def _sharding_changes(job: Job) -> Iterator[dict[str, object]]:
     strategy = job.strategy
     for zero in range(4):
         if zero != strategy.zero:
-            yield f"{'raise' if zero > strategy.zero else 'lower'} zero to {zero}", {"zero": zero}
+            yield {"zero": zero}
     if strategy.zero == 3:
-        yield "keep gathered parameters between microbatches", {"keep_parameters": True}
+        yield {"keep_parameters": True}
     if strategy.zero >= 2:
-        yield "accumulate gradients locally", {"accumulate": "local"}
+        yield {"accumulate": "local"}
         node = job.cluster.node_devices // strategy.tp
         if node > 1 and strategy.shard_group is None:
-            yield f"shard inside a node (shard_group {node})", {"shard_group": node}
+            yield {"shard_group": node}

@@ -35,6 +35,41 @@ def strategy_words(strategy: Strategy) -> str:
     return " · ".join(word for word in words if word)
 
 
+def change_words(before: Strategy, after: Strategy) -> str:
+    """The one change that makes ``after`` of ``before``, as advice: "halve tp to 4 and double dp to 32"."""
+    for name in ("tp", "cp", "pp", "ep", "microbatch"):
+        old, new = getattr(before, name), getattr(after, name)
+        if old != new:
+            dp = (
+                ""
+                if name in ("ep", "microbatch")
+                else f" and {_scaled('dp', before.data_parallel, after.data_parallel)}"
+            )
+            return _scaled("the microbatch" if name == "microbatch" else name, old, new) + dp
+    for one in fields(Overlap):
+        if getattr(before.overlap, one.name) != getattr(after.overlap, one.name):
+            return f"overlap {one.name} communication"
+    if before.recompute != after.recompute:
+        return "recompute nothing" if after.recompute == "none" else f"use {after.recompute} recompute"
+    if before.zero != after.zero:
+        return f"{'raise' if after.zero > before.zero else 'lower'} zero to {after.zero}"
+    if before.shard_group != after.shard_group:
+        return f"shard inside a node (shard_group {after.shard_group})"
+    if before.keep_parameters != after.keep_parameters:
+        return "keep gathered parameters between microbatches"
+    if before.accumulate != after.accumulate:
+        return "accumulate gradients locally"
+    if before.dispatch != after.dispatch:
+        return "send each token once per node (dispatch: deduplicated)"
+    if before.offload != after.offload:
+        return "offload the optimizer"
+    return strategy_words(after)  # the same words, or a change that is not one of the above
+
+
+def _scaled(what: str, before: int, after: int) -> str:
+    return f"{'halve' if after < before else 'double'} {what} to {after}"
+
+
 def schedule_words(strategy: Strategy) -> str:
     """The schedule of a pipeline, with the layers of its stages where they were chosen: "zbv, layers 9-8×2-7"."""
     chunks = f" {strategy.interleave}" if strategy.schedule == "interleaved" else ""

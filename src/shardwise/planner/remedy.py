@@ -9,7 +9,7 @@ from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of
 from shardwise.cost.prediction import predict
 from shardwise.cost.verdict import fitting_change, neighbours
-from shardwise.planner.describe import strategy_words
+from shardwise.planner.describe import change_words, strategy_words
 from shardwise.planner.missing import what_is_missing
 from shardwise.planner.offload_share import KINDS, smallest_offload
 from shardwise.planner.plan import Plan, plan
@@ -27,7 +27,7 @@ def what_would_fit(job: Job) -> str:
     """The nearest that fits by what a plan leaves free; where nothing does, what the least strategy would need."""
     change = fitting_change(job)
     if change is not None:
-        return f"{change.what}: that needs {readable_bytes(change.memory.total)}"
+        return f"{change_words(job.strategy, change.job.strategy)}: that needs {readable_bytes(change.memory.total)}"
     fitting = _by_several_changes(job)
     if fitting is not None:
         return f"for example {strategy_words(fitting.strategy)} ({readable_bytes(peak_memory(fitting).total)})"
@@ -71,7 +71,7 @@ def _by_several_changes(job: Job) -> Job | None:
 
 
 def _alike(job: Job) -> list[Job]:
-    return [other for _, other in neighbours(job) if other.strategy.offload == job.strategy.offload]
+    return [other for other in neighbours(job) if other.strategy.offload == job.strategy.offload]
 
 
 def _nearest(job: Job, found: Plan) -> str:

@@ -6,26 +6,23 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.campaign import Campaign
-from shardwise.cost.flops import CONVENTIONS, flops_per_token
-from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.scaling import scaling_table
+from shardwise.cost.flops import CONVENTIONS
 from shardwise.cost.step_parts import COMMUNICATION
-from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
-from shardwise.cost.validation.residuals import error_bar
-from shardwise.cost.verdict import Change, best_change, bottleneck
-from shardwise.layout.mesh import rank_places
-from shardwise.planner.remedy import what_would_fit
+from shardwise.cost.verdict import Change
+from shardwise.planner.assessment import Assessment
+from shardwise.planner.describe import change_words
 from shardwise.report.campaign import campaign_data
+from shardwise.report.memory_timeline import memory_over_time_data
+from shardwise.report.verdict import bottleneck_sentence
+from shardwise.spec.job import Job
 
 FORMAT = 2
 
 
-def analysis_data(
-    analysis: Analysis, *, scaling: bool = False, ranks: bool = False, campaign: Campaign | None = None
-) -> dict[str, Any]:
+def analysis_data(found: Assessment) -> dict[str, Any]:
     """Everything `analyze` says, keyed by name; bytes, seconds and FLOPs as numbers."""
+    analysis = found.analysis
     data = {
         "format": FORMAT,
         "job": analysis.job.to_dict(),
@@ -40,11 +37,11 @@ def analysis_data(
         "dimensions": {name: _dimension(analysis, name) for name in COMMUNICATION if analysis.dimension_traffics(name)},
         "memory": _memory(analysis),
         "flops": _flops(analysis),
-        "time": _time(analysis),
-        "storage": _storage(analysis),
-        "bottleneck": bottleneck(analysis),
+        "time": _time(found),
+        "storage": {**asdict(found.storage), "levels": [asdict(cost) for cost in found.storage.levels]},
+        "bottleneck": bottleneck_sentence(analysis, found.bottleneck),
     }
-    if sums := gradient_times(analysis):
+    if found.gradient_times:
         data["gradient_sums"] = [
             {
                 "what": one.what,
@@ -52,27 +49,26 @@ def analysis_data(
                 "seconds": one.seconds,
                 "backend_seconds": one.backend_seconds,
             }
-            for one in sums
+            for one in found.gradient_times
         ]
     if analysis.fits:
-        change = best_change(analysis)
-        data["best_change"] = None if change is None else _change(change)
+        data["best_change"] = None if found.best_change is None else _change(analysis.job, found.best_change)
     else:
-        data["what_would_fit"] = what_would_fit(analysis.job)
-    if campaign is not None:
-        data["campaign"] = campaign_data(campaign)
-    if scaling:
-        data["scaling"] = {
-            kind: [asdict(row) for row in scaling_table(analysis.job, kind)] for kind in ("strong", "weak")
-        }
-    if ranks:
-        data["ranks"] = [asdict(place) for place in rank_places(analysis.job)]
+        data["what_would_fit"] = found.what_would_fit
+    if found.campaign is not None:
+        data["campaign"] = campaign_data(found.campaign)
+    if found.scaling is not None:
+        data["scaling"] = {kind: [asdict(row) for row in rows] for kind, rows in found.scaling.items()}
+    if found.ranks is not None:
+        data["ranks"] = [asdict(place) for place in found.ranks]
+    if found.memory_over_time is not None:
+        data["memory_over_time"] = memory_over_time_data(found.memory_over_time)
     return data
 
 
-def _change(change: Change) -> dict[str, Any]:
+def _change(job: Job, change: Change) -> dict[str, Any]:
     return {
-        "what": change.what,
+        "what": change_words(job.strategy, change.job.strategy),
         "strategy": change.job.strategy.to_dict(),
         "predicted_seconds": change.predicted_seconds,
         "exposed_share": change.exposed_share,
@@ -125,34 +121,25 @@ def _memory(analysis: Analysis) -> dict[str, Any]:
 
 
 def _flops(analysis: Analysis) -> dict[str, Any]:
-    job = analysis.job
     return {
-        "per_token": {c.name: flops_per_token(job.model, job.training.seq, c.name) for c in CONVENTIONS},
+        "per_token": {one.name: analysis.flops_per_token(one.name) for one in CONVENTIONS},
         "per_step": analysis.flops_per_step(),
         "cluster_peak_per_second": analysis.peak_flops,
         "mfu": analysis.mfu,
         "mfu_ceiling": analysis.mfu_ceiling,
-        "mfu_peak": job.training.recipe.compute,
+        "mfu_peak": analysis.job.training.recipe.compute,
     }
 
 
-def _time(analysis: Analysis) -> dict[str, Any]:
-    seconds, bar = analysis.predicted_seconds, error_bar(analysis.job)
+def _time(found: Assessment) -> dict[str, Any]:
+    analysis = found.analysis
     return {
-        "predicted_seconds": seconds,
-        "predicted_seconds_low": seconds * (1 + bar.time_low),
-        "predicted_seconds_high": seconds * (1 + bar.time_high),
+        "predicted_seconds": analysis.predicted_seconds,
+        "predicted_seconds_low": found.predicted_seconds_low,
+        "predicted_seconds_high": found.predicted_seconds_high,
         "parts": analysis.parts,
         "exposed_seconds": analysis.exposed_seconds,
         "exposed_share": analysis.exposed_share,
         "tokens_per_second": analysis.tokens_per_second,
         "floor_seconds": analysis.floor_seconds,
-    }
-
-
-def _storage(analysis: Analysis) -> dict[str, Any]:
-    return {
-        "checkpoint_bytes": checkpoint_bytes(analysis),
-        "data_bytes_per_second": data_rate(analysis),
-        "levels": [asdict(cost) for cost in storage_costs(analysis)],
     }

@@ -1,27 +1,23 @@
-"""An analysis as text: one table per dimension, memory, arithmetic, and the sentence that names the bottleneck."""
+"""An analysis as a page: the verdict, the predicted step, memory, one table per parallel dimension, and the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from rich.console import RenderableType
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.campaign import Campaign
-from shardwise.cost.flops import flops_per_token
-from shardwise.cost.memory.room import tight_words
-from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.scaling import scaling_table
+from shardwise.cost.own_schedules import GradientTime
+from shardwise.cost.scaling import ScalingRow
 from shardwise.cost.step_parts import COMMUNICATION, STEP_PARTS
-from shardwise.cost.storage import checkpoint_bytes, data_rate, storage_costs
 from shardwise.cost.traffic import Traffic
-from shardwise.cost.validation.residuals import error_bar
-from shardwise.cost.verdict import EXPOSED_LIMIT, best_change, bottleneck
-from shardwise.layout.mesh import rank_places
+from shardwise.layout.mesh import RankPlace
+from shardwise.planner.assessment import Assessment
 from shardwise.planner.describe import less_communication_words
-from shardwise.planner.remedy import what_would_fit
-from shardwise.report.campaign import campaign_lines
-from shardwise.report.console import bar, console, spoken, table
+from shardwise.report.campaign import campaign_pieces
+from shardwise.report.console import bar, spoken, table
+from shardwise.report.memory_timeline import memory_table
+from shardwise.report.page import Line, Page, Piece
+from shardwise.report.tables import FittedTable
+from shardwise.report.verdict import verdict_table
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
     counted,
@@ -65,40 +61,39 @@ _STEP_WORDS = {
 }
 
 
-def print_analysis(
-    analysis: Analysis, *, scaling: bool = False, ranks: bool = False, campaign: Campaign | None = None
-) -> None:
-    """Prints everything `analyze` has to say."""
-    out = console()
-    out.print(_headline(analysis), markup=False)
+def analysis_page(found: Assessment) -> Page:
+    """Everything `analyze` has to say: the verdict, where the predicted step goes, memory, communication, the rest."""
+    return Page.of(_pieces(found))
+
+
+def _pieces(found: Assessment) -> Iterator[Piece | str]:
+    analysis = found.analysis
+    yield _headline(analysis)
     for note in analysis.notes:
-        out.print(f"note: {note}", style="yellow", markup=False)
+        yield Line(f"note: {note}", "yellow")
+    yield verdict_table(found)
+    yield _time_table(analysis)
+    yield _memory_table(analysis)
     for name in COMMUNICATION:
-        traffics = analysis.dimension_traffics(name)
-        if traffics:
-            out.print(_dimension_table(analysis, name, traffics))
-    out.print(_memory_table(analysis))
-    out.print(_time_table(analysis))
-    if analysis.job.cluster.storage:
-        out.print(_storage_table(analysis))
-    if campaign is not None:
-        for piece in campaign_lines(campaign):
-            out.print(piece)
-    if scaling:
-        for kind in ("strong", "weak"):
-            out.print(_scaling_table(analysis, kind))
-    if ranks:
-        print("\n".join(_rank_lines(analysis)))
-    for line in collective_lines(analysis):
-        out.print(line, markup=False)
-    for line in verdict_lines(analysis):
-        out.print(line, style="bold", markup=False)
-    out.print(f"Error bars hold 80% of published runs. {error_bar(analysis.job).basis.capitalize()}.", markup=False)
+        if traffics := analysis.dimension_traffics(name):
+            yield _dimension_table(analysis, name, traffics)
+    yield from collective_lines(found.gradient_times)
+    if found.storage.levels:
+        yield _storage_table(found)
+    if found.campaign is not None:
+        yield from campaign_pieces(found.campaign)
+    for kind, rows in (found.scaling or {}).items():
+        yield _scaling_table(kind, rows)
+    if found.ranks is not None:
+        yield Line("\n".join(_rank_lines(found.ranks)), fixed=True)
+    if found.memory_over_time is not None:
+        yield memory_table(found.memory_over_time)
+    yield f"Error bars hold 80% of published runs. {found.error_bar.basis.capitalize()}."
 
 
-def collective_lines(analysis: Analysis) -> Iterator[str]:
+def collective_lines(sums: Iterable[GradientTime]) -> Iterator[str]:
     """What sums the gradients where it is not the backend's own collective, and what that saves or costs."""
-    for one in gradient_times(analysis):
+    for one in sums:
         difference = one.backend_seconds - one.seconds
         verb = "saves" if difference >= 0 else "costs"
         yield (
@@ -140,7 +135,7 @@ def _layout(job: Job) -> str:
     return ", ".join(parts)
 
 
-def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> RenderableType:
+def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> FittedTable:
     seconds, exposed = sum(traffic.seconds for traffic in traffics), analysis.parts[name]
     rank = f" on pipeline rank {analysis.dimension_rank(name)}" if analysis.job.strategy.pp > 1 else ""
     title = f"{_TITLES[name]}: {readable_seconds(seconds)} per step{rank}, {readable_seconds(exposed)} exposed"
@@ -176,7 +171,7 @@ def _traffic_row(traffic: Traffic) -> Iterator[str]:
     yield readable_seconds(traffic.added_seconds)
 
 
-def _memory_table(analysis: Analysis) -> RenderableType:
+def _memory_table(analysis: Analysis) -> FittedTable:
     memory, room = analysis.memory, analysis.room
     usable = room.usable_bytes
     where = f" (fullest: pipeline rank {memory.pipeline_rank})" if analysis.job.strategy.pp > 1 else ""
@@ -200,28 +195,23 @@ def _memory_table(analysis: Analysis) -> RenderableType:
     return table(title, ("part", "share of the device", "bytes", "share"), rows, numbers_from=2)
 
 
-def _time_table(analysis: Analysis) -> RenderableType:
-    job, step, bar_of_runs = analysis.job, analysis.predicted_seconds, error_bar(analysis.job)
-    per_token = flops_per_token(job.model, job.training.seq)
+def _time_table(analysis: Analysis) -> FittedTable:
+    step = analysis.predicted_seconds
     title = (
-        f"One step: {readable_flops(analysis.flops_per_step())} "
-        f"({readable_flops(per_token)} per token, causal attention counted once)"
+        f"Predicted step: {readable_seconds(step)} for {readable_flops(analysis.flops_per_step())} "
+        f"({readable_flops(analysis.flops_per_token())} per token, causal attention counted once)"
     )
     parts = [(_STEP_WORDS[name], analysis.parts[name]) for name in STEP_PARTS if analysis.parts[name]]
     rows = [
         (what, bar(seconds / step), readable_seconds(seconds), readable_share(seconds / step))
         for what, seconds in (*parts, ("predicted step time", step))
     ]
-    low, high = (readable_seconds(step * (1 + part)) for part in (bar_of_runs.time_low, bar_of_runs.time_high))
-    rows.append(("80% of published runs", "", f"{low} - {high}", ""))
-    rows.append(("tokens/s", "", f"{analysis.tokens_per_second:,.0f}", ""))
-    rows.append((f"MFU, of the {job.training.recipe.compute} peak", "", readable_share(analysis.mfu), ""))
-    rows.append(("floor, all matmuls at peak", "", readable_seconds(analysis.floor_seconds), ""))
-    return table(title, ("part", "share of the step", "value", "share"), rows, numbers_from=2)
+    return table(title, ("part", "share of the step", "seconds", "share"), rows, numbers_from=2)
 
 
-def _storage_table(analysis: Analysis) -> RenderableType:
-    size, rate = readable_bytes(checkpoint_bytes(analysis)), readable_rate(data_rate(analysis))
+def _storage_table(found: Assessment) -> FittedTable:
+    storage = found.storage
+    size, rate = readable_bytes(storage.checkpoint_bytes), readable_rate(storage.data_bytes_per_second)
     title = f"Storage: a checkpoint is {size}, the data {rate}"
     rows = [
         (
@@ -231,12 +221,12 @@ def _storage_table(analysis: Analysis) -> RenderableType:
             readable_seconds(cost.read_seconds),
             readable_share(cost.data_rate_share, 2),
         )
-        for cost in storage_costs(analysis)
+        for cost in storage.levels
     ]
     return table(title, ("level", "bandwidth", "write", "read", "data needs"), rows)
 
 
-def _scaling_table(analysis: Analysis, kind: str) -> RenderableType:
+def _scaling_table(kind: str, scaled: Iterable[ScalingRow]) -> FittedTable:
     formula = "T1/(N·TN), fixed batch" if kind == "strong" else "T1/TN, batch grows with N"
     rows = [
         (
@@ -249,15 +239,14 @@ def _scaling_table(analysis: Analysis, kind: str) -> RenderableType:
             readable_share(row.exposed_share),
             {"fits": "yes", "tight": "tight", "does not fit": "no"}[row.fit],
         )
-        for row in scaling_table(analysis.job, kind)
+        for row in scaled
     ]
     columns = ("devices", "dp", "sequences", "step", "tokens/s", "efficiency", "exposed", "fits")
     return table(f"{kind.capitalize()} scaling ({formula})", columns, rows, numbers_from=0)
 
 
-def _rank_lines(analysis: Analysis) -> Iterator[str]:
+def _rank_lines(places: Sequence[RankPlace]) -> Iterator[str]:
     """One plain line per rank: a table of tens of thousands of rows would take longer to draw than to price."""
-    places = rank_places(analysis.job)
     names = list(places[0].groups)
     yield "Ranks (group.position in every dimension)"
     rows = [("rank", "node", "local", *names)]
@@ -268,26 +257,3 @@ def _rank_lines(analysis: Analysis) -> Iterator[str]:
     for row in rows:
         yield "".join(cell.rjust(width) for cell, width in zip(row, widths))
     yield ""
-
-
-def verdict_lines(analysis: Analysis) -> Iterator[str]:
-    """What bounds the job, what communication it waits for, and the one change that helps most, if there is one."""
-    yield bottleneck(analysis)
-    if analysis.fit == "does not fit":
-        yield f"  What would fit: {what_would_fit(analysis.job)}."
-        return
-    if analysis.fit == "tight":
-        yield f"▲ Memory is {tight_words(analysis.job)}."
-    share = analysis.exposed_share
-    over = f", above {EXPOSED_LIMIT:.0%}" if share > EXPOSED_LIMIT else ""
-    yield f"{'▲ ' if over else ''}Exposed communication: {share:.0%} of the predicted step{over}."
-    change = best_change(analysis)
-    if change is None:
-        yield "No single change of the strategy makes the step 1% shorter and fits."
-        return
-    gain = 1 - change.seconds_per_token * analysis.job.tokens_per_step / analysis.predicted_seconds
-    step = f"{readable_seconds(change.predicted_seconds)} instead of {readable_seconds(analysis.predicted_seconds)}"
-    yield (
-        f"What helps most: {change.what} (step {step}, {gain:.0%} less; exposed {change.exposed_share:.0%}; "
-        f"{readable_bytes(change.memory.total)})."
-    )

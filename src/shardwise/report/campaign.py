@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import RenderableType
-
 from shardwise.cost.campaign import Campaign
 from shardwise.report.console import bar, table
-from shardwise.report.tables import Cell
+from shardwise.report.tables import Cell, FittedTable
 from shardwise.spec.units import (
     counted,
     readable_count,
@@ -27,7 +25,7 @@ _SHARES = {
 }
 
 
-def campaign_lines(run: Campaign) -> Iterator[RenderableType]:
+def campaign_pieces(run: Campaign) -> Iterator[FittedTable | str]:
     """What a console prints of a whole run, one piece after the other."""
     tokens, rate = readable_count(run.tokens), f"{run.tokens_per_second:,.0f} tokens/s"
     title = f"The whole run: {tokens} tokens at {rate} on {counted(run.devices, 'device')}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from rich.console import Console
 
@@ -13,13 +15,14 @@ from shardwise.report.tables import Bar, Cell, Column, FittedTable
 _FILE_WIDTH = 132  # where no terminal says how wide it is
 
 
-def console() -> Console:
-    """A console on standard output, as wide as the terminal or COLUMNS say.
+def console(file: TextIO | None = None) -> Console:
+    """A console on standard output, or on ``file`` without colour; as wide as the terminal or COLUMNS say.
 
     In a pipe or a file without COLUMNS sentences stay on one line, and tables are as wide as all of their columns need.
     """
     bounded = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if bounded else _FILE_WIDTH, soft_wrap=not bounded, highlight=False)
+    width = shutil.get_terminal_size().columns if bounded and file is not None else None if bounded else _FILE_WIDTH
+    return Console(file=file, width=width, soft_wrap=not bounded, highlight=False)
 
 
 def table(

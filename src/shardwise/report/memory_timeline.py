@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.device import DeviceMemory
-from shardwise.cost.memory.timeline import MemoryOverTime, MemorySpan, RankMemory
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_seconds
+
+if TYPE_CHECKING:
+    from shardwise.cost.memory.timeline import MemoryOverTime, MemorySpan, RankMemory
 
 PART_WORDS = {
     "weights": "weights",
@@ -27,11 +28,7 @@ _COLUMNS = 36
 _NAMED_PARTS = 2
 
 
-def print_memory_over_time(memory: MemoryOverTime) -> None:
-    console().print(memory_table(memory))
-
-
-def memory_table(memory: MemoryOverTime) -> RenderableType:
+def memory_table(memory: MemoryOverTime) -> FittedTable:
     """A row per pipeline rank; all curves have one scale."""
     totals = [span.held.total for rank in memory.ranks for span in rank.spans]
     low, high = min(totals), max(totals)

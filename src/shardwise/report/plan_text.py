@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from shardwise.cost.analysis import analyze
+from shardwise.cost.own_schedules import gradient_times
 from shardwise.cost.sending_less import sending_less
 from shardwise.cost.validation.residuals import error_bar
 from shardwise.planner.candidate import PARTS, Candidate
@@ -29,9 +30,10 @@ from shardwise.planner.request import Request
 from shardwise.planner.search import Search
 from shardwise.planner.why_not import difference_words, largest_differences
 from shardwise.report.analysis_text import collective_lines
-from shardwise.report.campaign import campaign_lines
+from shardwise.report.campaign import campaign_pieces
 from shardwise.report.console import bar, console, table
 from shardwise.report.runners import runner_lines
+from shardwise.report.verdict import sending_less_words
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import (
     counted,
@@ -104,7 +106,7 @@ def _notes(found: Plan) -> Iterator[str]:
         yield note
     less = sending_less(found.best.job)
     if less:
-        yield less
+        yield sending_less_words(found.best.job, less)
 
 
 def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[Row]:
@@ -232,7 +234,7 @@ def _sentences(answer: Any) -> Iterator[str]:
     yield _room_words(found.request)
     yield f"Noise: {found.noise.basis}."
     yield f"MFU is of {peak_words(found.best.job)}."
-    yield from collective_lines(analyze(found.best.job))
+    yield from collective_lines(gradient_times(analyze(found.best.job)))
     if answer.not_run is not None:
         yield _missing_feature(answer.not_run, found.best)
 
@@ -272,7 +274,7 @@ def _asked(answer: Any) -> Iterator[Any]:
     if answer.pareto is not None:
         yield _pareto_table(answer)
     if answer.campaign is not None:
-        yield from campaign_lines(answer.campaign)
+        yield from campaign_pieces(answer.campaign)
 
 
 def _what_if_table(answer: Any) -> RenderableType:

@@ -2,7 +2,7 @@
 
 Numbers are never cut and never broken over two lines. Words wrap between words. A column that its table calls optional
 may be left out where the console is narrow, and the output says so; what still does not fit is printed as records, a
-block of ``name: value`` for every row.
+block of ``name: value`` for every row. As Markdown, CSV or HTML, to paste, a table has all columns and no drawings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rich.text import Text
 _EDGE, _GAP = 1, 2  # columns of space before the first column and after the last, and between two
 _READABLE = 14  # words wrap in a column of this width without becoming hard to read
 _BETWEEN_PAIRS, _JOINED = "   ", "\u00a0"
-_SPACE = re.compile(r"[ \t\n]+")
+# Where a line may be broken: between words, and not between a number and its unit.
+_SPACE = re.compile(r"[ \t\n]+(?!(?<=\d )(?:[mnµ]?s|[KMGTPE]?i?B|tokens/s)\b)")
 # Where a word that is longer than its column may be broken: after a joint, never before a digit.
 _JOINT = re.compile(r"(?<=\S[-/_=,·×])(?=[^\W\d])")
 
@@ -62,7 +63,8 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
-            yield Text(self.title, style="bold")
+            for line in wrapped(self.title, options.max_width) if not options.no_wrap else [self.title]:
+                yield Text(line, style="bold")
         # A console without a bound (a file, a pipe) shows every column, on lines as long as they have to be.
         bounded = not options.no_wrap
         for line, style in self._lines(options.max_width, bounded):
@@ -109,6 +111,59 @@ class FittedTable:
                 yield line, "dim"
             yield "", ""
 
+    # -- to paste --------------------------------------------------------------------------------------------
+
+    def markdown(self) -> str:
+        """A table of GitHub's Markdown under its title; drawings stay out."""
+
+        def line(cells: Iterable[str]) -> str:
+            return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+        shown = self._said()
+        rules = ["---:" if self.columns[index].numeric else "---" for index in shown]
+        headings = [self.columns[index].name for index in shown]
+        lines = [line(headings), line(rules), *(line(row) for row in self._plain_rows(shown))]
+        return (f"**{self.title}**\n\n" if self.title else "") + "\n".join(lines) + "\n"
+
+    def csv(self) -> str:
+        """Comma-separated values under a comment with the title; drawings stay out."""
+        import csv
+        import io
+
+        text, shown = io.StringIO(), self._said()
+        if self.title:
+            text.write(f"# {self.title}\n")
+        writer = csv.writer(text, lineterminator="\n")
+        if any(self.columns[index].name for index in shown):
+            writer.writerow([self.columns[index].name for index in shown])
+        writer.writerows(self._plain_rows(shown))
+        return text.getvalue()
+
+    def html(self) -> str:
+        """A table for a notebook."""
+        from html import escape
+
+        shown = self._said()
+        sides = ["right" if self.columns[index].numeric else "left" for index in shown]
+
+        def line(tag: str, cells: Iterable[str]) -> str:
+            made = (f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for side, cell in zip(sides, cells))
+            return f"<tr>{''.join(made)}</tr>"
+
+        headings = [self.columns[index].name for index in shown]
+        head = [f"<thead>{line('th', headings)}</thead>"] if any(headings) else []
+        caption = f'<caption style="text-align:left"><b>{escape(self.title)}</b></caption>' if self.title else ""
+        body = "\n".join(line("td", row) for row in self._plain_rows(shown))
+        return "\n".join([f"<table>{caption}", *head, f"<tbody>{body}</tbody>", "</table>"])
+
+    def _said(self) -> list[int]:
+        bars = self._bars()
+        return [index for index in range(len(self.columns)) if index not in bars]
+
+    def _plain_rows(self, shown: Sequence[int]) -> Iterator[list[str]]:
+        for row in self.rows:
+            yield [str(row[index]).strip() for index in shown]
+
     # -- a table ---------------------------------------------------------------------------------------------
 
     def _widths(self, shown: Sequence[int], width: int) -> list[int] | None:
@@ -144,11 +199,17 @@ class FittedTable:
 
     def _drawn(self, shown: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[str, str]]:
         yield "", ""
+        if not any(self.columns[index].name for index in shown):  # names and values need no headings
+            yield from self._body(shown, widths)
+            return
         headings = [wrapped(self.columns[index].name, width) for index, width in zip(shown, widths)]
         tallest = max(map(len, headings), default=0)
         for line in self._aligned([[""] * (tallest - len(one)) + one for one in headings], shown, widths):
             yield line, "bold"
         yield " " * _EDGE + "─" * (sum(widths) + _GAP * (len(widths) - 1)), ""
+        yield from self._body(shown, widths)
+
+    def _body(self, shown: Sequence[int], widths: Sequence[int]) -> Iterator[tuple[str, str]]:
         for row in self.rows:
             cells = [self._folded(row[index], index, width) for index, width in zip(shown, widths)]
             for line in self._aligned(cells, shown, widths):
@@ -225,6 +286,13 @@ def wrapped(text: str, width: int) -> list[str]:
             else:
                 lines.append(part)
     return lines or [""]
+
+
+def hanging(text: str, width: int) -> list[str]:
+    """A line folded at ``width``; where it is indented, what follows is indented a little more."""
+    indent = " " * (len(text) - len(text.lstrip(" ")))
+    first, *rest = wrapped(text, width - len(indent) - (2 if indent else 0))
+    return [indent + first, *(f"{indent}{'  ' if indent else ''}{line}" for line in rest)]
 
 
 def _broken(word: str, width: int) -> list[str]:
