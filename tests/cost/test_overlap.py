@@ -16,6 +16,7 @@ from shardwise.cost.analysis import analyze
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.compute import stage_compute
 from shardwise.cost.floor import step_floor
+from shardwise.cost.payload import Payload, Phase, Role
 from shardwise.cost.traffic import IN_LAYER, ComputeWindows, Traffic, priced, with_exposed_seconds
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
@@ -139,7 +140,8 @@ def traffic(seconds: float, window: str, share: float = 1.0, unhideable: float =
     """One message that takes ``seconds``."""
     link = Topology.switch(2, 1.0)
     dimension = "cp" if window.startswith("attention") else "dp"
-    return priced(dimension, "test", CollectiveKind.SEND_RECV, seconds, 1, link, "auto", window=window,
+    payload = Payload(Role.GRADIENTS, Phase.FORWARD if window in ("forward", "attention forward") else Phase.BACKWARD)
+    return priced(dimension, payload, CollectiveKind.SEND_RECV, seconds, 1, link, "auto", window=window,
                   window_share=share, last_only=share < 1, unhideable=unhideable)  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from shardwise.cost.communication.offload import offload_traffic
+from shardwise.cost.payload import Payload
 from shardwise.engine.engine import Engine
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job
@@ -28,11 +29,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(found[name], tensor, rtol=relative, atol=relative / 10, msg=name)
 
 
-def priced_bytes(one: Job, steps: int) -> Counter[str]:
-    """Bytes of all ranks and of ``steps`` steps, by the words of the price."""
+def priced_bytes(one: Job, steps: int) -> Counter[Payload]:
+    """Bytes of all ranks and of ``steps`` steps, by what the price says moves."""
     strategy = one.strategy
-    found: Counter[str] = Counter()
+    found: Counter[Payload] = Counter()
     for stage in range(strategy.pp):
         for line in offload_traffic(one, rank_contents(one, stage)):
-            found[line.what] += steps * line.count * line.size_bytes * strategy.world / strategy.pp
+            found[line.payload] += steps * line.count * line.size_bytes * strategy.world / strategy.pp
     return found

@@ -13,6 +13,7 @@ from engine.parity import check
 from engine.workers import on_ranks
 from shardwise.cost.analysis import analyze
 from shardwise.cost.own_schedules import choose, gradient_groups, gradient_times
+from shardwise.cost.payload import Role
 from shardwise.cost.prediction import predict
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
@@ -78,7 +79,7 @@ def test_what_is_named_is_what_runs(strategy: dict[str, Any], expected: set[str]
 def test_auto_takes_a_schedule_only_where_measurements_say_that_it_pays() -> None:
     for measured in (False, True):
         one = job(measured, dp=4)
-        ((_, kind, runs),) = gradient_groups(one)
+        ((_, _, kind, runs),) = gradient_groups(one)
         found = choose(kind, 2.0**24, one.cluster, runs, "auto")
         assert (found.schedule is not None) == measured
         assert found.seconds <= found.backend_seconds
@@ -117,7 +118,8 @@ def test_what_runs_is_what_is_priced(zero: int, collective: str) -> None:
     for measured in (False, True):
         one = job(measured, dp=4, zero=zero, collective=collective)
         assert table_of(one)[0] == pytest.approx(predict(one).step_seconds, rel=1e-9)
-        (traffic,) = (traffic for traffic in analyze(one).dimension_traffics("dp") if "gradients" in traffic.what)
+        sent = analyze(one).dimension_traffics("dp")
+        (traffic,) = (traffic for traffic in sent if traffic.payload.role is Role.GRADIENTS)
         prices.append(traffic.cost)
     if collective == "auto":
         assert prices[0].algorithm in ("flat_ring", "direct") and prices[1].algorithm.startswith("hierarchical")

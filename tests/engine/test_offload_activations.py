@@ -9,6 +9,7 @@ import torch
 
 from engine.workers import on_ranks
 from shardwise.cost.communication.offload import offload_traffic
+from shardwise.cost.payload import Role, sent_backward, sent_forward
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.rows import local
 from shardwise.layout.stages import rank_contents
@@ -48,7 +49,7 @@ def test_the_same_weights(model: str, layout: dict[str, Any]) -> None:
     world = one.strategy.world
     there = on_ranks(world, trained, one)
     for (expected, _), (found, moved) in zip(on_ranks(world, trained, here), there):
-        assert moved["activations to host"] == moved["activations from host"] > 0
+        assert moved[sent_forward(Role.ACTIVATIONS_TO_HOST)] == moved[sent_backward(Role.ACTIVATIONS_FROM_HOST)] > 0
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), name
 
@@ -57,4 +58,4 @@ def test_about_the_priced_bytes() -> None:
     one = job(microbatch=4, offload={"activations": 1.0})
     ((_, moved),) = on_ranks(1, trained, one)
     for line in offload_traffic(one, rank_contents(one, 0)):
-        assert moved[line.what] == pytest.approx(STEPS * line.count * line.size_bytes, rel=0.1)
+        assert moved[line.payload] == pytest.approx(STEPS * line.count * line.size_bytes, rel=0.1)

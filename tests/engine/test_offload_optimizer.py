@@ -11,6 +11,7 @@ import torch
 
 from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
+from shardwise.cost.payload import Payload
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.offload.rows import local
@@ -65,9 +66,9 @@ def test_the_same_weights_and_the_priced_bytes(world: int, layout: dict[str, Any
         there = on_ranks(world, trained, one)
         for (expected, _), (found, _) in zip(here, there):
             assert_equal(found, expected, 1e-6)
-        moved: Counter[str] = sum((Counter(counted) for _, counted in there), Counter())
+        moved: Counter[Payload] = sum((Counter(counted) for _, counted in there), Counter())
         priced = priced_bytes(one, STEPS)
-        assert dict(moved) == {what: pytest.approx(size, rel=2e-3) for what, size in priced.items()}
+        assert dict(moved) == {payload: pytest.approx(size, rel=2e-3) for payload, size in priced.items()}
 
 
 @pytest.mark.parametrize("layout", [{"precision": "fp16"}, {"dp": 2, "zero": 2}])

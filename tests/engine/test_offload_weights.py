@@ -10,6 +10,7 @@ import torch
 
 from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
+from shardwise.cost.payload import Payload, Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.refuse import require_runs
@@ -61,7 +62,7 @@ def test_the_same_weights_and_the_priced_bytes(layout: dict[str, Any]) -> None:
         there = on_ranks(world, trained, asked)
         for (expected, _), (found, _) in zip(here, there):
             assert_equal(found, expected, 1e-5)
-        moved: Counter[str] = sum((Counter(counted) for _, counted in there), Counter())
+        moved: Counter[Payload] = sum((Counter(counted) for _, counted in there), Counter())
         assert _both_passes(moved) == priced(asked)
 
 
@@ -85,16 +86,16 @@ def test_the_same_weights_with_a_share(layout: dict[str, Any], offload: dict[str
         assert_equal(found, expected, 1e-5)
 
 
-def priced(one: Job) -> dict[str, Any]:
+def priced(one: Job) -> dict[Role, Any]:
     """Bytes of all ranks and steps but the first."""
-    return {what: pytest.approx(size, rel=5e-3) for what, size in _both_passes(priced_bytes(one, STEPS - 1)).items()}
+    return {role: pytest.approx(size, rel=5e-3) for role, size in _both_passes(priced_bytes(one, STEPS - 1)).items()}
 
 
-def _both_passes(moved: Counter[str]) -> dict[str, float]:
+def _both_passes(moved: Counter[Payload]) -> dict[Role, float]:
     """Weights of both passes together: a pipeline gathers ahead, from one pass into the other."""
-    found: Counter[str] = Counter()
-    for what, size in moved.items():
-        found[what.partition(", ")[0] if what.startswith("weights from host") else what] += size
+    found: Counter[Role] = Counter()
+    for payload, size in moved.items():
+        found[payload.role] += size
     return dict(found)
 
 

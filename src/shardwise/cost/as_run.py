@@ -7,13 +7,14 @@ from typing import Any
 
 from shardwise.collectives import CollectiveKind
 from shardwise.collectives.arrays import maximum, select
+from shardwise.cost.payload import Role
 from shardwise.cost.traffic import Traffic
 from shardwise.spec.job import Job
 
 # PyTorch's async TP cuts a gather and the products that read it into pieces, and a product and the scatter of its
 # result: not the scatter of a sum of several products, nor a gather for weight gradients, which reads along its rows
 # (torch/_inductor/fx_passes/micro_pipeline_tp.py, _find_producer_matmul and _find_consumer_matmuls).
-_NOT_DECOMPOSED = ("input gradients, backward", "saved inputs, backward")
+_NOT_DECOMPOSED = (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 
 
 def as_run(job: Job, traffic: Traffic) -> Traffic:
@@ -24,7 +25,7 @@ def as_run(job: Job, traffic: Traffic) -> Traffic:
         return traffic
     if stack.tp_overlap == "buffers":
         return replace(traffic, unhideable=job.cluster.device.efficiency.overlapped_tp_exposed)
-    if stack.tp_gradients == "in turn" and traffic.what in _NOT_DECOMPOSED:
+    if stack.tp_gradients == "in turn" and traffic.payload.role in _NOT_DECOMPOSED:
         return replace(traffic, window="none")
     return traffic
 

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from shardwise.cost.flops import attended_tokens_of_rank
-from shardwise.spec.model import Matrix, Model, Split
+from shardwise.spec.model import UP_PROJECTIONS, Matrix, Model, Split
 
 OperatorKind = Literal["product", "attention", "traffic"]
+
+
+class OperatorRole(Enum):
+    """What an operator is to its layer."""
+
+    PROJECTION = "attention projection"
+    ATTENTION = "attention"
+    NORMS = "norms and residuals"
+    ROTARY = "rotary embedding"
+    ACTIVATION = "activation"
+    MLP = "MLP"
+    ROUTER = "router"
+    PERMUTE = "permute"
+    EXPERTS = "experts"
+    PREDICTION = "prediction projection"
+    HEAD = "head"
+    LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -32,7 +50,7 @@ class Operator:
     Traffic reads and writes bytes. ``recomputed_by`` names the selective-recompute operator that runs it again.
     """
 
-    name: str
+    role: OperatorRole
     kind: OperatorKind
     rows: float = 0.0
     columns: float = 0.0
@@ -75,7 +93,7 @@ def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Ope
     share = matrix.share(tensor)
     inner = matrix.inputs * (share if matrix.split == "row" else 1)
     columns = matrix.outputs * (share if matrix.split == "column" else 1)
-    return Operator(matrix.name, "product", rows, columns, inner, split=matrix.split, **options)  # type: ignore[arg-type]
+    return Operator(OperatorRole.PROJECTION, "product", rows, columns, inner, split=matrix.split, **options)  # type: ignore[arg-type]
 
 
 def _projections(model: Model, shape: LayerShape) -> list[Operator]:
@@ -86,13 +104,13 @@ def _projections(model: Model, shape: LayerShape) -> list[Operator]:
         columns = sum(widths)
         # Of query, key and value the second is run again.
         first = [
-            Operator("query, key, value", "product", shape.tokens, columns, model.hidden, split="column",
+            Operator(OperatorRole.PROJECTION, "product", shape.tokens, columns, model.hidden, split="column",
                      alternate=widths[1] / columns)
         ]  # fmt: skip
     else:
         first = [
             _product(matrix, shape.region_tokens if matrix.split == "none" else shape.tokens, shape.tp,
-                     recomputed_by="up-projection" if matrix.name.endswith("up") else "")
+                     recomputed_by="up-projection" if matrix.role in UP_PROJECTIONS else "")
             for matrix in inputs
         ]  # fmt: skip
     return [*first, _product(output, shape.tokens, shape.tp, alternate=1.0)]
@@ -103,8 +121,16 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     heads = model.heads / shape.tp
     features = (model.query_key_dim + model.value_dim) * heads
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
-    return Operator("attention", "attention", shape.tokens, shape.seq, features, heads=heads, attended=attended,
-                    recomputed_by="attention")  # fmt: skip
+    return Operator(
+        OperatorRole.ATTENTION,
+        "attention",
+        shape.tokens,
+        shape.seq,
+        features,
+        heads=heads,
+        attended=attended,
+        recomputed_by="attention",
+    )
 
 
 def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
@@ -113,30 +139,44 @@ def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
     Two norms and two residual additions read and write 10 tensors of h per token forward and 12 backward.
     """
     hidden = model.hidden * shape.region_tokens
-    operators = [Operator("norms and residuals", "traffic", forward_bytes=20 * hidden, backward_bytes=24 * hidden,
+    operators = [Operator(OperatorRole.NORMS, "traffic", forward_bytes=20 * hidden, backward_bytes=24 * hidden,
                           kernels=4, recomputed_by="norm")]  # fmt: skip
     if model.positions == "rope":
         heads = model.heads / shape.tp + model.key_value_heads / min(shape.tp, model.key_value_heads)
         moved = 4 * heads * model.query_key_dim * shape.tokens
-        operators.append(Operator("rotary embedding", "traffic", forward_bytes=moved, backward_bytes=moved, kernels=2))
+        operators.append(Operator(OperatorRole.ROTARY, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=2))
     return operators
 
 
 def _activation(model: Model, elements: float) -> Operator:
     """Gated: two inputs and one output of ``elements``; plain: one and one."""
     forward, backward = (6, 10) if model.gated else (4, 6)
-    return Operator("activation", "traffic", forward_bytes=forward * elements, backward_bytes=backward * elements,
-                    recomputed_by="activation")  # fmt: skip
+    return Operator(
+        OperatorRole.ACTIVATION,
+        "traffic",
+        forward_bytes=forward * elements,
+        backward_bytes=backward * elements,
+        recomputed_by="activation",
+    )
 
 
 def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Operator]:
     up = (2 if model.gated else 1) * width / shape.tp
     return [
-        Operator("MLP up", "product", shape.tokens, up, model.hidden, split="column",
-                 alternate=0.5 if model.gated else 0.0),
+        Operator(
+            OperatorRole.MLP,
+            "product",
+            shape.tokens,
+            up,
+            model.hidden,
+            split="column",
+            alternate=0.5 if model.gated else 0.0,
+        ),
         _activation(model, shape.tokens * width / shape.tp),
-        Operator("MLP down", "product", shape.tokens, model.hidden, width / shape.tp, split="row", ends_layer=last),
-    ]  # fmt: skip
+        Operator(
+            OperatorRole.MLP, "product", shape.tokens, model.hidden, width / shape.tp, split="row", ends_layer=last
+        ),
+    ]
 
 
 def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
@@ -150,18 +190,18 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     up = (2 if model.gated else 1) * width
     moved = 4 * model.hidden * own
     operators = [
-        Operator("router", "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
-        Operator("permute", "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),
-        Operator("experts up", "product", routed, up, model.hidden, expert=True),
+        Operator(OperatorRole.ROUTER, "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
+        Operator(OperatorRole.PERMUTE, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),
+        Operator(OperatorRole.EXPERTS, "product", routed, up, model.hidden, expert=True),
         _activation(model, routed * width),
-        Operator("experts down", "product", routed, model.hidden, width, expert=True),
+        Operator(OperatorRole.EXPERTS, "product", routed, model.hidden, width, expert=True),
     ]
     return operators + (_mlp(model, shape, moe.shared_ffn, last) if moe.shared_ffn else [])
 
 
 def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     """What a multi-token-prediction module adds besides its layer: a projection of two states, the head once more."""
-    projection = Operator("prediction projection", "product", shape.region_tokens, model.hidden, 2 * model.hidden)
+    projection = Operator(OperatorRole.PREDICTION, "product", shape.region_tokens, model.hidden, 2 * model.hidden)
     return (projection, *head_operators(model, shape))
 
 
@@ -169,6 +209,6 @@ def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     """Output projection and loss of the last stage; the logits stay in 16 bit in every recipe."""
     logits = shape.tokens * model.vocab / shape.tp
     return (
-        Operator("head", "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),
-        Operator("loss", "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),
+        Operator(OperatorRole.HEAD, "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),
+        Operator(OperatorRole.LOSS, "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from shardwise.collectives import CollectiveKind, Schedule, build_schedule, collective_cost, simulated_seconds
 from shardwise.collectives.build import require_schedule
@@ -16,6 +17,7 @@ from shardwise.collectives.cost import candidates
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.gradient_price import PAYS_BELOW, UNNAMED, by_schedules, measured_schedules, named_on
 from shardwise.cost.network import spanned
+from shardwise.cost.payload import Payload, Role, Share
 from shardwise.layout.groups import RankRun
 from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
 from shardwise.spec.errors import SpecError
@@ -82,17 +84,26 @@ def _cheapest(
     return best
 
 
-def gradient_groups(job: Job) -> Iterator[tuple[str, CollectiveKind, tuple[RankRun, ...]]]:
-    """The groups over which gradients are summed, by the names of the engine's mesh."""
+class GradientGroup(NamedTuple):
+    """Ranks that sum gradients, by the name of the group in the engine's mesh."""
+
+    name: str
+    share: Share
+    kind: CollectiveKind
+    runs: tuple[RankRun, ...]
+
+
+def gradient_groups(job: Job) -> Iterator[GradientGroup]:
+    """The groups over which gradients are summed."""
     strategy, shards = job.strategy, divided_over(job.strategy)
-    ranks: list[tuple[str, SharedRanks]] = [("", dense_ranks(strategy, shards))]
+    ranks: list[tuple[str, Share, SharedRanks]] = [("", Share.DENSE, dense_ranks(strategy, shards))]
     if job.model.moe is not None:
-        ranks.append(("expert_", expert_ranks(strategy, shards)))
-    for prefix, shared in ranks:
+        ranks.append(("expert_", Share.EXPERTS, expert_ranks(strategy, shards)))
+    for prefix, share, shared in ranks:
         if shared.sharded:
-            yield f"{prefix}shard", CollectiveKind.REDUCE_SCATTER, shared.sharded
+            yield GradientGroup(f"{prefix}shard", share, CollectiveKind.REDUCE_SCATTER, shared.sharded)
         elif shared.replicas:
-            yield f"{prefix}replicate", CollectiveKind.ALL_REDUCE, shared.replicas
+            yield GradientGroup(f"{prefix}replicate", share, CollectiveKind.ALL_REDUCE, shared.replicas)
 
 
 def require_gradient_schedules(job: Job) -> None:
@@ -100,10 +111,10 @@ def require_gradient_schedules(job: Job) -> None:
     wanted = job.strategy.collective
     if wanted in UNNAMED:
         return
-    for _, kind, runs in gradient_groups(job):
-        network = by_schedules(job.cluster, runs)
+    for one in gradient_groups(job):
+        network = by_schedules(job.cluster, one.runs)
         try:
-            require_schedule(kind, network, named_on(wanted, network))
+            require_schedule(one.kind, network, named_on(wanted, network))
         except SpecError as error:
             raise SpecError("strategy.collective", error.problem, error.remedy) from None
 
@@ -112,7 +123,7 @@ def require_gradient_schedules(job: Job) -> None:
 class GradientTime:
     """Seconds of a step in which gradients are summed, alone on the network, by what is chosen and by the backend."""
 
-    what: str
+    payload: Payload
     choice: Choice
     times: float
 
@@ -128,16 +139,15 @@ class GradientTime:
 def gradient_times(analysis: Analysis) -> list[GradientTime]:
     """For every sum of gradients that a schedule of ours takes over; none where the backend's own stays."""
     job, found = analysis.job, []
-    groups = {kind: runs for name, kind, runs in gradient_groups(job) if not name.startswith("expert")}
-    experts = {kind: runs for name, kind, runs in gradient_groups(job) if name.startswith("expert")}
+    runs_of = {(one.share, one.kind): one.runs for one in gradient_groups(job)}
     for traffic in analysis.dimension_traffics("dp"):
-        runs = (experts if traffic.what.startswith("expert") else groups).get(traffic.kind)
-        if runs is None or "gradients" not in traffic.what:
+        runs = runs_of.get((traffic.payload.share, traffic.kind))
+        if runs is None or traffic.payload.role not in (Role.GRADIENTS, Role.LATE_GRADIENTS):
             continue
         try:
             choice = choose(traffic.kind, traffic.size_bytes, job.cluster, runs, job.strategy.collective)
         except SpecError:  # priced by the cheapest, and refused by the engine
             continue
         if choice.schedule is not None:
-            found.append(GradientTime(traffic.what, choice, traffic.count))
+            found.append(GradientTime(traffic.payload, choice, traffic.count))
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.cost.operators import Operator
+from shardwise.cost.operators import Operator, OperatorRole
 from shardwise.spec.hardware import Device
 from shardwise.spec.stack import Stack
 from shardwise.spec.training import Recipe
@@ -16,7 +16,7 @@ from shardwise.spec.training import Recipe
 # What an eager stack moves of the bytes that one kernel needs. Norm: to fp32, square, mean, scale, back, weight are 36
 # bytes per element instead of 4, beside a residual of 6. Rotary embedding: to fp32, complex product, back are 20, not
 # 4. Gated activation: two kernels of 4 and 6 bytes instead of one of 6 (torchtitan/models/llama/model.py, 2024).
-_EAGER_PASSES = {"norms and residuals": 4.2, "rotary embedding": 5.0, "activation": 1.7}
+_EAGER_PASSES = {OperatorRole.NORMS: 4.2, OperatorRole.ROTARY: 5.0, OperatorRole.ACTIVATION: 1.7}
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     # Bytes are counted in 16 bit.
     memory = device.memory_bandwidth * efficiency.memory * 2 / recipe.activation
     passes = 1.0
-    if operator.name == "permute":
+    if operator.role is OperatorRole.PERMUTE:
         passes = 1.0 if stack.fused_permute else 3.0
     elif stack.elementwise == "eager":
-        passes = _EAGER_PASSES.get(operator.name, 1.0)
-    elif stack.elementwise == "fused" and operator.name != "loss":
+        passes = _EAGER_PASSES.get(operator.role, 1.0)
+    elif stack.elementwise == "fused" and operator.role is not OperatorRole.LOSS:
         passes = efficiency.elementwise_traffic
     launch = operator.kernels * _launch(device, stack)
     return Seconds(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.operators import OperatorKind
+from shardwise.cost.payload import Payload
 from shardwise.cost.prediction import Prediction, RankPrediction
 from shardwise.cost.simulation import SimulatedStep, rank_predictions
 from shardwise.cost.stage_time import optimizer_seconds, seconds_by_kind
@@ -87,11 +88,11 @@ def traffics_of(step: SimulatedStep, dimension: str) -> tuple[Traffic, ...]:
 
 def _of_stages(stages: Sequence[RankPrediction], dimension: str) -> list[Traffic]:
     """Those of the layers and of messages; a rank with several stages has its part of each."""
-    found: dict[str, list[Traffic]] = {}
+    found: dict[Payload, list[Traffic]] = {}
     for stage in stages:
         for one in stage.traffics:
             if one.dimension == dimension and not one.once:
-                found.setdefault(one.what, []).append(one)
+                found.setdefault(one.payload, []).append(one)
     return [_shared(members, len(stages)) for members in found.values()]
 
 

@@ -18,6 +18,7 @@ from shardwise.cost.overlap import (
     hidden_in_layers,
     waiting,
 )
+from shardwise.cost.payload import Payload
 from shardwise.spec.errors import SpecError
 
 IN_LAYER = ("tp", "cp", "ep")
@@ -33,7 +34,7 @@ class Traffic:
     """
 
     dimension: str
-    what: str
+    payload: Payload
     kind: CollectiveKind
     size_bytes: float
     count: float
@@ -69,9 +70,13 @@ class Traffic:
         return self.exposed_seconds + self.slowed_seconds
 
     @property
+    def what(self) -> str:
+        """For people; what is decided by it, is decided by its payload."""
+        return self.payload.words
+
+    @property
     def in_pass(self) -> Pass:
-        """The pass it belongs to: that of its window, else the one its name ends with."""
-        return "forward" if self.window.endswith("forward") or self.what.endswith("forward") else "backward"
+        return self.payload.in_pass
 
     @property
     def level_seconds(self) -> dict[str, float]:
@@ -109,7 +114,7 @@ class Traffic:
 
 def priced(
     dimension: str,
-    what: str,
+    payload: Payload,
     kind: CollectiveKind,
     size_bytes: float,
     count: float,
@@ -119,7 +124,7 @@ def priced(
 ) -> Traffic:
     """A traffic with its collective priced on the network that its group spans."""
     cost = collective_price(kind, size_bytes, topology, algorithm)
-    return Traffic(dimension, what, kind, size_bytes, count, cost, level_names(topology), **overlap)  # type: ignore[arg-type]
+    return Traffic(dimension, payload, kind, size_bytes, count, cost, level_names(topology), **overlap)  # type: ignore[arg-type]
 
 
 def collective_price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str) -> CollectiveCost:

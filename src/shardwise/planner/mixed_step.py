@@ -8,6 +8,7 @@ from functools import cached_property
 from shardwise.cost.communication.pipeline import message_traffic
 from shardwise.cost.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
+from shardwise.cost.payload import Role, sent_forward
 from shardwise.cost.prediction import Prediction, RankPrediction, rank_prediction
 from shardwise.cost.simulation import seconds_of_stages
 from shardwise.layout.stages import rank_contents, stages_of_rank
@@ -195,5 +196,5 @@ def message_seconds(arrangement: Arrangement) -> list[float]:
 
 
 def _message(job: Job) -> float:
-    message = message_traffic(job, "activations, forward")
+    message = message_traffic(job, sent_forward(Role.ACTIVATIONS))
     return 0.0 if message is None else float(message.cost.seconds)

@@ -44,7 +44,7 @@ def analysis_data(found: Assessment) -> dict[str, Any]:
     if found.gradient_times:
         data["gradient_sums"] = [
             {
-                "what": one.what,
+                "what": one.payload.words,
                 "algorithm": one.choice.algorithm,
                 "seconds": one.seconds,
                 "backend_seconds": one.backend_seconds,

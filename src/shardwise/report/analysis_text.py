@@ -97,7 +97,7 @@ def collective_lines(sums: Iterable[GradientTime]) -> Iterator[str]:
         difference = one.backend_seconds - one.seconds
         verb = "saves" if difference >= 0 else "costs"
         yield (
-            f"{one.what.partition(',')[0].capitalize()} by {spoken(one.choice.algorithm)}: "
+            f"{one.payload.subject.capitalize()} by {spoken(one.choice.algorithm)}: "
             f"{readable_seconds(one.seconds)} per step instead of {readable_seconds(one.backend_seconds)} by the "
             f"backend's own, {verb} {readable_seconds(abs(difference))} where nothing hides it."
         )

@@ -7,6 +7,7 @@ with how tensor parallelism splits it; parameter counts, FLOPs, memory and commu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Literal
 
@@ -19,6 +20,28 @@ Split = Literal["column", "row", "none"]
 MOST_LAYERS, WIDEST, MOST_HEADS, LONGEST = 2048, 2**24, 2**16, 2**30
 
 
+class MatrixRole(Enum):
+    """What a weight matrix makes; of latent attention and of MLPs also from what."""
+
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    ATTENTION_OUTPUT = "attention output"
+    QUERY_DOWN = "query down"
+    QUERY_UP = "query up"
+    KEY_VALUE_DOWN = "key-value down"
+    KEY_VALUE_UP = "key-value up"
+    UP = "up"
+    GATE = "gate"
+    DOWN = "down"
+    SHARED_GATE = "shared gate"
+    ROUTER = "router"
+    HEAD = "head"
+
+
+UP_PROJECTIONS = (MatrixRole.QUERY_UP, MatrixRole.KEY_VALUE_UP)  # of latent attention
+
+
 @dataclass(frozen=True)
 class Matrix:
     """One linear map of a layer: ``inputs`` → ``outputs`` features.
@@ -28,7 +51,7 @@ class Matrix:
     are made of: fewer groups than ranks are replicated (KV heads under GQA).
     """
 
-    name: str
+    role: MatrixRole
     inputs: int
     outputs: int
     split: Split
@@ -223,10 +246,10 @@ class Model(Spec):
         if self.mla:
             return self._latent_attention_matrices()
         return (
-            Matrix("query", h, a * d, "column", self.qkv_bias),
-            Matrix("key", h, kv * d, "column", self.qkv_bias, groups=kv),
-            Matrix("value", h, kv * d, "column", self.qkv_bias, groups=kv),
-            Matrix("attention output", a * d, h, "row", self.attention_out_bias),
+            Matrix(MatrixRole.QUERY, h, a * d, "column", self.qkv_bias),
+            Matrix(MatrixRole.KEY, h, kv * d, "column", self.qkv_bias, groups=kv),
+            Matrix(MatrixRole.VALUE, h, kv * d, "column", self.qkv_bias, groups=kv),
+            Matrix(MatrixRole.ATTENTION_OUTPUT, a * d, h, "row", self.attention_out_bias),
         )
 
     def _latent_attention_matrices(self) -> tuple[Matrix, ...]:
@@ -234,33 +257,33 @@ class Model(Spec):
         h, a, mla = self.hidden, self.heads, self.mla
         queries = a * (mla.nope_dim + mla.rope_dim)
         if mla.q_rank is None:
-            query: tuple[Matrix, ...] = (Matrix("query", h, queries, "column"),)
+            query: tuple[Matrix, ...] = (Matrix(MatrixRole.QUERY, h, queries, "column"),)
         else:
             query = (
-                Matrix("query down", h, mla.q_rank, "none"),
-                Matrix("query up", mla.q_rank, queries, "column"),
+                Matrix(MatrixRole.QUERY_DOWN, h, mla.q_rank, "none"),
+                Matrix(MatrixRole.QUERY_UP, mla.q_rank, queries, "column"),
             )
         return (
             *query,
-            Matrix("key-value down", h, mla.kv_rank + mla.rope_dim, "none"),
-            Matrix("key-value up", mla.kv_rank, a * (mla.nope_dim + mla.value_dim), "column"),
-            Matrix("attention output", a * mla.value_dim, h, "row", self.attention_out_bias),
+            Matrix(MatrixRole.KEY_VALUE_DOWN, h, mla.kv_rank + mla.rope_dim, "none"),
+            Matrix(MatrixRole.KEY_VALUE_UP, mla.kv_rank, a * (mla.nope_dim + mla.value_dim), "column"),
+            Matrix(MatrixRole.ATTENTION_OUTPUT, a * mla.value_dim, h, "row", self.attention_out_bias),
         )
 
     def mlp_matrices(self, width: int) -> tuple[Matrix, ...]:
         """The MLP of one layer, or one expert, of the given width."""
-        up = Matrix("up", self.hidden, width, "column", self.mlp_bias)
-        gate = (Matrix("gate", self.hidden, width, "column", self.mlp_bias),) if self.gated else ()
-        return (*gate, up, Matrix("down", width, self.hidden, "row", self.mlp_bias))
+        up = Matrix(MatrixRole.UP, self.hidden, width, "column", self.mlp_bias)
+        gate = (Matrix(MatrixRole.GATE, self.hidden, width, "column", self.mlp_bias),) if self.gated else ()
+        return (*gate, up, Matrix(MatrixRole.DOWN, width, self.hidden, "row", self.mlp_bias))
 
     @cached_property
     def router_matrices(self) -> tuple[Matrix, ...]:
         if self.moe is None:
             return ()
-        gate = (Matrix("shared gate", self.hidden, 1, "none"),) if self.moe.shared_gate else ()
-        return (Matrix("router", self.hidden, self.moe.experts, "none"), *gate)
+        gate = (Matrix(MatrixRole.SHARED_GATE, self.hidden, 1, "none"),) if self.moe.shared_gate else ()
+        return (Matrix(MatrixRole.ROUTER, self.hidden, self.moe.experts, "none"), *gate)
 
     @cached_property
     def head_matrix(self) -> Matrix:
         """The output projection to the vocabulary; with tied embeddings its weights are the embedding's."""
-        return Matrix("head", self.hidden, self.vocab, "column", self.lm_head_bias)
+        return Matrix(MatrixRole.HEAD, self.hidden, self.vocab, "column", self.lm_head_bias)

@@ -13,6 +13,7 @@ from cost.builders import (
     traffics,
 )
 from shardwise.collectives import CollectiveKind
+from shardwise.cost.payload import Share
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.parameters import parameter_count
 
@@ -77,15 +78,15 @@ def test_experts_reduce_over_the_ranks_that_hold_them() -> None:
     case = ring(MOE, dp=8, ep=4)
     contents = rank_contents(case, 0)
     dense, experts = (
-        sent([t for t in traffics(case, "dp") if t.what.startswith("expert") == flag]) for flag in (False, True)
+        sent([t for t in traffics(case, "dp") if (t.payload.share is Share.EXPERTS) == flag]) for flag in (False, True)
     )
     assert dense == pytest.approx(2 * 7 / 8 * 2 * contents.dense)
     assert experts == pytest.approx(2 * 1 / 2 * 2 * contents.experts)
     alone = traffics(ring(MOE, dp=8, ep=8), "dp")
-    assert not [t for t in alone if t.what.startswith("expert")]
+    assert not [t for t in alone if t.payload.share is Share.EXPERTS]
 
 
 def test_zero_3_gathers_experts_over_their_own_group() -> None:
     case = ring(MOE, dp=8, ep=4, zero=3)
-    experts = [t for t in traffics(case, "dp") if t.what.startswith("expert")]
+    experts = [t for t in traffics(case, "dp") if t.payload.share is Share.EXPERTS]
     assert sent(experts) == pytest.approx(3 * 1 / 2 * 2 * rank_contents(case, 0).experts)

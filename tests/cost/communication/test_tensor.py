@@ -18,6 +18,7 @@ from cost.builders import (
     traffics,
 )
 from shardwise.collectives import CollectiveKind
+from shardwise.cost.payload import Share
 
 PER_LAYER_ALL_REDUCE = ("outputs, forward", "input gradients, backward")
 PER_LAYER_SEQUENCE = (
@@ -122,23 +123,23 @@ def test_experts_split_by_tensor_parallelism_gather_their_tokens(ep: int, copies
     """expert_tp 2, top 4: 64 own tokens become 2·64 rows, 4 of each where they come from other ranks; gathered and
     reduced each way in 6 layers."""
     case = ring(MOE, tp=2, expert_tp=2, ep=ep, dp=ep)
-    expert = [t for t in traffics(case, "tp") if t.what.startswith("expert")]
+    expert = [t for t in traffics(case, "tp") if t.payload.share is Share.EXPERTS]
     assert {t.size_bytes for t in expert} == {2 * 64 * copies * 64 * 2}
     assert sum(t.count for t in expert) == 4 * 6
     whole_experts = traffics(ring(MOE, tp=2, expert_tp=1, ep=2), "tp")
-    assert not [t for t in whole_experts if t.what.startswith("expert")]
+    assert not [t for t in whole_experts if t.payload.share is Share.EXPERTS]
 
 
 @pytest.mark.parametrize(("expert_tp", "kind"), [(2, CollectiveKind.ALL_REDUCE), (1, CollectiveKind.ALL_GATHER)])
 def test_ranks_with_the_same_tokens_sum_split_experts_or_share_the_tokens(expert_tp: int, kind: CollectiveKind) -> None:
     case = ring(MOE, tp=2, expert_tp=expert_tp, sequence_parallel=False)
-    expert = [t for t in traffics(case, "tp") if t.what.startswith("expert")]
+    expert = [t for t in traffics(case, "tp") if t.payload.share is Share.EXPERTS]
     assert [(t.kind, t.size_bytes, t.count) for t in expert] == 2 * [(kind, 128 * 64 * 2, 6)]
 
 
 def test_experts_without_sequence_parallelism_move_no_more_than_with_it() -> None:
     def expert_bytes(sequence_parallel: bool) -> float:
         case = ring(MOE, tp=2, sequence_parallel=sequence_parallel)
-        return sent([t for t in traffics(case, "tp") if t.what.startswith("expert")])
+        return sent([t for t in traffics(case, "tp") if t.payload.share is Share.EXPERTS])
 
     assert expert_bytes(False) == expert_bytes(True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.network import exchanging, spanned
 from shardwise.cost.overlap import Window
+from shardwise.cost.payload import Payload, Role, sent_backward, sent_forward
 from shardwise.cost.recompute import fully_recomputed_share
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.layout.groups import group_runs
@@ -52,10 +53,10 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
 
     again = _again(job, contents)
 
-    def line(what: str, count: float, window: Window, repeated: float = 0.0) -> Traffic:
+    def line(payload: Payload, count: float, window: Window, repeated: float = 0.0) -> Traffic:
         return priced(
             "cp",
-            what,
+            payload,
             CollectiveKind.SEND_RECV,
             chunk,
             count,
@@ -66,32 +67,19 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
         )
 
     return [
-        line("keys and values, forward", calls * (1 + again), "attention forward", again / (1 + again)),
-        line("keys, values and their gradients, backward", 2 * calls, "attention backward"),
+        line(sent_forward(Role.KEYS_AND_VALUES), calls * (1 + again), "attention forward", again / (1 + again)),
+        line(sent_backward(Role.KEYS_VALUES_AND_GRADIENTS), 2 * calls, "attention backward"),
     ]
 
 
 def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
-    strategy = job.strategy
-    size = job.microbatch_tokens * strategy.cp * _key_value_features(job) * job.training.recipe.communication
+    size = job.microbatch_tokens * job.strategy.cp * _key_value_features(job) * job.training.recipe.communication
     calls, again = contents.layers * job.microbatches, _again(job, contents)
+    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     return [
-        priced(
-            "cp",
-            "keys and values, forward",
-            CollectiveKind.ALL_GATHER,
-            size,
-            calls * (1 + again),
-            topology,
-            strategy.collective,
-            repeated=again / (1 + again),
-        ),
-        priced(
-            "cp", "keys and values, backward", CollectiveKind.ALL_GATHER, size, calls, topology, strategy.collective
-        ),
-        priced(
-            "cp", "their gradients, backward", CollectiveKind.REDUCE_SCATTER, size, calls, topology, strategy.collective
-        ),
+        _waited_for(job, topology, sent_forward(Role.KEYS_AND_VALUES), gather, size, calls, again),
+        _waited_for(job, topology, sent_backward(Role.KEYS_AND_VALUES), gather, size, calls),
+        _waited_for(job, topology, sent_backward(Role.THEIR_GRADIENTS), scatter, size, calls),
     ]
 
 
@@ -108,19 +96,22 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
     features = (heads + kv_heads) * (model.query_key_dim + model.value_dim)
     size = job.microbatch_tokens * features * job.training.recipe.communication / 4
     calls = 4 * contents.layers * job.microbatches  # q, k, v and the output: four exchanges of this mean size
-    again = _again(job, contents)
+    exchange = CollectiveKind.ALL_TO_ALL
     return [
-        priced(
-            "cp",
-            "q, k, v and output, forward",
-            CollectiveKind.ALL_TO_ALL,
-            size,
-            calls * (1 + again),
-            topology,
-            strategy.collective,
-            repeated=again / (1 + again),
-        ),
-        priced(
-            "cp", "their gradients, backward", CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective
-        ),
+        _waited_for(job, topology, sent_forward(Role.HEADS), exchange, size, calls, _again(job, contents)),
+        _waited_for(job, topology, sent_backward(Role.THEIR_GRADIENTS), exchange, size, calls),
     ]
+
+
+def _waited_for(
+    job: Job,
+    topology: Topology,
+    payload: Payload,
+    kind: CollectiveKind,
+    size: float,
+    calls: float,
+    again: float = 0.0,
+) -> Traffic:
+    """What attention needs before it begins, or has when it is done; recompute sends a share of it again."""
+    count, repeated = calls * (1 + again), again / (1 + again)
+    return priced("cp", payload, kind, size, count, topology, job.strategy.collective, repeated=repeated)

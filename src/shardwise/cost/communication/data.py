@@ -18,6 +18,7 @@ from shardwise.cost.gradient_price import gradient_price, measured_schedules
 from shardwise.cost.memory.states import Sharding, sharding_of
 from shardwise.cost.network import level_names, spanned
 from shardwise.cost.overlap import Pass
+from shardwise.cost.payload import Payload, Role, Share, sent_backward, sent_forward
 from shardwise.cost.traffic import Traffic
 from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
 from shardwise.layout.stages import RankContents
@@ -31,10 +32,10 @@ def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     strategy, shards = job.strategy, divided_over(job.strategy)
     dense_units, expert_units = communication_units(job, contents)
     dense, experts = sent_parameters(job, strategy, contents)
-    traffics = _group_traffic(job, "", dense.over(dense_units), dense_units, dense_ranks(strategy, shards))
+    traffics = _group_traffic(job, Share.DENSE, dense.over(dense_units), dense_units, dense_ranks(strategy, shards))
     if contents.experts:
         each = experts.over(expert_units)
-        traffics += _group_traffic(job, "expert ", each, expert_units, expert_ranks(strategy, shards))
+        traffics += _group_traffic(job, Share.EXPERTS, each, expert_units, expert_ranks(strategy, shards))
     return traffics
 
 
@@ -119,20 +120,23 @@ class DataLine:
     ``times`` is how often a step goes over all units.
     """
 
-    what: str
+    payload: Payload
     kind: CollectiveKind
     over: Literal["shards", "replicas"]
     unit_bytes: Any
     times: Any
-    window: Pass
     window_share: Any
     last_only: bool
 
+    @property
+    def window(self) -> Pass:
+        """The pass that it may run under."""
+        return self.payload.in_pass
+
     def by_schedules(self, ranks: SharedRanks) -> bool:
         """Whether the engine may run a schedule of ours for it: sums of gradients, not those between shard groups."""
-        return self.what.startswith("gradient") and self.kind in (
-            (CollectiveKind.REDUCE_SCATTER,) if ranks.sharded else (CollectiveKind.ALL_REDUCE,)
-        )
+        sums = self.payload.role in (Role.GRADIENTS, Role.GRADIENT_SHARDS)
+        return sums and self.kind is (CollectiveKind.REDUCE_SCATTER if ranks.sharded else CollectiveKind.ALL_REDUCE)
 
 
 def data_lines(
@@ -156,26 +160,26 @@ def data_lines(
     late = not sharding.gradients_sharded
     sums, sum_share, sums_late = (1, last, True) if wire.sums_once else (reductions, share, late)
     lines = [
-        DataLine("gradients, backward", scatter, "shards", whole, reductions, "backward", share, late),
+        DataLine(sent_backward(Role.GRADIENTS), scatter, "shards", whole, reductions, share, late),
         DataLine(
-            "parameters, forward", gather, "shards", gathered, gathers, "forward", gather_share, sharding.gathers_once
+            sent_forward(Role.PARAMETERS), gather, "shards", gathered, gathers, gather_share, sharding.gathers_once
         ),
     ]
     if wire.synchronise.every_step:
         lines += [
-            DataLine(what, kind, "replicas", size, sums, "backward", sum_share, sums_late)
-            for what, kind, size in _sums(unit, part, wire.compression)
+            DataLine(sent_backward(role), kind, "replicas", size, sums, sum_share, sums_late)
+            for role, kind, size in _sums(unit, part, wire.compression)
         ]
     else:
         lines.append(_meeting(unit, part, wire.synchronise))
     if not sharding.gathers_once:
         once_more = unit.in_layers * weight if wire.ends_once else gathered
-        again = DataLine("parameters, backward", gather, "shards", once_more, microbatches, "backward", 1.0, False)
+        again = DataLine(sent_backward(Role.PARAMETERS), gather, "shards", once_more, microbatches, 1.0, False)
         lines.insert(0, again)
     return lines
 
 
-def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tuple[str, CollectiveKind, Any]]:
+def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tuple[Role, CollectiveKind, Any]]:
     """What sums gradients over copies of the same parameters: one all-reduce, or what compression makes of it.
 
     Codes are exchanged and added by the owners of pieces, whose sums are gathered as codes; of thin factors the second
@@ -183,16 +187,16 @@ def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tup
     """
     reduce = CollectiveKind.ALL_REDUCE
     if not compression.is_used:
-        return [("gradient shards, backward", reduce, part)]
+        return [(Role.GRADIENT_SHARDS, reduce, part)]
     if compression.method == "powersgd":
         return [
-            ("first factors, backward", reduce, 4 * unit.first_factors),
-            ("second factors, backward", reduce, 4 * unit.second_factors),
+            (Role.FIRST_FACTORS, reduce, 4 * unit.first_factors),
+            (Role.SECOND_FACTORS, reduce, 4 * unit.second_factors),
         ]
     codes = unit.in_blocks * compression.element_bytes
     return [
-        ("gradient codes, backward", CollectiveKind.ALL_TO_ALL, codes),
-        ("codes of sums, backward", CollectiveKind.ALL_GATHER, codes),
+        (Role.GRADIENT_CODES, CollectiveKind.ALL_TO_ALL, codes),
+        (Role.CODES_OF_SUMS, CollectiveKind.ALL_GATHER, codes),
     ]
 
 
@@ -205,9 +209,9 @@ def _meeting(unit: SentParameters, part: Any, synchronise: Synchronise) -> DataL
     reduce = CollectiveKind.ALL_REDUCE
     if synchronise.is_async:
         under = 1.5 * synchronise.staleness
-        return DataLine("late gradients, backward", reduce, "replicas", part, 1, "backward", under, False)
+        return DataLine(sent_backward(Role.LATE_GRADIENTS), reduce, "replicas", part, 1, under, False)
     often = 1 / synchronise.inner_steps
-    return DataLine("workers' weights, backward", reduce, "replicas", 4 * unit.all, often, "backward", 0.0, True)
+    return DataLine(sent_backward(Role.WORKERS_WEIGHTS), reduce, "replicas", 4 * unit.all, often, 0.0, True)
 
 
 def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
@@ -215,7 +219,7 @@ def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
     return minimum(1.0, (pp if schedule == "interleaved" else 1) / microbatches)
 
 
-def _group_traffic(job: Job, name: str, unit: SentParameters, units: int, ranks: SharedRanks) -> list[Traffic]:
+def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ranks: SharedRanks) -> list[Traffic]:
     strategy, m = job.strategy, job.microbatches
     last = last_share(strategy.pp, strategy.schedule, m)
     over = {
@@ -230,11 +234,13 @@ def _group_traffic(job: Job, name: str, unit: SentParameters, units: int, ranks:
             continue
         runs = ranks.sharded if line.over == "shards" else ranks.replicas
         ours = measured_schedules(job.cluster, runs) if line.by_schedules(ranks) else None
-        what = "gradients, backward" if line.what.startswith("gradient shards") and ranks.shards == 1 else line.what
+        payload = line.payload._replace(share=share)
+        if payload.role is Role.GRADIENT_SHARDS and ranks.shards == 1:
+            payload = payload._replace(role=Role.GRADIENTS)
         traffics.append(
             Traffic(
                 "dp",
-                name + what,
+                payload,
                 line.kind,
                 line.unit_bytes,
                 line.times * units,

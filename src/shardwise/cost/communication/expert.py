@@ -13,6 +13,7 @@ from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.work import Work, settle
 from shardwise.cost.network import exchanging, level_names, spanned
 from shardwise.cost.overlap import Window
+from shardwise.cost.payload import Payload, Role, sent_backward, sent_forward
 from shardwise.cost.recompute import fully_recomputed_share
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.layout.groups import expert_runs
@@ -38,26 +39,25 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     again = fully_recomputed_share(job, contents)
     # DeepSeek-V3 dispatches in the 8-bit format that the expert's first product reads; combining stays in 16 bit.
     narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
-    sizes = {"dispatch": narrow, "combine": recipe.communication}
+    sizes = {Role.DISPATCH: narrow, Role.COMBINE: recipe.communication}
     traffics = []
-    for what, element in sizes.items():
+    for role, element in sizes.items():
         token_bytes = region * model.hidden * element
-        phases: tuple[tuple[Window, float], ...] = (("forward", again), ("backward", 0.0))
-        for phase, more in phases:
-            traffic = _exchange(job, model.moe, topology, f"{what}, {phase}", token_bytes, calls * (1 + more))
-            window = phase if strategy.overlap.ep else "none"
+        for payload, more in ((sent_forward(role), again), (sent_backward(role), 0.0)):
+            traffic = _exchange(job, model.moe, topology, payload, token_bytes, calls * (1 + more))
+            window: Window = payload.in_pass if strategy.overlap.ep else "none"
             traffics.append(replace(traffic, window=window, repeated=more / (1 + more)))
     return traffics
 
 
 def _exchange(
-    job: Job, moe: MixtureOfExperts, topology: Topology, what: str, token_bytes: float, count: float
+    job: Job, moe: MixtureOfExperts, topology: Topology, payload: Payload, token_bytes: float, count: float
 ) -> Traffic:
     size = token_bytes * moe.top_k
     if job.strategy.dispatch == "all-to-all":
-        return priced("ep", what, CollectiveKind.ALL_TO_ALL, size, count, topology, job.strategy.collective)
+        return priced("ep", payload, CollectiveKind.ALL_TO_ALL, size, count, topology, job.strategy.collective)
     cost = deduplicated_cost(topology, token_bytes, moe)
-    return Traffic("ep", what, CollectiveKind.ALL_TO_ALL, size, count, cost, level_names(topology))
+    return Traffic("ep", payload, CollectiveKind.ALL_TO_ALL, size, count, cost, level_names(topology))
 
 
 def expected_destinations(experts: int, places: int, chosen: int, limit: int | None = None) -> float:

@@ -18,6 +18,7 @@ from shardwise.cost.memory.device import travel_of
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.memory.transient import moments_of
 from shardwise.cost.overlap import Pass, Window
+from shardwise.cost.payload import Payload, Role, sent_backward, sent_forward
 from shardwise.cost.traffic import Traffic, priced
 from shardwise.layout.stages import RankContents
 from shardwise.spec.errors import SpecError
@@ -35,17 +36,20 @@ class OffloadLine:
     ``hidden`` is false for what nothing can hide; otherwise the strategy says.
     """
 
-    what: str
+    payload: Payload
     size_bytes: Any
     count: Any
-    window: Pass
     window_share: Any = 1.0
     last_only: bool = False
     hidden: bool = True
     link: Target | None = None  # that of the offload's target, unless another is named
 
+    @property
+    def in_pass(self) -> Pass:
+        return self.payload.in_pass
+
     def window_if(self, overlapped: bool) -> Window:
-        return self.window if overlapped and self.hidden else "none"
+        return self.in_pass if overlapped and self.hidden else "none"
 
 
 def state_lines(
@@ -70,18 +74,16 @@ def state_lines(
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
     gathers = 1 if sharding.gathers_once else m
     return [
-        OffloadLine(
-            "gradients to host, after the last microbatch", down, 1, "backward", 1 / m, True, hidden, link="cpu"
-        ),
-        OffloadLine("weights to host, for the update", apart * master, 1, "backward", hidden=False, link="cpu"),
-        OffloadLine("states from disk", on_disk, 1, "backward", hidden=False),
-        OffloadLine("states to disk", on_disk, 1, "forward", hidden=False),
-        OffloadLine("updated weights from host", up, 1, "forward", 1 / m, True, hidden, link="cpu"),
-        OffloadLine("weights from host, forward", weights, gathers, "forward"),
-        OffloadLine("weights from host, backward", again, gathers, "backward"),
-        OffloadLine("gradients to host", gradients, m, "backward"),
+        OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
+        OffloadLine(sent_backward(Role.WEIGHTS_TO_HOST), apart * master, 1, hidden=False, link="cpu"),
+        OffloadLine(sent_backward(Role.STATES_FROM_DISK), on_disk, 1, hidden=False),
+        OffloadLine(sent_forward(Role.STATES_TO_DISK), on_disk, 1, hidden=False),
+        OffloadLine(sent_forward(Role.UPDATED_WEIGHTS_FROM_HOST), up, 1, 1 / m, True, hidden, link="cpu"),
+        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, gathers),
+        OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
+        OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
         # Each microbatch is added to what was written before, and all are read for the update.
-        OffloadLine("gradients from disk", gradients * (disk and not hidden), m, "backward"),
+        OffloadLine(sent_backward(Role.GRADIENTS_FROM_DISK), gradients * (disk and not hidden), m),
     ]
 
 
@@ -114,8 +116,8 @@ def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]
 def activation_lines(moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
     """Activations of every microbatch, out in the forward and back in the backward pass."""
     return [
-        OffloadLine("activations to host", moved_bytes, microbatches, "forward"),
-        OffloadLine("activations from host", moved_bytes, microbatches, "backward"),
+        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches),
+        OffloadLine(sent_backward(Role.ACTIVATIONS_FROM_HOST), moved_bytes, microbatches),
     ]
 
 
@@ -131,7 +133,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     return [
         priced(
             "offload",
-            line.what,
+            line.payload,
             CollectiveKind.SEND_RECV,
             line.size_bytes,
             line.count,

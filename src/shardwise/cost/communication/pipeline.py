@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.cost.network import spanned
+from shardwise.cost.payload import Payload, Role, sent_backward, sent_forward
 from shardwise.cost.traffic import Traffic, collective_price, priced
 from shardwise.layout.groups import group_runs
 from shardwise.layout.sharding import divided_over
@@ -24,7 +25,7 @@ _SHORT = 2.0**-20  # of a pass: exact in the sums of a schedule
 
 def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Point-to-point messages between neighbouring stages, over the slowest boundary's level."""
-    messages = [message_traffic(job, what) for what in ("activations, forward", "gradients, backward")]
+    messages = [message_traffic(job, one) for one in (sent_forward(Role.ACTIVATIONS), sent_backward(Role.GRADIENTS))]
     exposed = exposed_messages(job) / 2
     scheduled = [replace(one, fixed_exposed_seconds=exposed * float(one.cost.seconds)) for one in messages if one]
     return scheduled + embedding_traffic(job, contents)
@@ -36,7 +37,7 @@ def boundary(job: Job) -> Topology | None:
     return None if topology is None else Topology(levels=topology.levels[-1:])
 
 
-def message_traffic(job: Job, what: str) -> Traffic | None:
+def message_traffic(job: Job, payload: Payload) -> Traffic | None:
     """All messages of one direction; None without a pipeline."""
     strategy, over = job.strategy, boundary(job)
     if over is None:
@@ -45,7 +46,7 @@ def message_traffic(job: Job, what: str) -> Traffic | None:
     scattered = job.stack.scattered_messages and not strategy.sequence_parallel
     sent = size / strategy.tp if strategy.sequence_parallel or scattered else size
     messages = job.microbatches * strategy.chunks_per_rank
-    message = priced("pp", what, CollectiveKind.SEND_RECV, sent, messages, over, strategy.collective)
+    message = priced("pp", payload, CollectiveKind.SEND_RECV, sent, messages, over, strategy.collective)
     within = spanned(job.cluster, group_runs(strategy, ("tp",)), "strategy.tp")
     if not scattered or within is None:
         return message
@@ -88,8 +89,8 @@ def tied_traffic(job: Job, contents: RankContents, size: float) -> list[Traffic]
     if over is None or not (apart and embedding_on_both_ends(job)):
         return []
     # An all-reduce of two ranks is one exchange of the whole buffer.
-    what = "embedding gradients of both ends"
-    return [priced("pp", what, CollectiveKind.SEND_RECV, size, 1, over, job.strategy.collective, once=True)]
+    payload = sent_backward(Role.TIED_GRADIENTS)
+    return [priced("pp", payload, CollectiveKind.SEND_RECV, size, 1, over, job.strategy.collective, once=True)]
 
 
 def exposed_messages(job: Job) -> float:

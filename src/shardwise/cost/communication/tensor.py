@@ -17,6 +17,7 @@ from shardwise.cost.communication.expert import expected_destinations
 from shardwise.cost.network import spanned
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.overlap import Window
+from shardwise.cost.payload import Payload, Phase, Role, Share, sent_backward, sent_forward
 from shardwise.cost.recompute import fully_recomputed_share, outputs_left_out, weighted_outputs_left_out
 from shardwise.cost.roofline import Seconds, operator_seconds
 from shardwise.cost.stage_time import layer_shape
@@ -66,17 +67,17 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
     if not job.strategy.sequence_parallel:
         reduce = CollectiveKind.ALL_REDUCE
         lines = [
-            _Line("outputs, forward", reduce, blocks, outputs, "row", "forward"),
-            _Line("input gradients, backward", reduce, reading, reading, "column", "weight_gradient"),
+            _Line(sent_forward(Role.OUTPUTS), reduce, blocks, outputs, "row", "forward"),
+            _Line(sent_backward(Role.INPUT_GRADIENTS), reduce, reading, reading, "column", "weight_gradient"),
         ]
     else:
         gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
         lines = [
-            _Line("inputs, forward", gather, reading, inputs, "column", "forward"),
-            _Line("outputs, forward", scatter, blocks, outputs, "row", "forward"),
-            _Line("output gradients, backward", gather, blocks, blocks, "row", "input_gradient"),
-            _Line("input gradients, backward", scatter, reading, reading, "column", "weight_gradient"),
-            _Line("saved inputs, backward", gather, reading, reading, "column", "input_gradient"),
+            _Line(sent_forward(Role.INPUTS), gather, reading, inputs, "column", "forward"),
+            _Line(sent_forward(Role.OUTPUTS), scatter, blocks, outputs, "row", "forward"),
+            _Line(sent_backward(Role.OUTPUT_GRADIENTS), gather, blocks, blocks, "row", "input_gradient"),
+            _Line(sent_backward(Role.INPUT_GRADIENTS), scatter, reading, reading, "column", "weight_gradient"),
+            _Line(sent_backward(Role.SAVED_INPUTS), gather, reading, reading, "column", "input_gradient"),
         ]
     products = _Products(job, contents)
     return [
@@ -98,11 +99,11 @@ def _wide_norm_traffic(job: Job, contents: RankContents, topology: Topology, aga
     """Norms over the queries, and over the keys, of all ranks: an fp32 sum of squares a token, and its gradient."""
     if not job.model.qk_norm_whole:
         return []
-    calls = 2 * contents.layers * job.microbatches
+    calls, role = 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
     return [
-        priced("tp", f"sums of squares, {when}", CollectiveKind.ALL_REDUCE, 4 * job.microbatch_tokens,
+        priced("tp", payload, CollectiveKind.ALL_REDUCE, 4 * job.microbatch_tokens,
                calls * (1 + repeated), topology, job.strategy.collective, repeated=repeated / (1 + repeated))
-        for when, repeated in (("forward", again), ("backward", 0.0))
+        for payload, repeated in ((sent_forward(role), again), (sent_backward(role), 0.0))
     ]  # fmt: skip
 
 
@@ -112,23 +113,23 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
     if mla is None:
         return []
 
-    def line(what: str, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
+    def line(payload: Payload, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
         size = job.microbatch_tokens * features * job.training.recipe.communication
         count = calls * (1 + again)
-        return priced("tp", what, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
+        return priced("tp", payload, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
 
     narrow, gather = mla.narrow_features, CollectiveKind.ALL_GATHER
     if not strategy.sequence_parallel:
-        return [line("latent gradients, backward", CollectiveKind.ALL_REDUCE, narrow)]
+        return [line(sent_backward(Role.LATENT_GRADIENTS), CollectiveKind.ALL_REDUCE, narrow)]
     cut = job.stack.latents == "cut"
     if cut and "up-projection" in job.recomputed_operators:
         again = 1.0
     lines = [
-        line("latents, forward", gather, narrow, again),
-        line("latent gradients, backward", CollectiveKind.REDUCE_SCATTER, narrow),
+        line(sent_forward(Role.LATENTS), gather, narrow, again),
+        line(sent_backward(Role.LATENT_GRADIENTS), CollectiveKind.REDUCE_SCATTER, narrow),
     ]
     if cut:
-        lines.append(line("saved latents, backward", gather, narrow - mla.rope_dim))
+        lines.append(line(sent_backward(Role.SAVED_LATENTS), gather, narrow - mla.rope_dim))
     return lines
 
 
@@ -140,7 +141,7 @@ class _Line:
     without what recompute repeats.
     """
 
-    what: str
+    payload: Payload
     kind: CollectiveKind
     once: tuple[float, ...]
     times: tuple[float, ...]
@@ -150,7 +151,7 @@ class _Line:
     @property
     def independent(self) -> bool:
         """Whether that product neither makes nor reads what is sent."""
-        return self.what in ("input gradients, backward", "saved inputs, backward")
+        return self.payload.role in (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 
 
 def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Products) -> Traffic:
@@ -165,7 +166,7 @@ def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Pr
     size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
     at_once = line.independent and job.stack.tp_gradients == "beside"
     times = sum(line.times)
-    whole = priced("tp", line.what, line.kind, size, times * job.microbatches, topology, strategy.collective)
+    whole = priced("tp", line.payload, line.kind, size, times * job.microbatches, topology, strategy.collective)
     if not times:
         return whole
     whole = replace(whole, repeated=1 - sum(line.once) / times)
@@ -214,8 +215,8 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
     if contents.has_embedding and job.model.positions == "learned":
         replicated += job.model.max_seq * job.model.hidden
     size = replicated * job.training.recipe.gradient
-    what = "gradients of unsplit parameters"
-    return [priced("tp", what, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
+    payload = sent_backward(Role.UNSPLIT_GRADIENTS)
+    return [priced("tp", payload, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
 
 
 def _replicated_parameters(job: Job, moe: bool) -> float:
@@ -232,24 +233,24 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
     gather = CollectiveKind.ALL_GATHER
     reduce = CollectiveKind.REDUCE_SCATTER if strategy.sequence_parallel else CollectiveKind.ALL_REDUCE
 
-    def line(what: str, kind: CollectiveKind, count: float, size: float = hidden) -> Traffic:
-        return priced("tp", what, kind, size, count, topology, strategy.collective)
+    def line(payload: Payload, kind: CollectiveKind, count: float, size: float = hidden) -> Traffic:
+        return priced("tp", payload, kind, size, count, topology, strategy.collective)
 
     traffics = []
     if contents.has_embedding:
-        traffics.append(line("embedding, forward", reduce, m))
+        traffics.append(line(sent_forward(Role.EMBEDDING), reduce, m))
         if strategy.sequence_parallel:
-            traffics.append(line("embedding gradient, backward", gather, m))
+            traffics.append(line(sent_backward(Role.EMBEDDING_GRADIENT), gather, m))
     if contents.has_head:
         losses = m * (1 + job.model.mtp_layers)
         if strategy.sequence_parallel and job.stack.loss == "pieces":
             # Its gradients are computed on the way, a few tokens at a time.
-            traffics.append(line("head input, forward", gather, losses))
+            traffics.append(line(sent_forward(Role.HEAD_INPUT), gather, losses))
         elif strategy.sequence_parallel:
-            traffics.append(line("head input, forward and again backward", gather, 2 * losses))
-        traffics.append(line("head input gradient, backward", reduce, losses))
-        # Maximum, target logit and sum of exponentials of every token, fp32.
-        traffics.append(line("loss", CollectiveKind.ALL_REDUCE, losses, 3 * 4 * job.microbatch_tokens))
+            traffics.append(line(Payload(Role.HEAD_INPUT, Phase.BOTH), gather, 2 * losses))
+        traffics.append(line(sent_backward(Role.HEAD_INPUT_GRADIENT), reduce, losses))
+        logits = 3 * 4 * job.microbatch_tokens  # maximum, target logit and sum of exponentials of every token, fp32
+        traffics.append(line(sent_backward(Role.LOSS), CollectiveKind.ALL_REDUCE, losses, logits))
     return traffics
 
 
@@ -273,15 +274,15 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     size = rows * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
     share = fully_recomputed_share(job, contents)
-    repeated = {"expert tokens, forward": share, "expert outputs, forward": share}
+    repeated = {Role.TOKENS: share, Role.OUTPUTS: share}
     if weighted_outputs_left_out(job, same_tokens=same_tokens):
-        del repeated["expert outputs, forward"]
+        del repeated[Role.OUTPUTS]
 
-    def line(what: str, kind: CollectiveKind, again: float) -> Traffic:
+    def line(payload: Payload, kind: CollectiveKind, again: float) -> Traffic:
         count = calls * (1 + again)
-        return priced("tp", what, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
+        return priced("tp", payload, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
 
-    return [line(what, kind, repeated.get(what, 0.0)) for what, kind in kinds]
+    return [line(payload, kind, repeated.get(payload.role, 0.0)) for payload, kind in kinds]
 
 
 def _copies_of_a_token(moe: MixtureOfExperts, strategy: Strategy) -> float:
@@ -295,14 +296,14 @@ def _copies_of_a_token(moe: MixtureOfExperts, strategy: Strategy) -> float:
 
 
 _AROUND_TOKENS = (
-    ("expert tokens, forward", CollectiveKind.ALL_GATHER),
-    ("expert outputs, forward", CollectiveKind.REDUCE_SCATTER),
-    ("expert output gradients, backward", CollectiveKind.ALL_GATHER),
-    ("expert token gradients, backward", CollectiveKind.REDUCE_SCATTER),
+    (sent_forward(Role.TOKENS, Share.EXPERTS), CollectiveKind.ALL_GATHER),
+    (sent_forward(Role.OUTPUTS, Share.EXPERTS), CollectiveKind.REDUCE_SCATTER),
+    (sent_backward(Role.OUTPUT_GRADIENTS, Share.EXPERTS), CollectiveKind.ALL_GATHER),
+    (sent_backward(Role.TOKEN_GRADIENTS, Share.EXPERTS), CollectiveKind.REDUCE_SCATTER),
 )
 
 
-def _around_equal_tokens(split: bool) -> tuple[tuple[str, CollectiveKind], ...]:
+def _around_equal_tokens(split: bool) -> tuple[tuple[Payload, CollectiveKind], ...]:
     """Ranks with the same tokens sum the results of split experts, or take a share of the tokens each and join them."""
     kind = CollectiveKind.ALL_REDUCE if split else CollectiveKind.ALL_GATHER
-    return ("expert outputs, forward", kind), ("expert token gradients, backward", kind)
+    return (sent_forward(Role.OUTPUTS, Share.EXPERTS), kind), (sent_backward(Role.TOKEN_GRADIENTS, Share.EXPERTS), kind)

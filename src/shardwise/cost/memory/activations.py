@@ -8,13 +8,38 @@ adds up to their sbh(34 + 5as/h), and to their TP, TP+SP, selective and full var
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
+from shardwise.cost.payload import Share
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
 Region = Literal["sequence", "tensor"]
 _E5M6_BYTES = 1.5  # DeepSeek-V3's format of what attention and the projection after it both read (arXiv 2412.19437)
+
+
+class SavedRole(Enum):
+    """What a saved tensor is to its layer, in words."""
+
+    NORM_INPUTS = "norm inputs"
+    LINEAR_INPUTS = "linear inputs"
+    DROPOUT_MASKS = "dropout masks"
+    QUERIES = "queries"
+    KEYS = "keys"
+    VALUES = "values"
+    QUERIES_AND_KEYS_BEFORE_THEIR_NORM = "queries and keys before their norm"
+    LATENT_VECTORS = "latent vectors"
+    ATTENTION_OUTPUT = "attention output"
+    ATTENTION_OUTPUT_BY_HEADS = "attention output by heads"
+    LOG_SUM_EXP = "log-sum-exp"
+    ATTENTION_SCORES = "attention scores"
+    ACTIVATION_INPUTS = "activation inputs"
+    ACTIVATION_OUTPUT = "activation output"
+    GATE_AFTER_ITS_ACTIVATION = "gate after its activation"
+    ROUTER_SCORES = "router scores"
+    DISPATCHED_TOKENS = "dispatched tokens"
+    EXPERT_OUTPUTS = "expert outputs"
 
 
 @dataclass(frozen=True)
@@ -24,9 +49,15 @@ class SavedTensor:
     ``recomputed_by`` names the selective-recompute operator that would make it again.
     """
 
-    name: str
+    role: SavedRole
     bytes: float
     recomputed_by: str = ""
+    share: Share = Share.DENSE
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.share.value + self.role.value
 
 
 @dataclass(frozen=True)
@@ -67,7 +98,7 @@ def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
     ]
     if job.training.dropout:
         blocks = 1 if model.parallel_block else 2
-        tensors.append(SavedTensor("dropout masks", blocks * model.hidden * sizes.region_tokens))
+        tensors.append(SavedTensor(SavedRole.DROPOUT_MASKS, blocks * model.hidden * sizes.region_tokens))
     return tuple(tensors)
 
 
@@ -78,8 +109,8 @@ def _norm_and_linear_inputs(model: Model, sizes: _Sizes) -> list[SavedTensor]:
         normed, inputs = 1, max(1, model.norms_per_layer)
     again = "" if model.norm_after else "norm"  # behind attention and MLP, norms make no inputs of products
     return [
-        SavedTensor("norm inputs", normed * hidden * sizes.element),
-        SavedTensor("linear inputs", inputs * hidden * sizes.linear_input, again),
+        SavedTensor(SavedRole.NORM_INPUTS, normed * hidden * sizes.element),
+        SavedTensor(SavedRole.LINEAR_INPUTS, inputs * hidden * sizes.linear_input, again),
     ]
 
 
@@ -91,19 +122,19 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     again = "up-projection" if model.mla else ""
     queries_again = again if model.mla and model.mla.q_rank else ""  # of full width, they are no up-projection's
     tensors = [
-        SavedTensor("queries", tokens * heads * model.query_key_dim * sizes.element, queries_again),
-        SavedTensor("keys", tokens * kv_heads * model.query_key_dim * sizes.element, again),
-        SavedTensor("values", tokens * kv_heads * model.value_dim * sizes.element, again),
-        SavedTensor("attention output", tokens * heads * model.value_dim * sizes.attention_outputs[0]),
+        SavedTensor(SavedRole.QUERIES, tokens * heads * model.query_key_dim * sizes.element, queries_again),
+        SavedTensor(SavedRole.KEYS, tokens * kv_heads * model.query_key_dim * sizes.element, again),
+        SavedTensor(SavedRole.VALUES, tokens * kv_heads * model.value_dim * sizes.element, again),
+        SavedTensor(SavedRole.ATTENTION_OUTPUT, tokens * heads * model.value_dim * sizes.attention_outputs[0]),
         *_score_tensors(job, sizes, heads),
     ]
     if job.training.attention == "flash" and job.strategy.cp > 1 and job.strategy.context_method == "ulysses":
         # FlashAttention keeps its output by heads, the projection after the all-to-all the same output by tokens.
         by_heads = tokens * heads * model.value_dim * sizes.element
-        tensors.append(SavedTensor("attention output by heads", by_heads))
+        tensors.append(SavedTensor(SavedRole.ATTENTION_OUTPUT_BY_HEADS, by_heads))
     if model.qk_norm:
         before = tokens * (heads + kv_heads) * model.query_key_dim * sizes.element
-        tensors.append(SavedTensor("queries and keys before their norm", before))
+        tensors.append(SavedTensor(SavedRole.QUERIES_AND_KEYS_BEFORE_THEIR_NORM, before))
     if model.mla:
         # Inputs of the latent norms, with the key's rotary part besides, and of the up-projections.
         narrow, rotary = model.mla.narrow_features, model.mla.rope_dim
@@ -111,7 +142,7 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         if sizes.tensor > 1 and job.stack.latents == "whole":  # the rotary part is in the same tensor
             expanded = sizes.full_tokens * narrow
         latent = sizes.region_tokens * narrow + expanded
-        tensors.append(SavedTensor("latent vectors", latent * sizes.element))
+        tensors.append(SavedTensor(SavedRole.LATENT_VECTORS, latent * sizes.element))
     return tensors
 
 
@@ -124,24 +155,24 @@ def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
         projected, *own = sizes.attention_outputs
         if own and own != [projected]:
             extra = sizes.full_tokens * heads * job.model.value_dim * own[0]
-        return [SavedTensor("log-sum-exp", 4 * sizes.full_tokens * heads + extra)]
+        return [SavedTensor(SavedRole.LOG_SUM_EXP, 4 * sizes.full_tokens * heads + extra)]
     scores = heads * sizes.full_tokens * sizes.key_tokens
     kept = scores * sizes.element  # softmax output
     if job.training.dropout:
         kept += scores * 1 + scores * sizes.element  # dropout mask and dropped-out softmax
-    return [SavedTensor("attention scores", kept, "attention")]
+    return [SavedTensor(SavedRole.ATTENTION_SCORES, kept, "attention")]
 
 
-def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, owner: str = "") -> list[SavedTensor]:
+def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, share: Share = Share.DENSE) -> list[SavedTensor]:
     """What an MLP keeps around its activation function, ``wide`` elements of each tensor."""
     before = 2 if model.gated else 1
     tensors = [
-        SavedTensor(f"{owner}activation inputs", before * wide * sizes.gate_input),
-        SavedTensor(f"{owner}activation output", wide * sizes.linear_input, "activation"),
+        SavedTensor(SavedRole.ACTIVATION_INPUTS, before * wide * sizes.gate_input, share=share),
+        SavedTensor(SavedRole.ACTIVATION_OUTPUT, wide * sizes.linear_input, "activation", share),
     ]
     if sizes.separate_gate:
         # SiLU saves its input, and the product of gate and up its two: SiLU's output is one of them.
-        tensors.append(SavedTensor(f"{owner}gate after its activation", wide * sizes.element, "activation"))
+        tensors.append(SavedTensor(SavedRole.GATE_AFTER_ITS_ACTIVATION, wide * sizes.element, "activation", share))
     return tensors
 
 
@@ -156,15 +187,15 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     # (token, expert) pairs per device; ranks that hold the same tokens (no sequence parallelism) share them.
     routed = sizes.full_tokens / sizes.tensor * moe.top_k
     tensors = [
-        SavedTensor("router scores", 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
+        SavedTensor(SavedRole.ROUTER_SCORES, 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
         SavedTensor(
-            "dispatched tokens",
+            SavedRole.DISPATCHED_TOKENS,
             routed * job.strategy.expert_tensor_parallel * model.hidden * sizes.linear_input,
         ),
-        *_mlp_tensors(model, sizes, routed * moe.ffn, "expert "),
+        *_mlp_tensors(model, sizes, routed * moe.ffn, Share.EXPERTS),
     ]
     if job.stack.expert_outputs == "kept":
-        tensors.append(SavedTensor("expert outputs", routed * model.hidden * sizes.element))
+        tensors.append(SavedTensor(SavedRole.EXPERT_OUTPUTS, routed * model.hidden * sizes.element))
     if moe.shared_ffn:
         tensors += _dense_mlp_tensors(model, sizes, moe.shared_ffn)
     return tensors

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select
-from shardwise.cost.memory.activations import head_weights, layer_saved_tensors, logits_bytes
+from shardwise.cost.memory.activations import SavedRole, head_weights, layer_saved_tensors, logits_bytes
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.stage_time import layer_shape
@@ -86,7 +86,7 @@ def _activation_gradient_bytes(job: Job) -> float:
         tensor.bytes
         for moe in _kinds(job)
         for tensor in layer_saved_tensors(job, moe=moe)
-        if tensor.name.endswith("activation inputs")
+        if tensor.role is SavedRole.ACTIVATION_INPUTS
     )
 
 

@@ -152,7 +152,7 @@ class Offloaded:
     def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> Transfer:
         """``seconds`` of all that the step sends of it, ``on_link`` those that keep the link busy."""
         return Transfer(
-            line.window,
+            line.in_pass,
             seconds,
             {self._link(line).levels[0].name: on_link},
             line.window_if(self.overlapped),

@@ -18,6 +18,7 @@ from shardwise.cost.communication.tensor import replicated_gradient_traffic, ten
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.transient import Moment, moments_of, transient_bytes
 from shardwise.cost.overlap import Pass, Window
+from shardwise.cost.payload import Payload, Role, sent_forward
 from shardwise.cost.sweep.group import Group, LayerChoice
 from shardwise.cost.sweep.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
 from shardwise.cost.traffic import Traffic
@@ -36,7 +37,7 @@ class LineKey:
     """One kind of communication inside a layer, as far as all layers share it."""
 
     dimension: str
-    what: str
+    payload: Payload | None  # None for all that nothing hides
     in_pass: Pass
     window: Window
 
@@ -137,7 +138,7 @@ class PartBook:
         tokens = layer.microbatch * self._job.training.seq / base.cp
 
         def price() -> float:
-            traffic = message_traffic(Probes(self._job, base, layer)["none"], "message")
+            traffic = message_traffic(Probes(self._job, base, layer)["none"], sent_forward(Role.ACTIVATIONS))
             assert traffic is not None
             return float(traffic.cost.seconds)
 
@@ -266,5 +267,5 @@ def _ordered(orders: Iterable[tuple[LineKey, ...]]) -> list[LineKey]:
 
 def _line_key(traffic: Traffic) -> LineKey:
     if traffic.window == "none":
-        return LineKey(traffic.dimension, "exposed", traffic.in_pass, "none")
-    return LineKey(traffic.dimension, traffic.what, traffic.in_pass, traffic.window)
+        return LineKey(traffic.dimension, None, traffic.in_pass, "none")
+    return LineKey(traffic.dimension, traffic.payload, traffic.in_pass, traffic.window)

@@ -33,7 +33,7 @@ class GradientSums:
         self._communicators: dict[dist.ProcessGroup, Communicator] = {}
         self._chosen: dict[tuple[dist.ProcessGroup, CollectiveKind, int], Schedule | None] = {}
         if job is not None:
-            self._runs = {mesh.group(name): runs for name, _, runs in gradient_groups(job) if mesh.size(name) > 1}
+            self._runs = {mesh.group(one.name): one.runs for one in gradient_groups(job) if mesh.size(one.name) > 1}
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> Pending | None:
         """Begins to sum ``tensor`` in place."""

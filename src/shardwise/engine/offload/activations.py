@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.cost.payload import Role, sent_backward, sent_forward
 from shardwise.engine.offload.lanes import Copy
 from shardwise.engine.offload.store import Store
 from shardwise.engine.patterns import Patterns, matching
@@ -141,7 +142,7 @@ class _LayerPass:
         content = first_bytes.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0)
         sent = _Sent(self, content.numel(), content.device)
         self._leaving.append(sent.region.write(0, content))
-        store.lanes.moved["activations to host"] += content.numel()
+        store.lanes.moved[sent_forward(Role.ACTIVATIONS_TO_HOST)] += content.numel()
         self._sent.append(weakref.ref(sent))
         return sent
 
@@ -166,7 +167,7 @@ class _Sent:
             self._content = torch.empty(self.size, dtype=torch.uint8, device=self.device)
             self._coming = self.region.read(0, self._content)
             self._to_come = self.users
-            self.store.lanes.moved["activations from host"] += self.size
+            self.store.lanes.moved[sent_backward(Role.ACTIVATIONS_FROM_HOST)] += self.size
         return self._content
 
     def content(self) -> Tensor:

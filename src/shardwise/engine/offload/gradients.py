@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.cost.payload import Role, sent_backward
 from shardwise.engine.fsdp_collectives import parameter_groups
 from shardwise.engine.offload.lanes import Copy
 from shardwise.engine.offload.rows import local
@@ -53,9 +54,9 @@ class TravellingGradients:
         stored, is_first = self.stored, parameter not in self.stored.summed
         region, place = stored.gradient_place(parameter)
         moved = stored.store.lanes.moved
-        moved["gradients to host"] += gradient.nbytes
+        moved[sent_backward(Role.GRADIENTS_TO_HOST)] += gradient.nbytes
         if stored.store.target == "nvme" and not is_first:
-            moved["gradients from disk"] += gradient.nbytes
+            moved[sent_backward(Role.GRADIENTS_FROM_DISK)] += gradient.nbytes
         norm = stored.summed.setdefault(parameter, torch.zeros(()))
         return region.add(place, gradient, norm, is_first=is_first)
 

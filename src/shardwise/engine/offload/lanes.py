@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.cost.payload import Payload
+
 
 class Copy:
     """A copy that was asked for; ``tensors`` are kept until it is over."""
@@ -36,7 +38,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.moved: Counter[str] = Counter()
+        self.moved: Counter[Payload] = Counter()
         self._threads = {out: ThreadPoolExecutor(1, f"offload {'out' if out else 'in'}") for out in (True, False)}
         self._streams: dict[bool, Any] = {}
         if device.type == "cuda":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.cost.payload import Role, sent_backward, sent_forward
 from shardwise.engine.elementwise import Update
 from shardwise.engine.offload.lanes import Copy
 from shardwise.engine.offload.rows import Row, local
@@ -156,7 +157,8 @@ class StoredStates:
         if there is not None:
             return there.view(torch.float32), None
         values = torch.empty(end - begin)
-        self.store.lanes.moved[f"{'gradients' if name == GRADIENT else 'states'} from disk"] += size
+        role = Role.GRADIENTS_FROM_DISK if name == GRADIENT else Role.STATES_FROM_DISK
+        self.store.lanes.moved[sent_backward(role)] += size
         return values, self._region.read(place, values)
 
     def _send(self, name: str, begin: int, values: Tensor) -> Any:
@@ -164,7 +166,7 @@ class StoredStates:
         place, size = self._place(name, begin), BYTES * values.numel()
         if self._region.in_memory(place, size) is not None:
             return None
-        self.store.lanes.moved["states to disk"] += size
+        self.store.lanes.moved[sent_forward(Role.STATES_TO_DISK)] += size
         return self._region.write(place, values)
 
 
@@ -204,13 +206,11 @@ class _Slot:
         self.summed = self.states.pop(GRADIENT, torch.empty(0))
         self.copies = [copy for _, copy in found.values() if copy is not None]
         gradients = [(one, one.of(one.parameter.grad)) for one in self.pieces if one.parameter.grad is not None]
-        self.gradient = self._down("gradients to host, after the last microbatch", gradients)
+        self.gradient = self._down(Role.LAST_GRADIENTS_TO_HOST, gradients)
         if MASTER in self.states:
             self.values = self.states[MASTER]
         else:
-            self.values = self._down(
-                "weights to host, for the update", [(one, one.of(one.parameter)) for one in self.pieces]
-            )
+            self.values = self._down(Role.WEIGHTS_TO_HOST, [(one, one.of(one.parameter)) for one in self.pieces])
 
     def update(self, update: Update, factor: Tensor | None) -> None:
         self._wait()
@@ -239,7 +239,7 @@ class _Slot:
             copy.wait()
         self.copies = []
 
-    def _down(self, what: str, pieces: list[tuple[_Piece, Tensor]]) -> Tensor:
+    def _down(self, role: Role, pieces: list[tuple[_Piece, Tensor]]) -> Tensor:
         lanes = self.stored.store.lanes
         pinned = lanes.device.type == "cuda"
         if not pieces:
@@ -247,7 +247,7 @@ class _Slot:
         dtype = pieces[0][1].dtype
         values = torch.empty(self.chunk.end - self.chunk.begin, dtype=dtype, pin_memory=pinned)
         targets = [(values[one.inside], tensor) for one, tensor in pieces]
-        lanes.moved[what] += sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
+        lanes.moved[sent_backward(role)] += sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
         self.copies.append(lanes.out(lambda: _copy_all(targets), values, *(tensor for _, tensor in targets)))
         return values
 
@@ -258,7 +258,8 @@ class _Slot:
         lanes, dtype = self.stored.store.lanes, pieces[0].parameter.dtype
         values = self.values.to(dtype)
         targets = [(one.of(one.parameter), values[one.inside]) for one in pieces]
-        lanes.moved["updated weights from host"] += sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
+        size = sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
+        lanes.moved[sent_forward(Role.UPDATED_WEIGHTS_FROM_HOST)] += size
         self.copies.append(lanes.back(lambda: _copy_all(targets), values))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.cost.payload import Payload, Phase, Role
 from shardwise.engine.fsdp_collectives import parameter_groups
 from shardwise.engine.offload.lanes import Copy
 from shardwise.engine.offload.rows import local
@@ -87,7 +88,7 @@ class _Shards:
             shard.untyped_storage().resize_(size)
             if shard.numel():
                 self._coming.append(self.stored.bring_weights(one.sharded_param))
-            moved[f"weights from host, {'backward' if is_backward else 'forward'}"] += shard.nbytes
+            moved[Payload(Role.WEIGHTS_FROM_HOST, Phase.BACKWARD if is_backward else Phase.FORWARD)] += shard.nbytes
 
     def let_go(self, reader: Any = None) -> None:
         """``reader``: the stream of a GPU that was told to read them last."""

@@ -8,6 +8,7 @@ from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.operators import head_operators, layer_operators
+from shardwise.cost.payload import Payload, Role
 from shardwise.cost.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.stage_time import layer_shape
 from shardwise.cost.traffic import Traffic
@@ -37,15 +38,17 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[Line, float]) -
     return lines
 
 
-def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[str, float]) -> list[Compared]:
+def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]) -> list[Compared]:
     """One line for every kind of transfer between the device and its host that either knows of."""
-    planned: dict[str, float] = {}
+    planned: dict[Payload, float] = {}
     for one in step_traffic(job, rank_contents(job, pipeline_rank)):
         if one.dimension == "offload":
-            planned[one.what] = planned.get(one.what, 0.0) + one.count * one.size_bytes
+            planned[one.payload] = planned.get(one.payload, 0.0) + one.count * one.size_bytes
     enough = NEGLIGIBLE * max(sum(planned.values()), sum(traced.values()))
-    pairs = {what: (planned.get(what, 0.0), traced.get(what, 0.0)) for what in {**planned, **traced}}
-    return [Compared(f"offload {what}", *pair, max(pair) < enough) for what, pair in pairs.items() if max(pair) > 0]
+    pairs = {moved: (planned.get(moved, 0.0), traced.get(moved, 0.0)) for moved in {**planned, **traced}}
+    return [
+        Compared(f"offload {moved.words}", *pair, max(pair) < enough) for moved, pair in pairs.items() if max(pair) > 0
+    ]
 
 
 def traced_bytes(job: Job, traced: Mapping[Line, float]) -> dict[tuple[str, str], float]:
@@ -66,8 +69,7 @@ def traced_bytes(job: Job, traced: Mapping[Line, float]) -> dict[tuple[str, str]
 
 def _kind_as_sent(one: Traffic) -> CollectiveKind:
     """Both ends of a pipeline sum the gradients of their embedding, priced as the one exchange that this is."""
-    tied = one.dimension == "pp" and one.what.startswith("embedding")
-    return CollectiveKind.ALL_REDUCE if tied else one.kind
+    return CollectiveKind.ALL_REDUCE if one.payload.role is Role.TIED_GRADIENTS else one.kind
 
 
 def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:

@@ -132,8 +132,8 @@ def _numbers(traced: Trace, peaks: Mapping[Place, Bytes]) -> dict[object, float]
     for line, count in traced.calls.items():
         numbers["calls", line] = count
         numbers["bytes", line] = traced.sent_bytes[line]
-    for what, size in traced.moved.items():
-        numbers["moved", what] = size
+    for moved, size in traced.moved.items():
+        numbers["moved", moved] = size
     for kind, flops in traced.flops.items():
         numbers["flops", kind] = flops
     for place, parts in peaks.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from shardwise.cost.payload import Payload
 from shardwise.engine import engine as engine_module
 from shardwise.engine import optimizer
 from shardwise.engine.batch import Batch
@@ -50,7 +51,7 @@ class Trace:
     flops: Mapping[str, float]
     moments: Moments
     holders: tuple[Holder, ...]
-    moved: Mapping[str, int]
+    moved: Mapping[Payload, int]
 
 
 def whole_shape(job: Job, pipeline_rank: int) -> Shape:
