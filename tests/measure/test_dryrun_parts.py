@@ -18,7 +18,7 @@ from shardwise.measure.dryrun.compare import traced_bytes
 from shardwise.measure.dryrun.extend import Shape, alike, at_one_moment, extension
 from shardwise.measure.dryrun.flops import FlopLog
 from shardwise.measure.dryrun.memory import MemoryLog
-from shardwise.measure.dryrun.places import Place, Places
+from shardwise.measure.dryrun.places import LayerKind, Place, Places
 from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank, resized
 from shardwise.measure.dryrun.result import RECEIVE, Compared, Line
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
@@ -93,7 +93,7 @@ def test_every_collective_is_noted_with_its_bytes_ranks_and_name() -> None:
             dist.batch_isend_irecv([dist.P2POp(dist.isend, part, 3), dist.P2POp(dist.irecv, torch.zeros(4), 0)])
         dist.broadcast(part, 0)
     everyone = (0, 1, 2, 3)
-    found = [(one.kind, one.ranks, one.size_bytes, one.name, one.peer) for one in log.sent]
+    found = [(one.kind, one.ranks, one.size_bytes, one.label.title, one.peer) for one in log.sent]
     assert found == [
         (CollectiveKind.ALL_GATHER, everyone, 128, "tp: all-gather", None),
         (CollectiveKind.REDUCE_SCATTER, everyone, 128, "", None),
@@ -162,7 +162,7 @@ def test_parts_of_memory_by_where_tensors_are_made_and_freed() -> None:
 
 # -- extension ---------------------------------------------------------------------------------------
 
-DENSE, EXPERTS = (0, "dense"), (0, "experts")
+DENSE, EXPERTS = (0, LayerKind()), (0, LayerKind(experts=True))
 
 
 def test_numbers_that_grow_with_layers_and_microbatches_are_extended_exactly() -> None:
@@ -185,7 +185,7 @@ def test_what_is_small_is_traced_as_it_is() -> None:
 
 
 def test_kinds_of_which_there_are_equally_many_grow_together() -> None:
-    whole = Shape((((0, "dense"), 8), ((3, "dense"), 8), ((1, "dense"), 6)), 1)
+    whole = Shape((((0, LayerKind()), 8), ((3, LayerKind()), 8), ((1, LayerKind()), 6)), 1)
     plan = extension(whole, 4, (2, 3))
     assert len(plan.shapes) == 3
 
@@ -197,7 +197,9 @@ def test_kinds_of_which_there_are_equally_many_grow_together() -> None:
 
 def test_layers_and_microbatches_are_compared_from_the_nearer_end() -> None:
     small = Shape(((DENSE, 4),), 3)
-    names = {of: [alike(Place("backward", 0, "layer", "dense", i, of), small, 3) for i in range(of)] for of in (4, 5)}
+    names = {
+        of: [alike(Place("backward", 0, "layer", LayerKind(), i, of), small, 3) for i in range(of)] for of in (4, 5)
+    }
     assert [one and one.number for one in names[4]] == [0, 1, -2, -1]
     assert [one and one.number for one in names[5]] == [0, 1, None, -2, -1]
     assert set(names[4]) == {one for one in names[5] if one is not None}

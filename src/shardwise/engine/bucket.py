@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.compression import CompressedSum, compressed_sum
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent, waited
 from shardwise.engine.reductions import Pending
 from shardwise.spec.less_communication import Compression
@@ -47,7 +48,7 @@ class Bucket:
         flat = self.collect()
         if self.compressed is not None and self.compresses:
             return self.compressed.start(flat)
-        with sent("dp", "all-reduce of gradients", flat):
+        with sent("dp", Called.GRADIENTS, flat):
             return self.sums.all_reduce(flat, self.group)
 
     @torch.no_grad()
@@ -73,7 +74,7 @@ class Bucket:
 
     def wait(self) -> None:
         if self.work is not None:
-            with waited("dp", "all-reduce of gradients"):
+            with waited("dp", Called.GRADIENTS):
                 self.work.wait()
             self.work = None
 

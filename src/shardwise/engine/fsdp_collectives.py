@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import fully_shard
 
 from shardwise.engine.collectives.choose import GradientSums
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent, waited
 from shardwise.engine.reductions import SCRATCH, Pending, all_gather, on_gloo
 
@@ -56,7 +57,7 @@ class ParameterAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
-        with sent("dp", "all-gather of parameters", input_tensor):
+        with sent("dp", Called.PARAMETERS, input_tensor):
             return all_gather(output_tensor, input_tensor, group, async_op)
 
 
@@ -111,7 +112,7 @@ class GradientReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        with sent("dp", "reduce-scatter of gradients", input_tensor):
+        with sent("dp", Called.GRADIENT_SHARDS, input_tensor):
             if self.unfinished is None or not self._may_wait(output_tensor, self.unfinished):
                 if self.unfinished is not None:
                     self.unfinished.finish_started()  # FSDP may add to one of them now
@@ -130,7 +131,7 @@ class GradientReduceScatter:
             self.unfinished.add(_Reduction(work, input_tensor, output_tensor, self.total))
         else:
             self.unfinished.finish_started()
-            with waited("dp", "reduce-scatter of gradients"):
+            with waited("dp", Called.GRADIENT_SHARDS):
                 work.wait()
 
     def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
@@ -153,7 +154,7 @@ class _Reduction:
         self.work, self.sent, self.output, self.total = work, sent, output, total
 
     def finish(self) -> None:
-        with waited("dp", "reduce-scatter of gradients"):
+        with waited("dp", Called.GRADIENT_SHARDS):
             self.work.wait()
         if self.total is not None:
             self.total += self.output

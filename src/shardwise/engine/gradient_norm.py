@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.labels import Called, StepPhase
 from shardwise.engine.names import named, sent
 from shardwise.engine.reductions import all_reduce_sum
 
@@ -42,7 +43,7 @@ class GradientNorm:
         It is REFUSED where ``refused`` is true on any rank and all gradients are finite.
         """
         there = [one for one in gradients if one is not None]
-        with named("gradients: norm"):
+        with named(StepPhase.GRADIENT_NORM):
             norms = iter(torch._foreach_norm(there, 2, dtype=torch.float32)) if there else iter(())
             each = torch.stack([self.zero if one is None else next(norms) for one in gradients] or [self.zero])
             if elsewhere is not None:
@@ -52,7 +53,7 @@ class GradientNorm:
                 total = total + torch.where(refused, REFUSED, self.zero)
             group = self.group or dist.group.WORLD  # None without processes
             if group is not None:
-                with sent("world", "sum of the gradients' norm", total):
+                with sent("world", Called.GRADIENT_NORM, total):
                     all_reduce_sum(total, group)
             return total.sqrt() if refused is None else torch.where(total == REFUSED, REFUSED, total.sqrt())
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import sent
 from shardwise.engine.parts import Part, parts_of, plain_name
@@ -69,7 +70,7 @@ def _by_type(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([one.flatten() for one in tensors])
-    with sent("tp", "all-reduce of whole parameters' gradients", flat):
+    with sent("tp", Called.WHOLE_GRADIENTS, flat):
         all_reduce_sum(flat, group)
     sizes = [one.numel() for one in tensors]
     torch._foreach_copy_([one.view(-1) for one in tensors], list(torch.split(flat, sizes)))

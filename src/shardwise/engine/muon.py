@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.engine.elementwise import Update
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 
 # The quintic whose slope at zero is as steep as convergence allows: kellerjordan.github.io/posts/muon
@@ -94,7 +95,7 @@ def _whole(parameter: nn.Parameter, piece: Tensor) -> Tensor:
     """The rows of all ranks; FSDP has cut parameters along their first dimension."""
     if not isinstance(parameter, DTensor):
         return piece
-    with sent("dp", "all-gather of Muon's momentum", piece):
+    with sent("dp", Called.MOMENTUM, piece):
         return DTensor.from_local(
             piece,
             parameter.device_mesh,

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.profiler import record_function
 
+from shardwise.engine.labels import begin_name, wait_name
+
 
 def marked(name: str) -> AbstractContextManager[object]:
     """A profiler's range; without a profiler nothing, which a hundred ranges a step would make 1% slower.
@@ -25,7 +27,7 @@ def named(phase: str) -> AbstractContextManager[object]:
 
 def sent(dimension: str, what: str, tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Marks a collective with its dimension and the bytes that this rank gives it."""
-    return marked(f"{dimension}: {what} {tensor.numel() * tensor.element_size()} B")
+    return marked(begin_name(dimension, what, tensor.numel() * tensor.element_size()))
 
 
 def waited(dimension: str, what: str) -> AbstractContextManager[object]:
@@ -33,4 +35,4 @@ def waited(dimension: str, what: str) -> AbstractContextManager[object]:
 
     ``what`` is the collective's own name, or the message's; the waits of one name come in the order of its beginnings.
     """
-    return marked(f"{dimension}: wait for {what}")
+    return marked(wait_name(dimension, what))

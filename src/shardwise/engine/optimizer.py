@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.elementwise import STATES as _ELEMENTWISE
 from shardwise.engine.elementwise import Update
+from shardwise.engine.labels import StepPhase
 from shardwise.engine.muon import muon_update
 from shardwise.engine.names import named
 from shardwise.engine.offload.rows import local, rows_of, whole_rows
@@ -127,7 +128,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             if known_to_host(bad):
                 return
             bad = None
-        with named("optimizer"):
+        with named(StepPhase.OPTIMIZER):
             updates = []
             for group in self.param_groups:
                 group["step"] += 1 if bad is None else 1 - bad
@@ -143,7 +144,7 @@ class LocalOptimizer(torch.optim.Optimizer):
                     gradients = [self._rest(one, local(one.grad)).float() for one in some if one.grad is not None]
                     self._update(update, some, gradients)
             if stored and self.stored is not None:
-                with named("optimizer: offloaded states"):
+                with named(StepPhase.OFFLOADED_STATES):
                     factor = None if stored_factor is None else stored_factor.cpu()
                     self.stored.update([one.on(torch.device("cpu")) for one in updates], factor)
             self._publish()

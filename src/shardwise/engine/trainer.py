@@ -16,6 +16,7 @@ from shardwise.engine.context import cut_sequence
 from shardwise.engine.data import DataParallel
 from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.gradients import Held, held, local, ranks_with_copy, sum_partial
+from shardwise.engine.labels import Called, StepPhase, pass_name
 from shardwise.engine.meetings import LateSums, OuterSteps
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import named, sent
@@ -108,7 +109,7 @@ class Trainer(ABC, Generic[Given]):
         if self.late is not None:  # what is summed in the end is the mean of all workers' means
             divisor = divisor * self.workers
         loss = self._passes(microbatches, divisor)
-        with named("gradients: last sums"):
+        with named(StepPhase.LAST_SUMS):
             sum_partial(self.parameters, self.mesh)
             if self.tied:
                 self.tied.add_gradients()
@@ -246,7 +247,7 @@ class Trainer(ABC, Generic[Given]):
         """The sum over all ranks that hold other tokens of the step."""
         for name in ("cp", "dp"):
             if self.mesh.size(name) > 1:
-                with sent(name, "sum over the batch", number):
+                with sent(name, Called.OVER_THE_BATCH, number):
                     all_reduce_sum(number, self.mesh.group(name))
         return number
 
@@ -264,9 +265,9 @@ class Trainer(ABC, Generic[Given]):
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(microbatches):
             self.data.before_microbatch(last=number == len(microbatches) - 1)
-            with named(f"forward {number}"):
+            with named(pass_name("forward", number)):
                 lost = self._loss(batch)
-            with named(f"backward {number}"):
+            with named(pass_name("backward", number)):
                 loss = lost / divisor
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()

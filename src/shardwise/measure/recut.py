@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from shardwise.cost.memory.room import room_of
+from shardwise.engine.labels import label_of
 from shardwise.layout.stages import stages_of_rank
-from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.measured import Measured
 from shardwise.measure.compare.segments import Step
 from shardwise.measure.compare.stragglers import rank_slowness
@@ -25,7 +25,6 @@ from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.strategy import DIMENSIONS
 
 WORTH = 0.01  # of the step: below that a cut is not worth another checkpoint layout
-_PASSES = ("forward", "backward", "weight gradients")
 _AROUND = ("data", "optimizer", "checkpoint", "host", "dp")  # not the pipeline
 
 
@@ -107,16 +106,15 @@ def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for one in step.ranges:
-            name, _, stage = one.name.partition(" of stage ")
-            kind = next((kind for kind in _PASSES if name.startswith(kind)), None)
-            if kind is None or not stage.isdecimal():
+            label = label_of(one.name)
+            if label.pass_kind is None or label.stage is None:
                 continue
             sent = sum(
                 inner.seconds
                 for inner in step.ranges
                 if label_of(inner.name).kind in ("begin", "wait") and one.start <= inner.start and inner.end <= one.end
             )
-            seconds[int(stage)][kind].append(one.seconds - sent)
+            seconds[label.stage][label.pass_kind].append(one.seconds - sent)
     return {
         stage: (statistics.fmean(passes["forward"]), sum(statistics.fmean(some) for some in passes.values()))
         for stage, passes in seconds.items()

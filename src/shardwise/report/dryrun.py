@@ -67,13 +67,12 @@ def _collective_table(found: DryRun) -> RenderableType:
 
 
 def _calls_row(one: Calls) -> tuple[str, ...]:
-    _, _, what = one.line.name.rpartition(": ")
     to = "" if one.line.peer is None else f" (rank {one.line.peer})"
     kind = one.line.kind.replace("_", "-")
     return (
         one.line.dimension,
         kind,
-        what + to,
+        one.line.what + to,
         str(one.line.ranks),
         readable_count(one.count),
         readable_bytes(one.bytes),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.engine.labels import StepPhase
 from shardwise.engine.names import named
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.spec.errors import SpecError
@@ -107,7 +108,7 @@ class Loop:
         position = self.position
         self.parts.reporter.phase("data", position.step)
         waited_before = self.loader.waited_seconds
-        with named("data"):
+        with named(StepPhase.DATA):
             batch = batch_of(self.loader.take(position.batch), self.trainer.device)
         self.parts.reporter.phase("step", position.step, self._first_step_seconds)
         rate = self._set_learning_rate(position.step)
@@ -251,14 +252,14 @@ class Loop:
     def _evaluate(self) -> None:
         assert self.held_out is not None
         self.parts.reporter.phase("evaluation", self.position.step)
-        with named("evaluation"):
+        with named(StepPhase.EVALUATION):
             loss = evaluate(self.trainer, self.held_out, self.run_spec.evaluation.batches)
         self._tell({"validation_loss": loss})
 
     def _save(self, *, wait: bool = False) -> None:
         self.parts.reporter.phase("checkpoint", self.position.step)
         numbers = state_numbers(State(self.position, tuple(self.health.losses)), self.job)
-        with named("checkpoint"):
+        with named(StepPhase.CHECKPOINT):
             self.keeper.save(self.position.step, numbers, wait=wait)
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:

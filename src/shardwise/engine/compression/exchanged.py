@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.compression.codecs import Codec
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.reductions import Pending, all_gather
 
@@ -42,7 +43,7 @@ class ExchangedSum:
         values[: self.elements].copy_(flat.view(-1))
         self.codes = self._encoded("own", values.view(-1, self.codec.block))
         self.received = torch.empty_like(self.codes)
-        with sent("dp", "all-to-all of compressed gradients", self.codes):
+        with sent("dp", Called.GRADIENT_CODES, self.codes):
             self.work = dist.all_to_all_single(self.received, self.codes, group=self.group, async_op=True)
         return self
 
@@ -55,7 +56,7 @@ class ExchangedSum:
         assert total is not None
         summed = self._encoded("sum", total)
         whole = self.received  # its pieces have been added
-        with sent("dp", "all-gather of compressed gradients", whole):
+        with sent("dp", Called.CODES_OF_SUMS, whole):
             all_gather(whole.view(-1), summed.view(-1), self.group)
         self._count(whole)
         self.flat.view(-1).copy_(self.codec.decode(whole).view(-1)[: self.elements])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.reductions import Pending, all_reduce_sum
 from shardwise.spec.less_communication import low_rank
@@ -57,7 +58,7 @@ class LowRankSum:
                 self.matrices[number] = matrix.reshape(-1, *place.shape[-2:])
         lefts = [matrix @ self.states[f"right_{number}"] for number, matrix in self.matrices.items()]
         plain = [place.float() for number, place in enumerate(self.places) if not self.widths[number]]
-        self.first, self.work = self._summed("first factors", [*lefts, *plain])
+        self.first, self.work = self._summed(Called.FIRST_FACTORS, [*lefts, *plain])
         return self
 
     @torch.no_grad()
@@ -71,7 +72,7 @@ class LowRankSum:
         for number, whole in zip(plain, sums[len(lefts) :]):
             self.places[number].copy_(whole)
         rights = [matrix.transpose(1, 2) @ lefts[number] for number, matrix in self.matrices.items()]
-        second, work = self._summed("second factors", rights)
+        second, work = self._summed(Called.SECOND_FACTORS, rights)
         if work is not None:
             work.wait()
         for number, right in zip(self.matrices, _cut(second, [tuple(one.shape) for one in rights])):
@@ -93,7 +94,7 @@ class LowRankSum:
         if not tensors:
             return torch.empty(0), None
         flat = torch.cat([one.reshape(-1) for one in tensors])
-        with sent("dp", f"all-reduce of {what}", flat):
+        with sent("dp", what, flat):
             work = all_reduce_sum(flat, self.group, async_op=True)
         self.sent_bytes += 2 * flat.numel() * flat.element_size() * (self.ranks - 1) // self.ranks
         return flat, work

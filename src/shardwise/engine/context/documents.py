@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.engine.context.sequence import join_sequence
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.reductions import all_gather
 
@@ -42,7 +43,7 @@ class WholeDocuments:
     def _gather(self, documents: Tensor) -> Tensor:
         documents = documents.contiguous()
         stacked = documents.new_empty((self.group.size() * documents.shape[0], documents.shape[1]))
-        with sent("cp", "all-gather documents", documents):
+        with sent("cp", Called.DOCUMENTS, documents):
             all_gather(stacked, documents, self.group)
         return join_sequence(stacked.chunk(self.group.size()), self.method)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.engine.context.across import AcrossRanks, Call
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.kernels import KernelChoice
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent, waited
 from shardwise.engine.reductions import all_gather, reduce_scatter_sum
 from shardwise.models.dot_product import AttentionArguments
@@ -135,13 +136,13 @@ class _Gather:
         self.group, self.size, self.width = group, group.size(), key.shape[-1]
         self.packed = torch.cat([key, value], -1).transpose(0, 1).contiguous()
         self.stacked = self.packed.new_empty((self.size * self.packed.shape[0], *self.packed.shape[1:]))
-        with sent("cp", "all-gather keys and values", self.packed):
+        with sent("cp", Called.KEYS_AND_VALUES, self.packed):
             self.work = all_gather(self.stacked, self.packed, group, async_op=overlap)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, whole seq, heads, features] in the order of time."""
         if self.work is not None:
-            with waited("cp", "all-gather keys and values"):
+            with waited("cp", Called.KEYS_AND_VALUES):
                 self.work.wait()
         halves = self.stacked.chunk(2 * self.size)
         in_time = torch.cat([*halves[0::2], *reversed(halves[1::2])])
@@ -159,7 +160,7 @@ class _Gather:
         pairs = zip(chunks[: self.size], reversed(chunks[self.size :]), strict=True)
         by_rank = torch.cat([chunk for pair in pairs for chunk in pair])
         mine = torch.empty_like(self.packed)
-        with sent("cp", "reduce-scatter gradients of keys and values", by_rank):
+        with sent("cp", Called.KEY_VALUE_GRADIENTS, by_rank):
             reduce_scatter_sum(mine, by_rank, self.group)
         return self._views(mine)
 

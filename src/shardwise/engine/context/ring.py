@@ -21,6 +21,7 @@ from shardwise.engine.context.across import AcrossRanks, Call
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.kernels import KernelChoice
 from shardwise.engine.context.sequence import cut_sequence
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent, waited
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
@@ -54,7 +55,8 @@ class _Ring:
     choose: KernelChoice
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        layout, exchange = _Packed(key, value), _Exchange(self.group, KEYS_TAG, "keys and values", self.overlap)
+        layout = _Packed(key, value)
+        exchange = _Exchange(self.group, KEYS_TAG, Called.PASSED_KEYS_AND_VALUES, self.overlap)
         travelling = layout.pack(key, value)
         merged: Merged | None = None
         for step in range(self.group.size()):
@@ -78,8 +80,9 @@ class _Ring:
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        layout, exchange = _Packed(key, value), _Exchange(self.group, KEYS_TAG, "keys and values", self.overlap)
-        gradients = _Exchange(self.group, GRADIENTS_TAG, "gradients of keys and values", self.overlap)
+        layout = _Packed(key, value)
+        exchange = _Exchange(self.group, KEYS_TAG, Called.PASSED_KEYS_AND_VALUES, self.overlap)
+        gradients = _Exchange(self.group, GRADIENTS_TAG, Called.PASSED_GRADIENTS, self.overlap)
         travelling = layout.pack(key, value)
         of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
         for step in range(self.group.size()):
@@ -159,7 +162,7 @@ class _Exchange:
         arriving = self.received[self.started % 2]
         self.started += 1
         rank, size = self.group.rank(), self.group.size()
-        with sent("cp", f"send {self.what}", sending):
+        with sent("cp", self.what, sending):
             self.works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, sending, group=self.group, tag=self.tag, group_peer=(rank + 1) % size),
@@ -176,7 +179,7 @@ class _Exchange:
         return self.received[(self.started - 1) % 2]
 
     def _wait(self) -> None:
-        with waited("cp", f"send {self.what}"):
+        with waited("cp", self.what):
             for work in self.works:
                 work.wait()
         self.works, self.sending = [], None

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from shardwise.engine.context.documents import WholeDocuments
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
@@ -74,7 +75,7 @@ def _to_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _exchanged(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Row r of ``by_rank`` goes to rank r."""
-    with sent("cp", "all-to-all heads", by_rank):
+    with sent("cp", Called.HEADS, by_rank):
         if torch.compiler.is_compiling():  # the form that a compiler knows
             ones = [1] * group.size()
             compiled: Tensor = all_to_all_single_autograd(by_rank, ones, ones, group)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.names import sent
 from shardwise.models.moe import MoELayer
@@ -38,7 +39,7 @@ def sequence_sum(mesh: Mesh, strategy: Strategy) -> Callable[[Tensor], Tensor]:
 
     def summed(counts: Tensor) -> Tensor:
         total = counts.detach().clone()
-        with sent("ep", "loads of sequences", total):
+        with sent("ep", Called.SEQUENCE_LOADS, total):
             dist.all_reduce(total, group=group)
         return total
 
@@ -55,7 +56,7 @@ def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
     if not mixtures:
         return
     totals = torch.stack([one.load for one in mixtures]).round().long()
-    with sent("ep", "loads of the step", totals):
+    with sent("ep", Called.STEP_LOADS, totals):
         dist.all_reduce(totals, group=mesh.group("stage"))
     if not mesh.strategy.sequence_parallel:
         totals //= mesh.size("tp")  # each of these has counted the same tokens

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.labels import in_backward
 from shardwise.engine.names import sent
 from shardwise.engine.reductions import all_gather, reduce_scatter_sum
 
@@ -131,16 +132,12 @@ def _scattered(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) 
     return parts.view(channel.size, own, *rows.shape[1:]).sum(0)
 
 
-def _backward(what: str) -> str:
-    return f"{what}, backward"
-
-
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, channel: Channel, send: Sequence[int], receive: Sequence[int], what: str
     ) -> Tensor:
-        ctx.arguments = (channel, receive, send, _backward(what))
+        ctx.arguments = (channel, receive, send, in_backward(what))
         return channel.exchange(rows, send, receive, what)
 
     @staticmethod
@@ -152,7 +149,7 @@ class _Exchange(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
-        ctx.arguments = (channel, sizes, _backward(what))
+        ctx.arguments = (channel, sizes, in_backward(what))
         return _gathered(rows, channel, sizes, what)
 
     @staticmethod
@@ -163,7 +160,7 @@ class _Gather(torch.autograd.Function):
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
-        ctx.arguments = (channel, sizes, _backward(what))
+        ctx.arguments = (channel, sizes, in_backward(what))
         return _scattered(rows, channel, sizes, what)
 
     @staticmethod

@@ -23,6 +23,7 @@ from shardwise.engine.experts.channel import (
 )
 from shardwise.engine.experts.copies import Copies, collect, masked_copies, some_sorted_copies, spread
 from shardwise.engine.experts.counts import Assumed, HostCopy, evenly, in_pieces
+from shardwise.engine.labels import Called, sorting_name
 from shardwise.engine.names import named
 from shardwise.models.experts import count_tokens
 
@@ -81,7 +82,7 @@ class DeduplicatedExchange:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Route]:
-        with named("ep: dispatch"):
+        with named(sorting_name("ep", Called.DISPATCH)):
             wanted = self._wanted(indices, 0, self.nodes.size * self.devices.size)
             by_node = wanted.view(-1, self.nodes.size, self.devices.size).any(-1)
             counts, numbers = self._count(indices, wanted, by_node)
@@ -89,24 +90,24 @@ class DeduplicatedExchange:
                 self._read(HostCopy(numbers)) if self.assumed is None else self._assume(self.assumed, *indices.shape)
             )
             outer = Level(self.nodes, masked_copies(by_node, sum(sizes.nodes.send)), sizes.nodes)
-            rows, chosen = outer.out(rows, "dispatch"), outer.out(indices.int(), "choices")
+            rows, chosen = outer.out(rows, Called.DISPATCH), outer.out(indices.int(), Called.CHOICES)
             wanted = self._wanted(chosen, self.nodes.rank * self.devices.size, self.devices.size)
             inner = Level(self.devices, masked_copies(wanted, sum(sizes.devices.send)), sizes.devices)
-            rows, chosen = inner.out(rows, "dispatch"), inner.out(chosen, "choices")
-            rows = gather_rows(rows, self.parts, sizes.gathered, "expert tokens")
-            chosen = gather_rows(chosen, self.parts, sizes.gathered, "choices")
+            rows, chosen = inner.out(rows, Called.DISPATCH), inner.out(chosen, Called.CHOICES)
+            rows = gather_rows(rows, self.parts, sizes.gathered, Called.EXPERT_TOKENS)
+            chosen = gather_rows(chosen, self.parts, sizes.gathered, Called.CHOICES)
             copies, listed = self._for_experts(chosen, sizes.expert_rows)
             return spread(rows, copies), counts, Route((outer, inner), sizes.gathered, copies, listed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: Route) -> Tensor:
         outer, inner = handle.levels
-        with named("ep: combine"):
-            weights = inner.out(outer.out(weights, "weights"), "weights")
-            weights = gather_rows(weights, self.parts, handle.gathered, "weights").flatten()
+        with named(sorting_name("ep", Called.COMBINE)):
+            weights = inner.out(outer.out(weights, Called.ROUTER_WEIGHTS), Called.ROUTER_WEIGHTS)
+            weights = gather_rows(weights, self.parts, handle.gathered, Called.ROUTER_WEIGHTS).flatten()
             rows = collect(rows, handle.copies, weights.index_select(0, handle.listed))
-            rows = scatter_sum(rows, self.parts, handle.gathered, "expert outputs")
-            return outer.back(inner.back(rows, "combine"), "combine")
+            rows = scatter_sum(rows, self.parts, handle.gathered, Called.EXPERT_OUTPUTS)
+            return outer.back(inner.back(rows, Called.COMBINE), Called.COMBINE)
 
     def _wanted(self, indices: Tensor, first: int, devices: int) -> Tensor:
         """[rows, devices]: whether any of a row's experts is on each of ``devices`` devices from ``first`` on."""
@@ -127,12 +128,12 @@ class DeduplicatedExchange:
         nodes, devices, local = self.nodes.size, self.devices.size, self.local
         per_expert = count_tokens(indices.reshape(1, -1), self.experts).view(nodes, -1)
         leaving = torch.cat([by_node.sum(0)[:, None], wanted.sum(0).view(nodes, devices), per_expert], 1)
-        arriving = self.nodes.exchange(leaving, [1] * nodes, [1] * nodes, "counts")
+        arriving = self.nodes.exchange(leaving, [1] * nodes, [1] * nodes, Called.COUNTS)
         onward = arriving[:, 1:].sum(0)
         to_device, for_experts = onward[:devices], onward[devices:].view(devices, local)
         forwarded = torch.cat([to_device[:, None], for_experts], 1)
-        here = self.devices.exchange(forwarded, [1] * devices, [1] * devices, "counts")
-        split = gather_rows(here.sum(0)[None], self.parts, [1] * self.parts.size, "counts")
+        here = self.devices.exchange(forwarded, [1] * devices, [1] * devices, Called.COUNTS)
+        split = gather_rows(here.sum(0)[None], self.parts, [1] * self.parts.size, Called.COUNTS)
         counts = split[:, 1:].sum(0)
         numbers = [leaving[:, 0], arriving[:, 0], to_device, here[:, 0], split[:, 0], counts.sum()[None]]
         return counts, torch.cat(numbers)

@@ -18,6 +18,7 @@ from shardwise.engine.experts.channel import (
 )
 from shardwise.engine.experts.copies import Copies, collect, inverse, reorder, sorted_copies, spread
 from shardwise.engine.experts.counts import Assumed, HostCopy, evenly, in_pieces
+from shardwise.engine.labels import Called, sorting_name
 from shardwise.engine.names import named
 from shardwise.models.experts import count_tokens
 
@@ -50,7 +51,7 @@ class FlatExchange:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Route]:
-        with named("ep: dispatch"):
+        with named(sorting_name("ep", Called.DISPATCH)):
             arriving, numbers = self._count(indices)
             host = HostCopy(numbers) if self.assumed is None else self.assumed
             copies = sorted_copies(indices)
@@ -59,27 +60,27 @@ class FlatExchange:
             blocks = arriving.view(-1, self.local)
             by_expert = _by_expert(blocks, sum(gathered))
             route = Route(copies, splits, gathered, by_expert, inverse(by_expert))
-            arrived = exchange_rows(copied, self.ranks, splits, "dispatch")
-            arrived = gather_rows(arrived, self.parts, gathered, "expert tokens")
+            arrived = exchange_rows(copied, self.ranks, splits, Called.DISPATCH)
+            arrived = gather_rows(arrived, self.parts, gathered, Called.EXPERT_TOKENS)
             if self.local > 1:
                 arrived = reorder(arrived, route.by_expert, route.by_source)
             return arrived, blocks.sum(0), route
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: Route) -> Tensor:
-        with named("ep: combine"):
+        with named(sorting_name("ep", Called.COMBINE)):
             if self.local > 1:
                 rows = reorder(rows, handle.by_source, handle.by_expert)
-            rows = scatter_sum(rows, self.parts, handle.gathered, "expert outputs")
-            rows = return_rows(rows, self.ranks, handle.splits, "combine")
+            rows = scatter_sum(rows, self.parts, handle.gathered, Called.EXPERT_OUTPUTS)
+            rows = return_rows(rows, self.ranks, handle.splits, Called.COMBINE)
             return collect(rows, handle.copies, weights.flatten())
 
     def _count(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that arrive: [parts, ranks, local experts]; and the numbers that the host needs."""
         leaving = count_tokens(indices.reshape(1, -1), self.experts).view(self.ranks.size, self.local)
         ones = [1] * self.ranks.size
-        arriving = self.ranks.exchange(leaving, ones, ones, "counts")
-        arriving = gather_rows(arriving[None], self.parts, [1] * self.parts.size, "counts")
+        arriving = self.ranks.exchange(leaving, ones, ones, Called.COUNTS)
+        arriving = gather_rows(arriving[None], self.parts, [1] * self.parts.size, Called.COUNTS)
         sizes = arriving.sum(-1)
         return arriving, torch.cat([leaving.sum(1), sizes[self.parts.rank], sizes.sum(1)])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.engine.experts.channel import Channel, Traffic, gather_rows, scatter_sum
 from shardwise.engine.experts.copies import Copies, collect, sorted_copies, spread
+from shardwise.engine.labels import Called, in_backward, sorting_name
 from shardwise.engine.names import named, sent
 from shardwise.engine.reductions import all_reduce_sum
 from shardwise.models.experts import TokenExchange, count_tokens
@@ -40,20 +41,20 @@ class GatheredExchange:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Gathered]:
-        with named("expert_tp: dispatch"):
+        with named(sorting_name("expert_tp", Called.DISPATCH)):
             sizes = (rows.shape[0],) * self.parts.size
-            rows = gather_rows(rows, self.parts, sizes, "expert tokens")
-            indices = gather_rows(indices, self.parts, sizes, "choices")
+            rows = gather_rows(rows, self.parts, sizes, Called.EXPERT_TOKENS)
+            indices = gather_rows(indices, self.parts, sizes, Called.CHOICES)
             copies = sorted_copies(indices)
             counts = count_tokens(indices.view(1, -1), self.experts)[0]
             return spread(rows, copies), counts, Gathered(copies, sizes)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: Gathered) -> Tensor:
-        with named("expert_tp: combine"):
-            weights = gather_rows(weights, self.parts, handle.sizes, "weights")
+        with named(sorting_name("expert_tp", Called.COMBINE)):
+            weights = gather_rows(weights, self.parts, handle.sizes, Called.ROUTER_WEIGHTS)
             rows = collect(rows, handle.copies, weights.flatten())
-            return scatter_sum(rows, self.parts, handle.sizes, "expert outputs")
+            return scatter_sum(rows, self.parts, handle.sizes, Called.EXPERT_OUTPUTS)
 
 
 class SummedExchange:
@@ -68,13 +69,13 @@ class SummedExchange:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Any]:
-        return self.inner.dispatch(_SumBackward.apply(rows, self.parts, "expert tokens, backward"), indices)  # type: ignore[no-untyped-call]
+        return self.inner.dispatch(_SumBackward.apply(rows, self.parts, in_backward(Called.EXPERT_TOKENS)), indices)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
-        weights = _SumBackward.apply(weights, self.parts, "weights, backward")  # type: ignore[no-untyped-call]
+        weights = _SumBackward.apply(weights, self.parts, in_backward(Called.ROUTER_WEIGHTS))  # type: ignore[no-untyped-call]
         combined = self.inner.combine(rows, weights, handle)
-        result: Tensor = _SumForward.apply(combined, self.parts, "expert outputs")  # type: ignore[no-untyped-call]
+        result: Tensor = _SumForward.apply(combined, self.parts, Called.EXPERT_OUTPUTS)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -96,13 +97,13 @@ class DividedExchange:
         sizes = self._sizes(rows.shape[0])
         own = rows.shape[0] * self.same.rank // self.same.size
         indices = indices.narrow(0, own, sizes[self.same.rank])
-        return self.inner.dispatch(self._take(rows, sizes, "token gradients"), indices)
+        return self.inner.dispatch(self._take(rows, sizes, Called.TOKEN_GRADIENTS), indices)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: Any) -> Tensor:
         sizes = self._sizes(weights.shape[0])
-        combined = self.inner.combine(rows, self._take(weights, sizes, "weight gradients"), handle)
-        result: Tensor = _Give.apply(combined, self.same, sizes, "expert outputs")  # type: ignore[no-untyped-call]
+        combined = self.inner.combine(rows, self._take(weights, sizes, Called.ROUTER_WEIGHT_GRADIENTS), handle)
+        result: Tensor = _Give.apply(combined, self.same, sizes, Called.EXPERT_OUTPUTS)  # type: ignore[no-untyped-call]
         return result
 
     def _sizes(self, tokens: int) -> tuple[int, ...]:

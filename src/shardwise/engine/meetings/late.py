@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.reductions import Pending, all_reduce_sum
 
@@ -44,7 +45,7 @@ class LateSums:
         flat = torch.cat(
             [one.new_zeros(one.numel()) if one.grad is None else one.grad.reshape(-1) for one in self.parameters]
         )
-        with sent("dp", "all-reduce of gradients, late", flat):
+        with sent("dp", Called.LATE_GRADIENTS, flat):
             work = all_reduce_sum(flat, self.group, async_op=True, in_fp32=True)
         ranks = self.group.size()
         self.sent_bytes += 2 * flat.numel() * flat.element_size() * (ranks - 1) // ranks

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.reductions import all_reduce_sum
 from shardwise.spec.less_communication import Synchronise
@@ -71,7 +72,7 @@ class OuterSteps:
     def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of all workers, with the same bits on each."""
         flat = torch.cat([one.reshape(-1) for one in tensors])
-        with sent("dp", "all-reduce of workers' weights", flat):
+        with sent("dp", Called.WORKERS_WEIGHTS, flat):
             all_reduce_sum(flat, self.group)
         ranks = self.group.size()
         self.sent_bytes += 2 * flat.numel() * flat.element_size() * (ranks - 1) // ranks

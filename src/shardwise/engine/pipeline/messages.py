@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.labels import Called, message_sent
 from shardwise.engine.names import sent, waited
 
 
@@ -39,7 +40,7 @@ class Mailbox:
         self.message.check(tensor, what)
         tensor = tensor.detach().contiguous()
         self.leaving = [(work, kept) for work, kept in self.leaving if not work.is_completed()]
-        with sent("pp", f"send {what}", tensor):
+        with sent("pp", message_sent(what), tensor):
             work = dist.isend(tensor, group=self.group, group_dst=rank)
         assert work is not None
         self.leaving.append((work, tensor))
@@ -51,7 +52,7 @@ class Mailbox:
 
     def finish(self) -> None:
         """Everything has left: on a GPU for what the device does next, not for the host."""
-        with waited("pp", "all sends"):
+        with waited("pp", Called.ALL_SENDS):
             for work, _ in self.leaving:
                 work.wait()
         self.leaving.clear()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from shardwise.engine.batch import Batch
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.pipeline.actions import RuntimeActions, forward_actions, runtime_actions, splits_backward
 from shardwise.engine.pipeline.messages import Mailbox, Message
@@ -87,7 +88,7 @@ class PipelineRunner:
         total = torch.zeros((), device=self.mailbox.message.device)
         for loss in losses:
             total += loss.detach()
-        with sent("pp", "broadcast of the loss", total):
+        with sent("pp", Called.LOSS, total):
             dist.broadcast(total, group=self.group, group_src=self.schedule.placement[-1])
         return total
 

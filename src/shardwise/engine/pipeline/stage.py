@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from shardwise.engine.batch import Batch
+from shardwise.engine.labels import pass_name, stage_input_gradient, stage_output
 from shardwise.engine.names import named
 from shardwise.engine.pipeline.messages import Arrival, Mailbox
 from shardwise.engine.pipeline.reduction import Reduction
@@ -56,7 +57,7 @@ class Stage(_PipelineStageBase):
         inputs = batch.tokens if self.is_first else self.inputs.pop(fwd_chunk_id).wait()
         if not self.is_first and self.has_backward:
             inputs.requires_grad_()
-        with named(f"forward {fwd_chunk_id} of stage {self.stage_index}"), self.mode:
+        with named(pass_name("forward", fwd_chunk_id, self.stage_index)), self.mode:
             output = self.call(self.submod, inputs, batch, self.is_last)
         if self._crosses(self.stage_index + 1):
             self.outputs[fwd_chunk_id] = output
@@ -74,7 +75,7 @@ class Stage(_PipelineStageBase):
             root, gradient = get_gradient_edge(loss), torch.ones_like(loss)
         else:
             gradient = self.output_gradients.pop(bwd_chunk_id).wait()
-        with named(f"backward {bwd_chunk_id} of stage {self.stage_index}"):
+        with named(pass_name("backward", bwd_chunk_id, self.stage_index)):
             if full_backward:
                 self.reduction.before_backward(self.submod, last_backward)
                 self._backward(root, gradient)
@@ -89,7 +90,7 @@ class Stage(_PipelineStageBase):
             inputs.grad = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with named(f"weight gradients {bwd_chunk_id} of stage {self.stage_index}"):
+        with named(pass_name("weight gradients", bwd_chunk_id, self.stage_index)):
             compute(self.weights_to_do.pop(bwd_chunk_id))
             self.reduction.after_weight_gradients(self.submod, last_backward)
 
@@ -107,23 +108,23 @@ class Stage(_PipelineStageBase):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         source = self.stage_index_to_group_rank[self.stage_index - 1]
-        self.inputs[fwd_chunk_id] = self.mailbox.receive(source, f"stage {self.stage_index - 1}'s output")
+        self.inputs[fwd_chunk_id] = self.mailbox.receive(source, stage_output(self.stage_index - 1))
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         source = self.stage_index_to_group_rank[self.stage_index + 1]
-        what = f"stage {self.stage_index + 1}'s input gradient"
+        what = stage_input_gradient(self.stage_index + 1)
         self.output_gradients[bwd_chunk_id] = self.mailbox.receive(source, what)
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         target = self.stage_index_to_group_rank[self.stage_index + 1]
-        self.mailbox.send(self.outputs.pop(fwd_chunk_id), target, f"stage {self.stage_index}'s output")
+        self.mailbox.send(self.outputs.pop(fwd_chunk_id), target, stage_output(self.stage_index))
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         target = self.stage_index_to_group_rank[self.stage_index - 1]
-        self.mailbox.send(self.input_gradients.pop(bwd_chunk_id), target, f"stage {self.stage_index}'s input gradient")
+        self.mailbox.send(self.input_gradients.pop(bwd_chunk_id), target, stage_input_gradient(self.stage_index))
         return []
 
     # The same between two stages of one rank.

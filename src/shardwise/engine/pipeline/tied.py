@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.parts import note_part, part_of
 from shardwise.engine.reductions import all_reduce_sum
@@ -46,7 +47,7 @@ class TiedEnds:
         both ends.
         """
         if self.group is not None:
-            with sent("pp", "copy of the tied weight", tensor):
+            with sent("pp", Called.TIED_WEIGHT, tensor):
                 dist.broadcast(_local(tensor), group=self.group, group_src=0)
 
     def add_gradients(self) -> None:
@@ -57,7 +58,7 @@ class TiedEnds:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         gradient = _local(weight.grad)
-        with sent("pp", "sum of the tied gradients", gradient):
+        with sent("pp", Called.TIED_GRADIENTS, gradient):
             all_reduce_sum(gradient, self.group)
 
     @property

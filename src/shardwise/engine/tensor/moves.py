@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent, waited
 from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 
@@ -134,12 +135,12 @@ class Sum:
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         self.tensor = tensor
-        with sent("tp", "all-reduce", tensor):
+        with sent("tp", Called.ALL_REDUCE, tensor):
             self.pending = all_reduce_sum(tensor, group, async_op=True)
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            with waited("tp", "all-reduce"):
+            with waited("tp", Called.ALL_REDUCE):
                 self.pending.wait()
         return self.tensor
 
@@ -150,12 +151,12 @@ class SequenceGather:
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQUENCE) -> None:
         self.tensor, self.size, self.dimension = tensor.contiguous(), group.size(), dimension
         self.stacked = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        with sent("tp", "all-gather", self.tensor):
+        with sent("tp", Called.ALL_GATHER, self.tensor):
             self.pending = all_gather(self.stacked, self.tensor, group, async_op=True)
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            with waited("tp", "all-gather"):
+            with waited("tp", Called.ALL_GATHER):
                 self.pending.wait()
         if self.dimension == 0:
             return self.stacked
@@ -170,11 +171,11 @@ class SequenceScatter:
         apart = torch.unflatten(tensor, SEQUENCE, (group.size(), -1)).movedim(SEQUENCE, 0)
         self.parts = apart.flatten(0, 1).contiguous()
         self.mine = tensor.new_empty((tensor.shape[0], tensor.shape[SEQUENCE] // group.size(), *tensor.shape[2:]))
-        with sent("tp", "reduce-scatter", self.parts):
+        with sent("tp", Called.REDUCE_SCATTER, self.parts):
             self.pending = reduce_scatter_sum(self.mine, self.parts, group, async_op=True)
 
     def wait(self) -> Tensor:
         if self.pending is not None:
-            with waited("tp", "reduce-scatter"):
+            with waited("tp", Called.REDUCE_SCATTER):
                 self.pending.wait()
         return self.mine

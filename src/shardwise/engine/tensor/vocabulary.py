@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.engine.labels import Called
 from shardwise.engine.names import sent
 from shardwise.engine.parts import Part
 from shardwise.engine.tensor.linear import keep
@@ -170,12 +171,12 @@ def _entropy(logits: Tensor, labels: Tensor, own: Slice, group: dist.ProcessGrou
     row, inside = own.local(labels)
     inside &= counts
     largest = logits.amax(-1)
-    with sent("tp", "all-reduce of largest logits", largest):
+    with sent("tp", Called.LARGEST_LOGITS, largest):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     right = logits.gather(1, row[:, None])[:, 0].sub(largest).where(inside, 0.0)
     exponentials = logits.sub_(largest[:, None]).exp_()
     sums = torch.stack([exponentials.sum(-1), right])
-    with sent("tp", "all-reduce of exponentials", sums):
+    with sent("tp", Called.EXPONENTIALS, sums):
         dist.all_reduce(sums, group=group)
     lost = (sums[0].log() - sums[1]).where(counts, 0.0).sum()
     gradient = exponentials.div_(sums[0][:, None])

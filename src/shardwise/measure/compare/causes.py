@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.measure.compare.labels import DIMENSIONS
+from shardwise.engine.labels import DIMENSIONS
 from shardwise.measure.compare.links import SlowLink
 
 

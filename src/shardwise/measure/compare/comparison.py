@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
+from shardwise.engine.labels import DIMENSIONS
 from shardwise.measure.compare.causes import Evidence, cause_of
 from shardwise.measure.compare.flights import SentBytes, sent_bytes, unlike
-from shardwise.measure.compare.labels import DIMENSIONS
 from shardwise.measure.compare.links import SlowLink, links_of, slow_link
 from shardwise.measure.compare.measured import BUBBLE, LATE, Measured
 from shardwise.measure.compare.predicted import Predicted, predicted

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwise.measure.compare.labels import DIMENSIONS, label_of
+from shardwise.engine.labels import DIMENSIONS, label_of
 from shardwise.measure.compare.segments import Segment, Step
 from shardwise.train.profile.record import HOST, STREAMS, Range, RankRecord
 
@@ -33,7 +33,7 @@ def device_steps(record: RankRecord) -> tuple[Step, ...]:
     marks = [one for one in on_device if label_of(one.name).kind not in ("none", "backend")]
     kernels = [kernel for lane in {one.lane for one in on_device} for kernel in _kernels(on_device, lane)]
     bounds = _bounds(marks)
-    host = [one for one in record.ranges if one.lane == HOST and one.name in _HOST_PARTS]
+    host = [one for one in record.ranges if one.lane == HOST and label_of(one.name).part in _HOST_PARTS]
     steps = []
     for number, (start, end) in sorted(bounds.items()):
         own = [one for one in kernels if start <= one.range.start < end]
@@ -81,10 +81,10 @@ def _is(one: Range) -> bool:
 
 def _kernel(kernel: Range, around: Sequence[Range]) -> _Kernel:
     parts = [label.part for one in reversed(around) if (label := label_of(one.name)).part and label.kind != "step"]
-    communicates = kernel.name.startswith("nccl")
+    communicates = label_of(kernel.name).communicates
     if communicates:
         parts = [part for part in parts if part in (*DIMENSIONS, "world")] or ["dp"]
-    again = any(one.name.startswith("backward") for one in around)
+    again = any(label_of(one.name).pass_kind == "backward" for one in around)
     layer = None if again else next((one for one in around if label_of(one.name).kind == "layer"), None)
     return _Kernel(kernel, parts[0] if parts else "compute", layer, communicates)
 
@@ -108,6 +108,6 @@ def _segments(kernels: Sequence[_Kernel], host: Sequence[Range], start: float, e
             segments.append(Segment(begin, until, segments[-1].part, segments[-1].layer))
         else:
             middle = (begin + until) / 2
-            doing = next((one.name for one in host if one.start <= middle <= one.end), "host")
+            doing = next((label_of(one.name).part for one in host if one.start <= middle <= one.end), "host")
             segments.append(Segment(begin, until, doing))
     return segments

@@ -6,12 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.measure.compare.labels import label_of
+from shardwise.engine.labels import Label, label_of
 from shardwise.measure.compare.segments import Step
 from shardwise.train.profile.record import HOST, Range, RankRecord
-
-SEND = "send "
-_WHOLE_BATCH = "sum over the batch"
 
 
 @dataclass
@@ -19,7 +16,7 @@ class Taking:
     """One rank's part in a collective: when it began, where its host stood still for it, when it was done."""
 
     rank: int
-    bytes: int
+    label: Label
     begin: float
     blocked: list[Range] = field(default_factory=list)
     ends: float = 0.0
@@ -29,7 +26,7 @@ class Taking:
 class Exchange:
     """A collective of ``members``, or a message from the first of two to the second."""
 
-    dimension: str
+    label: Label
     what: str
     step: int
     members: tuple[int, ...]
@@ -37,6 +34,10 @@ class Exchange:
     complete: float  # when the last rank had begun
     end: float
     blocked: Mapping[int, tuple[Range, ...]]  # where each rank's host stood still
+
+    @property
+    def dimension(self) -> str:
+        return self.label.dimension
 
     @property
     def seconds(self) -> float:
@@ -77,7 +78,7 @@ def _takings(record: RankRecord, step: Step) -> Takings:
         key = label.dimension, label.what
         if label.kind == "begin":
             standing = [one] if one.lane == HOST else _exposed(one, step, label.part)
-            taking = Taking(record.rank, label.bytes, one.start, standing, one.end)
+            taking = Taking(record.rank, label, one.start, standing, one.end)
             found[key].append(taking)
             newest.append((one.start, taking))
         elif label.kind == "wait" and waits[key] < len(found.get(key, ())):
@@ -104,7 +105,7 @@ def _note_backend(newest: Sequence[tuple[float, Taking]], step: Step) -> None:
     ended: dict[int, tuple[Taking, float]] = {}
     place = 0
     for work in sorted(step.beside, key=lambda one: one.start):
-        if work.name in ("gloo:send", "gloo:recv"):  # end when they are waited for
+        if label_of(work.name).ends_when_waited:
             continue
         while place + 1 < len(newest) and newest[place + 1][0] <= work.start:
             place += 1
@@ -117,22 +118,23 @@ def _note_backend(newest: Sequence[tuple[float, Taking]], step: Step) -> None:
             taking.ends = min(taking.ends, end)
 
 
-def members_of(record: RankRecord, dimension: str, what: str, world: int) -> tuple[int, ...]:
+def members_of(record: RankRecord, label: Label, world: int) -> tuple[int, ...]:
     """The ranks that take part in what a rank began."""
-    if dimension == "world":
+    if label.dimension == "world":
         return tuple(range(world))
-    if dimension == "dp" and what != _WHOLE_BATCH:
+    if label.dimension == "dp" and not label.over_the_batch:
         shard = record.groups["shard"]
         return shard if len(shard) > 1 else record.groups["replicate"]
-    return record.groups.get(dimension, (record.rank,))
+    return record.groups.get(label.dimension, (record.rank,))
 
 
 def _collectives(records: Sequence[RankRecord], begun: Sequence[Takings], step: int) -> Iterator[Exchange]:
     world = len(records)
     for record, mine in zip(records, begun):
         for (dimension, what), takings in mine.items():
-            members = members_of(record, dimension, what, world)
-            if dimension == "pp" and what.startswith(SEND):
+            label = takings[0].label
+            members = members_of(record, label, world)
+            if label.message:
                 continue
             if dimension == "pp":  # the ends of a pipeline alone share some
                 members = tuple(rank for rank in members if (dimension, what) in begun[rank])
@@ -145,16 +147,16 @@ def _collectives(records: Sequence[RankRecord], begun: Sequence[Takings], step: 
                 complete = max(one.begin for one in together)
                 end = max(one.ends for one in together)
                 blocked = {one.rank: tuple(one.blocked) for one in together}
-                yield Exchange(dimension, what, step, members, together[0].bytes, complete, end, blocked)
+                yield Exchange(label, what, step, members, together[0].label.bytes, complete, end, blocked)
 
 
 def _messages(records: Sequence[RankRecord], begun: Sequence[Takings], of_step: Sequence[Step]) -> Iterator[Exchange]:
     """Between the stages of a pipeline: what one rank sends is what another waits for, in the same order."""
     for record, mine in zip(records, begun):
-        for (dimension, what), sends in mine.items():
-            if dimension != "pp" or not what.startswith(SEND):
+        for sends in mine.values():
+            message = sends[0].label.message
+            if not message:
                 continue
-            message = what.removeprefix(SEND)
             for receiver in record.groups["pp"]:
                 waits = [
                     one
@@ -166,4 +168,4 @@ def _messages(records: Sequence[RankRecord], begun: Sequence[Takings], of_step: 
                 for send, wait in zip(sends, waits):
                     members, blocked = (record.rank, receiver), {receiver: (wait,)}
                     step = of_step[0].number
-                    yield Exchange("pp", message, step, members, send.bytes, send.begin, wait.end, blocked)
+                    yield Exchange(send.label, message, step, members, send.label.bytes, send.begin, wait.end, blocked)

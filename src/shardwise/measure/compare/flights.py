@@ -9,21 +9,14 @@ from dataclasses import dataclass
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
+from shardwise.engine.labels import backend_kind, label_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.collectives.request import bus_factor
-from shardwise.measure.compare.labels import label_of
 from shardwise.spec.job import Job
 from shardwise.train.profile.record import Flight, Range, RankRecord
 
-# What kind of collective the backend means by a name; the first word that is in it.
-_KINDS = (
-    ("gather", CollectiveKind.ALL_GATHER),
-    ("reduce_scatter", CollectiveKind.REDUCE_SCATTER),
-    ("reduce", CollectiveKind.ALL_REDUCE),
-    ("to_all", CollectiveKind.ALL_TO_ALL),
-    ("broadcast", CollectiveKind.BROADCAST),
-    ("send", CollectiveKind.SEND_RECV),
-)
+_EQUAL_SIZES = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)  # what every rank of a group gives
+_BY_EXCHANGE = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 # Which dimension a group's traffic is priced as.
 _DIMENSION = (
     ("tp", "tp"), ("kv_copies", "tp"), ("cp", "cp"), ("ep", "ep"), ("expert_tp", "ep"), ("pp", "pp"), ("dp", "dp"),
@@ -53,7 +46,7 @@ def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...
         dimensions = tuple(name for name in _dimensions(record, one) if planned[name])
         if dimensions:
             counts[dimensions] += 1
-            recorded[dimensions] += _bytes_sent(one, _name(one, begun))
+            recorded[dimensions] += _bytes_sent(one, _named(one, begun))
     return tuple(
         SentBytes(names, counts[names] / steps, sum(planned[name] for name in names), recorded[names] / steps)
         for names in counts
@@ -67,7 +60,7 @@ def unlike(records: Sequence[RankRecord]) -> str | None:
             first = records[members[0]]
             pairs = zip(_of(first, members), _of(record, members))
             for number, (theirs, own) in enumerate(pairs, 1):
-                if theirs.name != own.name or (theirs.bytes != own.bytes and "reduce" in own.name):
+                if theirs.name != own.name or (theirs.bytes != own.bytes and backend_kind(own.name) in _EQUAL_SIZES):
                     return (
                         f"Rank {record.rank}'s collective {number} with {', '.join(map(str, members))} is {own.name} "
                         f"of {own.bytes} B, rank {first.rank}'s is {theirs.name} of {theirs.bytes} B."
@@ -84,18 +77,19 @@ def _dimensions(record: RankRecord, one: Flight) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _name(one: Flight, begun: Sequence[Range]) -> str:
-    """What the engine calls it, inside whose range it began; empty where it has no name."""
+def _named(one: Flight, begun: Sequence[Range]) -> CollectiveKind | None:
+    """What the engine means it to be, inside whose range it began; None where it has no name."""
     number = bisect_right(begun, one.start, key=lambda range: range.start) - 1
-    return begun[number].name if number >= 0 and one.start <= begun[number].end else ""
+    inside = number >= 0 and one.start <= begun[number].end
+    return label_of(begun[number].name).collective if inside else None
 
 
-def _bytes_sent(one: Flight, name: str) -> float:
-    kind, n = next((kind for word, kind in _KINDS if word in one.name), None), len(one.members)
+def _bytes_sent(one: Flight, meant: CollectiveKind | None) -> float:
+    kind, n = backend_kind(one.name), len(one.members)
     if kind is None:
         return 0.0
     # Two ranks on gloo gather and scatter by exchanging what the other lacks (`engine.reductions`), and no more.
-    if kind is CollectiveKind.ALL_TO_ALL and n == 2 and ("all-gather" in name or "reduce-scatter" in name):
+    if kind is CollectiveKind.ALL_TO_ALL and n == 2 and meant in _BY_EXCHANGE:
         return float(one.bytes)
     size = one.bytes * (n if kind is CollectiveKind.ALL_GATHER else 1)
     return size * bus_factor(kind, n)

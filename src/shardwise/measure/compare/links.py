@@ -23,6 +23,7 @@ class Link:
 
     dimension: str
     what: str
+    is_message: bool  # between the stages of a pipeline
     members: tuple[int, ...]
     nodes: tuple[int, ...]
     bytes: int
@@ -43,10 +44,6 @@ class Link:
     def carries(self) -> tuple[str, str, int]:
         """What links must have in common to be compared: messages of a pipeline are alike, whatever stage sends."""
         return self.dimension, "" if self.is_message else self.what, self.bytes
-
-    @property
-    def is_message(self) -> bool:
-        return self.dimension == "pp" and self.what.startswith("stage ")
 
     @property
     def between(self) -> str:
@@ -74,7 +71,8 @@ def links_of(job: Job, found: Measured) -> tuple[Link, ...]:
             continue
         nodes = tuple(sorted({found.records[rank].node for rank in members}))
         count, seconds = len(some) / len(found.numbers), statistics.median(shown)
-        links.append(Link(dimension, what, members, nodes, size, count, seconds, exchange_seconds(job, some[0])))
+        is_message, price = bool(some[0].label.message), exchange_seconds(job, some[0])
+        links.append(Link(dimension, what, is_message, members, nodes, size, count, seconds, price))
     return tuple(links)
 
 

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.engine.labels import label_of
 from shardwise.measure.compare.device_steps import device_steps
 from shardwise.measure.compare.exchanges import Exchange, exchanges_of
-from shardwise.measure.compare.labels import label_of
 from shardwise.measure.compare.segments import Step, steps_of
 from shardwise.spec.errors import SpecError
 from shardwise.train.profile.record import Range, RankRecord
@@ -109,7 +109,7 @@ def _hidden(step: Step) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     begun = [(one.start, label.part) for one in step.ranges if (label := label_of(one.name)).kind in ("begin", "wait")]
     for work in step.beside:
-        if work.name in ("gloo:send", "gloo:recv"):  # last until they are waited for, whenever that is
+        if label_of(work.name).ends_when_waited:
             continue
         part = next((part for start, part in reversed(begun) if start <= work.start), None)
         if part is not None and part != "world":

@@ -16,20 +16,6 @@ from shardwise.measure.compare.exchanges import Exchange
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.job import Job
 
-# What of a collective's name says its kind; the first that is in it.
-_KINDS = (
-    ("all-gather", CollectiveKind.ALL_GATHER),
-    ("reduce-scatter", CollectiveKind.REDUCE_SCATTER),
-    ("all-reduce", CollectiveKind.ALL_REDUCE),
-    ("sum ", CollectiveKind.ALL_REDUCE),
-    ("broadcast", CollectiveKind.BROADCAST),
-    ("all-to-all", CollectiveKind.ALL_TO_ALL),
-    ("dispatch", CollectiveKind.ALL_TO_ALL),
-    ("combine", CollectiveKind.ALL_TO_ALL),
-    ("output", CollectiveKind.SEND_RECV),
-    ("input gradient", CollectiveKind.SEND_RECV),
-    ("send ", CollectiveKind.SEND_RECV),
-)
 _DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("cp", "dp"), "world": ("tp", "cp", "dp", "pp")}
 
 
@@ -64,7 +50,7 @@ def predicted(job: Job) -> Predicted:
 
 def exchange_seconds(job: Job, one: Exchange) -> float | None:
     """The price of one collective or message; None for what has no price by itself."""
-    kind = next((kind for word, kind in _KINDS if word in f"{one.what} "), None)
+    kind = one.label.collective
     if kind is None:
         return None
     if kind is CollectiveKind.SEND_RECV:

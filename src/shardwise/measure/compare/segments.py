@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.measure.compare.labels import Label, label_of
+from shardwise.engine.labels import WHOLE_PHASES, Label, label_of
 from shardwise.train.profile.record import HOST, Range, RankRecord
-
-_WHOLE = ("evaluation", "checkpoint")  # what happens inside is a part of them
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def _without_inner(ranges: Sequence[Range]) -> list[Range]:
     for one in ranges:
         if one.start >= closed:
             kept.append(one)
-            closed = one.end if one.name in _WHOLE else closed
+            closed = one.end if label_of(one.name).part in WHOLE_PHASES else closed
     return kept
 
 
@@ -116,5 +114,5 @@ def _layer(
     """A layer that runs again in a backward pass is no forward pass."""
     if label.kind != "layer":
         return around
-    again = any(outer.name.startswith("backward") for outer, _, _ in open_ranges)
+    again = any(label_of(outer.name).pass_kind == "backward" for outer, _, _ in open_ranges)
     return None if again else one

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cost.step_trace import step_trace
-from shardwise.measure.compare.labels import label_of
+from shardwise.engine.labels import label_of
 from shardwise.measure.compare.measured import Measured
 from shardwise.spec.job import Job
 from shardwise.train.profile.record import HOST, STREAMS, Range, RankRecord

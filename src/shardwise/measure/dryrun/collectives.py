@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,22 +14,21 @@ from torch.utils._pytree import tree_iter
 
 from shardwise.collectives import CollectiveKind
 from shardwise.engine import names
+from shardwise.engine.labels import Label, label_of
 from shardwise.measure.dryrun.replacing import replaced
 from shardwise.measure.dryrun.result import RECEIVE
-
-_NUMBER = re.compile(r" \d+ B$")
 
 
 @dataclass(frozen=True)
 class Sent:
     """One call. ``size_bytes`` is what the collective works on, as the cost model counts it: of an all-gather the
     result, of a reduce-scatter what goes in, of an all-to-all and a message what is sent. ``peer`` is the other rank
-    of a message. ``name`` is the engine's own word for it: "dimension: what"."""
+    of a message. ``label`` is what the engine calls it."""
 
     kind: str
     ranks: tuple[int, ...]
     size_bytes: int
-    name: str = ""
+    label: Label = Label("none")
     peer: int | None = None
 
 
@@ -39,7 +37,7 @@ class CollectiveLog:
 
     def __init__(self) -> None:
         self.sent: list[Sent] = []
-        self._names: list[str] = []
+        self._labels: list[Label] = []
 
     def __call__(self, operator: Any, args: Any, named: Any, result: Any) -> None:
         if operator.namespace in ("c10d", "_c10d_functional"):
@@ -52,28 +50,28 @@ class CollectiveLog:
 
         @contextmanager
         def named(name: str) -> Iterator[None]:
-            self._names.append(_NUMBER.sub("", name))
+            self._labels.append(label_of(name))
             try:
                 yield
             finally:
-                self._names.pop()
+                self._labels.pop()
 
         return replaced((names, "marked", named))
 
     def _note(self, operator: str, kind: str, args: Any, result: Any) -> None:
         group = _group_of(args)
         ranks = tuple(dist.get_process_group_ranks(group))
-        name = next((one for one in reversed(self._names) if ":" in one), "")
+        label = next((one for one in reversed(self._labels) if one.what), Label("none"))
         if kind in (CollectiveKind.SEND_RECV, RECEIVE):
             peer = dist.get_global_rank(group, args[2])
-            self.sent.append(Sent(kind, ranks, _bytes(args[0]), name, peer))
+            self.sent.append(Sent(kind, ranks, _bytes(args[0]), label, peer))
             return
         if kind == CollectiveKind.ALL_TO_ALL:
             size = _bytes(args[0] if operator.startswith("_c10d_functional") else args[1])
         else:  # what is whole is on one side of a gather or a scatter, on both of a reduction
             tensors = [_bytes(one) for one in (*args[:2], result) if isinstance(one, (Tensor, list, tuple))]
             size = max(tensors)
-        self.sent.append(Sent(kind, ranks, size, name))
+        self.sent.append(Sent(kind, ranks, size, label))
 
 
 _FORMS = {

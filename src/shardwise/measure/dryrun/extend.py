@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.measure.dryrun.places import Place
+from shardwise.measure.dryrun.places import LayerKind, Place
 from shardwise.measure.dryrun.result import Bytes
 
-Kind = tuple[int, str]  # stage, kind of layer
+Kind = tuple[int, LayerKind]  # stage, kind of layer
 Numbers = Mapping[object, float]
 Moments = Mapping[Place, Sequence[Bytes]]
 
@@ -93,7 +93,7 @@ def alike(place: Place, shape: Shape, microbatches: int) -> Place | None:
     if not place.part:
         return place
     visit = _from_nearer_end(place.visit, microbatches, shape.microbatches)
-    if visit is None or place.part != "layer":
+    if visit is None or place.kind is None:  # no layer
         return None if visit is None else replace(place, visit=visit)
     number = _from_nearer_end(place.number, place.of, shape.of((place.stage, place.kind)))
     return None if number is None else replace(place, number=number, of=0, visit=visit)

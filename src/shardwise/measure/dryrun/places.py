@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.models.decoder import Decoder, Layer
+
+
+class LayerKind(NamedTuple):
+    """Layers of one kind do the same."""
+
+    experts: bool = False
+    window: bool = False
+    recomputed: bool = False
+
+    @property
+    def words(self) -> str:
+        said = ("experts" if self.experts else "dense", self.window and "window", self.recomputed and "recomputed")
+        return " ".join(word for word in said if word)
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,7 @@ class Place:
     phase: str
     stage: int = 0
     part: str = ""
-    kind: str = ""
+    kind: LayerKind | None = None
     number: int = 0
     of: int = 0
     visit: int = 0
@@ -36,7 +49,8 @@ class Place:
         which = (
             "" if self.part != "layer" else f" {self.number}" if self.number >= 0 else f" {-self.number} from the end"
         )
-        return f"{self.phase} {self.kind} {self.part}{which}".replace("  ", " ").strip()
+        kind = "" if self.kind is None else f" {self.kind.words}"
+        return f"{self.phase}{kind} {self.part}{which}".strip()
 
 
 class Places:
@@ -51,7 +65,7 @@ class Places:
         self.now = Place("between")
         self._visits.clear()
 
-    def follow(self, stages: Mapping[int, nn.Module], kind_of_layer: Mapping[int, str]) -> None:
+    def follow(self, stages: Mapping[int, nn.Module], kind_of_layer: Mapping[int, LayerKind]) -> None:
         """Hooks into the decoders of a rank's stages, when all techniques have been applied to them."""
         for stage, module in stages.items():
             decoder = next(one for one in module.modules() if isinstance(one, Decoder))

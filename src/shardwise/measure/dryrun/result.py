@@ -25,9 +25,10 @@ class Line:
 
     dimension: str
     kind: str
-    name: str
+    name: str  # the engine's own, with its dimension
     ranks: int
     peer: int | None = None
+    what: str = ""  # the name without its dimension
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from shardwise.engine.context.across import AcrossRanks
 from shardwise.engine.engine import Engine
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.gradients import local
+from shardwise.engine.labels import Label
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.layout.stages import stage_layers, stages_of_rank
@@ -27,7 +28,7 @@ from shardwise.measure.dryrun.extend import Kind, Moments, Shape
 from shardwise.measure.dryrun.flops import FlopLog
 from shardwise.measure.dryrun.kernels import block_kernel
 from shardwise.measure.dryrun.memory import MemoryLog
-from shardwise.measure.dryrun.places import Place, Places
+from shardwise.measure.dryrun.places import LayerKind, Place, Places
 from shardwise.measure.dryrun.replacing import replaced
 from shardwise.measure.dryrun.request import coordinates_of
 from shardwise.measure.dryrun.result import Holder, Line
@@ -35,8 +36,6 @@ from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.decoder import window_of
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
-
-RECOMPUTED = "recomputed"
 
 
 @dataclass(frozen=True)
@@ -65,20 +64,16 @@ def whole_shape(job: Job, pipeline_rank: int) -> Shape:
     return Shape(tuple(numbers.items()), job.microbatches)
 
 
-def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, str]:
-    """The layers of a rank; those of one kind do the same."""
+def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
+    """Of the layers of a rank."""
     stages = [stage_layers(job)[stage] for stage in stages_of_rank(job, pipeline_rank)]
     some = job.strategy.recompute_layers if job.strategy.recompute == "full" else None
     recomputed = recomputed_layers([len(layers) for layers in stages], 0 if some is None else some)
     kinds = {}
     for layers, first in zip(stages, recomputed):
         for number, index in enumerate(layers):
-            words = ["experts" if job.model.is_moe_layer(index) else "dense"]
-            if window_of(job.model, index) is not None:
-                words.append("window")
-            if number < first:
-                words.append(RECOMPUTED)
-            kinds[index] = " ".join(words)
+            windowed = window_of(job.model, index) is not None
+            kinds[index] = LayerKind(job.model.is_moe_layer(index), windowed, number < first)
     return kinds
 
 
@@ -167,7 +162,7 @@ def _assume(exchange: Any, assumed: Assumed) -> None:
         exchange = getattr(exchange, "inner", None)
 
 
-def _only_layers(shape: Shape, kinds: Mapping[int, str]) -> AbstractContextManager[None]:
+def _only_layers(shape: Shape, kinds: Mapping[int, LayerKind]) -> AbstractContextManager[None]:
     """The engine builds only the first layers of every kind."""
     return replaced(
         (
@@ -182,7 +177,7 @@ def _as_many_recomputed(shape: Shape) -> AbstractContextManager[None]:
     """As many recomputed layers of every stage as are left of them."""
     numbers: dict[int, int] = {}
     for (stage, kind), number in shape.layers:
-        numbers[stage] = numbers.get(stage, 0) + number * kind.endswith(RECOMPUTED)
+        numbers[stage] = numbers.get(stage, 0) + number * kind.recomputed
     return replaced((recompute_apply, "recomputed_layers", lambda *_: [numbers[one] for one in sorted(numbers)]))
 
 
@@ -205,7 +200,7 @@ def _structure_is_real() -> AbstractContextManager[None]:
     )
 
 
-def _first(stage: int, layers: Sequence[int], shape: Shape, kinds: Mapping[int, str]) -> list[int]:
+def _first(stage: int, layers: Sequence[int], shape: Shape, kinds: Mapping[int, LayerKind]) -> list[int]:
     left = {kind: number for (of_stage, kind), number in shape.layers if of_stage == stage}
     kept = []
     for index in layers if left else ():
@@ -221,7 +216,9 @@ def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: 
     sent_bytes: dict[Line, int] = {}
     for one in collectives.sent:
         if len(one.ranks) > 1:
-            line = Line(dimension_of(one.name, one.ranks), one.kind, one.name, len(one.ranks), one.peer)
+            line = Line(
+                dimension_of(one.label, one.ranks), one.kind, one.label.title, len(one.ranks), one.peer, one.label.what
+            )
             calls[line] = calls.get(line, 0) + 1
             sent_bytes[line] = sent_bytes.get(line, 0) + one.size_bytes
     moved = {} if engine.store is None else dict(engine.store.lanes.moved)
@@ -231,15 +228,14 @@ def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: 
 NAMES = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp", "pp": "pp", "expert_tp": "tp"}
 
 
-def _dimensions(engine: Engine) -> Callable[[str, tuple[int, ...]], str]:
+def _dimensions(engine: Engine) -> Callable[[Label, tuple[int, ...]], str]:
     """Of a collective: the dimension that the engine names it by, else that of its ranks."""
     by_ranks: dict[tuple[int, ...], str] = {}
     for name, dimension in (*NAMES.items(), ("shard", "dp"), ("replicate", "dp")):
         ranks = tuple(sorted(torch.distributed.get_process_group_ranks(engine.mesh.group(name))))
         by_ranks.setdefault(ranks, dimension)
 
-    def dimension_of(name: str, ranks: tuple[int, ...]) -> str:
-        said = NAMES.get(name.partition(":")[0])
-        return said or by_ranks.get(tuple(sorted(ranks)), "all")
+    def dimension_of(label: Label, ranks: tuple[int, ...]) -> str:
+        return NAMES.get(label.dimension) or by_ranks.get(tuple(sorted(ranks)), "all")
 
     return dimension_of

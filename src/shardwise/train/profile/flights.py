@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardwise.engine.labels import backend_operation
 from shardwise.train.profile.record import Flight
 
 _BUFFER, _ENTRIES = "TORCH_FR_BUFFER_SIZE", "20000"  # the newest of the run
@@ -32,7 +33,7 @@ def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
     members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in _groups()}
     return tuple(
         Flight(
-            one["profiling_name"].partition(":")[2].partition(" ")[0],
+            backend_operation(one["profiling_name"]),
             members[one["process_group"][0]],
             sum(prod(size) * _BYTES.get(kind, 1) for size, kind in zip(one["input_sizes"], one["input_dtypes"])),
             (one["time_created_ns"] - zero_ns) / 1e9,

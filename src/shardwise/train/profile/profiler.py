@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.gradients import local
+from shardwise.engine.labels import layer_name, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.names import named
 from shardwise.engine.trainer import Trainer
@@ -44,7 +45,7 @@ class Profiler:
             return
         if self._open is None:
             self._begin()
-        with named(f"step {number}"):
+        with named(step_name(number)):
             yield
         if number == self.asked.last:
             self._end()
@@ -95,7 +96,7 @@ def layers_named(stages: Any) -> Iterator[None]:
     for stage in stages:
         layers: Any = getattr(stage, "layers", None)
         for index, layer in layers.items() if isinstance(layers, nn.ModuleDict) else ():
-            inside = _Inside(f"layer {index}")
+            inside = _Inside(layer_name(index))
             # Data parallelism gathers before the layer begins and lets go after it has ended.
             hooks.append(layer.register_forward_pre_hook(inside.enter))
             hooks.append(layer.register_forward_hook(inside.leave, prepend=True))

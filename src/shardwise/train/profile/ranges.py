@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as autograd_profiler
 
+from shardwise.engine.labels import of_backend
 from shardwise.train.profile.record import HOST, STREAMS, Range
 
 
@@ -61,11 +62,7 @@ class _Lanes:
         if event.device_type() != torch._C._autograd.DeviceType.CPU:
             return STREAMS + int(event.device_resource_id())
         thread = int(event.device_resource_id())
-        if thread == self._host and not _of_backend(event.name()):
+        # A send or a receive of gloo begins on the thread that trains and ends there much later: it lies beside.
+        if thread == self._host and not of_backend(event.name()):
             return HOST
-        return self._known.setdefault((thread, _of_backend(event.name())), len(self._known) + 1)
-
-
-def _of_backend(name: str) -> bool:
-    """A send or a receive of gloo begins on the thread that trains and ends there much later: it lies beside."""
-    return name.startswith(("gloo:", "nccl:"))
+        return self._known.setdefault((thread, of_backend(event.name())), len(self._known) + 1)

@@ -1,0 +1,294 @@
+"""The names in a profile, written and read here and nowhere else.
+
+A profiler knows a range by one string. The engine says what a range is (a step, a layer, a pass, a collective) and this
+module makes the string; whoever reads a profile gets the same back as fields of a `Label`, and parses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from shardwise.collectives import CollectiveKind
+
+DIMENSIONS = ("tp", "cp", "ep", "pp", "dp")
+Kind = Literal["step", "begin", "wait", "layer", "pass", "backend", "phase", "none"]
+PassKind = Literal["forward", "backward", "weight gradients"]
+PASS_KINDS: tuple[PassKind, ...] = ("forward", "backward", "weight gradients")
+
+
+class Called:
+    """What the engine calls its collectives, for people who look at a profile: plain strings, which a compiled layer
+    takes as constants. `_PRICED_AS` says which collective each is."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    WHOLE_GRADIENTS = "all-reduce of whole parameters' gradients"
+    LARGEST_LOGITS = "all-reduce of largest logits"
+    EXPONENTIALS = "all-reduce of exponentials"
+    DOCUMENTS = "all-gather documents"
+    KEYS_AND_VALUES = "all-gather keys and values"
+    KEY_VALUE_GRADIENTS = "reduce-scatter gradients of keys and values"
+    HEADS = "all-to-all heads"
+    PASSED_KEYS_AND_VALUES = "send keys and values"
+    PASSED_GRADIENTS = "send gradients of keys and values"
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
+    COUNTS = "counts"
+    CHOICES = "choices"
+    ROUTER_WEIGHTS = "weights"
+    ROUTER_WEIGHT_GRADIENTS = "weight gradients"
+    EXPERT_TOKENS = "expert tokens"
+    EXPERT_OUTPUTS = "expert outputs"
+    TOKEN_GRADIENTS = "token gradients"
+    SEQUENCE_LOADS = "loads of sequences"
+    STEP_LOADS = "loads of the step"
+    LOSS = "broadcast of the loss"
+    ALL_SENDS = "all sends"
+    TIED_WEIGHT = "copy of the tied weight"
+    TIED_GRADIENTS = "sum of the tied gradients"
+    GRADIENTS = "all-reduce of gradients"
+    LATE_GRADIENTS = "all-reduce of gradients, late"
+    WORKERS_WEIGHTS = "all-reduce of workers' weights"
+    FIRST_FACTORS = "all-reduce of first factors"
+    SECOND_FACTORS = "all-reduce of second factors"
+    GRADIENT_CODES = "all-to-all of compressed gradients"
+    CODES_OF_SUMS = "all-gather of compressed gradients"
+    GRADIENT_SHARDS = "reduce-scatter of gradients"
+    PARAMETERS = "all-gather of parameters"
+    MOMENTUM = "all-gather of Muon's momentum"
+    GRADIENT_NORM = "sum of the gradients' norm"
+    OVER_THE_BATCH = "sum over the batch"
+
+
+class StepPhase:
+    """What the engine calls a time that is neither a pass nor a collective."""
+
+    DATA = "data"
+    OPTIMIZER = "optimizer"
+    OFFLOADED_STATES = "optimizer: offloaded states"
+    LAST_SUMS = "gradients: last sums"
+    GRADIENT_NORM = "gradients: norm"
+    CHECKPOINT = "checkpoint"
+    EVALUATION = "evaluation"
+
+
+# Collectives that have a price by themselves.
+_PRICED_AS = {
+    Called.ALL_REDUCE: CollectiveKind.ALL_REDUCE,
+    Called.WHOLE_GRADIENTS: CollectiveKind.ALL_REDUCE,
+    Called.LARGEST_LOGITS: CollectiveKind.ALL_REDUCE,
+    Called.EXPONENTIALS: CollectiveKind.ALL_REDUCE,
+    Called.TIED_GRADIENTS: CollectiveKind.ALL_REDUCE,
+    Called.GRADIENTS: CollectiveKind.ALL_REDUCE,
+    Called.LATE_GRADIENTS: CollectiveKind.ALL_REDUCE,
+    Called.WORKERS_WEIGHTS: CollectiveKind.ALL_REDUCE,
+    Called.FIRST_FACTORS: CollectiveKind.ALL_REDUCE,
+    Called.SECOND_FACTORS: CollectiveKind.ALL_REDUCE,
+    Called.GRADIENT_NORM: CollectiveKind.ALL_REDUCE,
+    Called.OVER_THE_BATCH: CollectiveKind.ALL_REDUCE,
+    Called.ALL_GATHER: CollectiveKind.ALL_GATHER,
+    Called.DOCUMENTS: CollectiveKind.ALL_GATHER,
+    Called.KEYS_AND_VALUES: CollectiveKind.ALL_GATHER,
+    Called.CODES_OF_SUMS: CollectiveKind.ALL_GATHER,
+    Called.PARAMETERS: CollectiveKind.ALL_GATHER,
+    Called.MOMENTUM: CollectiveKind.ALL_GATHER,
+    Called.REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
+    Called.KEY_VALUE_GRADIENTS: CollectiveKind.REDUCE_SCATTER,
+    Called.GRADIENT_SHARDS: CollectiveKind.REDUCE_SCATTER,
+    Called.HEADS: CollectiveKind.ALL_TO_ALL,
+    Called.DISPATCH: CollectiveKind.ALL_TO_ALL,
+    Called.COMBINE: CollectiveKind.ALL_TO_ALL,
+    Called.GRADIENT_CODES: CollectiveKind.ALL_TO_ALL,
+    Called.LOSS: CollectiveKind.BROADCAST,
+    Called.PASSED_KEYS_AND_VALUES: CollectiveKind.SEND_RECV,
+    Called.PASSED_GRADIENTS: CollectiveKind.SEND_RECV,
+}
+# Where the time of a phase counts.
+_PARTS = {
+    StepPhase.DATA: "data",
+    StepPhase.OPTIMIZER: "optimizer",
+    StepPhase.CHECKPOINT: "checkpoint",
+    StepPhase.EVALUATION: "evaluation",
+}
+# Of those that say what the collectives inside are for.
+_PURPOSES = {
+    StepPhase.OFFLOADED_STATES: "optimizer",
+    StepPhase.LAST_SUMS: "optimizer",
+    StepPhase.GRADIENT_NORM: "optimizer",
+}
+WHOLE_PHASES = ("checkpoint", "evaluation")  # parts whose time is all theirs, whatever happens inside
+
+
+@dataclass(frozen=True)
+class Label:
+    """``part`` is where the time of a range counts that no range inside takes; empty: where its surroundings count.
+
+    Of a collective (begin or wait), ``what`` tells it from others of its ``dimension`` and is not read further;
+    ``collective`` is its kind, where it has a price by itself. A message between pipeline stages carries ``message``,
+    which is what its receiver waits for.
+    """
+
+    kind: Kind
+    part: str = ""
+    dimension: str = ""
+    what: str = ""
+    bytes: int = 0
+    number: int = 0  # of a step, a layer, or the microbatch of a pass
+    pass_kind: PassKind | None = None
+    stage: int | None = None
+    collective: CollectiveKind | None = None
+    message: str = ""
+    over_the_batch: bool = False
+    ends_when_waited: bool = False  # a send or a receive of gloo, whenever it was done
+    communicates: bool = False  # a kernel of a collective
+
+    @property
+    def title(self) -> str:
+        """Dimension and collective, for people."""
+        return f"{self.dimension}: {self.what}" if self.dimension else self.what
+
+
+# -- written ---------------------------------------------------------------------------------------------
+
+
+def step_name(number: int) -> str:
+    return f"step {number}"
+
+
+def layer_name(index: int | str) -> str:
+    return f"layer {index}"
+
+
+def pass_name(kind: PassKind, microbatch: int, stage: int | None = None) -> str:
+    return f"{kind} {microbatch}" if stage is None else f"{kind} {microbatch} of stage {stage}"
+
+
+def sorting_name(dimension: str, what: str) -> str:
+    """The work on a device around an exchange of tokens."""
+    return f"{dimension}: {what}"
+
+
+def begin_name(dimension: str, what: str, size_bytes: int) -> str:
+    """A collective begins; ``what`` is one of `Called`, or made by one of the functions below."""
+    return f"{dimension}: {what} {size_bytes} B"
+
+
+def wait_name(dimension: str, what: str) -> str:
+    return f"{dimension}: wait for {what}"
+
+
+def in_backward(what: str) -> str:
+    """The same collective, of gradients."""
+    return f"{what}, backward"
+
+
+def stage_output(stage: int) -> str:
+    return f"stage {stage}'s output"
+
+
+def stage_input_gradient(stage: int) -> str:
+    return f"stage {stage}'s input gradient"
+
+
+def message_sent(message: str) -> str:
+    """What the sender calls it; its receiver waits for the ``message``."""
+    return f"send {message}"
+
+
+# -- read ------------------------------------------------------------------------------------------------
+
+_BEGIN = re.compile(r"(\w+): (.+) (\d+) B")
+_WAIT = re.compile(r"(\w+): wait for (.+)")
+_STEP = re.compile(r"step (\d+)")
+_LAYER = re.compile(r"layer (\d+)")
+_PASS = re.compile(rf"({'|'.join(PASS_KINDS)}) (\d+)(?: of stage (\d+))?")
+_MESSAGE = re.compile(r"send (stage \d+'s (?:output|input gradient))")
+_BACKWARD = re.compile(r"(.+), backward")
+_SORTING = re.compile(r"(ep|expert_tp): (.+)")
+# Names that PyTorch gives, by how they begin; the first that fits says the part.
+_FOREIGN = (
+    ("FSDP::all_gather_copy_out", "dp"),  # waits for the gather inside
+    ("FSDP::post_backward_reduce", "dp"),
+    ("FSDP::", "compute"),
+)
+_RUNTIME = re.compile(r"PP:\d+(SEND|RECV)?_?[FBIWU]")  # the pipelining runtime's own actions
+_BACKENDS = ("gloo:", "nccl:")
+# What kind of collective the backend means by a name; the first word that is in it.
+_BACKEND_KINDS = (
+    ("gather", CollectiveKind.ALL_GATHER),
+    ("reduce_scatter", CollectiveKind.REDUCE_SCATTER),
+    ("reduce", CollectiveKind.ALL_REDUCE),
+    ("to_all", CollectiveKind.ALL_TO_ALL),
+    ("broadcast", CollectiveKind.BROADCAST),
+    ("send", CollectiveKind.SEND_RECV),
+)
+
+
+@lru_cache(maxsize=4096)
+def label_of(name: str) -> Label:
+    """The part of a collective over all ranks is ``world``."""
+    if of_backend(name):
+        return Label("backend", ends_when_waited=name in ("gloo:send", "gloo:recv"))
+    if found := _STEP.fullmatch(name):
+        return Label("step", "host", number=int(found[1]))
+    if found := _LAYER.fullmatch(name):
+        return Label("layer", "compute", number=int(found[1]))
+    if found := _BEGIN.fullmatch(name):
+        return _begun(found[1], found[2], int(found[3]))
+    if found := _WAIT.fullmatch(name):
+        return Label("wait", _part(found[1]), found[1], found[2])
+    if found := _PASS.fullmatch(name):
+        return _pass(found)
+    if name in _PARTS:
+        return Label("phase", _PARTS[name])
+    if name in _PURPOSES:
+        return Label("phase", _PURPOSES[name], what=name)
+    if found := _SORTING.fullmatch(name):  # what is sent has a name of its own
+        return Label("phase", "compute", found[1], found[2])
+    for start, part in _FOREIGN:
+        if name.startswith(start):
+            return Label("phase", part)
+    if found := _RUNTIME.match(name):
+        return Label("phase", "pp" if found[1] else "compute")
+    return Label("none", communicates=name.startswith("nccl"))
+
+
+def _begun(dimension: str, what: str, size_bytes: int) -> Label:
+    part = _part(dimension)
+    if message := _MESSAGE.fullmatch(what):
+        return Label(
+            "begin", part, dimension, what, size_bytes, collective=CollectiveKind.SEND_RECV, message=message[1]
+        )
+    gradients = _BACKWARD.fullmatch(what)
+    collective = _PRICED_AS.get(gradients[1] if gradients else what)
+    over_the_batch = what == Called.OVER_THE_BATCH
+    return Label("begin", part, dimension, what, size_bytes, collective=collective, over_the_batch=over_the_batch)
+
+
+def _pass(found: re.Match[str]) -> Label:
+    kind = next(one for one in PASS_KINDS if one == found[1])
+    stage = None if found[3] is None else int(found[3])
+    return Label("pass", "compute", number=int(found[2]), pass_kind=kind, stage=stage)
+
+
+def _part(dimension: str) -> str:
+    return "ep" if dimension == "expert_tp" else dimension
+
+
+def of_backend(name: str) -> bool:
+    """Whether the backend gave the name."""
+    return name.startswith(_BACKENDS)
+
+
+def backend_operation(profiling_name: str) -> str:
+    """What the backend's flight recorder calls a collective, without the backend and what follows."""
+    return profiling_name.partition(":")[2].partition(" ")[0]
+
+
+@lru_cache(maxsize=256)
+def backend_kind(operation: str) -> CollectiveKind | None:
+    return next((kind for word, kind in _BACKEND_KINDS if word in operation), None)
