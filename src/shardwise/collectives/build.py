@@ -10,7 +10,7 @@ from shardwise.collectives.algorithms.base import Algorithm
 from shardwise.collectives.algorithms.direct import direct_schedule
 from shardwise.collectives.algorithms.ring import ring_build
 from shardwise.collectives.arrays import checked_size
-from shardwise.collectives.cost import parse_composite, textbook_name, without_unit_levels
+from shardwise.collectives.cost import family, parse_composite, textbook_name, without_unit_levels
 from shardwise.collectives.hierarchy import hierarchical_cost, stages
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.nesting import nest
@@ -61,7 +61,7 @@ def require_schedule(kind: CollectiveKind, topology: Topology, algorithm: str) -
         choose(rows, algorithm, kind, level.shape.name)
     elif slim.levels:
         per_level = parse_composite(algorithm)
-        if algorithm.partition("(")[0] not in _built(kind):
+        if family(algorithm) not in _built(kind):
             raise _unbuilt(kind, algorithm)
         if per_level is not None:
             stages(kind, slim, per_level)
@@ -89,7 +89,7 @@ def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, c
     names = _built(kind)
     per_level = parse_composite(name)
     overlapped = name.startswith("hierarchical_pipelined")
-    if per_level is not None and name.partition("(")[0] in names:
+    if per_level is not None and family(name) in names:
         turns = stages(kind, topology, per_level)
 
         def build(index: int, part: CollectiveKind) -> Schedule:

@@ -100,10 +100,15 @@ def _named(kind: CollectiveKind, size: Size, topology: Topology, algorithm: str)
 def check_algorithm(algorithm: str, field: str = "algorithm") -> None:
     """Raises SpecError unless some collective on some network has ``algorithm``."""
     known = {"auto", "textbook", *(row.name for row in ROWS), *(row.name for row in LEVELS_ROWS)}
-    for part in parse_composite(algorithm) or [algorithm.partition("(")[0]]:
+    for part in parse_composite(algorithm) or [family(algorithm)]:
         if part not in known:
             remedy = nearest_name(part, known) or "`shardwise list collectives` shows all"
             raise SpecError(field, f"{shown(algorithm)} is not an algorithm", remedy)
+
+
+def family(algorithm: str) -> str:
+    """The name without the algorithms of its levels: "hierarchical" of "hierarchical(ring, bruck)"."""
+    return algorithm.partition("(")[0]
 
 
 def parse_composite(algorithm: str) -> list[str] | None:

@@ -77,8 +77,8 @@ def _pass_events(timeline: Timeline) -> list[list[dict[str, Any]]]:
         if event["ph"] == "X":
             own[event["tid"]].append({**event, "pid": event["tid"], "tid": 0})
         elif event["ph"] == "C":
-            rank = int(event["name"].rpartition(" ")[2])
-            own[rank].append({**event, "name": "chunks whose activations are held", "pid": rank})
+            rank = event["tid"]
+            own[rank].append({**event, "name": "chunks whose activations are held", "pid": rank, "tid": 0})
     return own
 
 

@@ -39,6 +39,6 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
                 }
             )
     for rank, steps in enumerate(live_activations(timeline)):
-        name = f"activations of rank {rank}"
-        events += [{"ph": "C", "name": name, "pid": 0, "ts": at * 1e6, "args": {"held": held}} for at, held in steps]
+        counter = {"ph": "C", "name": f"activations of rank {rank}", "pid": 0, "tid": rank}
+        events += [{**counter, "ts": at * 1e6, "args": {"held": held}} for at, held in steps]
     return events

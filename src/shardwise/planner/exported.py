@@ -43,7 +43,7 @@ def priced_export(job: Job, name: str) -> PricedExport:
         return PricedExport(here, None)
     there = here if run is job else candidate(run)
     ways = [] if run.stack == job.stack else [f"the stack {run.stack.name}"]
-    lost = {lost.field.removeprefix("strategy.") for lost in lacking(job, name)}
+    lost = {lost.short_field for lost in lacking(job, name)}
     return PricedExport(here, there, (*ways, *differences(job, run), *(f"without {field}" for field in sorted(lost))))
 
 

@@ -214,13 +214,12 @@ def _plain(strategy: Strategy) -> Strategy:
 
 def _other_than_strategy(job: Job, name: str) -> list[Lost]:
     """What a framework lacks that no strategy changes and that has a price: of the model, or the optimizer."""
-    numbers = ("model.numerics", "strategy.")
-    return [one for one in lacking(job, name) if not one.field.startswith(numbers)]
+    return [one for one in lacking(job, name) if not one.within("model.numerics", "strategy")]
 
 
 def _of_strategy(lost: Iterable[Lost]) -> list[Lost]:
     """What a framework lacks of the strategy; the model and the optimizer are not searched."""
-    return [one for one in lost if one.field.startswith("strategy.")]
+    return [one for one in lost if one.of_strategy]
 
 
 def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:
@@ -273,8 +272,8 @@ def _lacks(job: Job, name: str, field: str, value: Any, stage: int) -> bool:
         lost = lacking(probe, name)
     except SpecError:
         return True
-    paths = (f"strategy.{field}", *(("strategy.recompute_operators",) if field == "recompute" else ()))
-    return any(one.field in paths or one.field.startswith(paths[0] + ".") for one in lost)
+    also = ("strategy.recompute_operators",) if field == "recompute" else ()
+    return any(one.within(f"strategy.{field}", *also) for one in lost)
 
 
 assert set(_NEEDED) <= set(FIELDS)

@@ -117,4 +117,4 @@ def said_by_a_framework(one: Candidate) -> bool:
     """Whether some framework's configuration can express the strategy; formats and the like are its own affair."""
     from shardwise.interop.frameworks import TARGETS, lacking  # tables that only a plan needs
 
-    return any(all(not lost.field.startswith("strategy.") for lost in lacking(one.job, name)) for name in TARGETS)
+    return any(all(not lost.of_strategy for lost in lacking(one.job, name)) for name in TARGETS)

@@ -20,29 +20,23 @@ def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Itera
     yield f"\nWho can run 1: {', '.join(able) or 'no framework known here'}."
     yield "Each framework with its own kernels and precision, compared with 1 as priced above:"
     for one in verdicts:
-        lacks = ", ".join(lost.field.removeprefix("strategy.") for lost in one.lacks)
+        lacks = ", ".join(lost.short_field for lost in one.lacks)
         lead = f"lacks {lacks}" if lacks else ""
-        searched = (
-            one.own
-            or one.needed_bytes
-            or (one.searched and all(lost.field.startswith("strategy.") for lost in one.lacks))
-        )
+        searched = one.own or one.needed_bytes or (one.searched and all(lost.of_strategy for lost in one.lacks))
         yield (
             f"  {one.name}: " + "; ".join(part for part in (lead, searched and _what_it_runs(best, one)) if part) + "."
         )
 
 
 def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> str:
-    what = "its best near 1 is " + strategy_words(one.own.job.strategy) if one.own and not one.runs else "runs it"
-    if one.needed_bytes is not None:
-        what = f"1 needs {readable_bytes(one.needed_bytes)} there; {what}"
-    if one.own is None and not one.searched:
-        return what.removesuffix("; runs it")
-    if one.own is None:
-        searched = f"nothing near 1 fits (`plan --for {one.name}` searches everything it can express)"
-        return what.removesuffix("runs it") + searched
-    way = f", with {' and '.join(one.differs)}" if one.differs else ""
-    return f"{what}{way}: {_against(best, one.own)}"
+    parts = [] if one.needed_bytes is None else [f"1 needs {readable_bytes(one.needed_bytes)} there"]
+    if one.own is not None:
+        what = "runs it" if one.runs else f"its best near 1 is {strategy_words(one.own.job.strategy)}"
+        way = f", with {' and '.join(one.differs)}" if one.differs else ""
+        parts.append(f"{what}{way}: {_against(best, one.own)}")
+    elif one.searched:
+        parts.append(f"nothing near 1 fits (`plan --for {one.name}` searches everything it can express)")
+    return "; ".join(parts)
 
 
 def _against(best: Candidate, own: Candidate) -> str:

@@ -19,7 +19,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.train.records import (
     BEAT_SECONDS,
     FailureRecord,
-    StepPhase,
+    Phase,
     progress_path,
     reserve_failure,
     stacks_path,
@@ -91,7 +91,7 @@ class Reporter:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._phase: StepPhase = "start"
+        self._phase: Phase = "start"
         self._step = 0
         self._count = 0
         self._file: int | None = None
@@ -108,7 +108,7 @@ class Reporter:
         write_beat(self._file, time.monotonic())
         threading.Thread(target=self._beat, args=(self._file,), name="beat", daemon=True).start()
 
-    def phase(self, name: StepPhase, step: int, limit_seconds: float | None = None) -> None:
+    def phase(self, name: Phase, step: int, limit_seconds: float | None = None) -> None:
         """This rank now begins ``name`` of ``step``; it may take the phase's limit, or ``limit_seconds`` if more."""
         self._phase, self._step = name, step
         if self._file is None:

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-StepPhase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "failed"]
-PHASES: tuple[StepPhase, ...] = get_args(StepPhase)  # in the order in which a rank passes them within a step
+Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "failed"]
+PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a rank passes them within a step
 BEAT_SECONDS = 0.5
 
 # A counter stands at both ends: a reader that meets a half-written record sees two numbers.
@@ -29,7 +29,7 @@ _MOST_WORDS = 6_000  # of a message, and of a traceback's end
 class Progress:
     """Where a rank is: a phase of a step since a time; ``limit_seconds`` is what it asked for, 0 the usual."""
 
-    phase: StepPhase
+    phase: Phase
     step: int
     since: float
     limit_seconds: float
@@ -42,7 +42,7 @@ class FailureRecord:
 
     rank: int
     at: float
-    phase: StepPhase
+    phase: Phase
     step: int
     kind: str  # the name of the exception's class
     message: str
@@ -67,7 +67,7 @@ def stacks_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.stacks"
 
 
-def write_progress(file: int, count: int, phase: StepPhase, step: int, since: float, limit_seconds: float) -> None:
+def write_progress(file: int, count: int, phase: Phase, step: int, since: float, limit_seconds: float) -> None:
     os.pwrite(file, _PROGRESS.pack(count, PHASES.index(phase), step, since, limit_seconds, count), 0)
 
 

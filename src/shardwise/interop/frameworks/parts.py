@@ -26,6 +26,19 @@ class Lost:
     why: str
     elsewhere: bool = False
 
+    @property
+    def of_strategy(self) -> bool:
+        return self.field.startswith("strategy.")
+
+    @property
+    def short_field(self) -> str:
+        """Its path, without the section that most are in."""
+        return self.field.removeprefix("strategy.")
+
+    def within(self, *paths: str) -> bool:
+        """Whether it is one of these fields, or lies in one of these sections."""
+        return any(self.field == path or self.field.startswith(f"{path}.") for path in paths)
+
     def __str__(self) -> str:
         return f"{self.field} = {plain(self.value)}: {self.why}"
 

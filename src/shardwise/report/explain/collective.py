@@ -13,7 +13,7 @@ from shardwise.collectives import (
     pairs,
     price_schedule,
 )
-from shardwise.collectives.cost import algorithm_names
+from shardwise.collectives.cost import algorithm_names, family
 from shardwise.collectives.listing import SYMBOLS
 from shardwise.collectives.shapes import Grid as GridShape
 from shardwise.report.explain.explanation import Explanation, Grid
@@ -48,7 +48,7 @@ def _spoken(kind: CollectiveKind) -> str:
 
 def _row_of(kind: CollectiveKind, topology: Topology, algorithm: str) -> tuple[str, str]:
     """Formula and source of an algorithm, from the table of pairs."""
-    name = algorithm.split("(")[0]
+    name = family(algorithm)
     for pair in pairs():
         if pair.kind is kind and pair.topology == topology.name and pair.algorithm == name:
             return pair.formula, pair.source
