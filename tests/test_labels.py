@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job, switched
-from shardwise.cost.activations import SavedRole
 from shardwise.cost.analysis import analyze
 from shardwise.cost.communication import step_traffic
-from shardwise.cost.memory import device_memories
+from shardwise.cost.memory.activations import SavedRole
+from shardwise.cost.memory.device import device_memories
 from shardwise.cost.operators import OperatorRole
 from shardwise.cost.payload import Payload, Phase, Role, Share
 from shardwise.cost.prediction import predict
