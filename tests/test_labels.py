@@ -133,6 +133,7 @@ FOREIGN_TEXT = {
     "measure/dryrun/collectives.py": "names of PyTorch's operators",
     "measure/verify.py": "/proc/meminfo",
     "report/tables.py": "text that is folded to a width",
+    "report/page.py": "text that is cut into lines",
     "report/collectives_picture.py": "a figure without its zeros",
 }
 SCHEDULE_NAMES = {"planner/space.py"}

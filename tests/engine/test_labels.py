@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from shardwise.collectives import CollectiveKind
@@ -96,16 +94,3 @@ def test_names_of_others() -> None:
     assert backend_operation("gloo:all_reduce of 2") == "all_reduce"
     assert backend_kind("_reduce_scatter_base") is CollectiveKind.REDUCE_SCATTER
     assert backend_kind("all_reduce") is CollectiveKind.ALL_REDUCE and backend_kind("barrier") is None
-
-
-def reword(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other names for every collective and phase."""
-    for namespace, tables in ((Called, ["_PRICED_AS"]), (StepPhase, ["_PARTS", "_PURPOSES"])):
-        new: dict[str, str] = {}
-        for number, (name, old) in enumerate((n, v) for n, v in list(vars(namespace).items()) if n.isupper()):
-            new[old] = f"thing {namespace.__name__} {number}"
-            monkeypatch.setattr(namespace, name, new[old])
-        for table in tables:
-            entries: dict[str, Any] = getattr(labels, table)
-            monkeypatch.setattr(labels, table, {new[old]: value for old, value in entries.items()})
-    label_of.cache_clear()

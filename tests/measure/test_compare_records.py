@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwise.engine import labels
+from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
 from shardwise.measure.compare.flights import unlike
-from shardwise.measure.compare.links import links_of, slow_link
+from shardwise.measure.compare.links import Link, links_of, slow_link
 from shardwise.measure.compare.measured import Measured, measured
 from shardwise.measure.compare.stragglers import rank_slowness, straggler
 from shardwise.measure.recut import recut
@@ -233,3 +236,55 @@ def test_a_rank_that_does_something_else_is_named() -> None:
     for other, said in ((("all_reduce", 60), "60 B"), (("all_to_all", 64), "all_to_all")):
         found = unlike([recorded(0, *same), recorded(1, other, same[1])])
         assert found is not None and found.startswith("Rank 1's collective 1 with 0, 1") and said in found
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+def reword(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other names for every collective and phase of the engine."""
+    for namespace, tables in ((Called, ["_PRICED_AS"]), (StepPhase, ["_PARTS", "_PURPOSES"])):
+        new: dict[str, str] = {}
+        known = [(name, old) for name, old in vars(namespace).items() if name.isupper()]
+        for number, (name, old) in enumerate(known):
+            new[old] = f"thing {namespace.__name__} {number}"
+            monkeypatch.setattr(namespace, name, new[old])
+        for table in tables:
+            entries: dict[str, Any] = getattr(labels, table)
+            monkeypatch.setattr(labels, table, {new[old]: value for old, value in entries.items()})
+    labels.label_of.cache_clear()
+
+
+def by_every_name() -> tuple[Measured, tuple[Link, ...]]:
+    """One step on two ranks with every collective that the engine has a name for, and every phase."""
+    both, phases = (0, 1), [value for name, value in vars(StepPhase).items() if name.isupper()]
+    records = []
+    for rank in both:
+        called = [value for name, value in vars(Called).items() if name.isupper()]
+        begun = [
+            (labels.begin_name("dp" if number % 2 else "tp", what, 100 * number + 1), number + 0.1 * rank, number + 0.5)
+            for number, what in enumerate(called, 1)
+        ]
+        waited = [(labels.wait_name("dp", what), n + 0.6, n + 0.9) for n, what in enumerate(called, 1) if n % 2]
+        later = [(name, 60.0 + 2 * number, 61.0 + 2 * number) for number, name in enumerate(phases)]
+        step = (labels.step_name(1), 0.0, 90.0)
+        forward = (labels.pass_name("forward", 0), 0.0, 50.0)
+        records.append(record(rank, step, forward, *begun, *waited, *later, tp=both, dp=both, replicate=both))
+    found = measured(records, pipelined=False)
+    return found, links_of(job_of(2, dp=2), found)
+
+
+def test_what_collectives_are_called_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def figures() -> list[Any]:
+        found, links = by_every_name()
+        times = [(one.parts, one.hidden, one.layers, one.step_seconds) for one in found.ranks]
+        exchanged = [(one.dimension, one.members, one.bytes, one.seconds) for one in found.exchanges]
+        return [times, exchanged, [(one.carries[::2], one.seconds, one.price_seconds) for one in links]]
+
+    before = figures()
+    assert any(price is not None for _, _, price in before[2]) and any(price is None for _, _, price in before[2])
+    reword(monkeypatch)
+    try:
+        assert figures() == before
+    finally:
+        labels.label_of.cache_clear()

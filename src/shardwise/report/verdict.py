@@ -73,26 +73,23 @@ def memory_words(analysis: Analysis) -> str:
 
 
 def _bound_words(analysis: Analysis, found: Bottleneck) -> tuple[str, str]:
-    sentence = bottleneck_sentence(analysis, found).removesuffix(".")
     if found.kind == "time":
-        return "Bound by", sentence.removeprefix("Bound by ")
-    return "Bound by", "memory: " + sentence.removeprefix("Does not fit: ")
+        return "Bound by", _time_words(analysis, found)
+    return "Bound by", f"memory: {_memory_bound_words(analysis, found)}"
 
 
 def bottleneck_sentence(analysis: Analysis, found: Bottleneck) -> str:
     """One sentence that names what bounds the job."""
-    if found.kind != "time":
-        return _memory_sentence(analysis, found)
+    if found.kind == "time":
+        return f"Bound by {_time_words(analysis, found)}."
+    return f"Does not fit: {_memory_bound_words(analysis, found)}."
+
+
+def _time_words(analysis: Analysis, found: Bottleneck) -> str:
     first, *others = found.causes
-    sentence = (
-        f"Bound by {_cause_words(analysis.job, first)}: {readable_seconds(first.seconds)} or {first.share:.0%} of "
-    )
-    sentence += "the predicted step"
-    return (
-        sentence
-        + "".join(f"; next is {_cause_words(analysis.job, other)} with {other.share:.0%}" for other in others)
-        + "."
-    )
+    longest = f"{readable_seconds(first.seconds)} or {first.share:.0%} of the predicted step"
+    following = (f"next is {_cause_words(analysis.job, other)} with {other.share:.0%}" for other in others)
+    return "; ".join((f"{_cause_words(analysis.job, first)}: {longest}", *following))
 
 
 def _cause_words(job: Job, cause: Cause) -> str:
@@ -107,18 +104,16 @@ def _cause_words(job: Job, cause: Cause) -> str:
     return f"{communication}{over} ({cause.collective.what})"
 
 
-def _memory_sentence(analysis: Analysis, found: Bottleneck) -> str:
+def _memory_bound_words(analysis: Analysis, found: Bottleneck) -> str:
     memory, room = analysis.memory, analysis.room
     if found.kind == "host memory":
         nodes = analysis.job.cluster.node_devices
         needed, there = readable_bytes(analysis.host_bytes), readable_bytes(room.host_bytes * nodes)
-        return f"Does not fit: offload needs {needed} of host memory per node, which has {there}."
+        return f"offload needs {needed} of host memory per node, which has {there}"
     rank = f" on pipeline rank {memory.pipeline_rank}" if analysis.job.strategy.pp > 1 else ""
     needed, usable = readable_bytes(memory.total), readable_bytes(room.usable_bytes)
     part = readable_bytes(getattr(memory, found.largest_part))
-    return (
-        f"Does not fit: a device{rank} needs {needed} of {usable}; the largest part is {found.largest_part} ({part})."
-    )
+    return f"a device{rank} needs {needed} of {usable}; the largest part is {found.largest_part} ({part})"
 
 
 def _change_words(found: Assessment) -> str:
