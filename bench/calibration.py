@@ -27,8 +27,8 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
-from shardwise.launch.emulate.pool import EmulatedPool
-from shardwise.launch.pool import Place
+from shardwise.launch.emulate.network import EmulatedPool
+from shardwise.launch.pool import WorkerPlace
 from shardwise.measure.calibrate.run import Request, calibrate
 from shardwise.measure.collectives.operation import Operation
 from shardwise.spec.clusters import cluster_from
@@ -106,7 +106,7 @@ def collectives(link: str, base: Cluster, rounds: int) -> list[Row]:
     return rows
 
 
-def measure(place: Place, cluster: Cluster, rounds: int) -> dict[tuple[str, int, str], float]:
+def measure(place: WorkerPlace, cluster: Cluster, rounds: int) -> dict[tuple[str, int, str], float]:
     torch.set_num_threads(1)
     ours = replace(network(cluster.run_by_schedules()), pipelined_levels=True)
     found: dict[tuple[str, int, str], float] = {}
@@ -201,7 +201,7 @@ def strategy_job(cluster: Cluster, strategy: dict[str, int]) -> Job:
     return replace(job, cluster=cluster)
 
 
-def step_seconds(place: Place, job: Job) -> float:
+def step_seconds(place: WorkerPlace, job: Job) -> float:
     torch.set_num_threads(1)
     with joined(place.rank, place.world, place.meeting_file):
         engine = Engine(job)

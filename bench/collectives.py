@@ -16,8 +16,8 @@ import time
 from dataclasses import replace
 
 from shardwise.collectives import CollectiveKind
-from shardwise.launch.emulate.pool import EmulatedPool
-from shardwise.launch.pool import Place
+from shardwise.launch.emulate.network import EmulatedPool
+from shardwise.launch.pool import WorkerPlace
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.hardware import Cluster
@@ -66,7 +66,7 @@ def on_wires(cluster: Cluster, emulation: Emulation) -> Cluster:
 
 
 def compared(
-    place: Place, cluster: Cluster, sizes: tuple[int, ...], names: tuple[str, ...]
+    place: WorkerPlace, cluster: Cluster, sizes: tuple[int, ...], names: tuple[str, ...]
 ) -> list[tuple[str, float, float, float, float, int]]:
     """(algorithm, median, least, those of gloo's own, size), for every size and name."""
     import torch

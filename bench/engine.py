@@ -26,7 +26,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.build_optimizer import decays
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
-from shardwise.launch.pool import Place, Pool
+from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.models import Decoder, initialise
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
@@ -76,7 +76,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def timed(place: Place, zero: int, steps: int) -> Times:
+def timed(place: WorkerPlace, zero: int, steps: int) -> Times:
     """Seconds of each step of stock PyTorch and of the engine on this rank, and how far their losses are apart."""
     torch.set_num_threads(1)
     with joined(place.rank, place.world, place.meeting_file):

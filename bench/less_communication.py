@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cost.communication import step_traffic
-from shardwise.launch.emulate.network import why_not
-from shardwise.launch.emulate.pool import EmulatedPool
-from shardwise.launch.pool import Place, Pool
+from shardwise.launch.emulate.network import EmulatedPool, why_not
+from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.job import Job
@@ -97,7 +96,7 @@ def planned_bytes(job: Job) -> float:
 # -- one worker ---------------------------------------------------------------------------------------
 
 
-def work(place: Place, job: Job, folder: str, interval: int, threads: int) -> Trained:
+def work(place: WorkerPlace, job: Job, folder: str, interval: int, threads: int) -> Trained:
     import torch
 
     from shardwise.engine.engine import Engine

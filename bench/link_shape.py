@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.launch.emulate.pool import EmulatedPool
+from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import Pool
 from shardwise.measure.calibrate.least_squares import fit
 from shardwise.measure.calibrate.link_fit import demands

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
-from shardwise.launch.pool import Place as PoolPlace
 from shardwise.launch.pool import Pool
+from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.spec.job import Job
 from shardwise.train.attempt import Place, Reporter
 from shardwise.train.checkpoint.folder import CheckpointFolder

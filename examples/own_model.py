@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
 from shardwise.engine.world import joined
-from shardwise.launch.pool import Place, Pool
+from shardwise.launch.pool import Pool, WorkerPlace
 
 STRATEGIES = {
     "tp": shardwise.Strategy(tp=2),
@@ -69,7 +69,7 @@ def parallel(strategy: shardwise.Strategy) -> list[float]:
     return losses
 
 
-def on_a_rank(place: Place, strategy: shardwise.Strategy) -> list[float]:
+def on_a_rank(place: WorkerPlace, strategy: shardwise.Strategy) -> list[float]:
     """One of two processes; with `torchrun` this is `torch.distributed.init_process_group`."""
     torch.set_num_threads(1)
     with joined(place.rank, place.world, place.meeting_file):

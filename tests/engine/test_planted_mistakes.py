@@ -12,7 +12,7 @@ import pytest
 from engine.layouts import Layout
 from engine.parity import references
 from engine.workers import pool
-from shardwise.launch.pool import Place
+from shardwise.launch.pool import WorkerPlace
 from shardwise.measure.verify import KINDS, verify
 
 
@@ -40,7 +40,11 @@ class Mistaken:
 
 
 def run_mistaken(
-    place: Place, mistaken: str, instead: Callable[..., Any], function: Callable[..., Any], arguments: tuple[Any, ...]
+    place: WorkerPlace,
+    mistaken: str,
+    instead: Callable[..., Any],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> Any:
     with mock.patch(mistaken, instead):
         return function(place, *arguments)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from shardwise.launch.pool import Place, Pool
+from shardwise.launch.pool import Pool, WorkerPlace
 
 # All that a worker needs, so that a new one starts in no time: they are replaced after some calls.
 PRELOAD = (
@@ -32,7 +32,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_
     return pool().run(_in_world, world, function, arguments, timeout_seconds=timeout_seconds)
 
 
-def _in_world(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _in_world(place: WorkerPlace, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     import torch
 
     from shardwise.engine.world import joined

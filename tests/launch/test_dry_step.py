@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cost.memory.device import peak_memory
-from shardwise.launch import dry_step
+from shardwise.launch import preflight
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
@@ -33,17 +33,17 @@ def test_the_next_smaller_is_taken_where_a_step_does_not_fit(tmp_path: Path) -> 
     room = 1.2 * (memory.total - memory.allowance)
     said: list[str] = []
     ways = [with_memory(one, room) for one in (ways_to_fit(job())[0], smallest)]
-    found = dry_step._first_that_fits(ways, RunFolder(tmp_path / "dry"), said.append)
+    found = preflight._first_that_fits(ways, RunFolder(tmp_path / "dry"), said.append)
     assert found == ways[1]
     assert "a step takes" in said[0] and said[1] == "microbatch 1: a dry step fits"
 
 
 def test_a_job_without_auto_is_not_tried(tmp_path: Path) -> None:
     one = replace(job(), run=replace(job().run, automatic=()))
-    assert dry_step.confirmed(one, RunFolder(tmp_path), print) is one
+    assert preflight.confirmed(one, RunFolder(tmp_path), print) is one
 
 
 def test_what_fails_for_another_reason_is_said(tmp_path: Path) -> None:
     wrong = replace(job(), run=replace(job().run, device="cuda"))
     with pytest.raises(SpecError, match=r"the dry step failed.*no GPU"):
-        dry_step._first_that_fits([wrong], RunFolder(tmp_path / "dry"), print)
+        preflight._first_that_fits([wrong], RunFolder(tmp_path / "dry"), print)

@@ -16,8 +16,8 @@ import pytest
 
 from required import require
 from shardwise.launch.emulate.network import Network, Shaping, emulated, why_not
-from shardwise.launch.emulate.wires import QUEUE_BYTES, Wires
-from shardwise.launch.pool import Place
+from shardwise.launch.emulate.switch import QUEUE_BYTES, Wires
+from shardwise.launch.pool import WorkerPlace
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
@@ -215,16 +215,16 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
 # -- a pool ------------------------------------------------------------------------------------------
 
 
-def where(place: Place) -> tuple[int, str, str]:
+def where(place: WorkerPlace) -> tuple[int, str, str]:
     return place.rank, str(Path("/proc/self/ns/net").readlink()), os.environ["GLOO_SOCKET_IFNAME"]
 
 
-def fail(place: Place) -> None:
+def fail(place: WorkerPlace) -> None:
     assert place.rank, "rank 0 ends here"
 
 
 def test_ranks_of_a_pool_live_on_their_nodes() -> None:
-    from shardwise.launch.emulate.pool import EmulatedPool
+    from shardwise.launch.emulate.network import EmulatedPool
     from shardwise.launch.pool import WorkerError
 
     with EmulatedPool(Emulation.parse("2x2,1Gbit,1ms")) as pool:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.running import PREFACE, QUICK, alive, launch, noted_pids, program, wait_until
-from shardwise.launch.attempts import KEPT, new_folder
-from shardwise.launch.local import supervise
+from shardwise.launch.local import KEPT, new_folder, supervise
 from shardwise.launch.outcome import Commit, Event
 from shardwise.spec.errors import SpecError
 from shardwise.spec.timeouts import Timeouts

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run
-from shardwise.launch.contents import record_data
 from shardwise.launch.outcome import Commit
-from shardwise.launch.resumed import place_for, require_same_run
+from shardwise.launch.resume import place_for, record_data, require_same_run
 from shardwise.launch.run import Launch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.launch.started import Started, started
+from shardwise.launch.torchrun import Started, started
 from shardwise.spec import SpecError
 
 THERE = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "host-0", "MASTER_PORT": "29400"}

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from engine.workers import on_ranks
-from shardwise.launch.pool import Place
+from shardwise.launch.pool import WorkerPlace
 from shardwise.spec import Job
 from train.runs import job_of
 
@@ -53,7 +53,7 @@ def prepared(job: Job, folder: Path) -> None:
 def run_across(job: Job, folder: Path, delay_seconds: float, pair: tuple[int, int]) -> None:
     """The same on the virtual nodes that the job names, of which one pair has a longer way."""
     from engine.workers import PRELOAD
-    from shardwise.launch.emulate.pool import EmulatedPool
+    from shardwise.launch.emulate.network import EmulatedPool
 
     assert job.run.emulate is not None
     prepared(job, folder)
@@ -62,7 +62,7 @@ def run_across(job: Job, folder: Path, delay_seconds: float, pair: tuple[int, in
         pool.run(_in_world, job.cluster.devices, job, str(folder))
 
 
-def _in_world(place: Place, job: Job, folder: str) -> None:
+def _in_world(place: WorkerPlace, job: Job, folder: str) -> None:
     import torch
 
     from shardwise.engine.world import joined

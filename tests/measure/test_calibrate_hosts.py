@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.cli.calibrate import started_cluster
 from shardwise.cli.main import main
-from shardwise.launch.started import Started
+from shardwise.launch.torchrun import Started
 from shardwise.measure.calibrate.far_off import far_off
 from shardwise.measure.calibrate.ranks import hosts_of
 from shardwise.spec import SpecError

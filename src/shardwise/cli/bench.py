@@ -17,7 +17,7 @@ from shardwise.cli.outputs import require_writable
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.engine.refuse import require_devices
 from shardwise.launch.preflight import require_cores
-from shardwise.launch.started import Started, started
+from shardwise.launch.torchrun import Started, started
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -196,8 +196,7 @@ def _largest(ranks: int) -> int:
 
 @contextmanager
 def _pool(parsed: Namespace) -> Iterator[Pool]:
-    from shardwise.launch.emulate.network import require_emulation
-    from shardwise.launch.emulate.pool import EmulatedPool
+    from shardwise.launch.emulate.network import EmulatedPool, require_emulation
     from shardwise.launch.pool import Pool
     from shardwise.measure.collectives.run import PRELOAD
 

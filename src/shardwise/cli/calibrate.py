@@ -12,7 +12,7 @@ from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch, whole
 from shardwise.cli.measured_cluster import cluster_of_ranks, named_cluster
 from shardwise.cli.outputs import require_writable
-from shardwise.launch.started import Started, started
+from shardwise.launch.torchrun import Started, started
 from shardwise.spec.clusters import cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError

@@ -15,7 +15,7 @@ from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight, preflight
-from shardwise.launch.resumed import finished_at, place_for, require_going_on, require_same_run
+from shardwise.launch.resume import finished_at, place_for, require_going_on, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
@@ -111,7 +111,7 @@ def _check_emulation(job: Job, parsed: argparse.Namespace) -> None:
 
 def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Preflight]:
     """What the job leaves open is tried before it begins."""
-    from shardwise.launch.dry_step import confirmed
+    from shardwise.launch.preflight import confirmed
 
     found = confirmed(job, folder, lambda text: print(f"note: {text}", file=sys.stderr))
     return found, checked if found == job else preflight(found)

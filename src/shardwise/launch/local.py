@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import threading
 import time
@@ -10,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from shardwise.launch.attempts import new_folder
-from shardwise.launch.diagnosis import diagnose
+from shardwise.launch.diagnosis import diagnose, overdue
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.outcome import (
     DONE,
@@ -25,8 +26,8 @@ from shardwise.launch.outcome import (
     Failure,
     Outcome,
 )
-from shardwise.launch.ranks import Rank, Ranks
-from shardwise.launch.stalled import overdue
+from shardwise.launch.ranks import RankProcess, RankProcesses
+from shardwise.spec.errors import SpecError
 from shardwise.spec.timeouts import Timeouts
 from shardwise.spec.units import counted, readable_duration
 
@@ -65,8 +66,8 @@ def supervise(
     with _stop_requests() as stop:
         while True:
             own_folder = new_folder(folder)
-            ranks = Ranks(command, world, own_folder, given, network)
-            one = _Run(ranks, timeouts or Timeouts(), grace_seconds, stop)
+            ranks = RankProcesses(command, world, own_folder, given, network)
+            one = _Supervision(ranks, timeouts or Timeouts(), grace_seconds, stop)
             on_event(Event("started", len(attempts), f"{counted(world, 'process')}, logs in {own_folder}"))
             began = time.monotonic()
             status, failure = one.run(lambda kind, text: on_event(Event(kind, len(attempts), text)))
@@ -83,10 +84,10 @@ def supervise(
             )
 
 
-class _Run:
+class _Supervision:
     """One attempt, from the start of its ranks to the end of the last of them."""
 
-    def __init__(self, ranks: Ranks, timeouts: Timeouts, grace_seconds: float, stop: _Stop) -> None:
+    def __init__(self, ranks: RankProcesses, timeouts: Timeouts, grace_seconds: float, stop: _Stop) -> None:
         self._ranks = ranks
         self._timeouts = timeouts
         self._grace_seconds = grace_seconds
@@ -155,20 +156,20 @@ class _Run:
         return (DONE if ended_well or nothing_to_save else STOPPED_WITHOUT_CHECKPOINT), None
 
 
-def _failed(rank: Rank) -> bool:
+def _failed(rank: RankProcess) -> bool:
     if rank.ended is not None:
         return rank.status != DONE
     progress = rank.progress()
     return progress is not None and progress.phase == "failed"
 
 
-def _is_starting(rank: Rank) -> bool:
+def _is_starting(rank: RankProcess) -> bool:
     """Whether it has not come as far as a step."""
     progress = rank.progress()
     return progress is None or progress.phase == "start"
 
 
-def _ended_before_it_began(rank: Rank) -> bool:
+def _ended_before_it_began(rank: RankProcess) -> bool:
     """Whether SIGTERM ended it before it listened for it: it is still importing then."""
     return rank.status == -signal.SIGTERM and rank.progress() is None
 
@@ -199,3 +200,45 @@ def _stop_requests() -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# -- folders of attempts ---------------------------------------------------------------------------
+#
+# The folders of attempts: what each process of each start has said. The last few are kept.
+
+
+KEPT = 10
+ROOM_BYTES = 2**18
+_NAME = re.compile(r"attempt-(\d+)")
+
+
+def new_folder(folder: Path) -> Path:
+    """A folder for one attempt that nothing else has used; the oldest go."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            used = sorted(int(match[1]) for one in folder.iterdir() if (match := _NAME.fullmatch(one.name)))
+            own = folder / _name(used[-1] + 1 if used else 1)
+            try:
+                own.mkdir()
+            except FileExistsError:  # another run in the same folder was quicker
+                continue
+            for number in used[: -(KEPT - 1)]:
+                shutil.rmtree(folder / _name(number), ignore_errors=True)
+            _require_room(own)
+            return own.resolve()
+    except OSError as error:
+        raise SpecError("", f"cannot write to {folder}: {error.strerror}", "name another folder") from None
+
+
+def _name(number: int) -> str:
+    return f"attempt-{number:04d}"
+
+
+def _require_room(folder: Path) -> None:
+    """Raises OSError where the disk has no place left for what the ranks will have to say."""
+    probe = folder / "room"
+    try:
+        probe.write_bytes(bytes(ROOM_BYTES))
+    finally:
+        probe.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where a worker stands in the world of one call; ``meeting_file`` is new for each call and common to all."""
 
     rank: int
@@ -74,7 +74,7 @@ class Pool:
         taking_part = [self._workers[rank] for rank in range(world)]
         for rank, worker in enumerate(taking_part):
             worker.calls += 1
-            worker.connection.send((function, Place(rank, world, meeting), arguments))
+            worker.connection.send((function, WorkerPlace(rank, world, meeting), arguments))
         try:
             results = self._collect(taking_part, timeout_seconds)
         except BaseException:

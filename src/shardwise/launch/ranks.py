@@ -35,7 +35,7 @@ _STACKS_SECONDS = 0.3  # for a rank to write down what it is doing
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """One process, in a process group of its own together with all that it starts."""
 
     number: int
@@ -76,7 +76,7 @@ class Rank:
             return log.read().decode("utf-8", "replace")
 
     def stacks(self) -> str:
-        """What its threads were doing when `Ranks.ask_for_stacks` asked."""
+        """What its threads were doing when `RankProcesses.ask_for_stacks` asked."""
         with contextlib.suppress(FileNotFoundError):
             return stacks_path(self.folder, self.number).read_text(encoding="utf-8", errors="replace")
         return ""
@@ -87,7 +87,7 @@ class Rank:
             self._progress_file = None
 
 
-class Ranks:
+class RankProcesses:
     """All processes of one attempt; `end` leaves none of them, nor of what they started, however they behave.
 
     They start on this machine as it is, or each on its virtual node of a ``network``.
@@ -103,7 +103,7 @@ class Ranks:
     ) -> None:
         self.folder = folder
         self._network = network
-        self.all: list[Rank] = []
+        self.all: list[RankProcess] = []
         self._meeting = _meeting(folder)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(self._meeting.path)],
@@ -116,7 +116,7 @@ class Ranks:
             self.end(0)
             raise
 
-    def _start(self, command: Sequence[str], number: int, world: int, environment: Mapping[str, str]) -> Rank:
+    def _start(self, command: Sequence[str], number: int, world: int, environment: Mapping[str, str]) -> RankProcess:
         own = {**_environment(number, world, self.folder, self._meeting.path / "store"), **environment}
         if self._network is not None:
             own |= self._network.environment_of_rank(number)
@@ -127,7 +127,7 @@ class Ranks:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self._tell_guard(f"+{process.pid}")
-        return Rank(number, process, self.folder, time.monotonic())
+        return RankProcess(number, process, self.folder, time.monotonic())
 
     def poll(self) -> None:
         """Looks which processes have ended since, and ends what they left: later their numbers may be another's."""
@@ -138,7 +138,7 @@ class Ranks:
                 self._tell_guard(f"-{rank.process.pid}")
 
     @property
-    def running(self) -> list[Rank]:
+    def running(self) -> list[RankProcess]:
         return [rank for rank in self.all if rank.ended is None]
 
     def tell(self, number: signal.Signals) -> None:
@@ -178,7 +178,7 @@ class Ranks:
             self._guard.stdin.flush()
 
 
-def _kill_group(rank: Rank) -> None:
+def _kill_group(rank: RankProcess) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, signal.SIGKILL)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.interop.companions import keep_companions
-from shardwise.launch.contents import record_data
 from shardwise.launch.emulate.network import Network, emulated
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
+from shardwise.launch.resume import record_data
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

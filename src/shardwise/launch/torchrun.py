@@ -1,13 +1,16 @@
-"""The torchrun commands that start a job on several hosts, where no launcher of ours can reach them."""
+"""torchrun: the commands that start a job on several hosts, and this process as one rank that it has started."""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.train.attempt import number_in
 
 PORT = 29400  # torchrun's own default
 WORKER = "shardwise.train.worker"
@@ -52,3 +55,42 @@ def torchrun_commands(
 def _placeholders(count: int) -> list[str]:
     digits = len(str(count - 1))
     return ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
+
+
+# -- started by torchrun ---------------------------------------------------------------------------
+#
+# This process as one rank of a world that torchrun has started, on one host or several (srun: with the same names).
+
+
+_HOW = "start all ranks by torchrun"
+
+
+@dataclass(frozen=True)
+class Started:
+    """Ranks are numbered host by host."""
+
+    rank: int
+    world: int
+    ranks_per_host: int
+
+    @property
+    def hosts(self) -> int:
+        return self.world // self.ranks_per_host
+
+
+def started(environment: Mapping[str, str] = os.environ) -> Started | None:
+    """None where nobody has started a world: neither RANK nor WORLD_SIZE is set."""
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return None
+    rank, world = (number_in(environment, name, _HOW) for name in ("RANK", "WORLD_SIZE"))
+    here = number_in(environment, "LOCAL_WORLD_SIZE", _HOW)
+    if not rank < world:
+        raise SpecError("RANK", f"{rank} of a world of {world}", _HOW)
+    if not here or world % here:
+        raise SpecError(
+            "LOCAL_WORLD_SIZE", f"{world} ranks do not fill hosts of {here}", "start as many ranks on every host"
+        )
+    if not environment.get("MASTER_ADDR"):
+        raise SpecError("MASTER_ADDR", "is not set", _HOW)
+    number_in(environment, "MASTER_PORT", _HOW)
+    return Started(rank, world, here)

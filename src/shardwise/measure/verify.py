@@ -20,7 +20,7 @@ from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.values import divided_as
 from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
-from shardwise.launch.pool import Place, Pool
+from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.deviation import (
     TOLERANCE,
     Deviation,
@@ -140,7 +140,7 @@ class Ticks:
         return Path(self.path).stat().st_size if Path(self.path).exists() else 0
 
 
-def _write_reference(place: Place, job: Job, steps: int, seed: int, path: str, ticks: Ticks) -> None:
+def _write_reference(place: WorkerPlace, job: Job, steps: int, seed: int, path: str, ticks: Ticks) -> None:
     torch.set_num_threads(1)
     unfinished = f"{path}.{os.getpid()}"
     torch.save(asdict(run_reference(job, steps, seed, ticks.tick)), unfinished)
@@ -148,7 +148,7 @@ def _write_reference(place: Place, job: Job, steps: int, seed: int, path: str, t
 
 
 def _compare(
-    place: Place, job: Job, steps: int, seed: int, path: str, device: str, ticks: Ticks
+    place: WorkerPlace, job: Job, steps: int, seed: int, path: str, device: str, ticks: Ticks
 ) -> dict[str, Deviation]:
     """What one rank finds."""
     torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from shardwise.launch.emulate.namespace import (
     new_namespace,
     tune_tcp,
 )
-from shardwise.launch.emulate.wires import ACKNOWLEDGED_SECONDS, QUEUE_BYTES
+from shardwise.launch.emulate.switch import ACKNOWLEDGED_SECONDS, QUEUE_BYTES
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 

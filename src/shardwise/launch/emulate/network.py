@@ -1,4 +1,4 @@
-"""Virtual nodes for the time of a `with` statement: started, changed while they run, and gone afterwards."""
+"""Virtual nodes for the time of a `with` statement, and a pool of workers that live on them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from shardwise.launch.emulate import enter, process, tap
-from shardwise.launch.emulate.namespace import INTERFACE, address
+from shardwise.launch.emulate import enter_script, process, tap
+from shardwise.launch.emulate.namespace import INTERFACE, address, enter
+from shardwise.launch.pool import Pool
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
@@ -56,7 +58,7 @@ class Network:
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """``command`` as it is started outside to run inside the node, as the same process."""
-        return [sys.executable, "-I", "-S", enter.__file__, self.namespace(node), *command]
+        return [sys.executable, "-I", "-S", enter_script.__file__, self.namespace(node), *command]
 
     def reshape(
         self,
@@ -146,3 +148,40 @@ def why_not() -> str | None:
             return None
     except SpecError as error:
         return str(error)
+
+
+# -- a pool on virtual nodes -----------------------------------------------------------------------
+#
+# A pool whose workers live on virtual nodes.
+
+
+class EmulatedPool(Pool):
+    """`Pool` on an emulated cluster: rank r lives on node r // ranks_per_node; ``network`` is what joins the nodes."""
+
+    def __init__(self, emulation: Emulation, preload: Sequence[str] = ()) -> None:
+        super().__init__(preload)
+        self._network = ExitStack()
+        try:
+            self.network = self._network.enter_context(emulated(emulation))
+        except BaseException:
+            super().close()
+            raise
+
+    def run(self, function: Callable[..., Any], world: int, *arguments: Any, timeout_seconds: float = 300) -> list[Any]:
+        there = self.network.emulation.world
+        assert world <= there, f"{world} ranks on an emulated cluster of {there}"
+        return super().run(function, world, *arguments, timeout_seconds=timeout_seconds)
+
+    def close(self) -> None:
+        super().close()
+        self._network.close()
+
+    def first(self, rank: int) -> Callable[[], None]:
+        node = self.network.emulation.node_of(rank)
+        return partial(_move, self.network.namespace(node), self.network.environment_of_rank(rank))
+
+
+def _move(namespace: str, environment: Mapping[str, str]) -> None:
+    """Before anything of gloo exists in this process: its threads and sockets belong where they are made."""
+    enter(namespace)
+    os.environ.update(environment)

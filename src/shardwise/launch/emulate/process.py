@@ -16,7 +16,7 @@ import time
 from functools import partial
 
 from shardwise.launch.emulate.kernel import KernelSwitch, kernel_can
-from shardwise.launch.emulate.switch import Switch
+from shardwise.launch.emulate.switch import PacketSwitch
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
@@ -47,16 +47,16 @@ def _end_with(parent: int) -> None:
     os._exit(0)
 
 
-def _nodes(emulation: Emulation, shaping: str) -> Switch | KernelSwitch:
+def _nodes(emulation: Emulation, shaping: str) -> PacketSwitch | KernelSwitch:
     if shaping == "kernel":
         return KernelSwitch(emulation)
     if shaping == "auto" and kernel_can():
         with contextlib.suppress(OSError):  # it has netem, but something else is missing
             return KernelSwitch(emulation)
-    return Switch(emulation)
+    return PacketSwitch(emulation)
 
 
-def _controlled(nodes: Switch | KernelSwitch, control: int) -> bool:
+def _controlled(nodes: PacketSwitch | KernelSwitch, control: int) -> bool:
     """Takes what changes there are; False where there will be none any more."""
     read = os.read(control, 2**16)
     for line in read.splitlines():

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.launch.pool import Place, Pool
-from shardwise.launch.started import Started
+from shardwise.launch.pool import Pool, WorkerPlace
+from shardwise.launch.torchrun import Started
 from shardwise.spec.errors import SpecError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PoolRanks:
         return self.pool.run(_in_pool, self.world, function, arguments, timeout_seconds=_LONGEST_SECONDS)
 
 
-def _in_pool(place: Place, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
+def _in_pool(place: WorkerPlace, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
     store = dist.FileStore(place.meeting_file, place.world)  # type: ignore[attr-defined]
     return function(Rank(place.rank, place.world, place.world, store), *arguments)
 

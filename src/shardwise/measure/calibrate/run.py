@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from shardwise.launch.emulate.network import Network
-from shardwise.launch.emulate.pool import EmulatedPool
+from shardwise.launch.emulate.network import EmulatedPool, Network
 from shardwise.launch.pool import Pool
-from shardwise.launch.started import Started
+from shardwise.launch.torchrun import Started
 from shardwise.measure.calibrate.device_fit import Residual, fitted_device
 from shardwise.measure.calibrate.device_samples import measure_device
 from shardwise.measure.calibrate.far_off import FarOff, far_off_devices, far_off_links

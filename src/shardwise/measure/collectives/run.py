@@ -14,7 +14,7 @@ from shardwise.cost.gradient_price import by_schedules
 from shardwise.cost.own_schedules import choose
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.world import joined
-from shardwise.launch.pool import Place, Pool
+from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.collectives.operation import Operation
 from shardwise.measure.collectives.request import AUTO, BACKEND, Measured, Request, predicted
 
@@ -33,7 +33,7 @@ def measure_as_rank(requests: Sequence[Request], rank: int, world: int, device: 
         return [one for request in requests for one in measure(request, torch.device(device))]
 
 
-def _work(place: Place, request: Request) -> list[Measured]:
+def _work(place: WorkerPlace, request: Request) -> list[Measured]:
     torch.set_num_threads(1)
     with joined(place.rank, place.world, place.meeting_file):
         return measure(request, torch.device("cpu"))

@@ -6,13 +6,14 @@ rate and length may change: it goes on with them.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.contents import contents_of_data, recorded_data
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.train.checkpoint.folder import CheckpointFolder
@@ -30,7 +31,7 @@ _ANOTHER = "another folder (--run-folder)"
 
 
 @dataclass(frozen=True)
-class Difference:
+class JobDifference:
     """``field`` makes a job another one than the run; ``always``: not even by asking for it can the run go on."""
 
     field: str
@@ -59,7 +60,7 @@ def saved_in(folder: CheckpointFolder) -> Saved | None:
     return None
 
 
-def differences(job: Job, folder: RunFolder) -> list[Difference]:
+def differences(job: Job, folder: RunFolder) -> list[JobDifference]:
     """What makes ``job`` another one than the run that is saved in the folder; nothing where there is none."""
     saved = saved_in(folder.checkpoints)
     if saved is None:
@@ -67,7 +68,7 @@ def differences(job: Job, folder: RunFolder) -> list[Difference]:
     return [*_of_model(job, saved.job), *_of_run(job, saved.job), *_of_data(job, folder)]
 
 
-def place_for(job: Job, folder: Path) -> tuple[Path, list[Difference]]:
+def place_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
     """The first of FOLDER, FOLDER-2, ... that is free or has this run; and why FOLDER itself is not taken."""
     why = differences(job, RunFolder(folder))
     if not why:
@@ -125,30 +126,30 @@ def finished_at(job: Job, folder: RunFolder) -> int | None:
     return None
 
 
-def _of_model(job: Job, saved: Job) -> Iterator[Difference]:
+def _of_model(job: Job, saved: Job) -> Iterator[JobDifference]:
     mine, theirs = job.model.to_dict(), saved.model.to_dict()
     for name in sorted({*mine, *theirs} - set(_DESCRIBING)):
         if mine.get(name) != theirs.get(name):
             now, before = _spelled(mine.get(name)), _spelled(theirs.get(name))
-            yield Difference(f"model.{name}", now, before, always=True)
+            yield JobDifference(f"model.{name}", now, before, always=True)
 
 
-def _of_run(job: Job, saved: Job) -> Iterator[Difference]:
+def _of_run(job: Job, saved: Job) -> Iterator[JobDifference]:
     if job.run.seed != saved.run.seed:
-        yield Difference("run.seed", str(job.run.seed), str(saved.run.seed), always=True)
+        yield JobDifference("run.seed", str(job.run.seed), str(saved.run.seed), always=True)
     for path in _IDENTITY:
         yield from _changed(_SPELLED.get(path, path), _field(job, path), _field(saved, path))
 
 
-def _of_data(job: Job, folder: RunFolder) -> Iterator[Difference]:
+def _of_data(job: Job, folder: RunFolder) -> Iterator[JobDifference]:
     """Shards that have the name of those the run began with, and another content."""
     before = recorded_data(folder)
     for name, content in contents_of_data(job).items():
         if before.get(name, content) != content:
-            yield Difference("run.data.shards", f"{name} as it is now", "another content")
+            yield JobDifference("run.data.shards", f"{name} as it is now", "another content")
 
 
-def _changed(path: str, now: Any, before: Any) -> Iterator[Difference]:
+def _changed(path: str, now: Any, before: Any) -> Iterator[JobDifference]:
     """The value, or of a group of them each one, that is another."""
     if now == before:
         return
@@ -156,7 +157,7 @@ def _changed(path: str, now: Any, before: Any) -> Iterator[Difference]:
         for one in fields(now):
             yield from _changed(f"{path}.{one.name}", getattr(now, one.name), getattr(before, one.name))
     else:
-        yield Difference(path, _spelled(now), _spelled(before))
+        yield JobDifference(path, _spelled(now), _spelled(before))
 
 
 def _field(job: Job, path: str) -> Any:
@@ -170,3 +171,48 @@ def _spelled(value: Any) -> str:
     if value in (None, ()):
         return "not given"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else shown(value)
+
+
+# -- the run's data --------------------------------------------------------------------------------
+#
+# What a run's data was when it began, kept in its folder: shards of the same name may become others.
+
+
+_SUFFIXES = (".bin", ".idx", ".mask")
+_BLOCKS, _BLOCK_BYTES = 64, 2**16
+
+
+def contents_of_data(job: Job) -> dict[str, str]:
+    """A checksum of each shard that is here: of its size and 64 blocks of 64 KiB, since all of it may be terabytes."""
+    found = {}
+    for name in job.run.data.shards:
+        files = [path for suffix in _SUFFIXES if (path := Path(f"{name}{suffix}")).is_file()]
+        if files:
+            found[name] = _checksum(files)
+    return found
+
+
+def record_data(job: Job, folder: RunFolder) -> None:
+    folder.data.write_text(json.dumps({"shards": contents_of_data(job)}, indent=1) + "\n", encoding="utf-8")
+
+
+def recorded_data(folder: RunFolder) -> dict[str, str]:
+    """Nothing where nothing was recorded, or the record is damaged."""
+    try:
+        found = json.loads(folder.data.read_text(encoding="utf-8"))["shards"]
+        return {str(name): str(content) for name, content in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _checksum(files: list[Path]) -> str:
+    checksum = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        checksum.update(f"{path.suffix} {size} ".encode())
+        apart = max(_BLOCK_BYTES, size // _BLOCKS)
+        with path.open("rb") as file:
+            for at in range(0, size, apart):
+                file.seek(at)
+                checksum.update(file.read(_BLOCK_BYTES))
+    return checksum.hexdigest()
