@@ -14,8 +14,11 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
-from shardwise.spec.strategy import DIMENSIONS, SCHEDULES, Offload, Overlap, Strategy
+from shardwise.spec.schedules import job_schedules
+from shardwise.spec.strategy import DIMENSIONS, Offload, Overlap, Strategy
 from shardwise.spec.training import Training
+
+SCHEDULES = job_schedules()
 
 MODELS = (GPT, LLAMA, MOE, MLA_MOE)
 OFFLOADS = (Offload(), Offload(), Offload(optimizer=1), Offload(activations=0.5), Offload(weights=1, gradients=1))

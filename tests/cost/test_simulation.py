@@ -19,7 +19,9 @@ from shardwise.cost.step_parts import step_parts
 from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
 from shardwise.pipeline import bubble_is_exact, bubble_seconds
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules
+
+SCHEDULES = job_schedules()
 
 TWO_CHUNKS = ("interleaved", "zbv", "v-half", "v-min", "dualpipev")
 

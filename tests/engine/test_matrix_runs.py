@@ -18,9 +18,11 @@ from shardwise.measure.dryrun.world import posing_as
 from shardwise.measure.verify import verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules
 from shardwise.spec.support import TECHNIQUES, between, techniques_of, verdict
 from spec.test_support import LATENT, USING, Fields, using
+
+SCHEDULES = job_schedules()
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 96, "name": "small"}
 EXPERTS: Fields = {"model": {"moe": {"experts": 8, "top_k": 2, "ffn": 32}}}

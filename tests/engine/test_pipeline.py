@@ -25,7 +25,9 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.rules import stage_layer_counts
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules
+
+SCHEDULES = job_schedules()
 
 RUN = tuple(name for name in SCHEDULES if name != "dualpipe")
 SEQUENCE, CPU = 12, torch.device("cpu")

@@ -11,7 +11,9 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from shardwise.engine.pipeline.actions import forward_actions, require_runnable, runtime_actions
 from shardwise.pipeline import PipelineSchedule, build
 from shardwise.spec.errors import SpecError
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules
+
+SCHEDULES = job_schedules()
 
 RUN = tuple(name for name in SCHEDULES if name != "dualpipe")
 RECEIVES = {

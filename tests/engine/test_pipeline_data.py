@@ -16,9 +16,11 @@ from shardwise.engine.mesh import build_mesh
 from shardwise.engine.pipeline import tie_ends
 from shardwise.engine.precision import precision_of
 from shardwise.engine.reductions import all_reduce_sum
-from shardwise.spec.strategy import SCHEDULES as EVERY_SCHEDULE
+from shardwise.spec.schedules import job_schedules
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
+
+EVERY_SCHEDULE = job_schedules()
 
 SCHEDULES = tuple(name for name in EVERY_SCHEDULE if name != "dualpipe")
 SETTINGS: dict[str, dict[str, Any]] = {

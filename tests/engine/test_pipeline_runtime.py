@@ -15,7 +15,9 @@ from engine.workers import on_ranks
 from shardwise.engine.pipeline import PipelineRunner, tie_ends
 from shardwise.engine.pipeline.stage import Stage
 from shardwise.pipeline import peak_chunks_in_flight
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules
+
+SCHEDULES = job_schedules()
 
 RUN = tuple(name for name in SCHEDULES if name != "dualpipe")
 

@@ -11,8 +11,10 @@ from random import Random
 from typing import Any
 
 from shardwise.spec import Cluster, Job, SpecError
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules
 from shardwise.spec.training import OPTIMIZERS, RECIPES
+
+SCHEDULES = job_schedules()
 
 DENSE = ("llama3-8b", "llama3-70b", "gpt3-13b", "qwen2.5-7b", "gemma2-9b", "mistral-7b")
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite")

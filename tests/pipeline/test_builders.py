@@ -9,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
-from shardwise.pipeline import NAMES, ActionKind, build, chunks_per_rank, equal_stages, simulate, verify
+from shardwise.pipeline import ActionKind, build, chunks_per_rank, equal_stages, simulate, verify
 from shardwise.spec.errors import SpecError
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules, schedule_records
+
+SCHEDULES = job_schedules()
+NAMES = tuple(one.name for one in schedule_records())
 
 F, B, I, W = ActionKind  # noqa: E741
 FIXED = [name for name in NAMES if name != "zb-auto"]

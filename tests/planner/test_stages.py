@@ -20,9 +20,12 @@ from shardwise.planner.request import Request
 from shardwise.planner.stages import WORTH, fits, with_best_stages
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
-from shardwise.spec.strategy import SCHEDULES, Strategy
+from shardwise.spec.schedules import job_schedules
+from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
 from shardwise.spec.training import Training
+
+SCHEDULES = job_schedules()
 
 
 def job(model: str = "llama3.2-1b", cluster: str = "dgx-h100", batch: int = 64, **strategy: Any) -> Job:

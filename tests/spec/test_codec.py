@@ -102,7 +102,7 @@ def test_a_missing_field_is_named_with_its_path(missing: str) -> None:
         ("strategy.tp", -3, "-3 is below 1"),
         ("strategy.zero", 4, "4 is not a choice"),
         ("strategy.zero", True, "true is not a choice"),
-        ("strategy.schedule", "1f2b", "'1f2b' is not a choice"),
+        ("strategy.schedule", "1f2b", "'1f2b' is not a pipeline schedule"),
         ("strategy.sequence_parallel", "yes", "'yes' is neither true nor false"),
         ("strategy.order", "tp", "'tp' should be a list"),
         ("strategy.order", ["tp", "cp", "dp", "ep"], "'ep' is not a choice"),

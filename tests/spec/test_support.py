@@ -15,10 +15,9 @@ from effort import examples
 from interop.random_jobs import drawn
 from shardwise.pipeline import build
 from shardwise.spec import Cluster, Job
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules, schedule_record
 from shardwise.spec.support import (
     MATRIX,
-    SPLIT_BACKWARD,
     STATUSES,
     TECHNIQUES,
     Finding,
@@ -29,6 +28,8 @@ from shardwise.spec.support import (
 )
 from shardwise.spec.training import OPTIMIZERS, RECIPES
 from spec.jobs import jobs
+
+SCHEDULES = job_schedules()
 
 DENSE = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 4, "ffn": 3072, "vocab": 1000}
 EXPERTS = {"moe": {"experts": 8, "top_k": 2, "ffn": 1024}}
@@ -251,7 +252,7 @@ def test_the_option_that_a_row_needs_lifts_it(row: Finding) -> None:
 def test_the_schedules_that_split_the_backward_pass_are_those_that_do(name: str) -> None:
     kinds = {action.kind for actions in build(name, 4, 12, 2 if name == "interleaved" else None).actions
              for action in actions}  # fmt: skip
-    assert ("W" in kinds) == (name in SPLIT_BACKWARD)
+    assert ("W" in kinds) == (schedule_record(name).splits_backward)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv", "zb-h1", "dualpipev"])

@@ -10,8 +10,9 @@ from shardwise.cost.prediction import Prediction, RankPrediction
 from shardwise.cost.stage_time import part_seconds
 from shardwise.layout.stages import RankContents, rank_contents, stage_contents, stages_of_rank
 from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times
-from shardwise.pipeline.steady import NEVER_EXTRAPOLATED, simulated_pipeline
+from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.spec.job import Job
+from shardwise.spec.schedules import PLAIN
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: 
     if strategy.pp == 1:
         return SimulatedStep(prediction, job.microbatches * prediction.slowest.microbatch_seconds, None)
     passes = 3 * job.microbatches * strategy.pp * strategy.chunks_per_rank
-    if most_passes is not None and strategy.schedule in NEVER_EXTRAPOLATED and passes > most_passes:
+    if most_passes is not None and strategy.schedule_record.repeats == "unknown" and passes > most_passes:
         return SimulatedStep(prediction, prediction.pipeline_seconds, None, is_closed_form=True)
     return SimulatedStep(prediction, *_pipeline(prediction, prediction.slowest.message_seconds, whole=whole))
 
@@ -92,7 +93,8 @@ def step_timeline(prediction: Prediction) -> Timeline:
     timeline = simulated_step(prediction, whole=True).timeline
     if timeline is not None:
         return timeline
-    order = "gpipe" if prediction.job.strategy.schedule == "gpipe" else "1f1b"
+    own = prediction.job.strategy.schedule_record
+    order = own.name if own.forwards_first else PLAIN
     return simulate(build(order, 1, prediction.job.microbatches), pipeline_times(prediction))
 
 

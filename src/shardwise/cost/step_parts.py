@@ -40,7 +40,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
 
 def busiest_stages(prediction: Prediction) -> tuple[RankPrediction, ...]:
     """The slowest stage; of DualPipe the two that the busiest rank runs, each for half of the microbatches."""
-    if prediction.job.strategy.schedule != "dualpipe" or prediction.job.strategy.pp == 1:
+    if not prediction.job.strategy.schedule_record.two_copies or prediction.job.strategy.pp == 1:
         return (prediction.slowest,)
     stages = rank_predictions(prediction)
     pairs = list(zip(stages, reversed(stages)))[: (len(stages) + 1) // 2]

@@ -50,15 +50,9 @@ class RankContents:
 
 
 def stages_of_rank(job: Job, rank: int) -> tuple[int, ...]:
-    """The stages (model chunks, in model order) that a pipeline rank holds.
-
-    Interleaved chunks are not contiguous: rank r holds r, r+p, r+2p, ... (Narayanan et al. 2021, section
-    2.2). V-shaped schedules fold: r and 2p−1−r (Qi et al. 2024, arXiv 2405.15362).
-    """
-    p, chunks = job.strategy.pp, job.strategy.chunks_per_rank
-    if chunks > 1 and job.strategy.schedule != "interleaved":
-        return (rank, 2 * p - 1 - rank)
-    return tuple(rank + p * chunk for chunk in range(chunks))
+    """The stages (model chunks, in model order) that a pipeline rank holds."""
+    strategy = job.strategy
+    return strategy.schedule_record.stages_of(rank, strategy.pp, strategy.chunks_per_rank)
 
 
 def stage_layers(job: Job) -> tuple[range, ...]:
@@ -99,7 +93,7 @@ def _held_by_rank(job: Job, rank: int) -> tuple[int, ...]:
     DualPipe runs half of the microbatches from the other end: a rank holds its mirror's stage too.
     """
     chunks, last = stages_of_rank(job, rank), job.strategy.pp * job.strategy.chunks_per_rank - 1
-    return tuple({*chunks, last - rank}) if job.strategy.schedule == "dualpipe" else chunks
+    return tuple({*chunks, last - rank}) if job.strategy.schedule_record.two_copies else chunks
 
 
 def embedding_on_both_ends(job: Job) -> bool:

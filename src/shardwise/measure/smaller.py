@@ -50,8 +50,8 @@ def on_fewer_ranks(job: Job, most: int) -> Job:
 def sized(job: Job, strategy: Strategy) -> Job:
     """The job with another layout, on a cluster of just its size and a batch that fills its pipeline."""
     microbatches = min(job.microbatches, 2 * strategy.pp + 1)
-    if strategy.schedule == "interleaved" and strategy.pp > 1:
-        microbatches = -(-microbatches // strategy.pp) * strategy.pp
+    rounds = strategy.schedule_record.rounds(strategy.pp)
+    microbatches = -(-microbatches // rounds) * rounds
     sequences = strategy.data_parallel * strategy.microbatch * microbatches
     return replace(
         job,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shardwise.pipeline.activations import live_activations, peak_activations
-from shardwise.pipeline.build import NAMES, build, chunks_per_rank
-from shardwise.pipeline.closed_forms import bubble_is_exact, bubble_seconds
+from shardwise.pipeline.build import build, chunks_per_rank
+from shardwise.pipeline.closed_forms import bubble_is_exact, bubble_seconds, peak_chunks_in_flight
 from shardwise.pipeline.drawing import draw_timeline
-from shardwise.pipeline.in_flight import peak_chunks_in_flight
+from shardwise.pipeline.forms import ClosedForms, EqualStages
 from shardwise.pipeline.partition import (
     Layers,
     Partition,
@@ -24,9 +24,10 @@ from shardwise.pipeline.trace import trace_events
 from shardwise.pipeline.verifier import InvalidPipelineSchedule, verify
 
 __all__ = [
-    "NAMES",
     "Action",
     "ActionKind",
+    "ClosedForms",
+    "EqualStages",
     "InvalidPipelineSchedule",
     "Layers",
     "Partition",

@@ -1,32 +1,17 @@
-"""Pipeline schedules by name."""
+"""Pipeline schedules by name: what their records (`spec.schedules`) say, and their actions."""
 
 from __future__ import annotations
 
-from shardwise.pipeline.builders.automatic import automatic
-from shardwise.pipeline.builders.dualpipe import dualpipe, dualpipev
-from shardwise.pipeline.builders.gpipe import gpipe
-from shardwise.pipeline.builders.interleaved import interleaved
-from shardwise.pipeline.builders.one_f_one_b import one_f_one_b
-from shardwise.pipeline.builders.sequential import sequential
-from shardwise.pipeline.builders.v_shape import v_half, v_min, zbv
-from shardwise.pipeline.builders.zero_bubble import zb_h1, zb_h2
+import inspect
+from functools import lru_cache
+from typing import Any
+
 from shardwise.pipeline.schedule import PipelineSchedule
 from shardwise.pipeline.times import StageTimes
-from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.schedules import ScheduleRecord, chosen_chunks_schedules, imported, schedule_record
 
-_PLAIN = {
-    "sequential": sequential,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "dualpipe": dualpipe,
-    "dualpipev": dualpipev,
-}
-_V_SHAPED = {"zbv": zbv, "v-half": v_half, "v-min": v_min}
-_LIMITS = {"zb-1p": 1, "zb-2p": 2}  # memory limit in pipeline depths
-NAMES = (*_PLAIN, "interleaved", *_V_SHAPED, *_LIMITS, "zb-auto")
-TWO_CHUNKS = frozenset((*_V_SHAPED, "dualpipev"))
+USUAL_CHUNKS = 2  # where the user may choose and does not
 
 
 def build(
@@ -56,31 +41,38 @@ def build(
     if not 0 <= released_by_input_grad <= 1:
         problem = f"{shown(released_by_input_grad)} is not between 0 and 1"
         raise SpecError("released_by_input_grad", problem, "give a number between 0 and 1")
-    if memory_limit is not None and name != "zb-auto":
+    record = schedule_record(name)
+    taken = _taken(record)
+    if memory_limit is not None and "memory_limit" not in taken:
         raise SpecError("memory_limit", f"{name} has its own memory", "use zb-auto to give a limit")
-    if name in _PLAIN:
-        return _PLAIN[name](ranks, microbatches)
-    if name in _V_SHAPED:
-        return _V_SHAPED[name](ranks, microbatches, times, comm_seconds)
-    if name == "interleaved":
-        return interleaved(ranks, microbatches, v)
-    limit = _LIMITS[name] * ranks if name in _LIMITS else memory_limit
-    if limit is None:
-        raise SpecError("memory_limit", "zb-auto needs one", f"give a number of microbatches, such as {ranks}")
-    return automatic(name, ranks, microbatches, limit, times, comm_seconds, released_by_input_grad)
+    given: dict[str, Any] = {
+        "chunks": v,
+        "times": times,
+        "memory_limit": memory_limit,
+        "comm_seconds": comm_seconds,
+        "released_by_input_grad": released_by_input_grad,
+    }
+    builder = imported(record.builder)
+    built: PipelineSchedule = builder(ranks, microbatches, **{key: given[key] for key in taken if key in given})
+    return built
+
+
+@lru_cache(maxsize=256)
+def _taken(record: ScheduleRecord) -> frozenset[str]:
+    """What a builder is to be told beside ranks and microbatches."""
+    return frozenset(inspect.signature(imported(record.builder)).parameters)
 
 
 def chunks_per_rank(name: str, chunks: int | None = None) -> int:
     """Stages per rank of schedule ``name``; ``chunks`` is what the user asked for, if anything."""
-    if name not in NAMES:
-        raise SpecError("schedule", f"{shown(name)} is not a pipeline schedule", nearest_name(name, NAMES))
+    own = schedule_record(name).chunks
     if chunks is not None:
         _check_count("chunks", chunks)
-    if name == "interleaved":
-        return 2 if chunks is None else chunks
-    own = 2 if name in TWO_CHUNKS else 1
+    if own is None:
+        return USUAL_CHUNKS if chunks is None else chunks
     if chunks not in (None, own):
-        raise SpecError("chunks", f"{name} has {own} per rank, not {chunks}", "leave chunks out, or use interleaved")
+        remedy = f"leave chunks out, or use {' or '.join(chosen_chunks_schedules())}"
+        raise SpecError("chunks", f"{name} has {own} per rank, not {chunks}", remedy)
     return own
 
 

@@ -1,21 +1,24 @@
-"""Bubbles by formula: what a step costs beyond the work of one rank, without building a schedule.
+"""Bubbles and activations in flight by formula: what a step costs beyond the work of one rank, without a schedule.
 
-Times are those of one stage (one chunk). "Exact" means equal to the simulator for equal stages and overlapped
-messages; ``bubble_is_exact`` says where. Elsewhere the longer of two estimates counts: passes set the pace, or
-messages do (`message_pace`). All arguments may be numpy arrays. The bubble is that of the longest rank
-(``Timeline.bubble_seconds``).
+The formulas of a schedule stand beside its builder (`builders`) as `ClosedForms`. A schedule that has none is built
+and simulated, or its actions are counted.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
-from shardwise.collectives.arrays import maximum, minimum
-from shardwise.pipeline.build import chunks_per_rank
-from shardwise.pipeline.message_pace import one_f_one_b_wait, paced_by_messages
+from shardwise.collectives.arrays import maximum
+from shardwise.pipeline.activations import peak_activations
+from shardwise.pipeline.build import build, chunks_per_rank
+from shardwise.pipeline.forms import ClosedForms, EqualStages
+from shardwise.pipeline.message_pace import paced_by_messages
+from shardwise.pipeline.schedule import PipelineSchedule
+from shardwise.pipeline.simulator import simulate
+from shardwise.pipeline.times import equal_stages
 from shardwise.spec.errors import SpecError
-
-_ANY_MESSAGES = frozenset(("sequential", "gpipe", "1f1b"))  # exact for short and for long ones
+from shardwise.spec.schedules import ScheduleRecord, imported, schedule_record
 
 
 def bubble_seconds(
@@ -29,81 +32,21 @@ def bubble_seconds(
     comm_seconds: Any = 0.0,
     released_by_input_grad: float = 0.0,
 ) -> Any:
-    """Seconds that the longest rank spends beyond its own work, for equal stages."""
-    v = chunks_per_rank(name) if chunks is None else chunks
-    seconds = (forward, input_grad, weight_grad, comm_seconds)
-    bubble = _paced_by_passes(name, ranks, microbatches, v, seconds, released_by_input_grad)
-    if name in _ANY_MESSAGES:
-        return bubble
-    work = microbatches * v * (forward + input_grad + weight_grad)
-    return maximum(bubble, (ranks > 1) * (paced_by_messages(name, ranks, microbatches, v, *seconds) - work))
+    """Seconds that the longest rank spends beyond its own work (``Timeline.bubble_seconds``), for equal stages.
 
-
-def _paced_by_passes(
-    name: str, p: Any, m: Any, v: Any, seconds: tuple[Any, Any, Any, Any], released_by_input_grad: float
-) -> Any:
-    """The bubble where messages delay what waits for them and no link is short of time."""
-    F, I, W, c = seconds  # noqa: E741
-    hops = p - 1
-    round_trip = hops * (F + I)
-    match name:
-        case "sequential":
-            # Every other rank's work of every microbatch is waited for.
-            return m * hops * (F + I + W + 2 * c)
-        case "gpipe":
-            # (p-1)(F+B): Narayanan et al. 2021, section 2.2.1; a message per hop, there and back. Each way, all follow
-            # each other at the pace of the pass or of the message, whichever is slower.
-            queue = maximum(0.0, c - F) + maximum(0.0, c - (I + W))
-            return hops * (F + I + W + 2 * c) + (m - 1) * queue * (p > 1)
-        case "1f1b":
-            # The same; besides, p in flight make every later microbatch pay (p-1)/p of a round trip of messages.
-            return hops * (F + I + W) + one_f_one_b_wait(p, m, F + I + W, c)
-        case "interleaved":
-            # (p-1)(F+B)/v of a whole rank: Narayanan et al. 2021, section 2.2.2; every boundary once each way.
-            return hops * (F + I + W) + 2 * (p * v - 1) * (p > 1) * c
-        case "zb-h1" | "zb-1p":
-            # (p-1)(F+I-W): Qi et al. 2023, section 2.2; needs m >= p and W <= F, else as here.
-            waits = minimum(one_f_one_b_wait(p, m, F + I, c), 4 * hops * c)
-            return round_trip - minimum(m - 1, hops) * minimum(W, F) + waits
-        case "zb-h2":
-            # (p-1)(F+I-2W): Qi et al. 2023, section 2.2; fewer microbatches fill less.
-            return maximum(0.0, round_trip - minimum(m - 1, 2 * hops) * W) + 2 * hops * c
-        case "zb-2p":
-            # As zb-h2, with room for as many waiting weight gradients as 2p activations give.
-            waiting = (2 * p - 1) / max(1 - released_by_input_grad, 1e-9)
-            return maximum(0.0, round_trip - minimum(m - 1, waiting) * W) + 2 * hops * c
-    return _folded_bubble(name, p, m, F, I, W, c)
-
-
-def _folded_bubble(name: str, p: Any, m: Any, F: Any, I: Any, W: Any, c: Any) -> Any:  # noqa: E741
-    """Schedules that turn round in the middle: exact for F = I = W and c = 0, else read off the simulator.
-
-    There W <= F and W <= I and short messages are taken for granted.
+    Times are those of one stage (one chunk). All arguments but the name may be numpy arrays.
     """
-    slow = maximum(F, I)
-    match name:
-        case "zbv":
-            # 0 for F = I = W (Qi et al. 2023); with fewer microbatches than 2p-1 the pipeline never fills.
-            unfilled = maximum(0, maximum(2 * p - 1 - m, 4 * (p - m) - 1)) * (p > 1)
-            uneven = maximum(slow, W) - minimum(minimum(F, I), W)
-            return unfilled * (F + I + W) / 3 + (p - 1) * (2 * uneven + 6 * c)
-        case "v-half":
-            # Half of 1F1B's 6(p-1) units (Qi et al. 2024), one unit less for odd p.
-            filling = (3 * (p - 1) - p % 2) * slow + (p + 1) * (minimum(F, I) - W)
-            return (p > 1) * (filling + (2 * m + 5 * p - 8) * c)
-        case "v-min":
-            # Two thirds of 1F1B's (Qi et al. 2024): 4(p-1) units, one less, or one more where 3 divides p.
-            # Its steady state is six times the longest pass.
-            longest = maximum(slow, W)
-            filling = (4 * (p - 1) + 2 * (p % 3 == 0) - 1) * longest
-            steady = m * (6 * longest - 2 * (F + I + W))
-            return (p > 1) * (filling + steady + (6 * (p - 1) / p * m + 3 * (p - 2)) * c)
-        case "dualpipe":
-            # The README's (p/2-1)(F&B + B - 3W) has F&B as one block; apart, the next rank need not wait for both.
-            return (p > 1) * ((p / 2 - 1) * (F + I - W) + (5 * p / 2 - 3) * c)
-        case "dualpipev":
-            return (p - 1) * (F + I - W + 4 * c)
-    raise SpecError("schedule", f"{name} has no closed form", "build it and simulate")
+    v = chunks_per_rank(name) if chunks is None else chunks
+    case = EqualStages(ranks, microbatches, v, forward, input_grad, weight_grad, comm_seconds, released_by_input_grad)
+    record = schedule_record(name)
+    forms = _forms(record)
+    if forms is None:
+        return _simulated_bubbles(name, case)
+    bubble = forms.bubble(case)
+    if forms.any_messages:
+        return bubble
+    pace = forms.pace(case) if forms.pace else paced_by_messages(case, record)
+    return maximum(bubble, (ranks > 1) * (pace - case.work))
 
 
 def bubble_is_exact(
@@ -116,22 +59,53 @@ def bubble_is_exact(
     comm_seconds: float = 0.0,
 ) -> bool:
     """Whether ``bubble_seconds`` equals the simulator (equal stages, B = I + W, overlapped messages)."""
-    p, m, c = ranks, microbatches, comm_seconds
-    F, I, W = forward, input_grad, weight_grad  # noqa: E741
-    few_messages = c == 0 or 2 * p * c <= W
-    even = F == I == W and c == 0
-    if p == 1:
-        return True
-    return {
-        "sequential": True,
-        "gpipe": True,
-        "1f1b": True,
-        "interleaved": c <= min(F, I, W),
-        "zb-h1": few_messages and (W <= F or (m >= p and c == 0)),
-        "zb-h2": few_messages and W <= F and (2 * W <= F + I or (m >= 2 * p - 1 and c == 0)),
-        "zbv": even,
-        "v-half": even and m > p // 2,
-        "v-min": even and m > 1,
-        "dualpipe": even and m >= 2 * p and m % 2 == 0,
-        "dualpipev": even and m >= 2 * p,
-    }.get(name, False)
+    forms = _forms(schedule_record(name))
+    case = EqualStages(ranks, microbatches, chunks_per_rank(name), forward, input_grad, weight_grad, comm_seconds)
+    return ranks == 1 or forms is None or bool(forms.is_exact(case))
+
+
+def peak_chunks_in_flight(name: str, ranks: int, microbatches: int, chunks: int | None, rank: int) -> int:
+    """Activations of one chunk (stage) and microbatch that ``rank`` holds at its peak.
+
+    Equal to ``max`` over the built schedule; with times given, zbv, v-half, v-min, zb-1p and zb-2p may hold less,
+    never more. Divide by the chunks per rank for microbatches of the whole rank.
+    """
+    if not 0 <= rank < ranks:
+        raise SpecError("rank", f"{rank} is none of the {ranks} pipeline ranks", f"give 0 to {ranks - 1}")
+    v, forms = chunks_per_rank(name, chunks), _forms(schedule_record(name))
+    if forms is None:
+        return _counted_peaks(name, ranks, microbatches, v)[rank]
+    return forms.in_flight(ranks, microbatches, v, rank)
+
+
+def _forms(record: ScheduleRecord) -> ClosedForms | None:
+    found: ClosedForms | None = imported(record.closed_forms)
+    return found
+
+
+def _simulated_bubbles(name: str, case: EqualStages) -> Any:
+    if not any(getattr(value, "ndim", 0) for value in case):
+        return _simulated_bubble(name, case)
+    import numpy as np
+
+    columns = np.broadcast_arrays(*case)
+    rows = zip(*(column.ravel().tolist() for column in columns))
+    return np.array([_simulated_bubble(name, EqualStages(*row)) for row in rows]).reshape(columns[0].shape)
+
+
+@lru_cache(maxsize=65536)
+def _simulated_bubble(name: str, case: EqualStages) -> float:
+    if case.p == 1:
+        return 0.0
+    schedule = _built(name, int(case.p), int(case.m), int(case.v))
+    return simulate(schedule, equal_stages(schedule.stages, case.F, case.I, case.W), case.c).bubble_seconds
+
+
+@lru_cache(maxsize=4096)
+def _counted_peaks(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    return tuple(map(round, peak_activations(_built(name, ranks, microbatches, chunks))))
+
+
+@lru_cache(maxsize=64)
+def _built(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
+    return build(name, ranks, microbatches, chunks)

@@ -20,11 +20,8 @@ from shardwise.pipeline.schedule import ActionKind, PipelineSchedule
 from shardwise.pipeline.simulator import simulate
 from shardwise.pipeline.timeline import Timeline
 from shardwise.pipeline.times import StageTimes, equal_stages
+from shardwise.spec.schedules import schedule_record
 
-# These take the best of several orders, and which is best may change with the number of microbatches.
-NEVER_EXTRAPOLATED = frozenset(("zb-1p", "zb-2p"))
-_FILLED = frozenset(("zbv", "v-half", "v-min"))  # weight gradients in the waits
-_SHALLOW = frozenset(("1f1b", "zb-h1", "v-half", "v-min"))  # depth p or so; the others lag by up to 2p
 _FEW_ACTIONS = 5_000  # about 10 ms to simulate: not worth a detour
 _UNITS_PER_PASS = 36  # bits: 1.5e-11 of the longest pass, and sums of 100,000 passes are exact
 
@@ -67,11 +64,11 @@ class _Pipeline:
     """One schedule with its times, for any number of microbatches."""
 
     def __init__(self, name: str, ranks: int, chunks: int, times: StageTimes, messages: tuple[float, ...]) -> None:
-        self.name, self.ranks, self.chunks = name, ranks, chunks
+        self.record, self.ranks, self.chunks = schedule_record(name), ranks, chunks
         self.times, self.messages = times, messages
 
     def timeline(self, microbatches: int) -> Timeline:
-        schedule = _schedule(self.name, self.ranks, microbatches, self.chunks)
+        schedule = _schedule(self.record.name, self.ranks, microbatches, self.chunks)
         return simulate(schedule, self.times, self.messages)
 
     def seconds(self, microbatches: int) -> float:
@@ -79,16 +76,16 @@ class _Pipeline:
 
     def extrapolated(self, microbatches: int) -> float | None:
         """Seconds of the longest rank from at most half of the microbatches; None where that proves nothing."""
-        if self.name == "gpipe":
+        if self.record.repeats == "unknown":
+            return None
+        if self.record.forwards_first:
             # Both halves run at the pace of their slowest stage or message from the first microbatch on.
             first = self.seconds(1)
             return first + (microbatches - 1) * (self.seconds(2) - first)
-        if self.name in NEVER_EXTRAPOLATED:
-            return None
-        fewer = self._like(microbatches, (4 if self.name in _SHALLOW else 8) * self.ranks)
+        fewer = self._like(microbatches, 4 * self.record.lag * self.ranks)
         while 2 * fewer <= microbatches:
             timeline = self.timeline(fewer)
-            found = repetition(timeline, _order_period(self.name, self.ranks, fewer, self.chunks))
+            found = repetition(timeline, _order_period(self.record.name, self.ranks, fewer, self.chunks))
             if found is not None:
                 period, shift = found
                 left = fewer - (fewer - microbatches) % period
@@ -99,7 +96,7 @@ class _Pipeline:
 
     def _like(self, microbatches: int, least: int) -> int:
         """At least ``least`` microbatches, as many over a round of interleaving, or over DualPipe's two ends."""
-        return least + (microbatches - least) % (self.ranks if self.name == "interleaved" else 2)
+        return least + (microbatches - least) % (self.ranks if self.record.in_rounds else 2)
 
 
 def repetition(timeline: Timeline, order_period: int = 1) -> tuple[int, float] | None:
@@ -176,10 +173,9 @@ def _order_period(name: str, ranks: int, microbatches: int, chunks: int) -> int:
     Interleaving deals with p at a time, most others with one. Where weight gradients are put into waits, the builder
     runs the actions in time, with all passes equal: when it is in the same state again, it goes on in the same way.
     """
-    if name == "interleaved":
-        return ranks
-    if name not in _FILLED:
-        return 1
+    record = schedule_record(name)
+    if record.repeats == "always":
+        return record.rounds(ranks)
     schedule = _schedule(name, ranks, microbatches, chunks)
     found = repetition(simulate(schedule, equal_stages(schedule.stages)))
     return found[0] if found else microbatches

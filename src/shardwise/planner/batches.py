@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.planner.constraints import Constraints
+from shardwise.spec.schedules import schedule_record
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -33,7 +34,7 @@ class Batches:
 
     def sequences(self, base: Strategy, schedules: list[str]) -> dict[int, tuple[int, ...]]:
         """By microbatch size: sequences of a step under each schedule, or 0 where the batch does not divide."""
-        rounds = [base.pp if name == "interleaved" else 1 for name in schedules]
+        rounds = [schedule_record(name).rounds(base.pp) for name in schedules]
         sizes = {size: base.data_parallel * size for size in self.microbatches}
         return {size: tuple(self.batch(each * times) for times in rounds) for size, each in sizes.items()}
 

@@ -101,8 +101,7 @@ def complexity(strategy: Strategy) -> int:
     """How much there is to get right: the dimensions in use, and what is unusual about them."""
     return (
         3 * len(dimensions_used(degrees_of(strategy)))
-        + 2 * (strategy.schedule not in ("1f1b", "interleaved")) * (strategy.pp > 1)
-        + (strategy.schedule == "interleaved")
+        + strategy.schedule_record.complexity * (strategy.pp > 1)
         + isinstance(strategy.stage_layers, tuple)
         + (strategy.zero > 1)
         + (strategy.shard_group is not None)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.strategy import DIMENSIONS, SCHEDULES, Offload, Strategy
+from shardwise.spec.schedules import job_schedules
+from shardwise.spec.strategy import DIMENSIONS, Offload, Strategy
 
 INTEGERS = ("tp", "cp", "dp", "pp", "ep", "expert_tp", "zero", "shard_group", "microbatch", "interleave",
             "recompute_layers")  # fmt: skip
@@ -22,8 +23,8 @@ OFFLOADS: dict[str, Offload] = {
     "gradients+activations": Offload(optimizer=1.0, gradients=1.0, activations=1.0),
     "states+activations": Offload(optimizer=1.0, gradients=1.0, weights=1.0, activations=1.0),
 }
-WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
+WORDS: dict[str, Callable[[], tuple[str, ...]] | tuple[str, ...]] = {
+    "schedule": job_schedules,
     "recompute": ("none", "selective", "full"),
     "context_method": ("ring", "all-gather", "ulysses"),
     "offload": tuple(OFFLOADS),
@@ -158,8 +159,10 @@ def _value(name: str, text: str) -> Any:
         if number < lowest or (name == "zero" and number > 3):
             raise SpecError(name, f"{number} is out of range", "0 to 3" if name == "zero" else f"{lowest} or more")
         return number
-    if text not in WORDS[name]:
-        raise SpecError(name, f"{shown(text)} is not known", nearest_name(text, WORDS[name]))
+    words = WORDS[name]
+    known = words() if callable(words) else words
+    if text not in known:
+        raise SpecError(name, f"{shown(text)} is not known", nearest_name(text, known))
     if name in ("sequence_parallel", "keep_parameters"):
         return text == "true"
     return OFFLOADS[text] if name == "offload" else text

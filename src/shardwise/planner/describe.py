@@ -72,7 +72,7 @@ def _scaled(what: str, before: int, after: int) -> str:
 
 def schedule_words(strategy: Strategy) -> str:
     """The schedule of a pipeline, with the layers of its stages where they were chosen: "zbv, layers 9-8×2-7"."""
-    chunks = f" {strategy.interleave}" if strategy.schedule == "interleaved" else ""
+    chunks = f" {strategy.interleave}" if strategy.schedule_record.chooses_chunks else ""
     layers = ""
     if isinstance(strategy.stage_layers, tuple):
         runs = ((count, len(list(same))) for count, same in groupby(strategy.stage_layers))

@@ -18,7 +18,8 @@ from shardwise.planner.request import Request
 from shardwise.planner.search import Search, search
 from shardwise.spec.errors import DoesNotFit, SpecError, nearest_name, shown
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import SCHEDULES, Strategy
+from shardwise.spec.schedules import PLAIN, job_schedules, schedule_record
+from shardwise.spec.strategy import Strategy
 
 # Plain data parallelism: every device holds the whole model.
 _DDP = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "zero": 0, "offload": OFFLOADS["none"]}
@@ -228,7 +229,7 @@ def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:
     if job.model.moe:
         yield "ep", (1, 2)
     yield "zero", (0, 1, 2, 3)
-    yield "schedule", ("1f1b", *(name for name in SCHEDULES if name != "1f1b"))
+    yield "schedule", tuple(dict.fromkeys((PLAIN, *job_schedules())))
     yield "context_method", ("ring", "all-gather", "ulysses")
     yield "recompute", ("none", "selective", "full")
     yield "recompute_layers", (None, 1)
@@ -262,7 +263,7 @@ def _lacks(job: Job, name: str, field: str, value: Any, stage: int) -> bool:
         fields["zero"] = stage
     if field == "stage_layers":  # it takes a pipeline that does not divide to tell
         fields["pp"] = next((pp for pp in range(2, job.model.layers) if job.model.layers % pp), 2)
-    if fields.get("schedule") == "interleaved":
+    if schedule_record(fields.get("schedule", PLAIN)).chooses_chunks:
         fields["interleave"] = 2
     if field == "offload" and value.weights:
         fields["zero"] = 3

@@ -15,6 +15,7 @@ from shardwise.planner.request import Request
 from shardwise.planner.search import Search, search
 from shardwise.planner.supported import findings_of
 from shardwise.spec.errors import SpecError
+from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
 
@@ -103,7 +104,7 @@ def _devices_that_fit(request: Request) -> int | None:
     """The least power of two times as many devices on which something fits; None where none does."""
     cluster = request.job.cluster
     small = {"recompute": Allowed(("full",)), "recompute_layers": Allowed((None,)), "microbatch": Allowed((1,)),
-             "schedule": Allowed(("1f1b",)), "shard_group": Allowed((None,))}  # fmt: skip
+             "schedule": Allowed((PLAIN,)), "shard_group": Allowed((None,))}  # fmt: skip
     allowed = {name: one for name, one in small.items() if name not in request.constraints.allowed}
     times = 2
     while times <= _MOST_TIMES:

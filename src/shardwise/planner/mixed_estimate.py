@@ -11,6 +11,7 @@ from shardwise.planner.mixed_space import MixedSpace
 from shardwise.planner.mixed_step import Arrangement
 from shardwise.planner.pieces import NOTHING, Pieces, in_flight, pieces_of
 from shardwise.spec.errors import SpecError
+from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
 
 _BETTER = 0.99  # states are divided further only for a gain
@@ -78,7 +79,7 @@ class _Known:
 
 
 def _alike(arrangement: Arrangement, **changes: Any) -> Arrangement:
-    return arrangement.with_strategy(schedule="1f1b", interleave=1, **changes)
+    return arrangement.with_strategy(schedule=PLAIN, interleave=1, **changes)
 
 
 def _most_layers(space: MixedSpace, arrangement: Arrangement, pieces: Pieces) -> dict[int, float]:

@@ -19,10 +19,9 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.mixed import MixedCluster
 from shardwise.spec.rules import check_model_fits, divisors
+from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
 from shardwise.spec.strategy import DIMENSIONS, Strategy
 
-# DualPipe keeps two copies of every stage, on ranks that would be of different kinds.
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev")
 INTERLEAVES = (2, 3, 4, 6)
 MICROBATCHES = (1, 2, 4, 8)
 FEWEST_CONTEXT_TOKENS = 8192  # a context-parallel rank keeps at least this much of a sequence
@@ -161,9 +160,13 @@ class MixedSpace:
     def _schedules(self, pp: int) -> list[tuple[str, int]]:
         allowed, layers = self.request.constraints.candidates, self.request.job.model.layers
         found = []
-        for name in allowed("schedule", SCHEDULES):
-            for interleave in allowed("interleave", INTERLEAVES if name == "interleaved" else (1,)):
-                if (interleave == 1) == (name == "interleaved") or name in ("dualpipe", "gpipe"):
+        for name in allowed("schedule", searched_schedules()):
+            record = schedule_record(name)
+            # A second copy of a stage would be on a rank of another kind; all activations at once are too many.
+            if record.two_copies or record.forwards_first:
+                continue
+            for interleave in allowed("interleave", INTERLEAVES if record.chooses_chunks else (1,)):
+                if (interleave == 1) == record.chooses_chunks:
                     continue
                 strategy = self._plain.unchecked(pp=pp, schedule=name, interleave=interleave)
                 if pp * strategy.chunks_per_rank <= layers:
@@ -183,7 +186,7 @@ class MixedSpace:
         if sequences % multiple:
             return None
         ours = job.stack.is_own and not offers_priced(job, self.request.any_priced)
-        hides = strategy.ep > 1 and strategy.schedule == "dualpipev" and not ours
+        hides = strategy.ep > 1 and strategy.schedule_record.hides_exchange and not ours
         overlap = strategy.overlap.unchecked(ep=hides)
         training = job.training.unchecked(global_batch=sequences)
         return job.unchecked(strategy=strategy.unchecked(overlap=overlap), training=training)
@@ -192,7 +195,7 @@ class MixedSpace:
         key = (strategy.tp, strategy.cp, strategy.sequence_parallel, strategy.context_method)
         if key not in self._fits:
             try:
-                plain = strategy.unchecked(pp=1, schedule="1f1b", interleave=1)
+                plain = strategy.unchecked(pp=1, schedule=PLAIN, interleave=1)
                 check_model_fits(self.request.job.model, plain, self.request.job.training)
                 self._fits[key] = True
             except SpecError:

@@ -50,10 +50,8 @@ class Arrangement:
 
     @property
     def head_rank(self) -> int:
-        """The rank with the last stage: V-shaped schedules end where they began."""
-        strategy = self.strategy
-        folded = strategy.chunks_per_rank > 1 and strategy.schedule != "interleaved"
-        return 0 if folded else strategy.pp - 1
+        """The rank with the last stage: folded schedules end where they began."""
+        return 0 if self.strategy.schedule_record.ends_meet else self.strategy.pp - 1
 
     def on(self, kind: int) -> Job:
         """The whole pipeline as if all of its devices were of one kind: what a rank holds."""

@@ -12,9 +12,8 @@ from shardwise.planner.request import Request
 from shardwise.planner.search import Found, search
 from shardwise.planner.supported import findings_of
 from shardwise.spec.errors import SpecError
+from shardwise.spec.schedules import schedule_records
 from shardwise.spec.support import Finding
-
-_HIDING = ("dualpipe", "dualpipev")  # hide the exchange of experts under another microbatch, in an engine that can
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,10 @@ def _seen(found: Plan) -> Iterator[Found]:
 
 
 def _with_hidden_exchange(request: Request) -> list[Found]:
-    """The best of the schedules that are in the space only where what is priced is asked for."""
+    """The best of the schedules that hide the exchange of experts under another microbatch, in an engine that can."""
+    hiding = tuple(one.name for one in schedule_records() if one.hides_exchange)
     try:
-        constraints = request.constraints.with_allowed({"schedule": Allowed(_HIDING)})
+        constraints = request.constraints.with_allowed({"schedule": Allowed(hiding)})
     except SpecError:
         return []
     wider = replace(request, constraints=constraints, any_priced=True)

@@ -15,6 +15,7 @@ from shardwise.pipeline import Layers, layers_of
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import layer_parameters
 from shardwise.spec.rules import stage_layer_counts
+from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
 
 
@@ -86,7 +87,9 @@ def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None =
     apart = job.unchecked(strategy=_plain(job, 3, (0, model.layers, 0)))
     embedding = _piece(job, rank_contents(apart, 0), ends.embedding if ends else None)
     head = _piece(job, rank_contents(apart, 2), ends.head if ends else None)
-    if job.strategy.schedule != "gpipe":  # the loss of a microbatch is followed at once by its backward pass
+    if (
+        not job.strategy.schedule_record.forwards_first
+    ):  # the loss of a microbatch is followed at once by its backward pass
         head = Piece(head.seconds, head.bytes + head.activation_bytes, 0.0)
     kinds: dict[bool, Piece] = {}
     for index, moe in enumerate(map(model.is_moe_layer, range(model.layers))):
@@ -96,7 +99,7 @@ def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None =
 
 
 def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
-    return job.strategy.unchecked(pp=pp, schedule="1f1b", interleave=1, stage_layers=counts)
+    return job.strategy.unchecked(pp=pp, schedule=PLAIN, interleave=1, stage_layers=counts)
 
 
 def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:

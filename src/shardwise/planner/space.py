@@ -18,14 +18,12 @@ from shardwise.planner.shards import shard_choices, shard_groups
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import check_model_fits, divisors
+from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
 from shardwise.spec.strategy import DIMENSIONS, Offload, Strategy
 
 FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much of a sequence
 MOST_TENSOR = 64
 ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
-# zb-1p and zb-2p are built for a memory limit and priced like zb-h1 and zb-h2.
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipev", "gpipe")
-NOT_RUN = ("dualpipe",)
 INTERLEAVES = (2, 3, 4, 6, 8)
 RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
 # How a space that is too large is made smaller, one step after the other.
@@ -178,11 +176,12 @@ class Space:
             return
         alike_by: dict[Any, list[ScheduleChoice]] = {}
         for choice in self._schedules(base.pp):
-            hides = base.ep > 1 and choice.schedule.startswith("dualpipe") and self._hides_exchange
-            key = (hides, choice.schedule == "dualpipe", self._rank_kinds(base, choice))
-            alike_by.setdefault(key, []).append(choice)
-        for (hides, both_ways, kinds), alike in alike_by.items():
-            own = base.unchecked(schedule="dualpipe" if both_ways else "1f1b", overlap=base.overlap.unchecked(ep=hides))
+            record = schedule_record(choice.schedule)
+            hides = base.ep > 1 and record.hides_exchange and self._hides_exchange
+            shared = choice.schedule if record.two_copies else PLAIN
+            alike_by.setdefault((hides, shared, self._rank_kinds(base, choice)), []).append(choice)
+        for (hides, shared, kinds), alike in alike_by.items():
+            own = base.unchecked(schedule=shared, overlap=base.overlap.unchecked(ep=hides))
             sequences = self._batches.sequences(base, [one.schedule for one in alike])
             batches = {layer: sequences[layer.microbatch] for layer in layers if any(sequences[layer.microbatch])}
             recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
@@ -239,18 +238,16 @@ class Space:
     def _all_schedules(self, pp: int) -> list[ScheduleChoice]:
         constraints, layers = self.constraints, self.job.model.layers
         if pp == 1:
-            known = constraints.candidates("schedule", ("1f1b",))
-            plain = ("1f1b" in known or not known) and 1 in constraints.candidates("interleave", (1,))
-            return [ScheduleChoice("1f1b", 1, "even")] if plain else []
+            known = constraints.candidates("schedule", (PLAIN,))
+            plain = (PLAIN in known or not known) and 1 in constraints.candidates("interleave", (1,))
+            return [ScheduleChoice(PLAIN, 1, "even")] if plain else []
         choices = []
-        usual = (*SCHEDULES, *NOT_RUN) if self.any_priced else SCHEDULES
-        for name in constraints.candidates("schedule", usual):
-            chunks = constraints.candidates("interleave", INTERLEAVES if name == "interleaved" else (1,))
-            for interleave in chunks:
-                if (interleave == 1) == (name == "interleaved"):
+        for name in constraints.candidates("schedule", searched_schedules(any_priced=self.any_priced)):
+            record = schedule_record(name)
+            for interleave in constraints.candidates("interleave", INTERLEAVES if record.chooses_chunks else (1,)):
+                if (interleave == 1) == record.chooses_chunks:
                     continue
-                per_rank = self._plain.unchecked(pp=pp, schedule=name, interleave=interleave).chunks_per_rank
-                stages = pp * per_rank
+                stages = pp * record.chunks_per_rank(pp, interleave)
                 split = "even" if layers % stages == 0 else "balanced"
                 if stages <= layers and split in constraints.candidates("stage_layers", ("even", "balanced")):
                     choices.append(ScheduleChoice(name, interleave, split))
@@ -261,7 +258,7 @@ class Space:
         strategy = base.unchecked(
             schedule=choice.schedule, interleave=choice.interleave, stage_layers=choice.stage_layers
         )
-        placed = choice.schedule if choice.schedule in ("interleaved", "dualpipe") else ""
+        placed = strategy.schedule_record.placement
         key = (base.tp, base.ep, base.expert_tp, base.pp, strategy.chunks_per_rank, placed, choice.stage_layers)
         if key not in self._kinds:
             kinds = rank_kinds(self.job.unchecked(strategy=strategy), range(base.pp))

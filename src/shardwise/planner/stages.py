@@ -75,7 +75,7 @@ def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, .
 def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
     """The slowest rank as fast as can be, over all of its stages; layers that differ count as their mean."""
     layer, count = pieces.mean_layer, len(pieces.layers)
-    folded = job.strategy.schedule != "interleaved"  # V-shaped: the first rank has the last stage too
+    folded = job.strategy.schedule_record.ends_meet  # the first rank has the last stage too
     first, last = (pieces.embedding + pieces.head, NOTHING) if folded else (pieces.embedding, pieces.head)
     row = layers_of(
         [layer.seconds] * count,

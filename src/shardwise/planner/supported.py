@@ -9,8 +9,9 @@ from shardwise.cost.sweep.price import Block, Piece
 from shardwise.planner.masks import CellBook
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.strategy import SCHEDULES, Offload, Strategy
-from shardwise.spec.support import MATRIX, TECHNIQUES, Finding, not_built, techniques_of, verdict
+from shardwise.spec.schedules import job_schedules
+from shardwise.spec.strategy import Offload, Strategy
+from shardwise.spec.support import Finding, matrix, not_built, techniques, techniques_of, verdict
 from shardwise.spec.techniques import GIVEN, OF_STACK
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 # Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
 _LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks")
-_SCHEDULE = (*SCHEDULES, "own-stages", "tied-ends-on-one-rank")
+_SCHEDULE = ("own-stages", "tied-ends-on-one-rank")  # and its name
 _RECOMPUTE = ("recompute-selective", "recompute-full", "repeated-products", "repeated-attention",
               "repeated-up-projection")  # fmt: skip
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
@@ -45,11 +46,11 @@ def rows_against(job: Job, *, any_priced: bool = False) -> tuple[Finding, ...]:
     What is priced only is about our engine: on another stack only what a search would choose of it is left out.
     """
     if offers_priced(job, any_priced):
-        return tuple(one for one in MATRIX if one.status != "priced only")
+        return tuple(one for one in matrix() if one.status != "priced only")
     if job.stack.is_own:
-        return MATRIX
+        return matrix()
     ours_alone = GIVEN | OF_STACK
-    return tuple(one for one in MATRIX if one.status != "priced only" or not ours_alone.issuperset(one.techniques))
+    return tuple(one for one in matrix() if one.status != "priced only" or not ours_alone.issuperset(one.techniques))
 
 
 def require_offered(job: Job, *, any_priced: bool = False) -> None:
@@ -76,6 +77,8 @@ class Supported:
     def __init__(self, job: Job, *, any_priced: bool = False) -> None:
         """``any_priced`` also lets through what is priced only."""
         self.job = job
+        self._techniques = techniques()
+        self._schedule_names = (*job_schedules(), *_SCHEDULE)
         findings = [one for one in rows_against(job, any_priced=any_priced) if self._may_hold(one)]
         named = dict.fromkeys(name for one in findings for name in one.techniques)
         self._bit = {name: 1 << number for number, name in enumerate(named)}
@@ -89,7 +92,7 @@ class Supported:
     def _may_hold(self, finding: Finding) -> bool:
         """Not where it is about another model or training: no search changes these."""
         fixed = (name for name in finding.techniques if name in GIVEN)
-        return all(TECHNIQUES[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
+        return all(self._techniques[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
 
     def allowed(self, piece: Piece) -> Array | None:
         """Column × row: whether a cell runs; None where all do."""
@@ -124,7 +127,8 @@ class Supported:
 
     def _new_group_bits(self, group: Group) -> tuple[Any, ...]:
         base = group.base
-        rest = tuple(name for name in self._bit if name not in _CHOSEN)
+        chosen = _CHOSEN.union(self._schedule_names)
+        rest = tuple(name for name in self._bit if name not in chosen)
         layers = [
             base.unchecked(sequence_parallel=one.sequence_parallel, context_method=one.context_method)
             for one in group.layers
@@ -137,7 +141,7 @@ class Supported:
         return (
             self._used(base, rest),
             self._bits(layers, _LAYER),
-            self._bits(schedules, _SCHEDULE),
+            self._bits(schedules, self._schedule_names),
             self._bits(recomputes, _RECOMPUTE),
         )
 
@@ -164,7 +168,7 @@ class Supported:
 
     def _used(self, strategy: Strategy, names: tuple[str, ...]) -> int:
         job = self.job
-        used = (n for n in names if n in self._bit and TECHNIQUES[n](strategy, job.training, job.model))
+        used = (n for n in names if n in self._bit and self._techniques[n](strategy, job.training, job.model))
         return self._bits_of(tuple(used))
 
     def _bits_of(self, names: tuple[str, ...]) -> int:

@@ -6,12 +6,19 @@ Sources: "reproduced" was run on stock PyTorch 2.13 against a single process; ot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
-from shardwise.spec.strategy import SCHEDULES
-from shardwise.spec.techniques import SPLIT_BACKWARD
+from shardwise.spec.schedules import (
+    ScheduleRecord,
+    chosen_chunks_schedules,
+    hiding_schedule,
+    other_schedules,
+    own_schedules,
+)
 from shardwise.spec.training import OPTIMIZERS
 
 # Best first. "needs": one option away from running; "priced only": our engine does not run it; "refused": it would
@@ -53,6 +60,47 @@ def _each(
     return tuple(Finding(pair, status, reason, remedy, option) for pair in product(first, second))
 
 
+def _of_schedules(records: tuple[ScheduleRecord, ...]) -> Iterator[Finding]:
+    """What the facts of a schedule rule out."""
+    for one in records:
+        if one.two_copies:
+            yield Finding(
+                (one.name,),
+                "priced only",
+                "every rank holds two copies of its stages, which must be kept in sync; this engine does not",
+                f"schedule: {one.instead}, about the same bubble with one copy",
+            )
+            yield Finding(
+                (one.name, "odd-pipeline"),
+                "refused",
+                f"{one.name} pairs its ranks",
+                f"an even pp, or schedule: {one.instead}",
+            )
+        elif not one.runs:
+            yield Finding((one.name,), "priced only", "this engine does not run it", f"schedule: {one.instead}")
+        if not one.hides_exchange:
+            yield _one_at_a_time(one.name)
+        if one.splits_backward:  # the compiler makes one function of a layer's backward pass
+            yield Finding(
+                ("compile", one.name),
+                "needs",
+                "a compiled layer computes the gradients of its inputs and weights together",
+                f"compile: false, or schedule: {chosen_chunks_schedules()[0]}",
+                ("training.compile", False),
+            )
+
+
+def _one_at_a_time(technique: str) -> Finding:
+    hides = hiding_schedule()
+    return Finding(
+        ("ep-overlap", technique),
+        "needs",
+        f"the exchange overlaps only with another microbatch's computation, which {hides} runs beside it",
+        f"schedule: {hides}, or overlap.ep: false",
+        ("strategy.overlap.ep", False),
+    )
+
+
 MATRIX: tuple[Finding, ...] = (
     # Stock FSDP2 is silently wrong with any split backward pass and reshard_after_forward=True (reproduced: gradients
     # None or 1.4e-2 off; pytorch#144530 is the same for DDP). Ours is not: weight gradients need no gathered weights.
@@ -61,14 +109,7 @@ MATRIX: tuple[Finding, ...] = (
         "the head of the last stage reads the embedding that the first stage gathered and freed",
         "keep_parameters: true, or zero: 2", ("strategy.keep_parameters", True),
     ),
-    Finding(
-        ("dualpipe",), "priced only",
-        "every rank holds two copies of its stages, which must be kept in sync; this engine does not",
-        "schedule: dualpipev, about the same bubble with one copy",
-    ),
-    Finding(
-        ("dualpipe", "odd-pipeline"), "refused", "dualpipe pairs its ranks", "an even pp, or schedule: dualpipev",
-    ),
+    *_of_schedules(own_schedules()),
     # The ring merges blocks that are causal or whole by the log-sum-exp that a fused kernel returns.
     Finding(
         ("cp-ring", "sliding-window"), "needs", "the blocks of the ring are causal or whole, a window cuts across them",
@@ -137,11 +178,7 @@ MATRIX: tuple[Finding, ...] = (
         "only the all-gather and reduce-scatter of sequence parallelism can be split into pieces that overlap matmuls",
         "sequence_parallel: true, or overlap.tp: false", ("strategy.sequence_parallel", True),
     ),
-    *_each(
-        ("ep-overlap",), ("no-pipeline", *(name for name in SCHEDULES if not name.startswith("dualpipe"))), "needs",
-        "the exchange overlaps only with another microbatch's computation, which dualpipev runs beside it",
-        "schedule: dualpipev, or overlap.ep: false", ("strategy.overlap.ep", False),
-    ),
+    _one_at_a_time("no-pipeline"),
     # Newton-Schulz needs whole matrices: Liu et al. 2025, arXiv 2502.16982, section 2.3. Megatron-LM allows ZeRO-1.
     *_each(
         ("muon",), ("zero-2", "zero-3", "zero-3-kept", "tp", "expert-tp"), "priced only",
@@ -204,12 +241,6 @@ MATRIX: tuple[Finding, ...] = (
         ("ragged-experts",), "refused",
         "the grouped GEMM of experts needs rows of whole 16 bytes: features in multiples of 8 (of 4 in fp32)",
         "a smaller expert_tp, or other hidden and moe.ffn",
-    ),
-    # The compiler makes one function of a layer's backward pass.
-    *_each(
-        ("compile",), SPLIT_BACKWARD, "needs",
-        "a compiled layer computes the gradients of its inputs and weights together",
-        "compile: false, or schedule: interleaved", ("training.compile", False),
     ),
     Finding(
         ("fp8",), "priced only", "this engine has no 8-bit matmuls; it would run bf16",
@@ -325,3 +356,13 @@ MATRIX: tuple[Finding, ...] = (
         "an even head size, or another numerics.rotary_share", place="model.head_dim",
     ),
 )  # fmt: skip
+
+
+def matrix() -> tuple[Finding, ...]:
+    """`MATRIX`, and what it says of the schedules of other packages."""
+    return _with(other_schedules())
+
+
+@lru_cache(maxsize=8)
+def _with(others: tuple[ScheduleRecord, ...]) -> tuple[Finding, ...]:
+    return (*MATRIX, *_of_schedules(others))

@@ -10,6 +10,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run
+from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -145,7 +146,7 @@ def _check_stages(model: Model, strategy: Strategy) -> None:
     times = f" × {chunks} chunks" if chunks > 1 else ""
     if chunks > model.layers:
         can_shrink = strategy.interleave > 1 and model.layers > 1
-        field, remedy = ("interleave", f"at most {model.layers}") if can_shrink else ("schedule", "1f1b")
+        field, remedy = ("interleave", f"at most {model.layers}") if can_shrink else ("schedule", PLAIN)
         raise SpecError(f"strategy.{field}", f"{chunks} chunks for {model.layers} layers", f"use {remedy}")
     if isinstance(strategy.stage_layers, tuple):
         if sum(strategy.stage_layers) != model.layers:
@@ -213,7 +214,6 @@ def _check_sharding(strategy: Strategy) -> None:
 
 def _check_batch(training: Training, strategy: Strategy) -> None:
     multiple = strategy.data_parallel * strategy.microbatch
-    interleaved = strategy.schedule == "interleaved" and strategy.pp > 1
     sequences = training.sequences(strategy.batch_multiple)
     if sequences % multiple:
         whole = strategy.batch_multiple
@@ -225,11 +225,12 @@ def _check_batch(training: Training, strategy: Strategy) -> None:
             nearest,
         )
     microbatches = sequences // multiple
-    if interleaved and microbatches % strategy.pp:
+    rounds = strategy.schedule_record.rounds(strategy.pp)
+    if microbatches % rounds:
         raise SpecError(
             "training.global_batch",
-            f"{microbatches} microbatches are not a multiple of pp {strategy.pp}, which interleaving needs",
-            f"use {-(-microbatches // strategy.pp) * strategy.pp * multiple} sequences",
+            f"{microbatches} microbatches are not a multiple of pp {rounds}, which schedule {strategy.schedule} needs",
+            f"use {-(-microbatches // rounds) * rounds * multiple} sequences",
         )
 
 

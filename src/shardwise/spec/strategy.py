@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from shardwise.spec.codec import Spec, count, quantity, reference
 from shardwise.spec.errors import SpecError, shown
@@ -15,24 +15,16 @@ from shardwise.spec.less_communication import (
     synchronise_from,
     synchronise_short,
 )
+from shardwise.spec.schedules import (
+    PLAIN,
+    ScheduleRecord,
+    chosen_chunks_schedules,
+    job_schedules,
+    schedule_record,
+)
 
 Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
-ScheduleName = Literal[
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "zb-1p",
-    "zb-2p",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipe",
-    "dualpipev",
-]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 MOST_RANKS = 10_000_000
 RecomputedOperator = Literal["attention", "activation", "norm", "up-projection", "alternate-products"]
 
@@ -96,7 +88,7 @@ class Strategy(Spec):
     accumulate: Literal["sharded", "local"] = "sharded"
     order: tuple[Dimension, ...] = DIMENSIONS
     microbatch: int = count(1, maximum=10**6)
-    schedule: ScheduleName = "1f1b"
+    schedule: str = PLAIN
     interleave: int = count(1, maximum=10_000)
     stage_layers: Literal["even", "balanced"] | tuple[int, ...] = "even"
     recompute: Literal["none", "selective", "full"] = "none"
@@ -118,16 +110,30 @@ class Strategy(Spec):
                 f"{shown(list(self.order))} does not name tp, cp, dp and pp once each",
                 "write it like [tp, cp, dp, pp]",
             )
-        if self.interleave > 1 and self.schedule != "interleaved":
-            raise SpecError(
-                "interleave", f"{self.interleave} needs schedule: interleaved", f"the schedule is {self.schedule}"
-            )
-        if self.schedule == "interleaved" and self.interleave == 1 and self.pp > 1:
-            raise SpecError("interleave", "1 chunk per rank is plain 1f1b", "use interleave: 2 or schedule: 1f1b")
+        self._check_schedule()
         if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.pp * self.chunks_per_rank:
             raise SpecError(
                 "stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.pp * self.chunks_per_rank}"
             )
+
+    def _check_schedule(self) -> None:
+        chooses = self.schedule_record.chooses_chunks
+        if not self.schedule_record.in_jobs:
+            remedy = "choose one of " + ", ".join(job_schedules())
+            raise SpecError("schedule", f"{self.schedule} is for comparison, not for jobs", remedy)
+        if self.interleave > 1 and not chooses:
+            needed = " or ".join(chosen_chunks_schedules())
+            raise SpecError(
+                "interleave", f"{self.interleave} needs schedule: {needed}", f"the schedule is {self.schedule}"
+            )
+        if chooses and self.interleave == 1 and self.pp > 1:
+            remedy = f"use interleave: 2 or schedule: {PLAIN}"
+            raise SpecError("interleave", f"1 chunk per rank is plain {PLAIN}", remedy)
+
+    @property
+    def schedule_record(self) -> ScheduleRecord:
+        """What is known of the schedule; raises SpecError for a name that is not registered."""
+        return schedule_record(self.schedule)
 
     @property
     def data_parallel(self) -> int:
@@ -136,9 +142,7 @@ class Strategy(Spec):
     @property
     def chunks_per_rank(self) -> int:
         """Model chunks that one pipeline rank holds."""
-        if self.schedule == "interleaved":
-            return self.interleave
-        return 2 if self.schedule in ("zbv", "v-half", "v-min", "dualpipev") and self.pp > 1 else 1
+        return self.schedule_record.chunks_per_rank(self.pp, self.interleave)
 
     @property
     def expert_tensor_parallel(self) -> int:
@@ -173,9 +177,8 @@ class Strategy(Spec):
 
     @property
     def batch_multiple(self) -> int:
-        """The global batch is a whole number of this many sequences; interleaving needs pp microbatches at a time."""
-        rounds = self.pp if self.schedule == "interleaved" else 1
-        return self.data_parallel * self.microbatch * rounds
+        """The global batch is a whole number of this many sequences; some schedules take pp microbatches at a time."""
+        return self.data_parallel * self.microbatch * self.schedule_record.rounds(self.pp)
 
     @property
     def gradients_sharded(self) -> bool:

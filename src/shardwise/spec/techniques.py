@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 from shardwise.spec.model import Model
-from shardwise.spec.strategy import DIMENSIONS, SCHEDULES, Strategy
+from shardwise.spec.schedules import ScheduleRecord, other_schedules, own_schedules, registered_schedules
+from shardwise.spec.strategy import DIMENSIONS, Strategy
 from shardwise.spec.training import OPTIMIZERS, RECIPES, Training
 
 Uses = Callable[[Strategy, Training, Model], Any]
@@ -78,16 +79,9 @@ def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
     return any(width % elements for width in (m.hidden, m.moe.ffn // s.expert_tensor_parallel))
 
 
-# Schedules that compute the gradients of the weights apart from those of the inputs.
-SPLIT_BACKWARD = tuple(name for name in SCHEDULES if name not in ("gpipe", "1f1b", "interleaved"))
-
-# Schedules whose first and last stage are on one rank.
-FOLDED = ("zbv", "v-half", "v-min", "dualpipev")
-
-
-def _folded(s: Strategy) -> Any:
-    """By comparisons alone: `in` takes no columns."""
-    return functools.reduce(operator.or_, (s.schedule == name for name in FOLDED))
+def _ends_meet(s: Strategy) -> Any:
+    """Whether the first and the last stage are on one rank; by comparisons alone: `in` takes no columns."""
+    return reduce(or_, (s.schedule == one.name for one in registered_schedules() if one.ends_meet))
 
 
 # What the description of a model alone decides: no layout and no setting of a training changes it.
@@ -155,9 +149,9 @@ TECHNIQUES: dict[str, Uses] = {
     # pipeline
     "no-pipeline": lambda s, t, m: s.pp == 1,
     "pp": lambda s, t, m: s.pp > 1,
-    **{name: _schedule(name) for name in SCHEDULES},
+    **{one.name: _schedule(one.name) for one in own_schedules()},
     "odd-pipeline": lambda s, t, m: (s.pp > 1) & (s.pp % 2 == 1),
-    "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & m.tied_embeddings & _folded(s),
+    "tied-ends-on-one-rank": lambda s, t, m: (s.pp > 1) & m.tied_embeddings & _ends_meet(s),
     "own-stages": lambda s, t, m: (s.pp > 1) & (s.stage_layers != "even"),
     "pp-overlap": lambda s, t, m: (s.pp > 1) & (s.overlap.pp == 1),
     # memory
@@ -203,3 +197,13 @@ GIVEN: frozenset[str] = frozenset(
 )
 # What a stack does by itself: which communication it hides.
 OF_STACK: frozenset[str] = frozenset(("tp-overlap", "ep-overlap", "pp-overlap", "dp-in-turn", "offload-in-turn"))
+
+
+def techniques() -> dict[str, Uses]:
+    """`TECHNIQUES`, and the schedules of other packages."""
+    return _with(other_schedules())
+
+
+@lru_cache(maxsize=8)
+def _with(others: tuple[ScheduleRecord, ...]) -> dict[str, Uses]:
+    return {**TECHNIQUES, **{one.name: _schedule(one.name) for one in others}}

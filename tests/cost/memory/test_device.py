@@ -10,11 +10,13 @@ import pytest
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job
 from shardwise.cost.memory.activations import head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank, peak_memory
-from shardwise.cost.memory.in_flight import SOURCES, chunks_in_flight
+from shardwise.cost.memory.in_flight import chunks_in_flight
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules, schedule_record
+
+SCHEDULES = job_schedules()
 
 
 def pipeline(schedule: str, microbatches: int = 32, **strategy: Any) -> Job:
@@ -64,7 +66,7 @@ def test_1f1b_holds_one_microbatch_less_on_every_later_rank() -> None:
 def test_no_more_are_in_flight_than_there_are(schedule: str) -> None:
     assert in_flight(pipeline(schedule, microbatches=4)) <= 4
     assert in_flight(job(LLAMA, dp=1, schedule="1f1b", training={"global_batch": 8})) == 1
-    assert schedule in SOURCES
+    assert schedule_record(schedule).source
 
 
 def test_first_rank_of_1f1b_keeps_all_layers_once() -> None:

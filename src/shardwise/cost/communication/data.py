@@ -24,6 +24,7 @@ from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, ex
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
+from shardwise.spec.schedules import schedule_record
 from shardwise.spec.strategy import Strategy
 
 
@@ -215,8 +216,8 @@ def _meeting(unit: SentParameters, part: Any, synchronise: Synchronise) -> DataL
 
 
 def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
-    """Share of a pass in which gradients are complete: the last microbatch; of every chunk, when interleaved."""
-    return minimum(1.0, (pp if schedule == "interleaved" else 1) / microbatches)
+    """Share of a pass in which gradients are complete: the last microbatch; of every chunk, in rounds."""
+    return minimum(1.0, schedule_record(schedule).rounds(pp) / microbatches)
 
 
 def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ranks: SharedRanks) -> list[Traffic]:

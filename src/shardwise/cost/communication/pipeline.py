@@ -19,6 +19,7 @@ from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.pipeline import chunks_per_rank
 from shardwise.pipeline.message_pace import messages_per_link
 from shardwise.spec.job import Job
+from shardwise.spec.schedules import schedule_record
 
 _SHORT = 2.0**-20  # of a pass: exact in the sums of a schedule
 
@@ -85,7 +86,7 @@ def tied_bytes(job: Job, shards: float) -> float:
 def tied_traffic(job: Job, contents: RankContents, size: float) -> list[Traffic]:
     """The sum over both ends, of ``size`` bytes."""
     over = boundary(job)
-    apart = contents.has_embedding != contents.has_head and job.strategy.schedule != "dualpipe"
+    apart = contents.has_embedding != contents.has_head and not job.strategy.schedule_record.two_copies
     if over is None or not (apart and embedding_on_both_ends(job)):
         return []
     # An all-reduce of two ranks is one exchange of the whole buffer.
@@ -125,5 +126,5 @@ def waiting_for_links(job: Job, traffics: list[Traffic], silent_seconds: float) 
 
 def bubble_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float:
     """Idle time of a pipeline as a share of its busy time, for equal stages, F = I = W, no communication."""
-    chunks = chunks if schedule == "interleaved" else chunks_per_rank(schedule)
+    chunks = chunks_per_rank(schedule, chunks if schedule_record(schedule).chooses_chunks else None)
     return float(idle_seconds(schedule, stages, microbatches, chunks)) / (3 * chunks * microbatches)

@@ -138,7 +138,7 @@ def _gradients_absent(job: Job, contents: RankContents, gradients: float, moment
     strategy = job.strategy
     in_turn = bool(reduces_in_turn(strategy.pp, strategy.schedule, job.microbatches))
     absent = gradients_absent(gradients, strategy.zero, strategy, in_turn)
-    after_a_loss = moment == "layer" or (job.microbatches > 1 and strategy.schedule != "gpipe")
+    after_a_loss = moment == "layer" or (job.microbatches > 1 and not strategy.schedule_record.forwards_first)
     there = head_share(contents, tied=job.model.tied_embeddings) if after_a_loss else 0.0
     return Absent(absent.whole, absent.growing * (1 - there))
 
@@ -157,7 +157,7 @@ def _head_bytes(job: Job, contents: RankContents) -> float:
     if not contents.has_head:
         return 0.0
     in_flight = _microbatches_in_flight(job, contents)
-    return head_activation_bytes(job) * (1 if job.strategy.schedule != "gpipe" else in_flight)
+    return head_activation_bytes(job) * (in_flight if job.strategy.schedule_record.forwards_first else 1)
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:

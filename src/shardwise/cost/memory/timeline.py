@@ -166,7 +166,7 @@ class _PartsAtMoments(_Parts):
         super().__init__(job, rank, stages)
         self.moments = memory_at_moments(job, self.contents)
         self.in_layer = self.moments["layer"]
-        self.all_heads = job.strategy.schedule == "gpipe"
+        self.all_heads = job.strategy.schedule_record.forwards_first
         self.whole_gradient, self.whole_parameters = _gathered(job, self.contents, "layer")
         least = min(one.gradients for one in self.moments.values())
         self.whole = replace(self.in_layer, gradients=least, communication=0.0)
@@ -203,7 +203,7 @@ def _kept_per_microbatch(job: Job, contents: RankContents) -> tuple[float, float
     if contents.has_head:
         head = head_activation_bytes(job) * stays
     in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
-    losses = in_flight if job.strategy.schedule == "gpipe" else 1
+    losses = in_flight if job.strategy.schedule_record.forwards_first else 1
     return (kept - losses * head) / in_flight, head
 
 

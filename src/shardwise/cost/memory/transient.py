@@ -16,9 +16,9 @@ from shardwise.cost.operators import layer_operators
 from shardwise.cost.stage_time import layer_shape
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
+from shardwise.spec.schedules import schedule_record
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.techniques import SPLIT_BACKWARD
 from shardwise.spec.training import Recipe
 
 # Either all parts of a rank's memory are added up, or they are at each of two moments.
@@ -278,7 +278,7 @@ def gradients_absent(gradients: Any, zero: Any, strategy: Strategy, in_turn: boo
 
 def reduces_in_turn(pp: int, schedule: str, microbatches: Any) -> Any:
     """A schedule that makes weight gradients later reduces them later, all at once."""
-    return (microbatches == 1) & (pp == 1 or schedule not in SPLIT_BACKWARD)
+    return (microbatches == 1) & (pp == 1 or not schedule_record(schedule).splits_backward)
 
 
 def head_share(contents: RankContents, *, tied: bool) -> Any:

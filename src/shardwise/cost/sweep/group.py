@@ -123,7 +123,7 @@ class Group:
             sequence_parallel=row.layer.sequence_parallel,
             context_method=row.layer.context_method,  # type: ignore[arg-type]
             microbatch=row.layer.microbatch,
-            schedule=row.schedule.schedule,  # type: ignore[arg-type]
+            schedule=row.schedule.schedule,
             interleave=row.schedule.interleave,
             stage_layers=row.schedule.stage_layers,  # type: ignore[arg-type]
             recompute=row.recompute.recompute,  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.sweep.group import Group, ScheduleChoice
-from shardwise.pipeline import chunks_per_rank, peak_chunks_in_flight
+from shardwise.pipeline import peak_chunks_in_flight
+from shardwise.spec.schedules import schedule_record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,9 +38,7 @@ def microbatches_in_flight(group: Group, microbatches: Array) -> Array:
 
 
 def _chunks(choice: ScheduleChoice, pp: int) -> int:
-    if choice.schedule == "interleaved":
-        return choice.interleave
-    return chunks_per_rank(choice.schedule) if pp > 1 else 1
+    return schedule_record(choice.schedule).chunks_per_rank(pp, choice.interleave)
 
 
 @lru_cache(maxsize=65536)
@@ -48,7 +47,7 @@ def _peaks(
 ) -> tuple[int, ...]:
     """Chunks in flight on the fullest rank of each kind."""
     if pp == 1:
-        return (chunks * (microbatches if schedule == "gpipe" else 1),)
+        return (chunks * (microbatches if schedule_record(schedule).forwards_first else 1),)
     return tuple(
         max(peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank) for rank in ranks) for ranks in members
     )

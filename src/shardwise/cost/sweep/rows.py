@@ -23,6 +23,7 @@ from shardwise.cost.sweep.probes import (
 )
 from shardwise.cost.sweep.row_table import PER_ROW, RankRows, RowTable
 from shardwise.layout.stages import RankContents
+from shardwise.spec.schedules import schedule_record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -198,7 +199,7 @@ class _RowBuilder:
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
         layers = saved_figures - head
         in_flight = microbatches_in_flight(self.group, self.microbatches)
-        all_heads = np.array([one.schedule == "gpipe" for one in self.group.schedules])[:, None]
+        all_heads = np.array([schedule_record(one.schedule).forwards_first for one in self.group.schedules])[:, None]
         heads = head * np.where(all_heads, in_flight, 1.0)
         saved = layers * in_flight + heads
         once = [self._once_seconds(contents) for contents in self.group.ranks]

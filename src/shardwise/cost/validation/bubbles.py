@@ -10,7 +10,7 @@ from shardwise.cost.validation import words
 from shardwise.cost.validation.table import Row, read_table
 from shardwise.pipeline import build, equal_stages, simulate
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules, schedule_record
 
 COLUMNS = ("model", "stages", "microbatches", "schedule", "bubble_rate", "t_forward_ms", "t_input_grad_ms",
            "t_weight_grad_ms", "t_comm_ms")  # fmt: skip
@@ -75,7 +75,7 @@ def _scored(row: Row) -> ScoredBubble:
     name = words.schedule(row.text("schedule"))
     if name is None:
         problem = f"{shown(row.text('schedule'))} is unknown"
-        raise SpecError("schedule", problem, "known are " + ", ".join(SCHEDULES))
+        raise SpecError("schedule", problem, "known are " + ", ".join(job_schedules()))
     ranks, microbatches, rate = row.whole("stages"), row.whole("microbatches"), row.needed("bubble_rate")
     if ranks * microbatches > _MOST_ACTIONS:
         raise SpecError("microbatches", f"{ranks} stages × {microbatches} are too many to simulate", "use fewer")
@@ -83,9 +83,7 @@ def _scored(row: Row) -> ScoredBubble:
         raise SpecError("bubble_rate", f"{rate:g} is above 1", "write the idle share of the step")
     size = re.search(r"\d+(\.\d+)?", row.text("model"))
     model = _MODELS.get(size[0]) if size else None
-    chunks = (model.chunks(ranks) if model else 2) if name == "interleaved" else 1
-    if name in ("zbv", "v-half", "v-min", "dualpipev"):
-        chunks = 2
+    chunks = schedule_record(name).chunks_per_rank(ranks, model.chunks(ranks) if model else 2)
     profile = [row.needed(f"t_{part}_ms") / chunks for part in ("forward", "input_grad", "weight_grad")]
     comm, times = row.needed("t_comm_ms"), equal_stages(ranks * chunks, *profile)
     released = model.released_by_input_grad if model else 0.0

@@ -16,6 +16,7 @@ from shardwise.cost.validation import words
 from shardwise.cost.validation.runs import Run, run_from_row
 from shardwise.spec.errors import SpecError
 from shardwise.spec.rules import divisors
+from shardwise.spec.schedules import schedule_record
 
 Cells = dict[str, str]
 _MOST_COMBINATIONS = 300
@@ -65,7 +66,7 @@ def _chunks(run: Run) -> list[Cells]:
         return []
     slots = next((count // pp for count in (layers, layers + 2) if count % pp == 0), 1)
     printed = None if "schedule" in run.row.assumed else words.schedule(run.row.text("schedule"))
-    if printed == "interleaved":
+    if printed and schedule_record(printed).chooses_chunks:
         return _each("vpp", *(count for count in divisors(slots) if count > 1))
     return _each("vpp", *divisors(slots)) if printed is None else []
 

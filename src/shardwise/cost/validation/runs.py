@@ -15,6 +15,7 @@ from shardwise.cost.validation.table import Row, read_table
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.schedules import PLAIN, schedule_record
 from shardwise.spec.stack import Stack, stack_from
 
 # Columns that change a prediction wherever their cells say something: a table without one would be misread.
@@ -183,14 +184,14 @@ def _microbatch(row: Row, source: Source) -> int:
 
 def _pipeline(row: Row, source: Source, pp: int) -> dict[str, Any]:
     """Schedule, chunks per rank and layers per stage of a pipeline."""
-    layers, schedule = row.whole("layers"), words.schedule(row.text("schedule")) or "1f1b"
+    layers, schedule = row.whole("layers"), words.schedule(row.text("schedule")) or PLAIN
     chunks = row.whole("vpp", max(1, layers // pp) if source.layer_per_chunk else 1)
     if chunks > 1:
         schedule = "interleaved"
-    elif schedule == "interleaved":
-        schedule = "1f1b"
+    elif schedule_record(schedule).chooses_chunks:
+        schedule = PLAIN
     fields: dict[str, Any] = {"schedule": schedule, "interleave": chunks}
-    stages = pp * (chunks if chunks > 1 else 2 if schedule in ("zbv", "v-half", "v-min", "dualpipev") else 1)
+    stages = pp * schedule_record(schedule).chunks_per_rank(pp, chunks)
     if source.stages_by_cost:
         from shardwise.interop.frameworks.nanotron import layers_by_cost
 

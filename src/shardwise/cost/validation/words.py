@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import job_schedules
 
 
 def precision(text: str, fp32_gradients: bool) -> str:
@@ -72,7 +72,7 @@ def schedule(text: str) -> str | None:
     if "interleav" in words or words.endswith(("-i", "vpp")):
         return "interleaved"
     squeezed = re.sub(r"[^a-z0-9]", "", words)
-    return {re.sub(r"[^a-z0-9]", "", name): name for name in SCHEDULES}.get(squeezed)
+    return {re.sub(r"[^a-z0-9]", "", name): name for name in job_schedules()}.get(squeezed)
 
 
 def zero(text: str) -> int | None:

@@ -7,6 +7,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _Com
 from shardwise.pipeline import Action, ActionKind, PipelineSchedule, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.schedules import schedule_record
 
 RuntimeActions = dict[int, list[_Action]]
 
@@ -26,12 +27,15 @@ def schedule_of(job: Job) -> PipelineSchedule:
 
 
 def require_runnable(schedule: str) -> None:
-    if schedule == "dualpipe":
+    record = schedule_record(schedule)
+    if record.two_copies:
         raise SpecError(
             "strategy.schedule",
-            "dualpipe keeps two copies of every stage, which this engine does not keep in sync",
-            "use dualpipev, about the same bubble with one copy",
+            f"{schedule} keeps two copies of every stage, which this engine does not keep in sync",
+            f"use {record.instead}, about the same bubble with one copy",
         )
+    if not record.runs:
+        raise SpecError("strategy.schedule", f"this engine does not run {schedule}", f"use {record.instead}")
 
 
 def runtime_actions(schedule: PipelineSchedule) -> RuntimeActions:

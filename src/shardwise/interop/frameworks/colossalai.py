@@ -16,6 +16,7 @@ from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
+from shardwise.spec.schedules import PLAIN, schedule_record
 
 _IN = "arguments."
 _CHECKPOINT = _IN + "gradient_checkpoint_config."
@@ -120,9 +121,10 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
     overlapped = reading.flag(_IN + "overlap_p2p", True)
     if fields["strategy.pp"] == 1:
         return
-    if fields.get("strategy.schedule") == "interleaved":
+    schedule = fields.get("strategy.schedule", PLAIN)
+    if schedule_record(schedule).chooses_chunks:
         fields["strategy.interleave"] = chunks
-    if fields.get("strategy.schedule", "1f1b") == "1f1b":
+    if schedule == PLAIN:
         overlapped = False  # the plain schedule waits for its transfers
     fields["strategy.overlap.pp"] = overlapped
     if counts is not None:
@@ -152,8 +154,8 @@ def _notes(job: Job) -> list[str]:
     notes = [f"pass `arguments` to the plugin; the data loader takes batches of {local}"]
     if job.strategy.recompute == "full":
         notes.append("call model.gradient_checkpointing_enable() and pass PipelineGradientCheckpointConfig")
-    if job.strategy.schedule == "zbv" and job.strategy.pp > 1:
-        notes.append("zbv also needs scheduler_nodes, computed by its v_schedule")
+    if job.strategy.schedule_record.ends_meet and job.strategy.pp > 1:
+        notes.append(f"{job.strategy.schedule} also needs scheduler_nodes, computed by its v_schedule")
     return notes
 
 

@@ -66,18 +66,21 @@ def _sharding(job: Job) -> Settings:
     return settings
 
 
+_SCHEDULES = ("1f1b", "interleaved")  # that it runs
+
+
 def _pipeline(job: Job) -> Settings:
     strategy, settings = job.strategy, Settings()
-    if strategy.pp == 1 or strategy.schedule not in ("1f1b", "interleaved"):
+    if strategy.pp == 1 or strategy.schedule not in _SCHEDULES:
         return settings
     if isinstance(strategy.stage_layers, tuple) or job.model.layers % (strategy.pp * strategy.chunks_per_rank):
         from shardwise.spec.rules import stage_layer_counts
 
         counts = stage_layer_counts(job.model, strategy)
         settings["--pipeline-model-parallel-layout"] = layout_text(counts, job.model.mtp_layers)
-    elif strategy.schedule == "interleaved":
+    elif strategy.schedule_record.chooses_chunks:
         settings["--num-virtual-stages-per-pipeline-rank"] = strategy.interleave
-    if strategy.schedule == "interleaved" and not strategy.overlap.pp:
+    if strategy.schedule_record.chooses_chunks and not strategy.overlap.pp:
         settings["--no-overlap-p2p-communication"] = True
     return settings
 
@@ -177,7 +180,8 @@ MEGATRON = Target(
         ("strategy.offload.activations", lambda job: job.strategy.offload.activations > 0
          and job.strategy.recompute != "none", "CPU offloading is refused with recomputation"),
         ("strategy.overlap.ep", lambda job: job.strategy.overlap.ep and job.strategy.ep > 1
-         and (job.strategy.recompute == "full" or (job.strategy.pp > 1 and job.strategy.schedule != "interleaved")),
+         and (job.strategy.recompute == "full"
+              or (job.strategy.pp > 1 and not job.strategy.schedule_record.chooses_chunks)),
          "--overlap-moe-expert-parallel-comm is refused with full recomputation, and with a pipeline of one chunk"),
     ),
 )

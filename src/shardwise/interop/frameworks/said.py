@@ -36,7 +36,7 @@ def said_by(job: Job) -> dict[str, Any]:
         "keep_parameters": zero == 3,
         "accumulate": zero >= 2,
         "schedule": many["pp"],
-        "interleave": many["pp"] and strategy.schedule == "interleaved",
+        "interleave": many["pp"] and strategy.schedule_record.chooses_chunks,
         "stage_layers": many["pp"],
         "recompute_operators": recompute == "selective",
         "recompute_layers": recompute != "none",

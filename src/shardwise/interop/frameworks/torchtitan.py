@@ -14,7 +14,7 @@ from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
-from shardwise.spec.techniques import SPLIT_BACKWARD
+from shardwise.spec.schedules import PLAIN, schedule_record
 
 _PARALLEL = "parallelism."
 # Our presets by the model name and flavor of TorchTitan 0.2.2.
@@ -45,6 +45,7 @@ _SCHEDULES = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
+_HIDE_EXCHANGE = ("dualpipev",)
 _CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}
 # Its per-operator policy keeps attention and every second product (distributed/activation_checkpoint.py).
 _SELECTIVE = ("alternate-products",)
@@ -121,7 +122,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     else:
         reading.value(_PARALLEL + "expert_tensor_parallel_degree")
     overlapped = reading.flag(_PARALLEL + "pipeline_parallel_expert_parallel_overlap", True)
-    fields["strategy.overlap.ep"] = overlapped and fields.get("strategy.schedule") == "dualpipev"
+    fields["strategy.overlap.ep"] = overlapped and fields.get("strategy.schedule") in _HIDE_EXCHANGE
 
 
 def _read_data(reading: Reading, fields: dict[str, Any]) -> None:
@@ -173,8 +174,8 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _read_stages(reading: Reading, fields: dict[str, Any]) -> None:
-    stages, schedule = fields["strategy.pp"], fields.get("strategy.schedule", "1f1b")
-    chunks = 1 if schedule in ("1f1b", "gpipe") else 2
+    stages, schedule = fields["strategy.pp"], schedule_record(fields.get("strategy.schedule", PLAIN))
+    chunks = schedule.chunks or 2
     per_stage = reading.count(_PARALLEL + "pipeline_parallel_layers_per_stage")
     less = [reading.whole(_PARALLEL + f"pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")]
     parts = reading.value(_PARALLEL + "module_fqns_per_model_part")
@@ -190,7 +191,7 @@ def _read_stages(reading: Reading, fields: dict[str, Any]) -> None:
     if parts is None and sum(less):
         reading.notes.append("first and last stage hold fewer layers: taken as stage_layers balanced")
         fields["strategy.stage_layers"] = "balanced"
-    if schedule == "interleaved":
+    if schedule.chooses_chunks:
         fields["strategy.interleave"] = chunks
 
 
@@ -261,7 +262,7 @@ TORCHTITAN = Target(
         Option("strategy.dispatch", _PARALLEL + "expert_parallel_comm_backend",
                {"standard": "all-to-all", "deepep": "deduplicated"}, when=lambda job: job.strategy.ep > 1),
         Option("strategy.overlap.ep", _PARALLEL + "pipeline_parallel_expert_parallel_overlap",
-               when=lambda job: job.strategy.ep > 1 and job.strategy.schedule == "dualpipev"),
+               when=lambda job: job.strategy.ep > 1 and job.strategy.schedule in _HIDE_EXCHANGE),
         Option("strategy.recompute", "activation_checkpoint.mode",
                {"none": "none", "selective": "selective", "full": "full"}, absent="selective"),
     ),
@@ -302,7 +303,7 @@ TORCHTITAN = Target(
         ("strategy.expert_tp", _tensor_mix, "experts are split by tp or not at all"),
         ("strategy.keep_parameters", lambda job: job.strategy.zero == 3 and not job.strategy.keep_parameters
          and job.strategy.sharding_group > 1
-         and job.strategy.pp > 1 and job.strategy.schedule in SPLIT_BACKWARD,
+         and job.strategy.pp > 1 and job.strategy.schedule_record.splits_backward,
          "FSDP2 lets weights go before a split backward pass reads them: wrong gradients (pytorch#144530)"),
     ),
 )

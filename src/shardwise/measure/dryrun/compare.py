@@ -73,9 +73,9 @@ def _kind_as_sent(one: Traffic) -> CollectiveKind:
 
 
 def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
-    """Of two interleaved ranks each is before and behind the other: 2v−1 boundaries instead of the v of one side."""
+    """Of two ranks in a loop each is before and behind the other: 2v−1 boundaries instead of the v of one side."""
     strategy, chunks = job.strategy, job.strategy.chunks_per_rank
-    folded = strategy.schedule == "interleaved" and strategy.pp == 2
+    folded = strategy.schedule_record.placement == "loop" and strategy.pp == 2
     messages = (dimension, kind) == ("pp", str(CollectiveKind.SEND_RECV))
     return (2 * chunks - 1) / chunks if folded and messages else 1.0
 

@@ -92,7 +92,7 @@ def _to_trace(job: Job, pipeline_rank: int, whole: Shape) -> Extension:
     if strategy.pp == 1:
         return extension(whole, LAYERS, MICROBATCHES)
     few = 2 * strategy.pp  # divides into what interleaving takes at a time
-    in_flight = _most_of_one_stage(job, pipeline_rank) if strategy.schedule != "gpipe" else 0
+    in_flight = _most_of_one_stage(job, pipeline_rank) if not strategy.schedule_record.forwards_first else 0
     while few // 2 <= in_flight:
         few += strategy.pp
     return extension(whole, LAYERS, (few, few + strategy.pp))

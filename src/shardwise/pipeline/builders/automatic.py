@@ -8,23 +8,59 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from shardwise.pipeline.builders.fill import fill_weight_gradients
 from shardwise.pipeline.builders.one_f_one_b import one_forward_one_backward
+from shardwise.pipeline.builders.zero_bubble import deferred_bubble, h1_bubble, h1_pace
+from shardwise.pipeline.forms import ClosedForms, EqualStages
 from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, loop_placement
 from shardwise.pipeline.simulator import simulate
 from shardwise.pipeline.times import StageTimes, equal_stages
 from shardwise.spec.errors import SpecError, shown
 
 
-def automatic(
+def zb_1p(
+    ranks: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    return _shortest("zb-1p", ranks, microbatches, ranks, times, comm_seconds, released_by_input_grad)
+
+
+def zb_2p(
+    ranks: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    return _shortest("zb-2p", ranks, microbatches, 2 * ranks, times, comm_seconds, released_by_input_grad)
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    memory_limit: float | None = None,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    if memory_limit is None:
+        raise SpecError("memory_limit", "zb-auto needs one", f"give a number of microbatches, such as {ranks}")
+    return _shortest("zb-auto", ranks, microbatches, memory_limit, times, comm_seconds, released_by_input_grad)
+
+
+def _shortest(
     name: str,
     ranks: int,
     microbatches: int,
     memory_limit: float,
-    times: StageTimes | None = None,
-    comm_seconds: float = 0.0,
-    released_by_input_grad: float = 0.0,
+    times: StageTimes | None,
+    comm_seconds: float,
+    released_by_input_grad: float,
 ) -> PipelineSchedule:
     """The order with the shortest longest rank among those tried; ``memory_limit`` in microbatch activations.
 
@@ -72,3 +108,12 @@ def _fitting(times: StageTimes, rank: int, comm_seconds: float) -> float:
     away = sum(times.forward[rank:]) + sum(times.input_grad[rank + 1 :]) + 2 * hops * comm_seconds
     pace = max(times.forward[: rank + 1])
     return away / pace if pace else float(times.stages)
+
+
+def _2p_bubble(case: EqualStages) -> Any:
+    """As zb-h2, with room for as many waiting weight gradients as 2p activations give."""
+    return deferred_bubble(case, (2 * case.p - 1) / max(1 - case.released, 1e-9))
+
+
+ONE_P_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), pace=h1_pace)
+TWO_P_FORMS = ClosedForms(bubble=_2p_bubble, in_flight=lambda p, m, v, r: min(m, 2 * p))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
+from shardwise.pipeline.forms import ClosedForms, EqualStages
 from shardwise.pipeline.schedule import (
     Action,
     ActionKind,
@@ -116,3 +118,35 @@ class _Rank:
         stage, start = self.phases[phase]
         self.made.append(Action(kind, stage, start + counts[phase]))
         counts[phase] += 1
+
+
+def _bubble(case: EqualStages) -> Any:
+    """The README's (p/2-1)(F&B + B - 3W) has F&B as one block; apart, the next rank need not wait for both."""
+    p = case.p
+    return (p > 1) * ((p / 2 - 1) * (case.F + case.I - case.W) + (5 * p / 2 - 3) * case.c)
+
+
+def _v_bubble(case: EqualStages) -> Any:
+    return (case.p - 1) * (case.F + case.I - case.W + 4 * case.c)
+
+
+def _in_flight(p: int, m: int, v: int, r: int) -> int:
+    if p == 1:
+        return 1
+    # Microbatches that enter at this rank's end, and how far from that end it is.
+    entering = (m + 1) // 2 if r < p // 2 else m // 2
+    return min(m, entering + min(r, p - 1 - r) + 1, p + 1)
+
+
+def _v_is_exact(case: EqualStages) -> bool:
+    return case.is_even and bool(case.m >= 2 * case.p)
+
+
+# Exact for F = I = W and c = 0, else read off the simulator, as are those of `v_shape`.
+FORMS = ClosedForms(
+    bubble=_bubble, in_flight=_in_flight, is_exact=lambda case: _v_is_exact(case) and bool(case.m % 2 == 0)
+)
+# DualPipe on 2p ranks, folded: 2p + 1.
+V_FORMS = ClosedForms(
+    bubble=_v_bubble, in_flight=lambda p, m, v, r: min(2 * m, m + r + 1, 2 * p + 1), is_exact=_v_is_exact
+)

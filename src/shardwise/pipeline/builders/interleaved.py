@@ -5,6 +5,11 @@ Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the order is Megatron-LM's
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardwise.collectives.arrays import maximum
+from shardwise.pipeline.forms import ClosedForms, EqualStages
+from shardwise.pipeline.message_pace import in_round_trips, messages_per_link
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, loop_placement, one_copy
 from shardwise.spec.errors import SpecError
 
@@ -46,3 +51,30 @@ def _nth(kind: ActionKind, rank: int, ranks: int, chunks: int, index: int) -> Ac
     if kind is not ActionKind.F:
         chunk = chunks - 1 - chunk
     return Action(kind, chunk * ranks + rank, group * ranks + microbatch)
+
+
+def _bubble(case: EqualStages) -> Any:
+    """(p-1)(F+B)/v of a whole rank: Narayanan et al. 2021, section 2.2.2; every boundary once each way."""
+    p, v = case.p, case.v
+    return (p - 1) * (case.F + case.I + case.W) + 2 * (p * v - 1) * (p > 1) * case.c
+
+
+def _pace(case: EqualStages) -> Any:
+    """Whole backwards; the last rank sends to the first between two chunks.
+
+    p microbatches make each round trip together, one message apart.
+    """
+    p, m, v, c = case.p, case.m, case.v, case.c
+    there_and_back = case.F + (case.I + case.W)
+    first_round_trip = p * v * there_and_back + 2 * (p * v - 1) * c
+    by_links = ((m - p) * messages_per_link("interleaved", p, v) + p - 1) * c
+    held = v * (v + 1) * p / 2 * there_and_back + (v * (v + 1) * p - 2 * v) * c
+    return first_round_trip + maximum(by_links, in_round_trips(case, (v + 1) * p - 1, held))
+
+
+FORMS = ClosedForms(
+    bubble=_bubble,
+    in_flight=lambda p, m, v, r: min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
+    is_exact=lambda case: bool(case.c <= min(case.F, case.I, case.W)),
+    pace=_pace,
+)

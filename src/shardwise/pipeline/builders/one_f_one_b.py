@@ -5,6 +5,10 @@ Narayanan et al. 2021, arXiv 2006.09503 and 2104.04473 section 2.2.
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardwise.pipeline.forms import ClosedForms, EqualStages
+from shardwise.pipeline.message_pace import one_f_one_b_wait
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, loop_placement, one_copy
 
 
@@ -24,3 +28,14 @@ def one_forward_one_backward(
         if j + ahead < microbatches:
             order.append(Action(ActionKind.F, stage, j + ahead))
     return order
+
+
+def _bubble(case: EqualStages) -> Any:
+    """GPipe's; besides, p in flight make every later microbatch pay (p-1)/p of a round trip of messages."""
+    passes = case.F + case.I + case.W
+    return (case.p - 1) * passes + one_f_one_b_wait(case.p, case.m, passes, case.c)
+
+
+FORMS = ClosedForms(
+    bubble=_bubble, in_flight=lambda p, m, v, r: min(m, p - r), is_exact=lambda case: True, any_messages=True
+)

@@ -7,10 +7,15 @@ ZB-V: Qi et al. 2023, arXiv 2401.10241, appendix. V-Half, V-Min: Qi et al. 2024,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
+from shardwise.collectives.arrays import maximum, minimum
 from shardwise.pipeline.builders.fill import fill_weight_gradients
+from shardwise.pipeline.forms import ClosedForms, EqualStages
+from shardwise.pipeline.message_pace import in_round_trips, paced_by_messages
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, v_placement
 from shardwise.pipeline.times import StageTimes, equal_stages
+from shardwise.spec.schedules import schedule_record
 
 F, I = ActionKind.F, ActionKind.I  # noqa: E741
 Order = Callable[[int, int, int], list[Action]]  # of (ranks, rank, microbatches)
@@ -86,3 +91,73 @@ def _repeated(ranks: int, rank: int, microbatches: int, starts: tuple[int, int, 
     block = list(zip(starts, ((F, down), (F, back), (I, back), (I, down))))
     timed = [(start + 6 * j, Action(*what, j)) for j in range(microbatches) for start, what in block]
     return [action for _, action in sorted(timed)]
+
+
+# Bubbles: exact for F = I = W and c = 0, else read off the simulator; W <= F, W <= I and short messages are taken for
+# granted.
+
+
+def _zbv_bubble(case: EqualStages) -> Any:
+    """0 for F = I = W (Qi et al. 2023); with fewer microbatches than 2p-1 the pipeline never fills."""
+    p, m, F, I, W = case.p, case.m, case.F, case.I, case.W  # noqa: E741
+    unfilled = maximum(0, maximum(2 * p - 1 - m, 4 * (p - m) - 1)) * (p > 1)
+    uneven = maximum(maximum(F, I), W) - minimum(minimum(F, I), W)
+    return unfilled * (F + I + W) / 3 + (p - 1) * (2 * uneven + 6 * case.c)
+
+
+def _half_bubble(case: EqualStages) -> Any:
+    """Half of 1F1B's 6(p-1) units (Qi et al. 2024), one unit less for odd p."""
+    p, F, I = case.p, case.F, case.I  # noqa: E741
+    filling = (3 * (p - 1) - p % 2) * maximum(F, I) + (p + 1) * (minimum(F, I) - case.W)
+    return (p > 1) * (filling + (2 * case.m + 5 * p - 8) * case.c)
+
+
+def _min_bubble(case: EqualStages) -> Any:
+    """Two thirds of 1F1B's (Qi et al. 2024): 4(p-1) units, one less, or one more where 3 divides p.
+
+    Its steady state is six times the longest pass.
+    """
+    p, m = case.p, case.m
+    longest = maximum(maximum(case.F, case.I), case.W)
+    filling = (4 * (p - 1) + 2 * (p % 3 == 0) - 1) * longest
+    steady = m * (6 * longest - 2 * (case.F + case.I + case.W))
+    return (p > 1) * (filling + steady + (6 * (p - 1) / p * m + 3 * (p - 2)) * case.c)
+
+
+def _half_pace(case: EqualStages) -> Any:
+    """Of the p + 2 that it holds p are in flight: read off the simulator."""
+    held = 2 * case.p * (case.F + case.I) + 4 * (case.p - 1) * case.c
+    return paced_by_messages(case, schedule_record("v-half"), in_round_trips(case, case.p, held))
+
+
+# Chunks in flight: the limit; or, where it is not reached, all m of the way down and ``ahead`` of the way back. Read
+# off the built schedules, and equal to them for every p up to 44 (`tests/pipeline/test_closed_forms.py`).
+
+
+def _half_in_flight(p: int, m: int, v: int, r: int) -> int:
+    ahead = (r + 1) // 2 + 1 if p % 2 else r // 2 + 2 - (r == 0)
+    return min(2 * m, m + ahead, 2 * ((p + 2) // 2))
+
+
+def _min_in_flight(p: int, m: int, v: int, r: int) -> int:
+    # Where p = 2 mod 3 the limit is not tight on every third rank.
+    slack = 0 if p % 3 != 2 or r % 3 else 2 - (r == 0)
+    if p % 3 == 0:
+        ahead = (r + 2) // 3 + 1 - (r == 1)
+    else:
+        ahead = (r + 1) // 3 + 1 + (p % 3 == 2 and r % 3 == 1 and r + 3 * m >= 2 * p + 3)
+    return min(2 * m, m + ahead, 2 * ((p + 4) // 3) - slack)
+
+
+ZBV_FORMS = ClosedForms(
+    bubble=_zbv_bubble, in_flight=lambda p, m, v, r: min(2 * m, 2 * p), is_exact=lambda case: case.is_even
+)
+HALF_FORMS = ClosedForms(
+    bubble=_half_bubble,
+    in_flight=_half_in_flight,
+    is_exact=lambda case: case.is_even and bool(case.m > case.p // 2),
+    pace=_half_pace,
+)
+MIN_FORMS = ClosedForms(
+    bubble=_min_bubble, in_flight=_min_in_flight, is_exact=lambda case: case.is_even and bool(case.m > 1)
+)

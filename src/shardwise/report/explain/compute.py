@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shardwise.cost.communication.pipeline import bubble_share
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
-from shardwise.cost.memory.in_flight import SOURCES
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, Grid
 from shardwise.report.explain.quantity import flop_rate, flops, number, seconds, share
@@ -12,7 +11,7 @@ from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
-from shardwise.spec.strategy import SCHEDULES
+from shardwise.spec.schedules import schedule_records
 from shardwise.spec.units import counted, readable_count
 
 
@@ -65,9 +64,10 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
 def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
     """Pipeline bubble of every schedule at F = B = W."""
     rows = []
-    for schedule in SCHEDULES:
-        idle = bubble_share(schedule, stages, microbatches, chunks)
-        rows.append((schedule, bar(idle, 16), SOURCES[schedule], share(idle), share(idle / (1 + idle))))
+    for one in schedule_records():
+        if one.in_jobs:
+            idle = bubble_share(one.name, stages, microbatches, chunks)
+            rows.append((one.name, bar(idle, 16), one.source, share(idle), share(idle / (1 + idle))))
     return Explanation(
         title=f"Pipeline bubble of {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}",
         formula=(
