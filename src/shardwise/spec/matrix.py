@@ -12,13 +12,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
-from shardwise.spec.schedules import (
-    ScheduleRecord,
-    chosen_chunks_schedules,
-    hiding_schedule,
-    other_schedules,
-    own_schedules,
-)
+from shardwise.spec import schedules
+from shardwise.spec.schedules import ScheduleRecord
 from shardwise.spec.training import OPTIMIZERS
 
 # Best first. "needs": one option away from running; "priced only": our engine does not run it; "refused": it would
@@ -60,20 +55,18 @@ def _each(
     return tuple(Finding(pair, status, reason, remedy, option) for pair in product(first, second))
 
 
+# fmt: off
 def _of_schedules(records: tuple[ScheduleRecord, ...]) -> Iterator[Finding]:
     """What the facts of a schedule rule out."""
     for one in records:
         if one.two_copies:
             yield Finding(
-                (one.name,),
-                "priced only",
+                (one.name,), "priced only",
                 "every rank holds two copies of its stages, which must be kept in sync; this engine does not",
                 f"schedule: {one.instead}, about the same bubble with one copy",
             )
             yield Finding(
-                (one.name, "odd-pipeline"),
-                "refused",
-                f"{one.name} pairs its ranks",
+                (one.name, "odd-pipeline"), "refused", f"{one.name} pairs its ranks",
                 f"an even pp, or schedule: {one.instead}",
             )
         elif not one.runs:
@@ -82,23 +75,20 @@ def _of_schedules(records: tuple[ScheduleRecord, ...]) -> Iterator[Finding]:
             yield _one_at_a_time(one.name)
         if one.splits_backward:  # the compiler makes one function of a layer's backward pass
             yield Finding(
-                ("compile", one.name),
-                "needs",
+                ("compile", one.name), "needs",
                 "a compiled layer computes the gradients of its inputs and weights together",
-                f"compile: false, or schedule: {chosen_chunks_schedules()[0]}",
-                ("training.compile", False),
+                f"compile: false, or schedule: {schedules.chosen_chunks_schedules()[0]}", ("training.compile", False),
             )
 
 
 def _one_at_a_time(technique: str) -> Finding:
-    hides = hiding_schedule()
+    hides = schedules.hiding_schedule()
     return Finding(
-        ("ep-overlap", technique),
-        "needs",
+        ("ep-overlap", technique), "needs",
         f"the exchange overlaps only with another microbatch's computation, which {hides} runs beside it",
-        f"schedule: {hides}, or overlap.ep: false",
-        ("strategy.overlap.ep", False),
+        f"schedule: {hides}, or overlap.ep: false", ("strategy.overlap.ep", False),
     )
+# fmt: on
 
 
 MATRIX: tuple[Finding, ...] = (
@@ -109,7 +99,7 @@ MATRIX: tuple[Finding, ...] = (
         "the head of the last stage reads the embedding that the first stage gathered and freed",
         "keep_parameters: true, or zero: 2", ("strategy.keep_parameters", True),
     ),
-    *_of_schedules(own_schedules()),
+    *_of_schedules(schedules.own_schedules()),
     # The ring merges blocks that are causal or whole by the log-sum-exp that a fused kernel returns.
     Finding(
         ("cp-ring", "sliding-window"), "needs", "the blocks of the ring are causal or whole, a window cuts across them",
@@ -360,7 +350,7 @@ MATRIX: tuple[Finding, ...] = (
 
 def matrix() -> tuple[Finding, ...]:
     """`MATRIX`, and what it says of the schedules of other packages."""
-    return _with(other_schedules())
+    return _with(schedules.other_schedules())
 
 
 @lru_cache(maxsize=8)
