@@ -117,9 +117,10 @@ def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     parser.add_argument("--pp", default="8", help="stages")
     parser.add_argument("--microbatches", default="32")
     parser.add_argument("--interleave", default="2", help="chunks per rank")
+    parser.add_argument("--schedule", help="draw the timeline of this one")
     parsed = parser.parse(arguments)
     numbers = [whole(getattr(parsed, name), f"--{name}") for name in ("pp", "microbatches", "interleave")]
-    return explain_bubble(*numbers), parsed.json
+    return explain_bubble(*numbers, drawn=parsed.schedule), parsed.json
 
 
 def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:

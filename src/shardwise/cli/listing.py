@@ -15,7 +15,7 @@ from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.stack import Stack
 from shardwise.spec.units import readable_bytes, readable_count, readable_rate, readable_seconds
 
-WHAT = ("models", "devices", "links", "clusters", "stacks", "collectives")
+WHAT = ("models", "devices", "links", "clusters", "stacks", "schedules", "collectives")
 Rows = list[dict[str, Any]]
 _OPTIONAL = ("published", "vocab", "heads", "hidden", "closed form", "schedule")  # what a narrow console leaves out
 
@@ -38,6 +38,7 @@ def run(arguments: list[str]) -> int:
         "links": _links,
         "clusters": _clusters,
         "stacks": _stacks,
+        "schedules": _schedules,
         "collectives": _collectives,
     }[parsed.what]()
     if parsed.json:
@@ -161,6 +162,26 @@ def _stacks() -> Rows:
             }
         )
     return rows
+
+
+def _schedules() -> Rows:
+    from shardwise.spec.schedules import schedule_records
+
+    return [
+        {
+            "name": one.name,
+            "stages per rank": "strategy.interleave" if one.chunks is None else str(one.chunks),
+            "placement": one.placement,
+            "backward": "split" if one.splits_backward else "whole",
+            "microbatches": "multiples of pp" if one.in_rounds else "any",
+            "engine": "runs" if one.runs else "priced only",
+            "bubble": "closed form" if one.closed_forms else "simulated",
+            "hides expert exchange": "yes" if one.hides_exchange else "no",
+            "source": one.source,
+        }
+        for one in schedule_records()
+        if one.in_jobs
+    ]
 
 
 def _collectives() -> Rows:

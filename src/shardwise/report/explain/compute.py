@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from shardwise.cost.communication.pipeline import bubble_share
 from shardwise.cost.flops import CONVENTIONS, flops_per_token
+from shardwise.pipeline import build, draw_timeline, equal_stages, simulate
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, Grid
 from shardwise.report.explain.quantity import flop_rate, flops, number, seconds, share
+from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
-from shardwise.spec.schedules import schedule_records
+from shardwise.spec.schedules import schedule_record, schedule_records
 from shardwise.spec.units import counted, readable_count
+
+_MOST_DRAWN = 256  # passes of one kind
 
 
 def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Explanation:
@@ -61,8 +65,8 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
     )
 
 
-def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
-    """Pipeline bubble of every schedule at F = B = W."""
+def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | None = None) -> Explanation:
+    """Pipeline bubble of every schedule at F = B = W, and the timeline of one."""
     rows = []
     for one in schedule_records():
         if one.in_jobs:
@@ -90,11 +94,20 @@ def explain_bubble(stages: int, microbatches: int, chunks: int) -> Explanation:
             ),
         ),
         remarks=("Unequal stages and communication between stages need a simulation of the schedule's actions.",),
+        drawing=_timeline(drawn, stages, microbatches, chunks) if drawn else "",
         source=(
             "Narayanan et al. 2021 (arXiv 2104.04473), section 2.2",
             "Qi et al. 2023 (arXiv 2401.10241); Qi et al. 2024 (arXiv 2405.15362); DeepSeek DualPipe README",
         ),
     )
+
+
+def _timeline(name: str, stages: int, microbatches: int, chunks: int) -> str:
+    if stages * microbatches > _MOST_DRAWN:
+        problem = f"{stages} stages × {microbatches} microbatches are too many to draw"
+        raise SpecError("--schedule", problem, "use fewer, such as --pp 4 --microbatches 8")
+    schedule = build(name, stages, microbatches, chunks if schedule_record(name).chooses_chunks else None)
+    return draw_timeline(simulate(schedule, equal_stages(schedule.stages)))
 
 
 def explain_mfu(job: Job, step_seconds: float, model_flops: float, recomputed: float) -> Explanation:

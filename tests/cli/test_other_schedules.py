@@ -1,0 +1,138 @@
+"""Pipeline schedules of another package: listed, verified, priced, searched, drawn and run, without a change here.
+
+The package is "installed" as pip would leave it, a module and its entry points, in a folder on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODULE = '''
+"""1F1B with one more forward pass ahead, and interleaved 1F1B with three chunks per rank and no choice."""
+
+from dataclasses import replace
+
+from shardwise.pipeline.builders.interleaved import interleaved
+from shardwise.pipeline.builders.one_f_one_b import one_forward_one_backward
+from shardwise.pipeline.schedule import loop_placement, one_copy
+from shardwise.spec.schedules import ScheduleRecord
+
+
+def eager(ranks, microbatches):
+    ahead = [ranks - rank + (rank < ranks - 1) for rank in range(ranks)]
+    actions = [one_forward_one_backward(rank, microbatches, ahead[rank]) for rank in range(ranks)]
+    return one_copy("eager", microbatches, loop_placement(ranks), actions)
+
+
+def thrice(ranks, microbatches):
+    return replace(interleaved(ranks, microbatches, 3), name="thrice")
+
+
+SCHEDULES = (
+    ScheduleRecord(name="eager", builder=eager, source="a test: p - r + 1"),
+    ScheduleRecord(name="thrice", builder="others_schedules:thrice", source="a test", chunks=3, in_rounds=True),
+)
+'''
+MODEL = {"name": "small", "layers": 6, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 256, "max_seq": 64}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "others_schedules.py").write_text(MODULE)
+    (folder / "model.yaml").write_text(json.dumps(MODEL))
+    info = folder / "others_schedules-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others-schedules\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[shardwise.schedules]\nall = others_schedules:SCHEDULES\n")
+    return folder
+
+
+def shardwise(installed: Path, arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    command = [sys.executable, "-m", "shardwise", *arguments.split()]
+    return subprocess.run(command, env=environment, cwd=installed, capture_output=True, text=True, timeout=300)
+
+
+def answer(installed: Path, arguments: str) -> Any:
+    result = shardwise(installed, arguments + " --json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def job(schedule: str) -> str:
+    return f"--model model.yaml --cluster laptop:2 --pp 2 --global-batch 8 --seq 32 --schedule {schedule}"
+
+
+def test_they_are_listed(installed: Path) -> None:
+    rows = {row["name"]: row for row in answer(installed, "list schedules")}
+    assert rows["eager"]["bubble"] == "simulated" and rows["eager"]["engine"] == "runs"
+    assert (rows["thrice"]["stages per rank"], rows["thrice"]["microbatches"]) == ("3", "multiples of pp")
+    assert rows["1f1b"]["bubble"] == "closed form"
+
+
+def test_they_are_verified(installed: Path) -> None:
+    code = (
+        "from shardwise.pipeline import build, verify\n"
+        "for name in ('eager', 'thrice'):\n"
+        "    for ranks in (1, 2, 3, 5):\n"
+        "        for rounds in (1, 2, 4):\n"
+        "            verify(build(name, ranks, rounds * ranks))"
+    )
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=120)
+
+
+def test_they_are_priced(installed: Path) -> None:
+    """By what only its order tells: a microbatch more in flight; and as the same order under its own name."""
+    plain, eager = (answer(installed, f"analyze {job(name)}") for name in ("1f1b", "eager"))
+    in_flight = [one["memory"]["activations_bytes"] for one in (plain, eager)]
+    assert in_flight[1] == pytest.approx(3 / 2 * in_flight[0])
+    chosen, fixed = (answer(installed, f"analyze {job(name)}") for name in ("interleaved --interleave 3", "thrice"))
+    assert fixed["time"]["predicted_seconds"] == pytest.approx(chosen["time"]["predicted_seconds"], rel=1e-6)
+    assert fixed["memory"] == chosen["memory"]
+
+
+def test_they_are_searched(installed: Path) -> None:
+    fixed = answer(installed, f"plan {job('eager')}")
+    assert {one["strategy"]["schedule"] for one in fixed["candidates"]} == {"eager"}
+    either = answer(installed, f"plan {job('eager,thrice')} --microbatch 1")
+    assert {one["strategy"]["schedule"] for one in either["candidates"]} == {"eager", "thrice"}
+
+
+def test_they_are_drawn(installed: Path) -> None:
+    result = shardwise(installed, "explain bubble --pp 3 --microbatches 6 --schedule eager")
+    assert result.returncode == 0, result.stderr
+    assert "eager: 3 ranks, 6 microbatches" in result.stdout and "F0" in result.stdout
+
+
+@pytest.mark.parametrize("schedule", ["eager", "thrice"])
+def test_they_run_as_one_process_does(installed: Path, schedule: str) -> None:
+    found = answer(installed, f"verify {job(schedule)} --steps 1")
+    assert found["ok"] is True
+    assert max(found["worst"].values()) < 1e-5
+
+
+def test_a_name_that_nobody_registers_is_one_line(installed: Path) -> None:
+    result = shardwise(installed, f"analyze {job('eagre')}")
+    assert result.returncode == 2
+    assert result.stderr.strip().endswith("strategy.schedule: 'eagre' is not a pipeline schedule; did you mean eager?")
+
+
+def test_a_package_that_does_not_import_is_named(installed: Path) -> None:
+    broken = installed.parent / "broken"
+    info = broken / "broken-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[shardwise.schedules]\nnone = not_there:SCHEDULES\n")
+    result = shardwise(broken, "list schedules")
+    assert result.returncode == 2 and "not_there" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
