@@ -24,8 +24,8 @@ from pathlib import Path
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.spec.job import Job
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.save import Saver
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.save import Saver
 
 MOST_STALL = 0.20  # of the time of a synchronous save
 LEAST_RATE = 0.70  # of plain writing

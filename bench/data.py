@@ -22,13 +22,13 @@ from shardwise.cost.flops import flops_per_token
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.spec.job import Job
-from shardwise.train.data.build import build
-from shardwise.train.data.corpus import standard_library
-from shardwise.train.data.loader import Loader, rows_of
-from shardwise.train.data.mixture import Mixture
-from shardwise.train.data.pair import PairWriter, open_pair
-from shardwise.train.data.samples import Stream
-from shardwise.train.evaluation import batch_of
+from shardwise.training.data.build import build
+from shardwise.training.data.corpus import standard_library
+from shardwise.training.data.loader import Loader, rows_of
+from shardwise.training.data.mixture import Mixture
+from shardwise.training.data.pair import PairWriter, open_pair
+from shardwise.training.data.samples import Stream
+from shardwise.training.evaluation import batch_of
 
 TINY_SEQ, LARGE_SEQ, VOCAB = 128, 8192, 512
 LARGE = {

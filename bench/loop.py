@@ -25,14 +25,14 @@ from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.spec.job import Job
-from shardwise.train.attempt import Place, Reporter
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.data.loader import rows_of
-from shardwise.train.data.of_run import built_in, mixtures_of
-from shardwise.train.evaluation import batch_of
-from shardwise.train.loop import Loop, Parts
-from shardwise.train.metrics.recorder import Recorder
-from shardwise.train.start import State
+from shardwise.training.attempt import Place, Reporter
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.data.loader import rows_of
+from shardwise.training.data.of_run import built_in, mixtures_of
+from shardwise.training.evaluation import batch_of
+from shardwise.training.loop import Loop, Parts
+from shardwise.training.metrics.recorder import Recorder
+from shardwise.training.start import State
 
 WORLD = 2
 WARM_UP = 5

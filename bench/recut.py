@@ -31,13 +31,13 @@ from shardwise.measure.recut import recut
 from shardwise.models.decoder import Layer
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
-from shardwise.train.attempt import Place, Reporter
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.data.of_run import built_in, mixtures_of
-from shardwise.train.loop import Loop, Parts
-from shardwise.train.profile.profiler import Profiler
-from shardwise.train.run_folder import RunFolder
-from shardwise.train.start import State
+from shardwise.training.attempt import Place, Reporter
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.data.of_run import built_in, mixtures_of
+from shardwise.training.loop import Loop, Parts
+from shardwise.training.profile.profiler import Profiler
+from shardwise.training.run_folder import RunFolder
+from shardwise.training.start import State
 
 WORLD, TIMES = 2, 2.0
 FIRST, LAST = 5, 8  # profiled

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import yaml
 
-from shardwise.train.checkpoint.manifest import read_manifest
-from shardwise.train.data.build import build
-from shardwise.train.data.corpus import standard_library
-from shardwise.train.records import progress_path, read_progress
-from shardwise.train.run_folder import RunFolder
+from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.data.build import build
+from shardwise.training.data.corpus import standard_library
+from shardwise.training.records import progress_path, read_progress
+from shardwise.training.run_folder import RunFolder
 
 WORLD = 2
 POLL_SECONDS = 0.005

@@ -15,13 +15,13 @@ from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.report.checkpoint import print_contents
 from shardwise.spec import Job
-from shardwise.train.checkpoint.contents import Contents
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.load import load
-from shardwise.train.checkpoint.manifest import read_manifest
-from shardwise.train.checkpoint.save import Saver
-from shardwise.train.start import start_from
-from train.runs import boxes, whole
+from shardwise.training.checkpoint.contents import Contents
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.load import load
+from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.checkpoint.save import Saver
+from shardwise.training.start import start_from
+from training.runs import boxes, whole
 
 
 def job(devices: int, **strategy: Any) -> Job:
@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_nothing(made: tuple[Path, dict[str, Any]], tmp_path:
     """The disk says no in the middle of a file, or has too little before it begins."""
     from unittest import mock
 
-    from shardwise.train.checkpoint import stream, whole
+    from shardwise.training.checkpoint import stream, whole
 
     written = []
 

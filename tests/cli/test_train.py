@@ -19,11 +19,11 @@ import pytest
 from cli.running import does_not_fit_line, error_line, run, run_json
 from shardwise.launch.outcome import FAILED, MISTAKE, Attempt, Failure, Outcome
 from shardwise.launch.run import Launch
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.manifest import read_manifest
-from shardwise.train.checkpoint.shards import ShardReader
-from shardwise.train.metrics.lines import read_lines
-from train.runs import job_of, write_shards
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.checkpoint.shards import ShardReader
+from shardwise.training.metrics.lines import read_lines
+from training.runs import job_of, write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 

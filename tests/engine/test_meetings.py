@@ -18,10 +18,10 @@ from shardwise.engine.engine import Engine
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.load import load
-from shardwise.train.checkpoint.save import Saver
-from train.runs import boxes
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.load import load
+from shardwise.training.checkpoint.save import Saver
+from training.runs import boxes
 
 ENDS = ("embedding.weight", "head.weight")
 

@@ -17,7 +17,7 @@ from shardwise.spec.timeouts import Timeouts
 PREFACE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from shardwise.train.attempt import Place, Reporter
+from shardwise.training.attempt import Place, Reporter
 
 place = Place.from_environment()
 reporter = Reporter(place)

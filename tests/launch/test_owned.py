@@ -13,7 +13,7 @@ from launch.running import launch, program
 from shardwise.launch import ranks
 from shardwise.launch.owned import LOCK, OwnedFolder, clear_unowned
 from shardwise.spec.errors import SpecError
-from train.faults import small_disk
+from training.faults import small_disk
 
 HOLDER = """
 import sys

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.launch.rehearsal import points, stage_of
 from shardwise.spec import Job
-from train.runs import job_of, write_shards
+from training.runs import job_of, write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,10 +14,10 @@ from shardwise.launch.resume import place_for, record_data, require_same_run
 from shardwise.launch.run import Launch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.manifest import Manifest
-from shardwise.train.run_folder import RunFolder
-from train.runs import job_of, write_shards
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.manifest import Manifest
+from shardwise.training.run_folder import RunFolder
+from training.runs import job_of, write_shards
 
 FLAGS = ("--model", "tiny", "--cluster", "laptop:2", "--seq", "32", "--global-batch", "4", "--precision", "fp32")
 

@@ -16,8 +16,8 @@ from cli.running import run as shardwise
 from shardwise.launch.torchrun import torchrun_commands
 from shardwise.spec import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.attempt import Place
-from shardwise.train.run_folder import RunFolder
+from shardwise.training.attempt import Place
+from shardwise.training.run_folder import RunFolder
 
 
 def job(cluster: str, **strategy: int) -> Job:
@@ -35,7 +35,7 @@ def test_one_command_per_host_that_torchrun_accepts() -> None:
         parsed = run.parse_args(arguments)
         assert (program, parsed.nnodes, parsed.nproc_per_node, parsed.module) == ("torchrun", "2", "8", True)
         assert (parsed.rdzv_endpoint, parsed.local_addr, parsed.rdzv_backend) == ("a:1234", name, "c10d")
-        assert (parsed.training_script, parsed.max_restarts) == ("shardwise.train.worker", 3)
+        assert (parsed.training_script, parsed.max_restarts) == ("shardwise.training.worker", 3)
         assert parsed.training_script_args == ["my jobs/job.yaml", "--steps", "3"]
 
 
@@ -73,14 +73,14 @@ def printed(folder: Path, *arguments: str) -> list[str]:
 
 def test_what_train_prints_starts_workers_in_a_folder_that_is_ready(tmp_path: Path) -> None:
     command = printed(tmp_path / "run", "--set", "training.tokens=1M")
-    assert command[-3:] == ["--module", "shardwise.train.worker", str(tmp_path / "run")]
+    assert command[-3:] == ["--module", "shardwise.training.worker", str(tmp_path / "run")]
     written = Job.from_yaml((tmp_path / "run" / "job.yaml").read_text())
     assert (written.run.steps, written.strategy.dp) == (7813, 2)  # 1,000,000 tokens, 128 in a step
     assert not (tmp_path / "run" / "attempts").exists()
 
 
 def test_rank_0_takes_the_folder_where_no_launcher_has(tmp_path: Path) -> None:
-    worker = pytest.importorskip("shardwise.train.worker")
+    worker = pytest.importorskip("shardwise.training.worker")
     folder = RunFolder(tmp_path)
     left = folder.checkpoints.unfinished(3, "restart-0-1")
     left.mkdir(parents=True)

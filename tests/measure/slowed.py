@@ -13,7 +13,7 @@ from unittest import mock
 from engine.workers import on_ranks
 from shardwise.launch.pool import WorkerPlace
 from shardwise.spec import Job
-from train.runs import job_of
+from training.runs import job_of
 
 FIRST, LAST = 4, 6
 RUN = {
@@ -66,7 +66,7 @@ def _in_world(place: WorkerPlace, job: Job, folder: str) -> None:
     import torch
 
     from shardwise.engine.world import joined
-    from train.runs import train
+    from training.runs import train
 
     torch.set_num_threads(1)
     with joined(place.rank, place.world, place.meeting_file):
@@ -78,7 +78,7 @@ def _one_rank(
 ) -> None:
     import torch.distributed as dist
 
-    from train.runs import train
+    from training.runs import train
 
     rank = dist.get_rank()
     with ExitStack() as slowed:

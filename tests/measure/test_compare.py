@@ -16,7 +16,7 @@ from shardwise.measure.compare.comparison import Comparison, compare
 from shardwise.measure.compare.run import profiled_run
 from shardwise.measure.recut import recut
 from shardwise.spec.job import Job
-from train.runs import write_shards
+from training.runs import write_shards
 
 
 @pytest.fixture(scope="module")

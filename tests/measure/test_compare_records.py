@@ -18,7 +18,7 @@ from shardwise.measure.compare.stragglers import rank_slowness, straggler
 from shardwise.measure.recut import recut
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.profile.record import HOST, STREAMS, Flight, Range, RankRecord, read_records
+from shardwise.training.profile.record import HOST, STREAMS, Flight, Range, RankRecord, read_records
 
 BACKEND = 1
 ALONE = ("tp", "cp", "dp", "pp", "shard", "replicate", "ep", "expert_tp")

@@ -37,8 +37,8 @@ def run(arguments: list[str]) -> int:
         raise SpecError("--names", f"is for --to full, not for {parsed.to}", "leave it out")
     require_torch("convert", "safetensors")
     from shardwise.report.bytes_progress import bytes_progress
-    from shardwise.train.convert import write
-    from shardwise.train.convert.sources import open_weights
+    from shardwise.training.convert import write
+    from shardwise.training.convert.sources import open_weights
 
     try:
         weights = open_weights(source, parsed.model).as_type(parsed.dtype)

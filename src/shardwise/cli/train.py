@@ -22,8 +22,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
 from shardwise.spec.units import parse
-from shardwise.train.metrics.summary import RunSummary
-from shardwise.train.run_folder import RunFolder
+from shardwise.training.metrics.summary import RunSummary
+from shardwise.training.run_folder import RunFolder
 
 _EXAMPLE = """
 shardwise train --model tiny --cluster laptop:2 --dp 2 --seq 128 --global-batch 8 --precision fp32 --steps 50
@@ -154,8 +154,8 @@ def _named_model(parsed: argparse.Namespace) -> Any:
 
 
 def _summary(folder: RunFolder) -> RunSummary:
-    from shardwise.train.metrics.lines import read_lines
-    from shardwise.train.metrics.summary import summarise
+    from shardwise.training.metrics.lines import read_lines
+    from shardwise.training.metrics.summary import summarise
 
     return summarise(read_lines(folder.metrics))
 

@@ -16,7 +16,7 @@ from shardwise.launch.ranks import RankProcess
 from shardwise.spec.errors import shown
 from shardwise.spec.timeouts import Timeouts
 from shardwise.spec.units import readable_duration
-from shardwise.train.records import BEAT_SECONDS, PHASES, FailureRecord, Phase, Progress, log_path
+from shardwise.training.records import BEAT_SECONDS, PHASES, FailureRecord, Phase, Progress, log_path
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')

@@ -26,9 +26,9 @@ from shardwise.spec.packages import TRAINING, require_packages
 from shardwise.spec.processor import slow_precision_notes
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
-from shardwise.train.checkpoint.find import require_start
-from shardwise.train.data.of_run import check_data
-from shardwise.train.run_folder import RunFolder
+from shardwise.training.checkpoint.find import require_start
+from shardwise.training.data.of_run import check_data
+from shardwise.training.run_folder import RunFolder
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
 
@@ -79,7 +79,7 @@ def require_fits(job: Job) -> None:
 
 
 def _require_weights(job: Job, source: Path) -> None:
-    from shardwise.train.checkpoint.expected import require_weights  # with torch, which who only asks does without
+    from shardwise.training.checkpoint.expected import require_weights  # with torch, which who only asks does without
 
     require_start(job.model, source)
     require_weights(job.model, source)
@@ -122,7 +122,7 @@ def _require_host_memory(job: Job, needed_bytes: float) -> None:
 # Before a run whose microbatch is `auto`: one step with the planner's choice, or with the next smaller if need be.
 
 
-MODULE = "shardwise.train.dry_step"
+MODULE = "shardwise.training.dry_step"
 _SHORT = ("OutOfMemory", "out of memory", "allocate memory", "MemoryError")
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
-from shardwise.train.attempt import STACKS_SIGNAL
-from shardwise.train.records import (
+from shardwise.training.attempt import STACKS_SIGNAL
+from shardwise.training.records import (
     FailureRecord,
     Phase,
     Progress,

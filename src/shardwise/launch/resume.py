@@ -16,9 +16,9 @@ from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
-from shardwise.train.checkpoint.folder import CheckpointFolder
-from shardwise.train.checkpoint.manifest import read_manifest
-from shardwise.train.run_folder import RunFolder
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.run_folder import RunFolder
 
 _DESCRIBING = ("name", "source", "published_parameters")  # of a model, no part of what is trained
 _IDENTITY = (
@@ -99,7 +99,7 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
 
 def require_going_on(job: Job, folder: RunFolder) -> None:
     """Raises SpecError where ranks would find that the run in the folder has not what the job goes on with."""
-    from shardwise.train.checkpoint.expected import require_resumable
+    from shardwise.training.checkpoint.expected import require_resumable
 
     require_resumable(job, folder.checkpoints)
 
@@ -109,7 +109,7 @@ def finished_at(job: Job, folder: RunFolder) -> int | None:
 
     Raises SpecError where the run is beyond the job's last step.
     """
-    from shardwise.train.checkpoint.load import problems_of
+    from shardwise.training.checkpoint.load import problems_of
 
     found, last = folder.checkpoints, job.run.last_step
     for step in found.committed():

@@ -17,10 +17,10 @@ from shardwise.launch.resume import record_data
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.checkpoint.find import companions_at
-from shardwise.train.metrics.predicted import write_prediction
-from shardwise.train.metrics.recorder import require_places
-from shardwise.train.run_folder import RunFolder
+from shardwise.training.checkpoint.find import companions_at
+from shardwise.training.metrics.predicted import write_prediction
+from shardwise.training.metrics.recorder import require_places
+from shardwise.training.run_folder import RunFolder
 
 
 def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path | None = None) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.train.attempt import number_in
+from shardwise.training.attempt import number_in
 
 PORT = 29400  # torchrun's own default
-WORKER = "shardwise.train.worker"
+WORKER = "shardwise.training.worker"
 
 
 def torchrun_commands(

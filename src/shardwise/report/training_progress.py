@@ -27,7 +27,7 @@ from shardwise.spec.units import (
     readable_seconds,
     readable_share,
 )
-from shardwise.train.metrics.lines import Follower
+from shardwise.training.metrics.lines import Follower
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from shardwise.engine.labels import DIMENSIONS, label_of
 from shardwise.measure.compare.segments import Segment, Step
-from shardwise.train.profile.record import HOST, STREAMS, Range, RankRecord
+from shardwise.training.profile.record import HOST, STREAMS, Range, RankRecord
 
 _GAP_SECONDS = 20e-6  # between two kernels: as long as a launch takes, no time of its own
 _HOST_PARTS = ("data", "checkpoint", "evaluation")

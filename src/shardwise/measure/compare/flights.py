@@ -13,7 +13,7 @@ from shardwise.engine.labels import backend_kind, label_of
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.collectives.request import bus_factor
 from shardwise.spec.job import Job
-from shardwise.train.profile.record import Flight, Range, RankRecord
+from shardwise.training.profile.record import Flight, Range, RankRecord
 
 _EQUAL_SIZES = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)  # what every rank of a group gives
 _BY_EXCHANGE = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)

@@ -12,7 +12,7 @@ from shardwise.measure.compare.device_steps import device_steps
 from shardwise.measure.compare.exchanges import Exchange, exchanges_of
 from shardwise.measure.compare.segments import Step, steps_of
 from shardwise.spec.errors import SpecError
-from shardwise.train.profile.record import Range, RankRecord
+from shardwise.training.profile.record import Range, RankRecord
 
 BUBBLE, LATE = "bubble", "late ranks"
 WAITS = (BUBBLE, LATE)

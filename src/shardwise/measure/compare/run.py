@@ -9,8 +9,8 @@ from shardwise.measure.compare.measured import Measured, measured
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
-from shardwise.train.profile.record import read_records
-from shardwise.train.run_folder import RunFolder
+from shardwise.training.profile.record import read_records
+from shardwise.training.run_folder import RunFolder
 
 NEWEST = "last"
 

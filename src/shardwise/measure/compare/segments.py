@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.engine.labels import WHOLE_PHASES, Label, label_of
-from shardwise.train.profile.record import HOST, Range, RankRecord
+from shardwise.training.profile.record import HOST, Range, RankRecord
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from shardwise.cost.step_trace import step_trace
 from shardwise.engine.labels import label_of
 from shardwise.measure.compare.measured import Measured
 from shardwise.spec.job import Job
-from shardwise.train.profile.record import HOST, STREAMS, Range, RankRecord
+from shardwise.training.profile.record import HOST, STREAMS, Range, RankRecord
 
 _MEASURED = 100_000  # process numbers above belong to ranks that were measured
 

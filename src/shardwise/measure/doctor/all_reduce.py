@@ -15,7 +15,7 @@ from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.finding import Examination, Finding
 from shardwise.spec.timeouts import Timeouts
 from shardwise.spec.units import readable_bytes, readable_seconds
-from shardwise.train.attempt import Place, Reporter
+from shardwise.training.attempt import Place, Reporter
 
 _BYTES, _REPEATS = 4 * 2**20, 5
 _MOST_CPU_PROCESSES = 8  # more say nothing new about a machine, and take minutes to start

@@ -1,0 +1,111 @@
+"""Before a process starts: whether what a run begins with, or goes on from, has every tensor that its ranks will read.
+
+Files are asked what is in them; their contents, and with them the checksums, are left to the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from shardwise.engine.build_optimizer import kind_for
+from shardwise.engine.optimizer import STATES
+from shardwise.interop.companions import CONFIG, has_companions
+from shardwise.models.decoder import Decoder
+from shardwise.models.huggingface import open_folder
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.training.checkpoint.find import start_at
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.load import problems_of, require_run, require_tensors
+from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.checkpoint.state import (
+    BUFFER,
+    OUTER,
+    OWN_STEPS,
+    WEIGHT,
+    lasting_buffers,
+    late_name,
+    saved_name,
+)
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def require_resumable(job: Job, folder: CheckpointFolder) -> None:
+    """Raises SpecError where the newest checkpoint of a run is whole, and yet not one that the job can go on from."""
+    for step in folder.committed():
+        path = folder.of_step(step)
+        if path.is_symlink() or problems_of(path, contents=False):
+            continue  # the ranks will say so and take the one before
+        manifest = read_manifest(path)
+        require_run(manifest, path)
+        require_tensors(manifest, tensors_of(job).items(), path)
+        return
+
+
+def require_weights(model: Model, source: Path) -> None:
+    """Raises SpecError where a path to start from has not all weights of a model."""
+    found = start_at(source)
+    if has_companions(found):
+        _require_huggingface(model, found)
+        return
+    for problem in problems_of(found, contents=False):
+        raise SpecError("run.start_from", problem, "take another checkpoint")
+    require_tensors(read_manifest(found), weights_of(model).items(), found)
+
+
+def _require_huggingface(model: Model, path: Path) -> None:
+    folder = open_folder(path)
+    theirs: Shapes = {name: place.shape for name, place in folder.naming.places.items()}
+    mine = {key.partition("/")[2]: shape for key, shape in weights_of(model).items()}
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            here, there = (f"the shape {list(one[name])}" if name in one else "no place" for one in (mine, theirs))
+            problem = f"{name} has {there} in {path}, and {here} in the job's model"
+            raise SpecError("run.start_from", problem, f"model: {path / CONFIG}")
+        folder.require(name)
+
+
+def tensors_of(job: Job) -> Shapes:
+    """What all ranks of a job together read from a checkpoint of the same run, without what may be missing."""
+    strategy, found = job.strategy, weights_of(job.model)
+    synchronise, workers = strategy.synchronise, strategy.data_parallel
+    own = [*_states(job)]
+    found |= {key: shape for key, shape, _ in own}
+    if synchronise.every_step or workers == 1:
+        return found
+    trained = [(name, shape) for key, shape, name in own if key.startswith(f"{WEIGHT}/")]
+    late = [late_name(age) for age in range(synchronise.staleness)] if synchronise.is_async else []
+    outer = OUTER if synchronise.method == "diloco" else ()
+    found |= {f"{state}/{name}": shape for state in (*late, *outer) for name, shape in trained}
+    for worker in range(1, workers if synchronise.seldom else 1):
+        found |= {saved_name(key, worker): shape for key, shape, _ in own}
+        found[saved_name(OWN_STEPS, worker)] = (1,)
+    return found
+
+
+def weights_of(model: Model) -> Shapes:
+    """By their names in a checkpoint."""
+    decoder = _empty(model)
+    weights = {f"{WEIGHT}/{name}": tuple(one.shape) for name, one in decoder.named_parameters()}
+    return weights | {f"{BUFFER}/{name}": tuple(one.shape) for name, one in lasting_buffers(decoder)}
+
+
+def _states(job: Job) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Of every parameter its weight and the optimizer's states: name in a checkpoint, shape, name of the parameter."""
+    for name, one in _empty(job.model).named_parameters():
+        kind = kind_for(name, one, job.training.optimizer)
+        for state in (WEIGHT, *STATES[kind]):
+            yield f"{state}/{name}", tuple(one.shape), name
+
+
+@lru_cache(maxsize=1)
+def _empty(model: Model) -> Decoder:
+    """The whole model, without values."""
+    with torch.device("meta"):
+        return Decoder(model)

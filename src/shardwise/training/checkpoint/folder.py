@@ -1,0 +1,142 @@
+"""The folder of a run's checkpoints: what is committed, what may go, and who may write.
+
+A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has another name, and one rename commits it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.spec.errors import SpecError
+from shardwise.training.checkpoint.manifest import NAME
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"step-\d{8,}\.part-.*")
+LOCK = ".lock"
+
+
+class CheckpointFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def of_step(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def unfinished(self, step: int, attempt: str) -> Path:
+        """Where a checkpoint is written; ``attempt`` tells this start of the run from others."""
+        return self.path / f"step-{step:08d}.part-{attempt}"
+
+    def present(self) -> list[int]:
+        """Steps of which there is a folder, whole or damaged, the newest first."""
+        if not self.path.is_dir():
+            return []
+        found = (_COMMITTED.fullmatch(one.name) for one in self.path.iterdir())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def committed(self) -> list[int]:
+        """Steps of which there is a checkpoint, the newest first."""
+        return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
+
+    def written_ns(self, step: int) -> int:
+        """When the checkpoint of a step was finished; 0 where it has just gone."""
+        try:
+            return (self.of_step(step) / NAME).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def commit(self, step: int, attempt: str, manifest: bytes) -> None:
+        """All shards are on disk: writes the manifest and gives the folder its name."""
+        part = self._sealed(step, attempt, manifest)
+        target = self.of_step(step)
+        if target.is_symlink():
+            target.unlink()
+        elif target.exists():  # of an earlier, damaged or undone attempt at the same step
+            shutil.rmtree(target)
+        part.rename(target)
+        sync_folder(self.path)
+
+    def commit_new(self, step: int, attempt: str, manifest: bytes) -> Path:
+        """The same, but never over a checkpoint that is there: the rename itself then fails (OSError)."""
+        part = self._sealed(step, attempt, manifest)
+        part.rename(self.of_step(step))
+        sync_folder(self.path)
+        return self.of_step(step)
+
+    def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
+        part = self.unfinished(step, attempt)
+        with (part / NAME).open("wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(part)
+        return part
+
+    def clear_unfinished(self) -> None:
+        """Removes what earlier starts of the run left behind; the caller must hold the lock."""
+        if self.path.is_dir():
+            for one in self.path.iterdir():
+                if _UNFINISHED.fullmatch(one.name):
+                    shutil.rmtree(one, ignore_errors=True)
+
+    def retain(self, newest: int, every: int | None = None, *, newest_step: int | None = None) -> None:
+        """Keeps the ``newest`` ones, and those of steps that ``every`` divides.
+
+        Beyond ``newest_step`` there may be some that the run did not go on from, damaged ones: they do not count.
+        """
+        ours = [step for step in self.committed() if newest_step is None or step <= newest_step]
+        for step in ours[newest:]:
+            if every is None or step % every:
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """The name goes first, so that no half-removed checkpoint looks whole."""
+        doomed = self.unfinished(step, "removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        self.of_step(step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone in this folder; raises SpecError where another run is at work. The kernel frees it with the process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise SpecError(str(self.path), f"cannot be written ({error.strerror})", "choose another folder") from None
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                other = os.read(handle, 32).decode(errors="replace").strip()
+                who = f"process {other}" if other else "another process"
+                raise SpecError(
+                    str(self.path), f"{who} is training in it", "wait for it, or choose another folder"
+                ) from None
+            with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            os.close(handle)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; it may have been given another name."""
+    match = _COMMITTED.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def sync_folder(path: Path) -> None:
+    """Has the names in a folder on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,146 @@
+"""Loading: each rank reads the boxes it holds out of whatever boxes were saved, after everything was checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.trainer import Trainer
+from shardwise.spec.errors import SpecError
+from shardwise.training.checkpoint.folder import CheckpointFolder, step_of
+from shardwise.training.checkpoint.manifest import NAME, Manifest, Shard, read_manifest
+from shardwise.training.checkpoint.numbers import TO_RESUME
+from shardwise.training.checkpoint.shards import ShardReader, checked, mislabelled, shortened
+from shardwise.training.checkpoint.state import BUFFER, WEIGHT, Kept, expect, kept, take_numbers
+
+_OF_MODEL = (WEIGHT, BUFFER)
+_WEIGHTS = tuple(f"{kind}/" for kind in _OF_MODEL)
+_TRAINED = "use the model that was trained"
+_MISSING = "use its optimizer and strategy.synchronise, or start from its weights in another folder: run.start_from"
+
+
+def problems_of(
+    folder: Path,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    progress: Callable[[int], None] = lambda size: None,
+    contents: bool = True,
+) -> list[str]:
+    """What is wrong with a checkpoint's files; of several ranks each looks at some of them.
+
+    Without their ``contents``, only what takes no time to find out: which files there are, how long, and of what.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except SpecError as error:
+        return [str(error)]
+    if step_of(folder) not in (None, manifest.step):
+        return [f"{folder}: is of step {manifest.step:,}, not of the step in its name"]
+    if missing := _missing(manifest):
+        return [f"{folder / NAME}: does not say where the run was: it has no {', '.join(missing)}"]
+    mine = sorted(manifest.files)[rank::world]
+    entries = manifest.entries()
+    found = [
+        (name, _problem(folder / name, manifest.files[name], progress, contents) or mislabelled(folder / name, wanted))
+        for name, wanted in ((name, entries[name]) for name in mine)
+    ]
+    return [f"{folder / name}: {problem}" for name, problem in found if problem]
+
+
+def _problem(path: Path, wanted: Shard, progress: Callable[[int], None], contents: bool) -> str | None:
+    return checked(path, wanted, progress) if contents else shortened(path, wanted)
+
+
+def _missing(manifest: Manifest) -> list[str]:
+    """The numbers that a run needs and does not find; weights alone have none, and are whole."""
+    alone = not manifest.numbers and all(key.startswith(_WEIGHTS) for key in manifest.tensors)
+    return [] if alone else [name for name in TO_RESUME if name not in manifest.numbers]
+
+
+def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None) -> int | None:
+    """The newest step whose checkpoint is whole, found by all ranks together; ``say`` hears of damaged ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    listed: list[Any] = [folder.committed()]
+    dist.broadcast_object_list(listed)
+    for step in listed[0]:
+        found: list[Any] = [None] * world
+        path = folder.of_step(step)
+        own = [f"{path}: is a link"] if path.is_symlink() else problems_of(path, rank=rank, world=world)
+        dist.all_gather_object(found, own)
+        problems = [problem for some in found for problem in some]
+        if not problems:
+            return int(step)
+        for problem in dict.fromkeys(problems):
+            say(problem)
+    return None
+
+
+@torch.no_grad()
+def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> Manifest:
+    """Fills a trainer of any layout; raises SpecError, before a tensor is touched, for another model's checkpoint."""
+    manifest = read_manifest(folder)
+    if not weights_only:
+        require_run(manifest, folder)
+        expect(trainer, manifest.numbers)
+    wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]
+    if weights_only:
+        wanted = [replace(one, worker=0) for one in wanted]
+    wanted = [one for one in wanted if not one.optional or _is_there(one, manifest)]
+    require_tensors(manifest, ((one.saved_as, one.shape) for one in wanted), folder)
+    reader = ShardReader(folder)
+    try:
+        for one in wanted:
+            _read(one, manifest, reader, folder)
+    finally:
+        reader.close()
+    if weights_only:
+        trainer.weights_given()
+    else:
+        take_numbers(trainer, manifest.numbers)
+    return manifest
+
+
+def _is_there(one: Kept, manifest: Manifest) -> bool:
+    whole = manifest.tensors.get(one.saved_as)
+    return whole is not None and whole.shape == one.shape
+
+
+def require_run(manifest: Manifest, folder: Path) -> None:
+    """Raises SpecError where a checkpoint is of weights that nobody was training."""
+    if not manifest.numbers:
+        remedy = "start from them in another folder: run.start_from"
+        raise SpecError(str(folder), "holds weights alone: no run can resume from them", remedy)
+
+
+def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, ...]]], folder: Path) -> None:
+    """Raises SpecError where a checkpoint has none of that name and shape for one of ``wanted``."""
+    for key, shape in wanted:
+        whole = manifest.tensors.get(key)
+        if whole is None:
+            kind, _, name = key.partition("/")
+            raise SpecError(str(folder), f"has no {kind} of {name}", _MISSING if kind not in _OF_MODEL else _TRAINED)
+        if whole.shape != shape:
+            problem = f"{key} has the shape {list(whole.shape)}, this model's is {list(shape)}"
+            raise SpecError(str(folder), problem, _TRAINED)
+
+
+def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> None:
+    pieces, tensor = manifest.tensors[one.saved_as].pieces, one.read()
+    for place in one.places:
+        found = 0
+        for piece in pieces:
+            common = place.box.common(piece.box)
+            if common is None:
+                continue
+            part = reader.slice_of(piece.file, piece.entry, piece.box.shape, common.inside(piece.box))
+            tensor[place.local][common.inside(place.box)] = part.to(tensor.device, tensor.dtype)
+            found += common.elements
+        if found != place.box.elements:
+            raise SpecError(str(folder), f"lacks a part of {one.saved_as}", "take another checkpoint")
+    one.write(tensor)

@@ -1,0 +1,178 @@
+"""The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself.
+
+It is JSON that ends in the SHA-256 checksum of all before it. That is compared before anything is believed; types
+are checked after it, since a file may be wrong with a checksum that is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.spec.errors import SpecError
+from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.numbers import checked_numbers, count
+
+NAME = "manifest.json"
+FORMAT = 1
+MOST_BYTES = 2**30
+_FILE = re.compile(r"shard-\d{5}\.safetensors")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+_SEAL = re.compile(rb', "checksum": "([0-9a-f]{64})"}\Z')
+_ANOTHER = "take another checkpoint"
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor, as the entry ``entry`` of ``file``."""
+
+    file: str
+    entry: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the whole model and the pieces that it was saved in."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the checkpoint: its size and SHA-256 checksum."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    job: dict[str, Any]
+    numbers: dict[str, Any]
+    tensors: dict[str, Whole]
+    files: dict[str, Shard] = field(default_factory=dict)
+
+    def entries(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """What each file has to hold: type and shape of every entry."""
+        found: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {name: {} for name in self.files}
+        for whole in self.tensors.values():
+            for piece in whole.pieces:
+                found[piece.file][piece.entry] = (whole.dtype, piece.box.shape)
+        return found
+
+    def to_bytes(self) -> bytes:
+        """The manifest as the bytes of its file."""
+        tensors = {
+            key: {
+                "shape": list(whole.shape),
+                "dtype": whole.dtype,
+                "pieces": [[one.file, one.entry, list(one.box.start), list(one.box.shape)] for one in whole.pieces],
+            }
+            for key, whole in self.tensors.items()
+        }
+        files = {name: {"bytes": shard.size, "sha256": shard.checksum} for name, shard in self.files.items()}
+        document = {"format": FORMAT, "step": self.step, "job": self.job, "numbers": self.numbers, "files": files}
+        document["tensors"] = tensors
+        text = json.dumps(document).encode()
+        return text[:-1] + f', "checksum": "{hashlib.sha256(text).hexdigest()}"}}'.encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises SpecError that says what is wrong; no name in it can lead out of the folder."""
+    path = folder / NAME
+    try:
+        if path.is_symlink() or path.stat().st_size > MOST_BYTES:
+            raise SpecError(str(path), "is not a regular file of a sensible size", _ANOTHER)
+        raw = path.read_bytes()
+        document = json.loads(raw)
+    except OSError as error:
+        raise SpecError(str(path), f"cannot be read ({error.strerror})", _ANOTHER) from None
+    except SpecError:
+        raise
+    except (ValueError, RecursionError):
+        raise SpecError(str(path), "is not JSON", _ANOTHER) from None
+    _require_seal(raw, path)
+    try:
+        if document["format"] is True or document["format"] != FORMAT:
+            raise SpecError(str(path), f"has format {document['format']!r}", f"this reads format {FORMAT}")
+        files = {_file(name): _shard(one) for name, one in document["files"].items()}
+        tensors = {key: _whole(one, files) for key, one in document["tensors"].items()}
+        numbers = checked_numbers(document["numbers"])
+        return Manifest(count(document["step"]), _job(document["job"]), numbers, tensors, files)
+    except SpecError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise SpecError(str(path), "does not describe a checkpoint", _ANOTHER) from None
+
+
+def _require_seal(raw: bytes, path: Path) -> None:
+    """Every byte is as it was written."""
+    seal = _SEAL.search(raw)
+    if seal is None:
+        raise SpecError(str(path), "is damaged: it does not end in its checksum", _ANOTHER)
+    if hashlib.sha256(raw[: seal.start()] + b"}").hexdigest() != seal[1].decode():
+        raise SpecError(str(path), "is damaged: its checksum differs", _ANOTHER)
+
+
+def _file(name: Any) -> str:
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise ValueError("no name of a shard")
+    return name
+
+
+def _shard(one: Any) -> Shard:
+    if not _CHECKSUM.fullmatch(one["sha256"]):
+        raise ValueError("no checksum")
+    return Shard(count(one["bytes"]), one["sha256"])
+
+
+def _job(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError("no job")
+    return found
+
+
+def _whole(one: Any, files: dict[str, Shard]) -> Whole:
+    shape = tuple(count(size) for size in one["shape"])
+    pieces = []
+    for name, entry, start, size in one["pieces"]:
+        box = Box(tuple(count(x) for x in start), tuple(count(x) for x in size))
+        if name not in files or len(box.start) != len(shape) or len(box.shape) != len(shape):
+            raise ValueError("a piece of another tensor")
+        if any(a + n > whole for a, n, whole in zip(box.start, box.shape, shape)):
+            raise ValueError("a piece beyond the tensor")
+        if not isinstance(entry, str):
+            raise ValueError("no name of an entry")
+        pieces.append(Piece(name, entry, box))
+    if one["dtype"] not in ITEM_BYTES:
+        raise ValueError("an unknown type")
+    if sum(piece.box.elements for piece in pieces) != math.prod(shape) or _overlap([piece.box for piece in pieces]):
+        raise ValueError("pieces that are not the whole")
+    return Whole(shape, one["dtype"], tuple(pieces))
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    ordered = sorted(boxes, key=lambda box: box.start)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if other.start[:1] >= tuple(first + size for first, size in zip(one.start[:1], one.shape[:1])):
+                break  # neither does any after it
+            if one.common(other) is not None:
+                return True
+    return False

@@ -1,0 +1,206 @@
+"""Saving: every box of every tensor is written by one rank that holds it; rank 0 commits when all are on disk.
+
+Ranks tell each other by files in the unfinished folder, never by a collective: a slow disk of one rank cannot run
+into the time limit of the others' communication, and the writing may go on in a thread while training does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.trainer import Trainer
+from shardwise.training.checkpoint.boxes import Box, Index
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.manifest import Manifest, Piece, Shard, Whole
+from shardwise.training.checkpoint.shards import NAMES, Entry, shard_name, write_shard
+from shardwise.training.checkpoint.state import Kept, kept, numbers
+
+POLL_SECONDS = 0.02
+
+
+class SaveError(Exception):
+    """A checkpoint was not written; the ones before it are untouched."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What this rank writes: a box of one of its tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    kept: Kept
+    local: Index
+
+
+class Saver:
+    """Saves a trainer's state into ``folder``; made on every rank together, since they agree on who writes what.
+
+    `save` returns when the tensors are copied, unless ``wait``; `finished` says how the last one ended.
+    """
+
+    def __init__(
+        self, trainer: Trainer[Any], folder: CheckpointFolder, *, attempt: str = "0", timeout_seconds: float = 600
+    ) -> None:
+        self.trainer, self.folder, self.attempt, self.timeout_seconds = trainer, folder, attempt, timeout_seconds
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.entries, self.tensors = _shared_out(kept(trainer), self.rank, self.world)
+        self._saves = 0  # a step may be saved again: after a failure, or a roll-back
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._copies: list[Tensor] = []
+
+    def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
+        """Keeps the state after ``step`` steps; ``further`` is plain data to keep with it, the same on all ranks."""
+        self.begin(step, further, wait=wait)
+        if wait:
+            self.finish()
+
+    def begin(self, step: int, further: dict[str, Any], *, wait: bool) -> None:
+        """The same, but only `finish` tells of a failure. With ``wait`` nothing is copied: training stands still."""
+        self.finish()
+        self._saves += 1
+        written = {**numbers(self.trainer), **further}
+        if wait:
+            self._guarded(step, (_read(one).to("cpu").contiguous() for one in self.entries), written)
+            return
+        self._thread = threading.Thread(target=self._guarded, args=(step, self._copied(), written), name="checkpoint")
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Waits for the save that is under way; raises SaveError where it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @torch.no_grad()
+    def _copied(self) -> list[Tensor]:
+        """In CPU memory that is kept from save to save: to be given new pages takes longer than to copy."""
+        if not self._copies:
+            self._copies = [torch.empty(one.shape, dtype=one.kept.dtype) for one in self.entries]
+        for copy, entry in zip(self._copies, self.entries):
+            copy.copy_(_read(entry))
+        return self._copies
+
+    def _guarded(self, step: int, tensors: Iterable[Tensor], written: dict[str, Any]) -> None:
+        try:
+            self._write(step, tensors, written)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, step: int, tensors: Iterable[Tensor], written: dict[str, Any]) -> None:
+        name = f"{self.attempt}-{self._saves}"
+        part = self.folder.unfinished(step, name)
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            entries = [Entry(one.name, one.kept.dtype, one.shape) for one in self.entries]
+            shard = write_shard(part / shard_name(self.rank), entries, tensors)
+            _tell(part / f"rank-{self.rank}", {"bytes": shard.size, "sha256": shard.checksum})
+        except OSError as error:
+            _tell_failure(part, self.rank, error)
+            raise SaveError(f"rank {self.rank} could not write its part: {_reason(error)}") from error
+        if self.rank == 0:
+            self._commit(step, name, written)
+
+    def _commit(self, step: int, name: str, written: dict[str, Any]) -> None:
+        part = self.folder.unfinished(step, name)
+        try:
+            files = self._all_written(part)
+            manifest = Manifest(step, self.trainer.job.to_dict(), written, self.tensors, files)
+            for rank in range(self.world):
+                (part / f"rank-{rank}").unlink()
+            self.folder.commit(step, name, manifest.to_bytes())
+        except OSError as error:
+            raise SaveError(f"could not be committed: {_reason(error)}") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)  # what is committed has another name
+
+    def _all_written(self, part: Path) -> dict[str, Shard]:
+        files: dict[str, Shard] = {}
+        deadline = time.monotonic() + self.timeout_seconds
+        for rank in range(self.world):
+            path = part / f"rank-{rank}"
+            while not path.is_file():
+                for failed in part.glob(f"{path.name}.failed-*"):
+                    raise SaveError(f"rank {rank} could not write its part: {_reason_told(failed)}")
+                if time.monotonic() > deadline:
+                    raise SaveError(f"rank {rank} did not write its part within {self.timeout_seconds:g} s")
+                time.sleep(POLL_SECONDS)
+            told = json.loads(path.read_text(encoding="utf-8"))
+            files[shard_name(rank)] = Shard(told["bytes"], told["sha256"])
+        return files
+
+
+def _read(entry: _Entry) -> Tensor:
+    return entry.kept.read()[entry.local].detach()
+
+
+def _tell(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".telling")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.rename(path)
+
+
+def _tell_failure(part: Path, rank: int, error: OSError) -> None:
+    """By the name of an empty file, which a full disk still takes; else rank 0 hears of it by its time limit."""
+    with contextlib.suppress(OSError):
+        (part / f"rank-{rank}.failed-{error.errno or 0}").touch()
+        (part / shard_name(rank)).unlink()
+
+
+def _reason_told(failed: Path) -> str:
+    return os.strerror(int(failed.name.rpartition("-")[2]))
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entry], dict[str, Whole]]:
+    """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
+    told = [(one.saved_as, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
+    lists: list[Any] = [None] * world
+    dist.all_gather_object(lists, told)
+    holders: dict[tuple[str, Box], list[int]] = {}
+    wholes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for other, held in enumerate(lists):
+        for key, shape, dtype, boxes in held:
+            wholes[key] = (shape, dtype)
+            for box in boxes:
+                holders.setdefault((key, box), []).append(other)
+    load = [0] * world
+    pieces: dict[str, list[Piece]] = {key: [] for key in wholes}
+    writes: set[tuple[str, Box]] = set()
+    for (key, box), ranks in holders.items():
+        writer = min(ranks, key=lambda one: load[one])
+        load[writer] += box.elements
+        if writer == rank:
+            writes.add((key, box))
+        pieces[key].append(Piece(shard_name(writer), f"{key}@{','.join(map(str, box.start))}", box))
+    entries = []
+    for one in mine:
+        for place in one.places:
+            if (one.saved_as, place.box) in writes:
+                writes.remove((one.saved_as, place.box))  # once, though a tied parameter may be here twice
+                name = f"{one.saved_as}@{','.join(map(str, place.box.start))}"
+                entries.append(_Entry(name, place.box.shape, one, place.local))
+    return entries, {key: Whole(shape, dtype, tuple(pieces[key])) for key, (shape, dtype) in wholes.items()}

@@ -1,0 +1,220 @@
+"""All that a rank has to keep of its training: tensors with their place in the whole model, and a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.engine.gradients import Held
+from shardwise.engine.offload.states import MASTER
+from shardwise.engine.optimizer import LocalOptimizer
+from shardwise.engine.parts import Part, plain_name
+from shardwise.engine.trainer import Trainer
+from shardwise.training.checkpoint.boxes import Placed, Run, placed, taken
+
+WEIGHT, BUFFER = "weight", "buffer"
+OUTER = ("outer_weight", "outer_momentum")
+OWN_STEPS = "steps/optimizer"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here.
+
+    ``read`` gives the tensor, or a copy of one that is kept outside of the device's memory; ``write`` takes it back.
+    ``optional``: begins anew where a checkpoint has none of that shape, one of another layout or method. ``worker``:
+    whose it is, where data-parallel workers have weights of their own; those of the first stand for all.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    places: tuple[Placed, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
+    optional: bool = False
+    worker: int = 0
+
+    @property
+    def saved_as(self) -> str:
+        """The name of the tensor in a checkpoint of the same run."""
+        return saved_name(self.key, self.worker)
+
+
+def saved_name(key: str, worker: int) -> str:
+    return f"worker-{worker}/{key}" if worker else key
+
+
+def late_name(age: int) -> str:
+    return f"late_{age}"
+
+
+def kept(trainer: Trainer[Any]) -> list[Kept]:
+    """Weights (fp32 masters where there are), optimizer states, the buffers that balance experts, and what compression
+    has left out on this rank."""
+    tied, optimizer, worker = trainer.job.model.tied_embeddings, trainer.optimizer, worker_of(trainer)
+    found = []
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
+    for one in trainer.parameters:
+        name = _name(one, tied)
+        places = tuple(places_of(one))
+        for state in _states(one.parameter, optimizer):
+            key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(one.parameter, state)
+            read, write = partial(optimizer.read, one.parameter, state), partial(optimizer.write, one.parameter, state)
+            found.append(Kept(key, one.part.shape, places, dtype, read, write, worker=worker))
+    for name, buffer in _buffers(trainer):
+        read, write = partial(_same, buffer), partial(_copy, buffer)
+        found.append(Kept(f"{BUFFER}/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write))
+    return found + _feedback(trainer) + kept_by_meetings(trainer, lambda one: _name(one, tied))
+
+
+def worker_of(trainer: Trainer[Any]) -> int:
+    """Which of several workers with weights of their own this rank belongs to."""
+    return 0 if trainer.outer is None else trainer.mesh.rank("dp")
+
+
+def kept_by_meetings(trainer: Trainer[Any], name: Callable[[Held], str]) -> list[Kept]:
+    """Of workers that do not meet in every step: the outer optimizer's states, sums under way, a worker's own count."""
+    trained = [one for one in trainer.parameters if one.parameter.requires_grad]
+    found = []
+    outer, late = trainer.outer, trainer.late
+    for number, one in enumerate(trained):
+        tensors: dict[str, Callable[[], Tensor]] = {}
+        if outer is not None and outer.anchors:
+            for state, values in zip(OUTER, (outer.anchors, outer.momenta), strict=True):
+                tensors[state] = partial(_same, values[number])
+        for age in range(late.staleness if late is not None else 0):
+            assert late is not None
+            tensors[late_name(age)] = partial(late.read, age, number)
+        places = tuple(places_of(one))
+        for state, read in tensors.items():
+            write = partial(_copy_into, read)
+            found.append(Kept(f"{state}/{name(one)}", one.part.shape, places, read().dtype, read, write))
+    if worker_of(trainer):
+        counts = [group["step"] for group in trainer.optimizer.param_groups]
+        step = counts[0].view(1)
+        write = partial(_fill, counts)
+        found.append(
+            Kept(OWN_STEPS, (1,), tuple(_all(step)), step.dtype, partial(_same, step), write,
+                 worker=worker_of(trainer))
+        )  # fmt: skip
+    return found
+
+
+def _copy_into(read: Callable[[], Tensor], values: Tensor) -> None:
+    read().copy_(values)
+
+
+def _fill(counts: list[Tensor], values: Tensor) -> None:
+    for one in counts:
+        one.fill_(values.item())
+
+
+def _feedback(trainer: Trainer[Any]) -> list[Kept]:
+    """Every rank's own, which means something to the same rank of the same layout only."""
+    strategy = trainer.job.strategy
+    layout = "x".join(str(strategy.degree(name)) for name in strategy.order)
+    found = []
+    for name, state in trainer.data.feedback.items():
+        key = f"feedback/{strategy.compression.method}.{layout}.{dist.get_rank()}.{name}"
+        read, write = partial(_same, state), partial(_copy, state)
+        found.append(Kept(key, tuple(state.shape), tuple(_all(state)), state.dtype, read, write, optional=True))
+    return found
+
+
+def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
+    """What is not a tensor of the model, as plain data: the count of steps and the scale of the loss."""
+    # Every group has taken every step that was not left out: one count for all.
+    steps = max((float(group["step"]) for group in trainer.optimizer.param_groups), default=0.0)
+    found: dict[str, Any] = {"optimizer_steps": steps}
+    if trainer.scaler is not None:
+        found["loss_scale"] = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
+    if trainer.outer is not None:
+        found["inner_steps"] = trainer.outer.steps
+    if trainer.late is not None:
+        found["late_sums"] = len(trainer.late.under_way)
+    return found
+
+
+def expect(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+    """Before the tensors of a checkpoint are read: room for those of which there are more or fewer."""
+    if trainer.late is not None:
+        trainer.late.expect(int(found.get("late_sums", 0)))
+
+
+@torch.no_grad()
+def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+    """Back into the trainer; afterwards the weights that are computed with follow what was loaded."""
+    if not worker_of(trainer):  # others have their own
+        for group in trainer.optimizer.param_groups:
+            group["step"].fill_(found["optimizer_steps"])
+    trainer.steps_given()
+    if trainer.outer is not None:
+        trainer.outer.steps = int(found.get("inner_steps", 0))
+    if trainer.scaler is not None and "loss_scale" in found:
+        for name, tensor in trainer.scaler.state_dict().items():
+            tensor.fill_(found["loss_scale"].get(name, float(tensor)))
+    trainer.data.publish()
+
+
+def places_of(one: Held) -> list[Placed]:
+    """The boxes of the whole parameter that the local tensor is."""
+    dimensions = _runs(one.part)
+    if isinstance(one.parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            one.parameter.shape, one.parameter.device_mesh, one.parameter.placements
+        )
+        dimensions = [taken(runs, first, first + size) for runs, first, size in zip(dimensions, offset, shape)]
+    return placed(dimensions)
+
+
+def _runs(part: Part) -> list[list[Run]]:
+    dimensions = [[Run(0, size)] for size in part.shape]
+    for cut in part.cuts:
+        held = dimensions[cut.dimension]
+        dimensions[cut.dimension] = [run for start, stop in cut.runs for run in taken(held, start, stop)]
+    return dimensions
+
+
+def _name(one: Held, tied: bool) -> str:
+    """A tied head on a stage of its own is the embedding of the whole model."""
+    return "embedding.weight" if tied and one.name == "head.weight" else one.name
+
+
+def _states(parameter: nn.Parameter, optimizer: LocalOptimizer) -> Iterator[str]:
+    yield MASTER
+    yield from (name for name in optimizer.state[parameter] if name != MASTER)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copy(target: Tensor, values: Tensor) -> None:
+    target.copy_(values)
+
+
+def _buffers(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:
+    for stage in trainer.stages.values():
+        yield from lasting_buffers(stage)
+
+
+def lasting_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are learned, by their names in the whole model."""
+    lasting = set(module.state_dict(keep_vars=True))
+    for name, buffer in module.named_buffers():
+        if name in lasting and buffer.is_floating_point():
+            yield plain_name(name), buffer
+
+
+def _all(tensor: Tensor) -> list[Placed]:
+    return placed([[Run(0, size)] for size in tensor.shape])

@@ -1,0 +1,157 @@
+"""Folders of PyTorch's distributed checkpoint, read without unpickling them as they ask for.
+
+``.metadata`` says of every tensor its shape, its type and the boxes that it was saved in; each box lies in one of the
+``.distcp`` files as ``torch.save`` wrote it. TorchTitan saves so, and Megatron-LM with ``--ckpt-format torch_dist``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.errors import SpecError, shown
+from shardwise.training.checkpoint.boxes import Box
+from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.convert.torch_file import fields_of, read_pickle, read_torch_bytes
+
+METADATA = ".metadata"
+_PREFIXES = ("app.", "state_dict.", "model.")
+_NO_WEIGHTS = re.compile(r"(app\.)?(optimizers?|optim|lr_schedulers?|dataloader|train_state)\.")
+_AGAIN = "copy the whole folder again"
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A box of a tensor, and where ``torch.save`` wrote it."""
+
+    box: Box
+    path: Path
+    offset: int
+    length: int
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            content = file.read(self.length)
+        tensor = read_torch_bytes(content, self.path)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != self.box.shape or tensor.dtype != dtype:
+            problem = f"holds at byte {self.offset:,} another tensor than {METADATA} says"
+            raise SpecError(str(self.path), problem, _AGAIN)
+        return tensor
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[StoredBox, ...]
+
+    def whole(self) -> Lazy:
+        return self._within(Box((0,) * len(self.shape), self.shape), self.shape)
+
+    def entry(self, number: int) -> Lazy:
+        """One entry along the first dimension; only the boxes that hold some of it are read."""
+        rest = self.shape[1:]
+        return self._within(Box((number, *(0 for _ in rest)), (1, *rest)), rest)
+
+    def _within(self, wanted: Box, shape: tuple[int, ...]) -> Lazy:
+        def read() -> Tensor:
+            tensor = torch.empty(wanted.shape, dtype=self.dtype)
+            for one in self.boxes:
+                common = one.box.common(wanted)
+                if common is not None:
+                    tensor[common.inside(wanted)] = one.read(self.dtype)[common.inside(one.box)]
+            return tensor.reshape(shape)
+
+        return Lazy(shape, self.dtype, read)
+
+
+def is_distributed(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or any(folder.glob("*.distcp"))
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder by their names there; raises SpecError where a part of one is missing."""
+    if not (folder / METADATA).is_file():
+        raise SpecError(str(folder / METADATA), "is missing", _AGAIN)
+    metadata = fields_of(read_pickle(folder / METADATA))
+    described, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(storage, dict):
+        raise SpecError(str(folder / METADATA), "describes no distributed checkpoint", _AGAIN)
+    places = _places(storage)
+    found = {}
+    for name, one in described.items():
+        about = fields_of(one)
+        if isinstance(name, str) and "chunks" in about:  # what has none is bytes: numbers, settings, random states
+            found[name] = _tensor(folder, name, about, places)
+    return found
+
+
+def model_tensors(folder: Path) -> dict[str, Lazy]:
+    """Those of the model, whatever they stand under, without the states of an optimizer and of a run."""
+    held = {name: one.whole() for name, one in stored_tensors(folder).items() if not _NO_WEIGHTS.match(name)}
+    while prefix := next((one for one in _PREFIXES if held and all(name.startswith(one) for name in held)), None):
+        held = {name.removeprefix(prefix): one for name, one in held.items()}
+    return held
+
+
+def _places(storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+    """What ``storage_data`` says, by the tensor's name and the start of the box."""
+    places = {}
+    for index, where in storage.items():
+        about = fields_of(index)
+        if isinstance(about.get("fqn"), str):
+            places[about["fqn"], tuple(about.get("offset") or ())] = fields_of(where)
+    return places
+
+
+def _tensor(folder: Path, name: str, about: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]]) -> StoredTensor:
+    properties = getattr(about.get("properties"), "state", None)
+    dtype = properties[0] if isinstance(properties, tuple) and properties else fields_of(properties).get("dtype")
+    shape = _sizes(about.get("size"), name, folder)
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(name, f"in {folder / METADATA} has no known type", _AGAIN)
+    boxes = []
+    for chunk in map(fields_of, about["chunks"]):
+        box = Box(_sizes(chunk.get("offsets"), name, folder), _sizes(chunk.get("sizes"), name, folder))
+        boxes.append(_stored_box(folder, name, box, places.get((name, box.start))))
+    _require_whole(name, shape, [one.box for one in boxes], folder)
+    return StoredTensor(shape, dtype, tuple(boxes))
+
+
+def _stored_box(folder: Path, name: str, box: Box, place: Mapping[str, Any] | None) -> StoredBox:
+    if place is None:
+        raise SpecError(name, f"in {folder} has a part that is stored nowhere", _AGAIN)
+    if place.get("transform_descriptors"):
+        raise SpecError(name, f"in {folder} is compressed or encrypted", "save it without extensions")
+    file, offset, length = (place.get(key) for key in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or Path(file).name != file:
+        raise SpecError(str(folder / METADATA), f"names {shown(file)}, which leads out of it", "do not trust it")
+    path = folder / file
+    if not path.is_file():
+        raise SpecError(str(path), "is missing", _AGAIN)
+    if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length <= path.stat().st_size:
+        raise SpecError(str(path), f"is too short to hold {name}", _AGAIN)
+    return StoredBox(box, path, offset, length)
+
+
+def _sizes(sizes: Any, name: str, folder: Path) -> tuple[int, ...]:
+    if not isinstance(sizes, tuple) or any(type(one) is not int or one < 0 for one in sizes):
+        raise SpecError(name, f"in {folder / METADATA} has an impossible shape", _AGAIN)
+    return tuple(sizes)
+
+
+def _require_whole(name: str, shape: tuple[int, ...], boxes: list[Box], folder: Path) -> None:
+    """The boxes lie in the tensor, do not meet, and fill it."""
+    whole = Box((0,) * len(shape), shape)
+    inside = all(len(box.start) == len(box.shape) == len(shape) for box in boxes)
+    inside = inside and all(not box.elements or box.common(whole) == box for box in boxes)
+    meet = inside and any(a.common(b) for number, a in enumerate(boxes) for b in boxes[:number])
+    if not inside or meet or sum(box.elements for box in boxes) != whole.elements:
+        raise SpecError(name, f"in {folder / METADATA} is not whole", _AGAIN)

@@ -1,0 +1,225 @@
+"""Folders of Megatron-LM, with the names of Megatron core; the weights are in the type that was trained in.
+
+``--ckpt-format torch``: ``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` holds what one rank has in ``model``, its
+layers counted from 0; tensor and pipeline ranks are put together. ``torch_dist``: a distributed checkpoint of whole
+tensors, those of equal layers stacked, with the arguments in ``common.pt``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.interop.frameworks.megatron_model import interpret
+from shardwise.interop.frameworks.target import Reading
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.model import Model
+from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.convert.distributed import is_distributed, stored_tensors
+from shardwise.training.convert.megatron_tensors import merged
+from shardwise.training.convert.torch_file import fields_of, read_torch_file
+from shardwise.training.convert.weights import Weights, complete, lazily
+
+LATEST = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})|release")
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_FILE = "model_optim_rng.pt"
+_COMMON = "common.pt"  # beside the tensors of torch_dist: what all ranks share
+_NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state")
+# Settings that change what the same tensors mean; with any of these values they are not read.
+_NOT_READ = {
+    "num_experts": "experts", "multi_latent_attention": "latent attention", "rotary_interleaved": "interleaved rope",
+    "apply_layernorm_1p": "norms around one", "mtp_num_layers": "multi-token prediction",
+    "heterogeneous_layers_config_path": "layers of several shapes", "is_hybrid_model": "layers without attention",
+}  # fmt: skip
+# Switches whose attribute says the contrary.
+_CONTRARY = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
+
+Stored = dict[str, list[Lazy]]
+
+
+def is_megatron(folder: Path) -> bool:
+    if (folder / LATEST).is_file() or ((folder / _COMMON).is_file() and is_distributed(folder)):
+        return True
+    return any(_RANK.fullmatch(one.name) for one in folder.iterdir())
+
+
+def megatron_weights(source: Path, given: Model | None) -> Weights:
+    """The weights of the newest iteration, of the model that the user names or that the checkpoint's arguments do."""
+    folder = _iteration_folder(source)
+    return _of_whole_tensors(folder, given) if is_distributed(folder) else _of_ranks(folder, given)
+
+
+def _of_whole_tensors(folder: Path, given: Model | None) -> Weights:
+    common = _state(folder / _COMMON) if (folder / _COMMON).is_file() else {}
+    arguments = fields_of(common.get("args"))
+    _require_readable(arguments, folder, common.get("checkpoint_version"))
+    stored: Stored = {}
+    for name, one in stored_tensors(folder).items():
+        if name.startswith(_NO_WEIGHTS):
+            continue
+        before, stacked, after = name.partition("decoder.layers.")
+        if stacked and not after.partition(".")[0].isdigit():
+            numbers = range(one.shape[0] if one.shape else 0)
+            stored |= {f"{before}{stacked}{number}.{after}": [one.entry(number)] for number in numbers}
+        else:
+            stored[name] = [one.whole()]
+    layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
+    model = given or _model_of(arguments, folder)
+    _require_layers(len(layers), model, folder)
+    origin = f"the Megatron-LM folder {folder} (torch_dist)"
+    return complete(model, merged(model, stored, origin), origin, _iteration(common.get("iteration")))
+
+
+def _of_ranks(folder: Path, given: Model | None) -> Weights:
+    ranks = _ranks(folder)
+    states = {rank: _state(path) for rank, path in ranks.items()}
+    arguments = fields_of(states[0, 0].get("args"))
+    _require_readable(arguments, folder, states[0, 0].get("checkpoint_version"))
+    stages = _stages(states, folder)
+    model = given or _model_of(arguments, folder)
+    _require_layers(sum(count for count, _ in stages), model, folder)
+    tp, pp = (max(rank[axis] for rank in ranks) + 1 for axis in (0, 1))
+    if model.key_value_heads % tp:
+        problem = f"repeats its {model.key_value_heads} key-value heads over {tp} tensor ranks"
+        raise SpecError(str(folder), problem, "save it with fewer tensor ranks")
+    origin = f"the Megatron-LM folder {folder} (tp {tp}, pp {pp})"
+    step = _iteration(states[0, 0].get("iteration"))
+    return complete(model, merged(model, _joined(stages), origin), origin, step)
+
+
+def _require_layers(layers: int, model: Model, folder: Path) -> None:
+    if layers != model.layers:
+        raise SpecError(str(folder), f"has {layers} layers, {model.name} has {model.layers}", "name the right model")
+
+
+def _iteration(told: Any) -> int:
+    return told if type(told) is int and told >= 0 else 0
+
+
+def _iteration_folder(source: Path) -> Path:
+    latest = source / LATEST
+    folder = source
+    if latest.is_file():
+        text = latest.read_bytes()[:100].decode(errors="replace").strip()
+        if not (text.isascii() and text.isdigit()) and text != "release":
+            raise SpecError(
+                str(latest), f"says {shown(text)}, which is not an iteration", "name the iteration's folder"
+            )
+        folder = source / (text if text == "release" else f"iter_{int(text):07d}")
+        if not folder.is_dir():
+            raise SpecError(str(folder), "is missing", "name the folder of an iteration that is there")
+    return folder
+
+
+def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
+    """The file of every (tensor, pipeline) rank; raises SpecError where one is missing."""
+    found = {}
+    for one in folder.iterdir():
+        if match := _RANK.fullmatch(one.name):
+            found[int(match[1]), int(match[2] or 0)] = one / _FILE
+    if not found:
+        raise SpecError(str(folder), f"has no mp_rank_00/{_FILE}", "name the folder that Megatron-LM has saved")
+    tp, pp = (max(rank[axis] for rank in found) + 1 for axis in (0, 1))
+    for rank in ((t, p) for t in range(tp) for p in range(pp)):
+        if rank not in found or not found[rank].is_file():
+            problem = f"lacks {_FILE} of tensor rank {rank[0]}, pipeline rank {rank[1]}"
+            raise SpecError(str(folder), problem, "copy all ranks' files")
+    return found
+
+
+def _state(path: Path) -> dict[Any, Any]:
+    state = read_torch_file(path)
+    if not isinstance(state, dict):
+        raise SpecError(str(path), "does not hold what Megatron-LM saves there", "name the folder that it has saved")
+    return state
+
+
+def _require_readable(arguments: Mapping[str, Any], folder: Path, version: Any) -> None:
+    for name, what in _NOT_READ.items():
+        if arguments.get(name):
+            raise SpecError(str(folder), f"has {what}, which are not read ({name})", "convert it with its own tools")
+    if arguments.get("rotary_percent", 1.0) != 1.0:
+        raise SpecError(str(folder), "turns a part of each head only (rotary_percent)", "all of it is turned here")
+    if isinstance(version, (int, float)) and version < 3:
+        raise SpecError(str(folder), f"is of checkpoint version {version}", "versions from 3 on are read")
+
+
+def _stages(states: Mapping[tuple[int, int], dict[Any, Any]], folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Along the pipeline the number of layers and each tensor rank's tensors; all first chunks stand first."""
+    tp, pp = (max(rank[axis] for rank in states) + 1 for axis in (0, 1))
+    chunks = ["model"] if "model" in states[0, 0] else [key for key in _chunk_names() if key in states[0, 0]]
+    found = []
+    for chunk in chunks:
+        for pipeline in range(pp):
+            parts = [states[tensor, pipeline].get(chunk) for tensor in range(tp)]
+            held = [part for part in parts if isinstance(part, dict)]
+            if len(held) < tp or any(set(part) != set(held[0]) for part in held):
+                raise SpecError(str(folder), f"has ranks of pipeline stage {pipeline} that differ", "copy it again")
+            if "language_model" in held[0]:
+                raise SpecError(str(folder), "has the names before Megatron core", "convert it with its own tools")
+            numbers = {int(match[1]) for name in held[0] if isinstance(name, str) and (match := _LAYER.match(name))}
+            if numbers != set(range(len(numbers))):
+                raise SpecError(str(folder), "has layers that are not counted from 0", "copy it again")
+            found.append((len(numbers), held))
+    if not found:
+        raise SpecError(str(folder), "holds no model", "name the folder that Megatron-LM has saved")
+    return found
+
+
+def _chunk_names() -> Sequence[str]:
+    return [f"model{number}" for number in range(100)]
+
+
+def _joined(stages: Sequence[tuple[int, list[dict[str, Any]]]]) -> Stored:
+    """The tensors of all stages by their names in the whole model, one of each tensor rank."""
+    found: Stored = {}
+    before = 0
+    for count, held in stages:
+        for name in held[0]:
+            parts = [part[name] for part in held]
+            if not isinstance(name, str) or not all(isinstance(part, Tensor) for part in parts):
+                continue  # Transformer Engine keeps its own notes (_extra_state) beside tensors
+            match = _LAYER.fullmatch(name)
+            whole = f"decoder.layers.{int(match[1]) + before}.{match[2]}" if match else name
+            found[whole] = [lazily(part) for part in parts]
+        before += count
+    return found
+
+
+def _model_of(arguments: Mapping[str, Any], folder: Path) -> Model:
+    """The model in the arguments that a checkpoint was trained with."""
+    settings: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name in _CONTRARY:
+            settings[_CONTRARY[name]] = not value
+        elif isinstance(value, (bool, int, float, str)):
+            settings[f"--{name.replace('_', '-')}"] = value
+        elif name == "window_size" and isinstance(value, tuple):
+            settings["--window-size"] = ",".join(map(str, value))
+    fields: dict[str, Any] = {}
+    try:
+        interpret(Reading(settings, None, None, {}), fields)
+        if not fields:
+            raise SpecError("args", "names no layers", "")
+        return replace(Model.from_dict(_nested(fields)), name=f"megatron-{folder.parent.name or 'model'}")
+    except SpecError as error:
+        problem = f"does not say which model it is ({error.field}: {error.problem})"
+        raise SpecError(str(folder), problem, "name it: --model") from None
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in fields.items():
+        *parents, last = path.removeprefix("model.").split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return tree

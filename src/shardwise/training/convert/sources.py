@@ -1,0 +1,141 @@
+"""What a path holds: one of our checkpoints, a Hugging Face folder, files of torch, DeepSpeed or Megatron-LM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardwise.interop.companions import folder_of_model, has_companions
+from shardwise.interop.jobs import model_from
+from shardwise.models.huggingface.folder import DTYPES, open_folder
+from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
+from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.model import Model
+from shardwise.training.checkpoint.contents import weight_keys
+from shardwise.training.checkpoint.find import kept_companions, newest_at
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.load import problems_of
+from shardwise.training.checkpoint.manifest import NAME as MANIFEST
+from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.checkpoint.whole import Lazy, whole_tensors
+from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
+from shardwise.training.convert.distributed import is_distributed, model_tensors
+from shardwise.training.convert.megatron import is_megatron, megatron_weights
+from shardwise.training.convert.state_dict import Description, described, files_of_folder, named_weights, torch_files
+from shardwise.training.convert.weights import Weights, complete
+
+MODEL_KEY = "shardwise.model"  # where a file that we write says of which model it is
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_READ = (
+    "name a checkpoint or run of ours, a Hugging Face folder, a .safetensors or torch (.pt, .pth, .bin) file, or a "
+    "folder of DeepSpeed, Megatron-LM or PyTorch's distributed checkpoint"
+)
+
+
+def open_weights(source: Path, given: str | None = None) -> Weights:
+    """The weights that are at a path, complete and of the right shapes; their numbers are not read yet.
+
+    ``given`` names the model where the source does not say it. Raises SpecError for what is damaged or unknown.
+    """
+    return replace(_opened(source, given), companions=_companions_of(source, given))
+
+
+def _companions_of(source: Path, given: str | None) -> Path | None:
+    """The folder with the config.json that the user names, that is beside the weights, or that a checkpoint keeps."""
+    if given is not None:
+        return folder_of_model(given)
+    if source.is_dir() and _is_ours(source):
+        folder = kept_companions(newest_at(source))
+    else:
+        folder = source if source.is_dir() else source.parent
+    return folder if has_companions(folder) else None
+
+
+def _opened(source: Path, given: str | None) -> Weights:
+    if source.is_file():
+        return _from_file(source, given)
+    if not source.is_dir():
+        raise SpecError(str(source), "is not there", _READ)
+    if _is_ours(source):
+        return _from_checkpoint(newest_at(source), given)
+    if is_deepspeed(source):
+        return deepspeed_weights(source, described(given, source))
+    if is_megatron(source):
+        return megatron_weights(source, None if given is None else model_from(given))
+    if is_distributed(source):
+        return named_weights(model_tensors(source), described(given, source), f"the distributed checkpoint {source}")
+    if (source / "config.json").is_file() and any((source / name).is_file() for name in (SAFE_INDEX, SAFE_SINGLE)):
+        return _from_huggingface(source, given)
+    if files := files_of_folder(source):
+        return named_weights(torch_files(files), described(given, source), f"the folder {source}")
+    raise SpecError(str(source), "holds no weights that are known here", _READ)
+
+
+def _is_ours(source: Path) -> bool:
+    inner = source / "checkpoints"
+    return (source / MANIFEST).is_file() or bool(CheckpointFolder(inner if inner.is_dir() else source).committed())
+
+
+def _from_checkpoint(folder: Path, given: str | None) -> Weights:
+    for problem in problems_of(folder):
+        raise SpecError("", problem, "take another checkpoint")
+    manifest = read_manifest(folder)
+    model = model_from(given if given is not None else manifest.job.get("model"))
+    keys = weight_keys(manifest)
+    found = {key.partition("/")[2]: one for key, one in whole_tensors(folder, manifest, keys).items()}
+    return complete(model, found, f"the checkpoint {folder}", manifest.step)
+
+
+def _from_huggingface(source: Path, given: str | None) -> Weights:
+    folder = open_folder(source)
+    model = folder.model if given is None else model_from(given)
+
+    def lazily(name: str, shape: tuple[int, ...]) -> Lazy:
+        return Lazy(shape, folder.dtype(name), lambda: folder.slice(name, ()))
+
+    found = {name: lazily(name, place.shape) for name, place in folder.naming.places.items()}
+    return complete(model, found, f"the Hugging Face folder {source}")
+
+
+def _from_file(source: Path, given: str | None) -> Weights:
+    about = described(given, source.parent)
+    if source.suffix.lower() in _TORCH:
+        return named_weights(torch_files([source]), about, f"the file {source}")
+    if source.suffix.lower() != ".safetensors":
+        raise SpecError(str(source), f"has the suffix {shown(source.suffix)}, which is not known", _READ)
+    try:
+        file: Any = safe_open(str(source), "pt")
+        told = (file.metadata() or {}).get(MODEL_KEY)
+        stored = {name: _of_file(file, name, source) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise SpecError(str(source), f"cannot be read ({shown(str(error))})", "get another copy") from None
+    if given is None and told is not None:
+        about = Description(_told_model(told, source))
+    return named_weights(stored, about, f"the file {source}")
+
+
+def _of_file(opened: Any, name: str, source: Path) -> Lazy:
+    part = opened.get_slice(name)
+    dtype = part.get_dtype()
+    if dtype not in DTYPES:
+        raise SpecError(name, f"in {source} is stored as {dtype}", "convert the weights to bf16 first")
+
+    def read() -> torch.Tensor:
+        tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
+
+    return Lazy(tuple(part.get_shape()), DTYPES[dtype], read)
+
+
+def _told_model(text: str, source: Path) -> Model:
+    try:
+        return model_from(json.loads(text))
+    except ValueError as error:  # SpecError is one
+        problem = f"does not say which model it is ({shown(str(error))})"
+        raise SpecError(str(source), problem, "name it: --model") from None

@@ -1,0 +1,112 @@
+"""Weights in a state dict: found in what a file holds, freed of the prefixes of wrappers, and named as ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.interop.jobs import model_from
+from shardwise.models.huggingface.tensors import Naming
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.model import Model
+from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.convert.meta_names import from_meta, has_meta_names
+from shardwise.training.convert.torch_file import read_torch_file
+from shardwise.training.convert.weights import Weights, complete, from_family, lazily
+
+INDEX = "pytorch_model.bin.index.json"
+_WITHIN = ("model", "state_dict", "module", "model_state_dict")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_MOST_NESTED = 4
+_MOST_JSON_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Description:
+    """Of which model some weights are; ``config`` is the content of a config.json where that says it."""
+
+    model: Model
+    config: Mapping[str, Any] | None = None
+
+
+def described(given: str | None, beside: Path) -> Description | None:
+    """The model that the user named, or that a config.json beside the weights describes; None where neither is."""
+    path = Path(given) if given is not None else beside
+    path = path / "config.json" if path.is_dir() else path
+    if path.suffix.lower() == ".json" and path.is_file():
+        return Description(model_from(str(path.absolute())), read_json(path))
+    return None if given is None else Description(model_from(given))
+
+
+def named_weights(stored: Mapping[str, Lazy], about: Description | None, origin: str, step: int = 0) -> Weights:
+    """Tensors under our names, those of a Hugging Face family, or Meta's of Llama."""
+    if about is None:
+        remedy = f"name one, or a config.json: {origin} does not say of which model its tensors are"
+        raise SpecError("--model", "is missing", remedy)
+    stored = without_wrappers(stored)
+    if "embedding.weight" in stored:
+        return complete(about.model, stored, origin, step)
+    if has_meta_names(stored):
+        return from_meta(about.model, stored, origin, step)
+    naming = Naming.of_model(about.model) if about.config is None else Naming.of_config(about.config, about.model)
+    return from_family(naming, stored, origin, step)
+
+
+def torch_files(paths: Sequence[Path]) -> dict[str, Lazy]:
+    """The tensors of state dicts in files of ``torch.save``, the numbers still on disk."""
+    found: dict[str, Lazy] = {}
+    for path in paths:
+        found |= tensors_in(read_torch_file(path), str(path))
+    return found
+
+
+def tensors_in(content: Any, where: str) -> dict[str, Lazy]:
+    """The state dict in what a file holds; raises SpecError where there is none."""
+    for _ in range(_MOST_NESTED):
+        if not isinstance(content, dict):
+            break
+        tensors = {key: one for key, one in content.items() if isinstance(key, str) and isinstance(one, Tensor)}
+        inner = next((content[key] for key in _WITHIN if isinstance(content.get(key), dict)), None)
+        if inner is None and tensors:
+            return {key: lazily(one) for key, one in tensors.items()}
+        content = inner
+    raise SpecError(where, "holds no state dict", f"it should have names of tensors, or have them in {_WITHIN[0]!r}")
+
+
+def without_wrappers(stored: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Without the prefix that DDP, torch.compile or an engine puts before every name."""
+    names = dict(stored)
+    while prefix := next((one for one in _WRAPPERS if names and all(key.startswith(one) for key in names)), None):
+        names = {key.removeprefix(prefix): one for key, one in names.items()}
+    return names
+
+
+def files_of_folder(folder: Path) -> list[Path]:
+    """The files of a Hugging Face folder that was saved without safetensors; none where there are none."""
+    if not (folder / INDEX).is_file():
+        return [folder / "pytorch_model.bin"] if (folder / "pytorch_model.bin").is_file() else []
+    try:
+        names = sorted({str(file) for file in read_json(folder / INDEX)["weight_map"].values()})
+    except (KeyError, TypeError, AttributeError):
+        raise SpecError(str(folder / INDEX), "is not an index of weights", "download it again") from None
+    for name in names:
+        if Path(name).name != name:
+            raise SpecError(str(folder / INDEX), f"names {shown(name)}, which leads out of it", "do not trust it")
+    return [folder / name for name in names]
+
+
+def read_json(path: Path) -> Any:
+    """The content of a small JSON file; raises SpecError for any other."""
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            raise SpecError(str(path), "is too large", "get another copy")
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise SpecError(str(path), f"cannot be read ({error.strerror})", "check the file") from None
+    except (ValueError, RecursionError):
+        raise SpecError(str(path), "is not JSON", "correct the file") from None

@@ -1,0 +1,117 @@
+"""The weights of a model, wherever they come from: by the names of a `Decoder`, each read when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.models import Decoder
+from shardwise.models.huggingface.tensors import Naming, TensorPlace
+from shardwise.spec.errors import SpecError
+from shardwise.spec.model import Model
+from shardwise.training.checkpoint.whole import Lazy
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_OTHER_MODEL = "name the model that was trained (--model)"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All tensors of ``model``: parameters in ``tensors``, and in ``buffers`` what balances experts.
+
+    ``origin`` says in words where they come from; ``step`` is how long they were trained, where that is known.
+    ``companions`` is a folder with the small files of the Hugging Face folder that they once came from.
+    """
+
+    model: Model
+    tensors: dict[str, Lazy]
+    buffers: frozenset[str]
+    origin: str
+    step: int = 0
+    companions: Path | None = None
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(one.size for one in self.tensors.values())
+
+    def as_type(self, name: str | None) -> Weights:
+        """Parameters in another type; buffers stay as they are. Without a name every type must be one we write."""
+        wanted = None if name is None else DTYPES[name]
+        changed = {
+            key: one if key in self.buffers and one.dtype in DTYPES.values() else _cast(key, one, wanted)
+            for key, one in self.tensors.items()
+        }
+        return replace(self, tensors=changed)
+
+
+def complete(model: Model, found: Mapping[str, Lazy], origin: str, step: int = 0) -> Weights:
+    """The weights, once every tensor of the model was found to be there, none too many, all of the right shape."""
+    model = replace(model, mtp_layers=0)
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_tensors()}
+    tied = {"head.weight"} if model.tied_embeddings else set()
+    for name, shape in shapes.items():
+        if name not in found:
+            raise SpecError(name, f"of {model.name} is missing in {origin}", _OTHER_MODEL)
+        if found[name].shape != shape:
+            problem = f"is {list(found[name].shape)} in {origin}, but {model.name} makes it {list(shape)}"
+            raise SpecError(name, problem, _OTHER_MODEL)
+    for name in sorted(found.keys() - shapes.keys() - tied):
+        raise SpecError(name, f"in {origin} belongs to no part of {model.name}", _OTHER_MODEL)
+    buffers = frozenset(name for name, _ in decoder.named_buffers() if name in shapes)
+    return Weights(model, {name: found[name] for name in shapes}, buffers, origin, step)
+
+
+def from_family(naming: Naming, stored: Mapping[str, Lazy], origin: str, step: int = 0) -> Weights:
+    """The same of tensors that have the names and the layout of a Hugging Face family."""
+    naming.check(stored.keys(), origin)
+    found = {name: _placed(place, naming, stored, origin) for name, place in naming.places.items()}
+    return complete(naming.model, found, origin, step)
+
+
+def lazily(tensor: Tensor) -> Lazy:
+    """A tensor whose numbers are in a mapped file."""
+    return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def _placed(place: TensorPlace, naming: Naming, stored: Mapping[str, Lazy], origin: str) -> Lazy:
+    parts = [stored[naming.stored_name(theirs, stored.keys())] for theirs in place.names]
+    for theirs, part in zip(place.names, parts):
+        if part.shape != place.stored_shape:
+            problem = f"is {list(part.shape)} in {origin}, but {naming.model.name} makes it {list(place.stored_shape)}"
+            raise SpecError(theirs, problem, _OTHER_MODEL)
+    whole = tuple(slice(None) for _ in (place.shape[1:] if place.stacked else place.shape))
+
+    def read() -> Tensor:
+        ours = [place.from_stored(part.read()[place.stored_slices(whole)], whole) for part in parts]
+        return torch.stack(ours) if place.stacked else ours[0]
+
+    return Lazy(place.shape, parts[0].dtype, read)
+
+
+def _cast(name: str, one: Lazy, wanted: torch.dtype | None) -> Lazy:
+    if not one.dtype.is_floating_point or one.dtype.itemsize == 1:
+        raise SpecError(name, f"is stored as {one.dtype}", "convert the weights to bf16 first")
+    if wanted is None and one.dtype not in DTYPES.values():
+        raise SpecError(name, f"is stored as {one.dtype}", f"choose a type: --dtype {', '.join(DTYPES)}")
+    if wanted is None or wanted == one.dtype:
+        return one
+    return Lazy(one.shape, wanted, _casting(name, one.read, wanted))
+
+
+def _casting(name: str, read: Callable[[], Tensor], wanted: Any) -> Callable[[], Tensor]:
+    def cast() -> Tensor:
+        before = read()
+        after = before.to(wanted)
+        if wanted == torch.float16 and bool(after.isinf().any()) and not bool(before.isinf().any()):
+            raise SpecError(name, "holds numbers that are too large for fp16", "use --dtype bf16 or fp32")
+        return after
+
+    return cast

@@ -1,0 +1,87 @@
+"""Batches of a rank, made ahead by threads: step s is samples s·B to (s+1)·B of the mixture, in every layout."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from shardwise.training.data.mixture import Mixture
+from shardwise.training.data.pair import Tokens
+from shardwise.training.data.samples import positions_in
+
+MOST_WORKERS, MOST_AHEAD = 4, 16  # of a loader that is left to itself; as many threads as batches are ahead at the most
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's sequences of one step, [sequences, seq] each."""
+
+    step: int
+    tokens: Tokens
+    labels: Tokens
+    positions: Tokens
+    documents: Tokens
+
+
+def rows_of(mixture: Mixture, step: int, batch: int, rank: int, ranks: int) -> Rows:
+    """The share of data-parallel ``rank`` of ``ranks`` in the global batch of a step."""
+    each = batch // ranks
+    first = step * batch + rank * each
+    samples = mixture.samples(np.arange(first, first + each, dtype=np.int64))
+    documents = np.stack([one.documents for one in samples])
+    tokens, labels = np.stack([one.tokens for one in samples]), np.stack([one.labels for one in samples])
+    return Rows(step, tokens, labels, positions_in(documents), documents)
+
+
+class Loader:
+    """``loader.take(step)``: the rows of that step; the next ``prefetch`` are made meanwhile by ``workers`` threads.
+
+    Reading a mapped file and copying numbers leaves Python's lock to others, so threads do. ``waited_seconds`` counts
+    how long the loop stood still for data; a loader that is left to itself (``auto``) gets further ahead when it does.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        batch: int,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        workers: Literal["auto"] | int = "auto",
+        prefetch: Literal["auto"] | int = "auto",
+    ) -> None:
+        self.mixture, self.batch, self.rank, self.ranks = mixture, batch, rank, ranks
+        self.grows = prefetch == "auto"
+        self.prefetch, self.waited_seconds = 2 if prefetch == "auto" else prefetch, 0.0
+        self._threads = ThreadPoolExecutor(MOST_WORKERS if workers == "auto" else workers, thread_name_prefix="data")
+        self._made: dict[int, Future[Rows]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, step: int) -> Rows:
+        with self._lock:
+            wanted = range(step, step + self.prefetch + 1)
+            ahead = step in self._made
+            for number in wanted:
+                if number not in self._made:
+                    self._made[number] = self._threads.submit(self._make, number)
+            for number in [one for one in self._made if one not in wanted]:
+                self._made.pop(number).cancel()
+            future = self._made.pop(step)
+        began = time.perf_counter()
+        late = not future.done()
+        rows = future.result()
+        self.waited_seconds += time.perf_counter() - began
+        if late and ahead and self.grows:
+            self.prefetch = min(MOST_AHEAD, self.prefetch + 1)
+        return rows
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, step: int) -> Rows:
+        return rows_of(self.mixture, step, self.batch, self.rank, self.ranks)

@@ -1,0 +1,43 @@
+"""One step of a job that nobody keeps: `python -m shardwise.training.dry_step FOLDER`, started as the workers of a run.
+
+It is a real step of the engine, on random tokens, in processes of its own: what it changes goes with them, and a GPU
+whose memory was not enough is whole again for the next try. A traced step would not show what the allocator needs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.batch import Batch
+from shardwise.spec.files import read_yaml
+from shardwise.spec.job import Job
+from shardwise.training.attempt import Place, Reporter
+from shardwise.training.metrics.memory import peak_during
+from shardwise.training.run_folder import RunFolder
+from shardwise.training.stop import StopSignal
+from shardwise.training.worker import engine_of, leave, main
+
+
+def step_once(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal) -> None:
+    """Writes the most bytes that any rank has held."""
+    job = Job.from_dict(read_yaml(folder.job, "job file"))
+    with engine_of(job, place) as engine:
+        reporter.phase("step", 0, job.run.timeouts.start)
+        rows = job.sequences // job.strategy.data_parallel
+        text = torch.randint(job.model.vocab, (rows, job.training.seq + 1), device=engine.device)
+        batch = Batch.of(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+        _, peak = peak_during(engine.device, lambda: engine.step(batch))
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, peak)
+    if place.rank == 0:
+        folder.peak.write_text(json.dumps({"peak_bytes": max(peaks)}), encoding="utf-8")
+    reporter.phase("done", 1)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:], step_once))

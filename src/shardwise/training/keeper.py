@@ -1,0 +1,106 @@
+"""Checkpoints of a run: begun at the same step on all ranks, written while training goes on, settled later.
+
+How one ended is told in a group of its own, which has the time limit of a checkpoint: a slow disk of one rank is no
+reason to break the others' communication. The store in which the ranks have met would grow with every save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.engine.trainer import Trainer
+from shardwise.spec.errors import SpecError
+from shardwise.spec.run import Run
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.save import SaveError, Saver
+
+
+class Keeper:
+    """``say`` hears of every checkpoint that was committed, and of those that were not."""
+
+    def __init__(
+        self,
+        trainer: Trainer[Any],
+        run: Run,
+        folder: CheckpointFolder,
+        attempt: str,
+        say: Callable[[int, str], None] = lambda step, problem: None,
+    ) -> None:
+        self.run, self.folder, self.attempt, self.say = run, folder, attempt, say
+        self.saver = Saver(trainer, folder, attempt=attempt, timeout_seconds=run.timeouts.checkpoint)
+        self._last_at = time.monotonic()
+        self.last_begun: int | None = None  # the step of the newest, unless it failed
+        self._unsettled: int | None = None
+        limit = timedelta(seconds=run.timeouts.checkpoint)
+        self._group = dist.new_group(backend="gloo", timeout=limit) if self.saver.world > 1 else None
+
+    def due_at(self, step: int) -> bool:
+        """Whether this many steps call for a checkpoint, by count."""
+        every = self.run.checkpoints.steps
+        return every is not None and step % every == 0
+
+    @property
+    def due_by_time(self) -> bool:
+        """Whether so much time has passed; ranks would not agree on it, so rank 0 decides."""
+        seconds = self.run.checkpoints.seconds
+        return seconds is not None and self._unsettled is None and time.monotonic() - self._last_at > seconds
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes."""
+        return self.saver.busy
+
+    def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
+        """Keeps the state after ``step`` steps; returns when it is copied, or with ``wait`` when it is on disk."""
+        self.settle()
+        wait = wait or not self.run.checkpoints.asynchronous
+        self.saver.begin(step, further, wait=wait)
+        self._unsettled = self.last_begun = step
+        self._last_at = time.monotonic()
+        if wait:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the save that is under way, everywhere; raises SpecError where it failed and the run is to stop."""
+        if self._unsettled is None:
+            return
+        step, self._unsettled = self._unsettled, None
+        problem = self._ended(step)
+        if problem:
+            self.last_begun = None
+        if problem and self.run.checkpoints.disk_full == "stop":
+            raise SpecError(str(self.folder.of_step(step)), problem, "make room: the run continues from the one before")
+
+    def require(self, step: int) -> None:
+        """Raises SpecError where the checkpoint of ``step``, the last of a run, was not written."""
+        if self.last_begun != step:
+            remedy = "make room and start it again: it resumes from the checkpoint before"
+            raise SpecError(str(self.folder.of_step(step)), "could not be written, so the run is not done", remedy)
+
+    def _ended(self, step: int) -> str:
+        """Why the checkpoint of ``step`` was not written, as rank 0 has it; empty where it was."""
+        problem = ""
+        try:
+            self.saver.finish()
+        except SaveError as error:
+            problem = str(error)
+        if self._group is not None:  # what a rank still writes could not be cleared
+            dist.barrier(self._group)
+        if self.saver.rank == 0:
+            self._tidy(step, problem)
+            self.say(step, problem)
+        told: list[Any] = [problem]
+        if self._group is not None:
+            dist.broadcast_object_list(told, group=self._group)
+        return str(told[0])
+
+    def _tidy(self, step: int, problem: str) -> None:
+        if problem:
+            self.folder.clear_unfinished()
+        else:
+            self.folder.retain(self.run.checkpoints.keep, self.run.checkpoints.keep_every, newest_step=step)

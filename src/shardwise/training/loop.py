@@ -1,0 +1,283 @@
+"""The training loop of one rank: data, step, figures, policy, evaluation, checkpoints; the same steps on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engine.labels import StepPhase
+from shardwise.engine.names import named
+from shardwise.engine.trainer import StepResult, Trainer
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.training.agreement import Agreement, Wishes
+from shardwise.training.attempt import Reporter
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.data.loader import Loader
+from shardwise.training.data.mixture import Mixture
+from shardwise.training.evaluation import batch_of, evaluate
+from shardwise.training.health import Health, Verdict
+from shardwise.training.keeper import Keeper
+from shardwise.training.late import Begun, Figures, LateResult
+from shardwise.training.metrics.memory import device_memory, peak_during, resident_bytes
+from shardwise.training.metrics.recorder import Recorder
+from shardwise.training.moment import Moment
+from shardwise.training.position import Position
+from shardwise.training.pressure import Pressure
+from shardwise.training.profile.profiler import Profiler
+from shardwise.training.start import State, load_newest, state_numbers
+from shardwise.training.stop import StopSignal
+
+COLLECTED_STEPS = 200  # between two garbage collections, at the same step on all ranks: none waits for another's
+COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is there
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a loop works with on this rank."""
+
+    job: Job
+    trainer: Trainer[Any]
+    training: Mixture
+    validation: Mixture | None
+    folder: CheckpointFolder
+    attempt: str
+    reporter: Reporter
+    recorder: Recorder | None = None  # of rank 0
+    profiler: Profiler | None = None
+    stop: StopSignal = field(default_factory=StopSignal)
+
+
+class Loop:
+    """`run` trains from ``state`` to the last step, or until a signal; what it does is kept in a checkpoint then."""
+
+    def __init__(self, parts: Parts, state: State) -> None:
+        job, mesh = parts.job, parts.trainer.mesh
+        self.parts, self.job, self.run_spec, self.trainer = parts, job, job.run, parts.trainer
+        self.position, self.first_step = state.position, state.position.step
+        data = job.run.data
+        settings: dict[str, Any] = {"workers": data.workers, "prefetch": data.prefetch}
+        share = (job.sequences, mesh.rank("dp"), mesh.size("dp"))
+        self.loader = Loader(parts.training, *share, **settings)
+        self.held_out = None if parts.validation is None else Loader(parts.validation, *share, workers=1, prefetch=1)
+        self.health = Health(job.run, scaled=self.trainer.scaler is not None, losses=state.losses)
+        self.keeper = Keeper(self.trainer, job.run, parts.folder, parts.attempt, self._checkpoint_ended)
+        self.keeper.last_begun = self.first_step if state.saved else None
+        self.agreement = Agreement(self.first_step)
+        self.pressure = Pressure(self.trainer) if "optimizer" in job.run.automatic else None
+        self._late: LateResult | None = None
+        self._since = Moment(self.trainer.device)  # when the step before ended, or what came between the two
+        optimization = job.training.optimization
+        factor = job.run.schedule.batch_factor(job.sequences, job.training.optimizer)
+        self._highest_rate = optimization.learning_rate * factor
+
+    def run(self) -> Position:
+        """Where the run ended: at its last step, or where a signal stopped it."""
+        gc.disable()
+        try:
+            self.begin()
+            while self.advance():
+                pass
+            self._end()
+        finally:
+            gc.enable()
+            self.loader.close()
+            if self.held_out:
+                self.held_out.close()
+        return self.position
+
+    def advance(self) -> bool:
+        """One step; or, at the end of the run or where ranks agree to stop, its last figures: then false."""
+        if not self._agreed_to_stop() and self.position.step < self.run_spec.last_step:
+            with self._profiled():
+                self._one_step()
+            return True
+        return self._read_last() is Verdict.ROLL_BACK
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parts.profiler is None else self.parts.profiler.step(self.position.step + 1)
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def _one_step(self) -> None:
+        position = self.position
+        self.parts.reporter.phase("data", position.step)
+        waited_before = self.loader.waited_seconds
+        with named(StepPhase.DATA):
+            batch = batch_of(self.loader.take(position.batch), self.trainer.device)
+        self.parts.reporter.phase("step", position.step, self._first_step_seconds)
+        rate = self._set_learning_rate(position.step)
+        # What is drawn at random in a step is a function of the seed and the step, as the data is.
+        torch.manual_seed((self.run_spec.seed * 1_000_003 + position.step) % 2**63)
+        counts = self._counts_memory(position.step)
+        result, memory = self._counted_step(batch) if counts else (self._step(batch), {})
+        begun = Begun(position, rate, self.loader.waited_seconds - waited_before, memory)
+        before, self._late = self._late, LateResult(begun, result)
+        self.position = position.after_step()
+        if before is not None and self._judge(before.read()) is Verdict.ROLL_BACK:
+            return
+        if self.position.step % COLLECTED_STEPS == 0:
+            gc.collect()
+        self._between_steps()
+
+    def _between_steps(self) -> None:
+        """Evaluation and a checkpoint where they are due; both want the last step's figures first."""
+        step, last = self.position.step, self.run_spec.last_step
+        evaluates = self.held_out is not None and (
+            step % self.run_spec.evaluation_interval == 0 or step == self.run_spec.steps
+        )
+        saves = self.keeper.due_at(step) and step < last
+        if not (evaluates or saves) or self._read_last() is Verdict.ROLL_BACK:
+            return
+        if evaluates:
+            self._evaluate()
+        if saves:
+            self._save()
+        self._since = Moment(self.trainer.device)
+
+    def _step(self, batch: Any) -> StepResult:
+        return self.trainer.step(batch, loss_limit=self.health.loss_limit)
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = self._highest_rate * self.run_spec.schedule.share(step, self.run_spec.steps)
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    @property
+    def _first_step_seconds(self) -> float | None:
+        """Kernels are built in the first steps, which may take as long as starting does."""
+        return self.run_spec.timeouts.start if self.position.step - self.first_step < 2 else None
+
+    # -- figures and what follows from them ----------------------------------------------------------
+
+    def _read_last(self) -> Verdict:
+        """Waits for the step that was begun last."""
+        late, self._late = self._late, None
+        return Verdict.GOOD if late is None else self._judge(late.read())
+
+    def _judge(self, figures: Figures) -> Verdict:
+        try:
+            verdict = self.health.judge(figures.number, figures.loss, figures.gradient_norm)
+        except SpecError:
+            self._late = None
+            self._record(figures, "stopped")
+            self._save(wait=True)
+            raise
+        self._record(figures, None if verdict is Verdict.GOOD else verdict.value)
+        if verdict is Verdict.ROLL_BACK:
+            self._roll_back(figures)
+        return verdict
+
+    def _roll_back(self, figures: Figures) -> None:
+        """The newest checkpoint again, without the batch that went wrong."""
+        self._late = None
+        batch = figures.begun.position.batch
+        self.keeper.settle()
+        self.parts.reporter.phase("checkpoint", self.position.step)
+        left_out = self.position.left_out | {batch}
+        state = load_newest(self.trainer, self.parts.folder)
+        assert state is not None, "a run that may roll back begins with a checkpoint"
+        self.position = state.position.without(left_out)
+        self.health.went_back(state.losses)
+        self.agreement.again_from(self.position.step)
+        if self.parts.recorder:
+            self.parts.recorder.went_back(self.position.step)
+            self._tell({"rolled_back_from": figures.number, "left_out_batch": batch})
+        self._since = Moment(self.trainer.device)
+
+    def _record(self, figures: Figures, bad: str | None) -> None:
+        seconds, self._since = figures.finished.seconds_since(self._since), figures.finished
+        if self.parts.recorder is None or (figures.number % self.run_spec.logging.interval and bad is None):
+            return
+        found = {
+            "loss": figures.loss,
+            "gradient_norm": figures.gradient_norm,
+            "learning_rate": figures.begun.learning_rate,
+            "data_wait_seconds": figures.begun.waited_seconds,
+            **device_memory(self.trainer.device),
+            **figures.begun.memory,
+            "resident_bytes": resident_bytes(),
+            **({"bad": bad} if bad else {}),
+        }
+        self.parts.recorder.step(figures.number, seconds, found)
+
+    def _tell(self, found: dict[str, Any]) -> None:
+        if self.parts.recorder:
+            self.parts.recorder.write({"step": self.position.step, **found})
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def _counts_memory(self, step: int) -> bool:
+        """Not in a step that is profiled, which it would slow."""
+        if self.parts.profiler is not None and self.parts.profiler.covers(step + 1):
+            return False
+        return (step - self.first_step) % self.run_spec.logging.memory == COUNTED_STEP % self.run_spec.logging.memory
+
+    def _counted_step(self, batch: Any) -> tuple[StepResult, dict[str, Any]]:
+        """A step, and the memory of every rank: from its allocator, or on a CPU with its tensors counted."""
+        result, peak = peak_during(self.trainer.device, lambda: self._step(batch))
+        peaks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(peaks, peak)
+        share = self.pressure.after(max(peaks)) if self.pressure is not None else None
+        if share is not None:
+            self._tell({"offload_optimizer": share, "memory_bytes": max(peaks)})
+        return result, {"memory_bytes": max(peaks), "memory_bytes_of_ranks": peaks}
+
+    # -- the ends ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """What comes before the first step."""
+        gc.collect()
+        gc.freeze()  # what is there stays, and need not be looked at again
+        if self.run_spec.rolls_back and self.keeper.last_begun is None:
+            self._save(wait=True)
+        if self.position.step == 0 and self.held_out is not None:
+            self._evaluate()
+        self._since = Moment(self.trainer.device)
+
+    def _end(self) -> None:
+        self.agreement.close()
+        self.keeper.settle()
+        if self.keeper.last_begun != self.position.step:
+            self._save(wait=True)
+            self.keeper.require(self.position.step)
+        self.parts.reporter.phase("done", self.position.step)
+
+    def _evaluate(self) -> None:
+        assert self.held_out is not None
+        self.parts.reporter.phase("evaluation", self.position.step)
+        with named(StepPhase.EVALUATION):
+            loss = evaluate(self.trainer, self.held_out, self.run_spec.evaluation.batches)
+        self._tell({"validation_loss": loss})
+
+    def _save(self, *, wait: bool = False) -> None:
+        self.parts.reporter.phase("checkpoint", self.position.step)
+        numbers = state_numbers(State(self.position, tuple(self.health.losses)), self.job)
+        with named(StepPhase.CHECKPOINT):
+            self.keeper.save(self.position.step, numbers, wait=wait)
+
+    def _checkpoint_ended(self, step: int, problem: str) -> None:
+        self._tell({"checkpoint_failed": problem} if problem else {"checkpoint": step})
+
+    # -- what ranks agree on -------------------------------------------------------------------------
+
+    def _agreed_to_stop(self) -> bool:
+        """Follows what all ranks have agreed on; whether that is to stop."""
+        own = Wishes(int(self.parts.stop.asked), int(self.keeper.due_by_time), int(self.keeper.busy))
+        agreed = self.agreement.at_step(self.position.step, own)
+        if agreed is None or agreed.stop:
+            return agreed is not None
+        if self.keeper.last_begun is not None and self.keeper.last_begun >= self.agreement.asked_at:
+            return False  # what was said of checkpoints is not true any more
+        if not agreed.saving:
+            self.keeper.settle()
+        if agreed.save and self._read_last() is not Verdict.ROLL_BACK:
+            self._save()
+            self._since = Moment(self.trainer.device)
+        return False

@@ -1,0 +1,109 @@
+"""What rank 0 records: a line for every step, to all places that the run asks for, beside what was predicted."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.cost.flops import flops_per_token
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.training.metrics.lines import NAME, MetricLines, missing_steps, open_lines, read_lines, spelled_ranges
+from shardwise.training.metrics.predicted import read_prediction
+from shardwise.training.metrics.tensorboard import EventFile, make_folder
+
+TENSORBOARD = "tensorboard"
+
+
+class Sink(Protocol):
+    def forget_after(self, step: int) -> None: ...
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """``step`` is the one that the run goes on from."""
+
+    def __init__(self, job: Job, folder: Path, step: int) -> None:
+        self.job = job
+        self.lines = MetricLines(folder, step)
+        self.sinks = _sinks(job, folder, step)
+        self.predicted = read_prediction(folder)
+        peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
+        self._least_seconds = flops_per_token(job.model, job.training.seq) * job.tokens_per_step / peak
+        missing = spelled_ranges(missing_steps(read_lines(self.lines.path), step))
+        if missing and not any(one.get("steps_missing") == missing for one in read_lines(self.lines.path)):
+            self.write({"step": step, "steps_missing": missing})
+
+    def step(self, step: int, seconds: float, figures: Mapping[str, Any]) -> None:
+        """The step number ``step``, counted from 1, and what it took."""
+        speed = {
+            "seconds": seconds,
+            "tokens_per_second": self.job.tokens_per_step / seconds,
+            "mfu": self._least_seconds / seconds,
+        }
+        interval = self.job.run.logging.interval
+        every = {"interval": interval} if interval > 1 else {}
+        self.write({"step": step, **figures, **every, **speed, **self.predicted})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.lines.write(record)
+        scalars = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)
+        }
+        for sink in self.sinks:
+            sink.scalars(record["step"], scalars)
+
+    def went_back(self, step: int) -> None:
+        """What was recorded of later steps has not happened."""
+        self.lines.cut_after(step)
+        for sink in self.sinks:
+            sink.forget_after(step)
+
+    def close(self) -> None:
+        self.lines.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def require_places(job: Job, folder: Path) -> None:
+    """Before a process starts: raises SpecError where rank 0 could not record."""
+    open_lines(folder / NAME).close()
+    if job.run.logging.tensorboard:
+        make_folder(folder / TENSORBOARD)
+
+
+def _sinks(job: Job, folder: Path, step: int) -> list[Sink]:
+    sinks: list[Sink] = []
+    if job.run.logging.tensorboard:
+        sinks.append(EventFile(folder / TENSORBOARD))
+        if step:
+            sinks[-1].forget_after(step)
+    if job.run.logging.wandb is not None:
+        sinks.append(_WeightsAndBiases(job, job.run.logging.wandb, folder))
+    return sinks
+
+
+class _WeightsAndBiases:
+    def __init__(self, job: Job, project: str, folder: Path) -> None:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError:
+            raise SpecError("run.logging.wandb", "the package is not installed", "pip install wandb") from None
+        # The same identity after every restart, so that curves go on.
+        identity = folder.resolve().as_posix().strip("/").replace("/", "-")[-64:]
+        self._run: Any = wandb.init(project=project, id=identity, resume="allow", dir=str(folder), config=job.to_dict())
+
+    def forget_after(self, step: int) -> None:
+        """It takes no step twice: the first of them stays."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

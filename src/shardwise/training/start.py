@@ -1,0 +1,78 @@
+"""Where a run begins: at its newest whole checkpoint, at another model's weights, or from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.engine.trainer import Trainer
+from shardwise.interop.companions import has_companions
+from shardwise.models.huggingface import read_model, read_slice
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.training.checkpoint.find import require_same_shapes, start_at
+from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.load import load, newest_good, problems_of
+from shardwise.training.checkpoint.state import kept
+from shardwise.training.position import Position
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run keeps beside its tensors: where it is, and the losses that a spike is told by.
+
+    ``saved``: a checkpoint has all of it.
+    """
+
+    position: Position = Position()
+    losses: tuple[float, ...] = ()
+    saved: bool = False
+
+
+def state_numbers(state: State, job: Job) -> dict[str, Any]:
+    """Plain data to keep in a checkpoint."""
+    return {"data": state.position.to_numbers(job.sequences), "losses": list(state.losses)}
+
+
+def load_newest(
+    trainer: Trainer[Any], folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None
+) -> State | None:
+    """Fills the trainer from the newest checkpoint that is whole; None where there is none."""
+    step = newest_good(folder, say)
+    if step is None:
+        return None
+    found = load(trainer, folder.of_step(step))
+    position = Position.from_numbers(found.step, found.numbers["data"], trainer.job.sequences)
+    return State(position, tuple(float(loss) for loss in found.numbers["losses"]), saved=True)
+
+
+def start_from(trainer: Trainer[Any], source: Path) -> None:
+    """The weights of a Hugging Face folder, of a checkpoint, or of the newest in a folder, into any layout."""
+    source = start_at(source)
+    if not has_companions(source):
+        for problem in problems_of(source):
+            raise SpecError("run.start_from", problem, "take another checkpoint")
+        load(trainer, source, weights_only=True)
+    else:
+        _load_huggingface(trainer, source)
+
+
+@torch.no_grad()
+def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
+    """Each rank reads the boxes it holds, one tensor at a time."""
+    require_same_shapes(trainer.job.model, read_model(folder), folder)
+    for one in kept(trainer):
+        kind, _, name = one.key.partition("/")
+        if kind not in ("weight", "buffer"):
+            continue
+        tensor = one.read()
+        for place in one.places:
+            box = tuple(slice(first, first + size) for first, size in zip(place.box.start, place.box.shape))
+            value = read_slice(folder, name, box)
+            tensor[place.local] = value.to(tensor.device, tensor.dtype)
+        one.write(tensor)
+    trainer.weights_given()

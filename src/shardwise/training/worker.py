@@ -1,0 +1,156 @@
+"""One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by the launcher or by torchrun.
+
+Exits 0 when the run is done or was stopped with a checkpoint, 2 for a mistake of the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.world import joined
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import read_yaml
+from shardwise.spec.job import Job
+from shardwise.training.attempt import Place, Reporter
+from shardwise.training.data.of_run import mixtures_of
+from shardwise.training.loop import Loop, Parts
+from shardwise.training.metrics.recorder import Recorder
+from shardwise.training.profile.flights import record_flights
+from shardwise.training.profile.profiler import Profiler
+from shardwise.training.run_folder import RunFolder
+from shardwise.training.start import State, load_newest, start_from
+from shardwise.training.stop import StopSignal
+
+Work = Callable[[RunFolder, Place, Reporter, StopSignal], None]
+
+
+def main(arguments: list[str], work: Work) -> int:
+    """Does ``work`` as the rank that the environment says; the status to exit with."""
+    stop = StopSignal()
+    stop.listen()
+    place = Place.from_environment()
+    reporter = Reporter(place)
+    try:
+        folder = RunFolder(Path(arguments[0]))
+        with _alone(folder, place):
+            work(folder, place, reporter, stop)
+        return 0
+    except SpecError as error:
+        return _mistaken(reporter, error)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # no restart would mend it
+            where = str(error.filename or arguments[0])
+            return _mistaken(reporter, SpecError(where, "has no room left", "make room and start it again"))
+        return _broken(reporter, error)
+    except BaseException as error:
+        return _broken(reporter, error)
+
+
+def _mistaken(reporter: Reporter, error: SpecError) -> int:
+    reporter.failed(error)
+    _print(f"shardwise: error: {error}")
+    return 2
+
+
+def _broken(reporter: Reporter, error: BaseException) -> int:
+    reporter.failed(error)
+    _print("".join(traceback.format_exception(error)))
+    return 1
+
+
+@contextlib.contextmanager
+def _alone(folder: RunFolder, place: Place) -> Iterator[None]:
+    """No two runs are in one folder: the launcher has locked it, or where there is none, rank 0 does.
+
+    What an attempt before this one has left unfinished goes; nobody saves yet, since that takes all ranks.
+    """
+    if place.rank:
+        yield
+        return
+    with folder.checkpoints.locked() if place.folder is None else contextlib.nullcontext():
+        folder.checkpoints.clear_unfinished()
+        yield
+
+
+def _print(text: str) -> None:
+    """Into this rank's log, which may be on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal) -> None:
+    """Takes part in the run of ``folder`` until it is done."""
+    job = Job.from_dict(read_yaml(folder.job, "job file"))
+    training, validation = mixtures_of(job, folder.path)
+    with engine_of(job, place) as engine:
+        damaged: list[str] = []
+        state = _begun(engine, folder, damaged.append)
+        recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
+        if recorder:
+            for problem in damaged:
+                recorder.write({"step": state.position.step, "checkpoint_damaged": problem})
+        profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, folder.profile)
+        parts = Parts(
+            job, engine, training, validation, folder.checkpoints, place.attempt, reporter, recorder, profiler, stop
+        )  # fmt: skip
+        Loop(parts, state).run()
+        if recorder:
+            recorder.close()
+
+
+@contextlib.contextmanager
+def engine_of(job: Job, place: Place) -> Iterator[Engine]:
+    """This rank's part of the job, in the process group of all."""
+    device = job.run_device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
+    _share_cores(place, device)
+    if job.run.profile is not None:
+        record_flights()
+    timeouts = job.run.timeouts
+    # The launcher watches each phase by its own limit; this one is for who is started without it.
+    longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
+    meeting = None if place.meeting is None else str(place.meeting)
+    with joined(place.rank, place.world, meeting, device=device, seconds=longest):
+        yield Engine(job, device=device, seed=job.run.seed)
+
+
+def _begun(engine: Engine, folder: RunFolder, damaged: Callable[[str], None]) -> State:
+    """The trainer filled with what the run starts from; ``damaged`` hears of checkpoints that could not be used."""
+    found = load_newest(engine, folder.checkpoints, damaged)
+    if found is not None:
+        return found
+    if engine.job.run.start_from is not None:
+        start_from(engine, Path(engine.job.run.start_from))
+    return State()
+
+
+def _share_cores(place: Place, device: str) -> None:
+    """Processes of one CPU share its cores; each taking all of them would make all slower."""
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if status:
+        os._exit(status)  # threads of a broken communication would keep the process
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:], train))
