@@ -125,7 +125,7 @@ def test_levels_and_ports() -> None:
     (3, 2, "stride 3 straddles nvlink"),
     (8, 32, "exceeds the 32 devices.*4"),
     (0, 2, "stride: 0"),
-    (1, True, "degree: True"),
+    (1, True, "degree: true"),
 ])  # fmt: skip
 def test_what_does_not_fit(stride: int, degree: int, text: str) -> None:
     net = Topology((Level(Switch(8), 1e9, name="nvlink"), Level(Switch(4), 1e9, name="ib")))

@@ -148,7 +148,7 @@ def test_deepspeed_auto_is_left_to_the_user() -> None:
         ({"zero_optimization": {"stage": 4}}, ("zero_optimization.stage", "4", "0, 1, 2 or 3")),
         ({"zero_optimization": {"stage": "two"}}, ("zero_optimization.stage", "two", "number")),
         ({"zero_optimization": 3}, ("zero_optimization", "3")),
-        ({"train_batch_size": True}, ("train_batch_size", "True")),
+        ({"train_batch_size": True}, ("train_batch_size", "true")),
         ({"train_batch_size": 0}, ("train_batch_size", "0")),
         ({"train_batch_size": 2.5}, ("train_batch_size", "2.5")),
         ({"fp16": {"enabled": "yes"}}, ("fp16.enabled", "yes")),

@@ -183,7 +183,7 @@ def test_this_machine_becomes_a_cluster_to_plan_with(tmp_path: Path) -> None:
     [
         (["--only", "everything"], "--only: 'everything' is not measured"),
         (["--out", "/nowhere/cluster.yaml"], "--out: /nowhere/cluster.yaml cannot be written"),
-        (["--from", "runs/none", "--processes", "2"], "--processes: does not go with --from"),
+        (["--from", "runs/none", "--processes", "2"], "--processes: cannot be combined with --from"),
         (["--processes", "none"], "--processes"),
     ],
 )

@@ -101,8 +101,8 @@ THERE = {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--processes", "2"], "--processes: does not go with torchrun"),
-        (["--emulate", "2x2,1Gbit"], "--emulate: does not go with torchrun"),
+        (["--processes", "2"], "--processes: cannot be combined with torchrun"),
+        (["--emulate", "2x2,1Gbit"], "--emulate: cannot be combined with torchrun"),
         (["--from", "runs/none"], "--from: runs in one process"),
         (["--cluster", "dgx-h100:2"], "--cluster: a node of dgx-h100 has 8 devices, a host here 4 ranks"),
         (

@@ -140,7 +140,7 @@ def test_a_folder_without_a_profile(tmp_path: Path, shards: str) -> None:
     ("text", "said"),
     [
         ("10:12", "names no steps; write it like steps=10:12"),
-        ("steps=12:10", "from step 12 to 10 are no 1 to 100 steps"),
+        ("steps=12:10", "from step 12 to 10 are not 1 to 100 steps"),
         ("steps=10:12", "step 12 is after the last, 5"),
     ],
 )

@@ -256,7 +256,7 @@ class Trainer(ABC, Generic[Given]):
         each = self.job.strategy.microbatch
         wanted = each * self.job.microbatches
         if rows % each or (exactly and rows != wanted):
-            problem = f"has {rows} rows on this rank, which are no {wanted if exactly else f'multiple of {each}'}"
+            problem = f"has {rows} rows on this rank, which are not {wanted if exactly else f'a multiple of {each}'}"
             raise SpecError("batch", problem, "give every rank its share of training.global_batch")
 
     def _passes(self, microbatches: Sequence[Any], divisor: Tensor) -> Tensor:
