@@ -197,7 +197,7 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
         ("normed", {"dp": 2}, {"loss": summed_loss}, r"module: norm takes its statistics from .* use LayerNorm"),
         ("perceptron", {"dp": 2}, {"loss": summed_loss, "meta": True}, r"module: start.weight has no values .*init"),
         ("perceptron", {"dp": 4}, {"loss": summed_loss}, r"4 ranks, but"),
-        ("llama", {"dp": 2}, {"training": replace(TRAINING, compile=True)}, r"training.compile: true, but your own layers"),
+        ("llama", {"dp": 2}, {"training": replace(TRAINING, compile=True)}, r"compile: true, but your own layers"),
         ("perceptron", {"dp": 2}, {"loss": summed_loss, "training": replace(TRAINING, attention="unfused")},
          r"training.attention: unfused, but no table"),
         ("llama", {"tp": 2}, {"dropout": True}, r"module: has dropout 0.1"),
