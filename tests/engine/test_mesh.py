@@ -1,4 +1,4 @@
-"""Who communicates with whom, against the strategy's own arithmetic of ranks."""
+"""Who communicates with whom, against the coordinates of the ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from engine.workers import on_ranks
 from shardwise.engine.mesh import build_mesh
+from shardwise.layout.ranks import coordinate
 from shardwise.spec.strategy import DIMENSIONS, Strategy
 
 NAMES = ("tp", "cp", "dp", "pp", "sequence", "stage", "ep", "expert_tp", "replicate", "shard", "expert_replicate",
@@ -17,10 +18,6 @@ NAMES = ("tp", "cp", "dp", "pp", "sequence", "stage", "ep", "expert_tp", "replic
 def members(strategy: Strategy) -> dict[str, list[int]]:
     mesh = build_mesh(strategy)
     return {name: dist.get_process_group_ranks(mesh.group(name)) for name in NAMES}
-
-
-def coordinate(strategy: Strategy, dimension: str, rank: int) -> int:
-    return rank // strategy.stride(dimension) % strategy.degree(dimension)
 
 
 def same_but(strategy: Strategy, rank: int, *free: str) -> list[int]:

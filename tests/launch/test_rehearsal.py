@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.rehearsal import points, stage_of
+from shardwise.launch.rehearsal import points
 from shardwise.spec import Job
 from training.runs import job_of, write_shards
 
@@ -48,13 +48,6 @@ def test_each_point_notices_what_it_is_for() -> None:
     assert failed(predicted_memory_bytes=lambda step: 60) == ["memory as planned"]
     assert failed(restored=0) == ["a checkpoint is saved and restored"]
     assert failed(data_wait_seconds=lambda step: 0.1) == ["data arrives in time"]
-
-
-def test_stages_of_ranks() -> None:
-    outer = job(8, pp=2, tp=2, dp=2).strategy
-    assert [stage_of(rank, outer) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    inner = job(4, pp=2, dp=2, order=["pp", "tp", "cp", "dp"]).strategy
-    assert [stage_of(rank, inner) for rank in range(4)] == [0, 1, 0, 1]
 
 
 @pytest.mark.slow

@@ -207,5 +207,5 @@ def test_the_innermost_dimension_has_neighbouring_ranks() -> None:
     assert mesh_divisions(strategy)["tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert mesh_divisions(strategy)["pp"] == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert [coordinate(strategy, "pp", rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    inner = Strategy(tp=2, dp=1, pp=2, order=("pp", "tp", "dp", "cp"))
+    inner = Strategy(dp=2, pp=2, order=("pp", "tp", "cp", "dp"))
     assert [coordinate(inner, "pp", rank) for rank in range(4)] == [0, 1, 0, 1]

@@ -11,6 +11,7 @@ import pytest
 from shardwise.engine import labels
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
+from shardwise.layout.ranks import stride
 from shardwise.measure.compare.flights import unlike
 from shardwise.measure.compare.links import Link, links_of, slow_link
 from shardwise.measure.compare.measured import Measured, measured
@@ -206,7 +207,7 @@ def test_slow_ranks_of_different_stages_are_brought_together() -> None:
     """Ranks 0 and 2 would slow both stages; with pp inside dp they are the first stage."""
     job, found = pipeline({0: 3.0, 2: 3.0})
     again = recut(job, found)
-    assert again.job.strategy.stride("pp") == 1
+    assert stride(again.job.strategy, "pp") == 1
     first, second = again.layers[1]
     assert first < second
     assert again.gain > 1.2

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from shardwise.collectives import CollectiveKind
 from shardwise.engine.names import named, sent
 from shardwise.engine.reductions import all_gather, reduce_scatter_sum
+from shardwise.layout.ranks import coordinates
 from shardwise.measure.dryrun.collectives import CollectiveLog
 from shardwise.measure.dryrun.compare import traced_bytes
 from shardwise.measure.dryrun.extend import Shape, alike, at_one_moment, extension
 from shardwise.measure.dryrun.flops import FlopLog
 from shardwise.measure.dryrun.memory import MemoryLog
 from shardwise.measure.dryrun.places import LayerKind, Place, Places
-from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank, resized
+from shardwise.measure.dryrun.request import check_rank, fullest_rank, resized
 from shardwise.measure.dryrun.result import RECEIVE, Compared, Line
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.norms import RMSNorm
@@ -268,8 +269,8 @@ def test_a_world_that_does_not_divide_is_refused_in_one_line(world: int, says: s
 def test_the_fullest_rank_is_asked_unless_another_is_named() -> None:
     wide = job({"tp": 2, "pp": 4, "dp": 2}, global_batch=64, model="tiny")
     rank = fullest_rank(wide)
-    assert coordinates_of(wide, rank) == {"tp": 0, "cp": 0, "dp": 0, "pp": rank // 4}
-    assert coordinates_of(wide, 13) == {"tp": 1, "cp": 0, "dp": 0, "pp": 3}
+    assert coordinates(wide.strategy, rank) == {"tp": 0, "cp": 0, "dp": 0, "pp": rank // 4}
+    assert coordinates(wide.strategy, 13) == {"tp": 1, "cp": 0, "dp": 0, "pp": 3}
     with pytest.raises(SpecError, match="none of the job's 16 ranks"):
         check_rank(wide, 16)
-    assert coordinates_of(replace(wide, strategy=replace(wide.strategy, order=("pp", "dp", "cp", "tp"))), 1)["pp"] == 1
+    assert coordinates(replace(wide.strategy, order=("pp", "dp", "cp", "tp")), 1)["pp"] == 1

@@ -24,6 +24,7 @@ from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.engine.values import initialise_parts, materialise
+from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoELayer
@@ -83,7 +84,7 @@ def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
         apply_attention(decoder, job.training)
         apply_context(decoder, mesh, job.strategy)
         if job.model.moe:
-            apply_experts(decoder, mesh, job.strategy, lambda rank: rank // job.cluster.node_devices)
+            apply_experts(decoder, mesh, job.strategy, lambda rank: node_of(rank, job.cluster.node_devices))
         stages[stage] = decoder
     apply_recompute(list(stages.values()), job, DECODER)
     if job.training.compile:

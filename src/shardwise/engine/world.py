@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from shardwise.layout.ranks import local_rank
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -28,7 +30,7 @@ def joined(
     store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks of a host are numbered on end
+        torch.cuda.set_device(local_rank(rank, torch.cuda.device_count()))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
     # Not in a finally clause: to leave after a failure breaks the others' connections, and they would fail first.
     yield

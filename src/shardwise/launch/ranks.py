@@ -16,6 +16,7 @@ from pathlib import Path
 from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
+from shardwise.layout.ranks import node_of
 from shardwise.training.attempt import STACKS_SIGNAL
 from shardwise.training.records import (
     FailureRecord,
@@ -120,7 +121,8 @@ class RankProcesses:
         own = {**_environment(number, world, self.folder, self._meeting.path / "store"), **environment}
         if self._network is not None:
             own |= self._network.environment_of_rank(number)
-            command = self._network.command(self._network.emulation.node_of(number), command)
+            node = node_of(number, self._network.emulation.ranks_per_node)
+            command = self._network.command(node, command)
         with log_path(self.folder, number).open("wb") as log:
             process = subprocess.Popen(
                 list(command), env=own,

@@ -12,6 +12,7 @@ from shardwise.cost.validation.residuals import ErrorBar, error_bar
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.run import Launch, prepare
+from shardwise.layout.ranks import coordinate
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -90,19 +91,10 @@ def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Point]:
     measured = [one["memory_bytes_of_ranks"] for one in records if "memory_bytes_of_ranks" in one]
     stages: dict[int, list[int]] = {}
     for rank, peak in enumerate(measured[-1] if measured else ()):
-        stages.setdefault(stage_of(rank, strategy), []).append(peak)
+        stages.setdefault(coordinate(strategy, "pp", rank), []).append(peak)
     widest = max((max(peaks) / min(peaks) - 1 for peaks in stages.values()), default=math.inf)
     figure = f"{readable_share(widest, 2)} apart (at most {MOST_SPREAD:.0%})"
     yield Point("ranks of a stage are equal in memory", figure, widest <= MOST_SPREAD)
-
-
-def stage_of(rank: int, strategy: Strategy) -> int:
-    """The pipeline rank among the degrees, of which the first in order is the innermost."""
-    for name in strategy.order:
-        if name == "pp":
-            return rank % strategy.pp
-        rank //= strategy.degree(name)
-    return 0
 
 
 def _beside_the_plan(found: RunSummary, bar: ErrorBar) -> Iterator[Point]:

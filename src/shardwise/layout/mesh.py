@@ -16,7 +16,7 @@ from shardwise.layout.groups import (
     expert_tensor_shape,
 )
 from shardwise.layout.ranks import coordinate, local_rank, node_of
-from shardwise.layout.sharding import divided_over, expert_shards
+from shardwise.layout.sharding import divided_over, expert_shards, kv_copies
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
@@ -34,12 +34,11 @@ def mesh_shapes(strategy: Strategy, key_value_heads: int | None = None) -> dict[
     - ``worker``: all ranks of one replica, where those do not meet in every step.
     """
     shards = divided_over(strategy)
-    kv_copies = strategy.tp // min(strategy.tp, key_value_heads or strategy.tp)
     return {
         **{name: along(strategy, name) for name in reversed(strategy.order)},
         "stage": along(strategy, *STAGE),
         "sequence": along(strategy, "tp", "cp"),
-        "kv_copies": GroupShape(("tp",), 1, kv_copies),
+        "kv_copies": GroupShape(("tp",), 1, kv_copies(strategy.tp, key_value_heads)),
         **_sharded("", along(strategy, "cp", "dp"), shards),
         **_sharded("expert_", expert_data_shape(strategy), int(expert_shards(strategy, shards))),
         "ep": expert_shape(strategy),

@@ -27,6 +27,16 @@ def sums_once(strategy: Strategy, shards: int) -> bool:
     return 1 < shards < strategy.gradient_group and strategy.pp == 1
 
 
+def kv_copies(tp: int, key_value_heads: int | None) -> int:
+    """Tensor-parallel ranks that hold the same key-value heads, where there are fewer heads than ranks."""
+    return tp // min(tp, key_value_heads or tp)
+
+
+def part_held(rank: int, copies: int) -> int:
+    """Which part a rank holds where ``copies`` neighbours hold the same."""
+    return rank // copies
+
+
 @dataclass(frozen=True)
 class SharedRanks:
     """The ranks that hold the same parameters: those that share one copy, and those that hold a copy each."""

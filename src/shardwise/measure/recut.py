@@ -10,6 +10,7 @@ from itertools import permutations
 
 from shardwise.cost.memory.room import room_of
 from shardwise.engine.labels import label_of
+from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import stages_of_rank
 from shardwise.measure.compare.measured import Measured
 from shardwise.measure.compare.segments import Step
@@ -129,10 +130,9 @@ def _forward_share(job: Job, found: Measured) -> float:
 
 def _speeds(job: Job, slowness: Sequence[float]) -> list[float]:
     """Of every pipeline rank, which is as fast as its slowest member."""
-    stride, pp = job.strategy.stride("pp"), job.strategy.pp
-    slowest = [1e-9] * pp
+    slowest = [1e-9] * job.strategy.pp
     for rank, slow in enumerate(slowness):
-        place = rank // stride % pp
+        place = coordinate(job.strategy, "pp", rank)
         slowest[place] = max(slowest[place], slow)
     return [1 / slow for slow in slowest]
 

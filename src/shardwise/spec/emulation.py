@@ -35,9 +35,6 @@ class Emulation(Spec):
     def world(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.ranks_per_node
-
     @classmethod
     def parse(cls, text: str, where: str = "") -> Emulation:
         """What ``text`` says; ``where`` is what the user calls it, for error messages."""

@@ -166,15 +166,6 @@ class Strategy(Spec):
         """Ranks over which ZeRO divides states."""
         return self.shard_group or self.gradient_group
 
-    def stride(self, dimension: str) -> int:
-        """Distance in ranks between neighbours of a dimension."""
-        distance = 1
-        for name in self.order:
-            if name == dimension:
-                break
-            distance *= self.degree(name)
-        return distance
-
     @property
     def batch_multiple(self) -> int:
         """The global batch is a whole number of this many sequences; some schedules take pp microbatches at a time."""

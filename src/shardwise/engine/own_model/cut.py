@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.pipeline import TiedEnds, schedule_of, tie_ends
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.values import fill, materialise
+from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.spec.job import Job
 
@@ -31,7 +33,8 @@ def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) 
         return {0: module}
     if is_hugging_face(module):
         route_attention(module, table)
-    layers, last, nodes = stage_layers(job), len(stage_layers(job)) - 1, job.cluster.node_devices
+    layers, last = stage_layers(job), len(stage_layers(job)) - 1
+    on_node = partial(node_of, node_devices=job.cluster.node_devices)
     mine = stages_of_rank(job, mesh.rank("pp"))
     stages = {stage: module if stage == mine[0] else twin(module) for stage in mine}
     for stage, part in stages.items():
@@ -44,7 +47,7 @@ def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) 
         apply_attention(part, job.training)
         apply_context(part, mesh, job.strategy)
         if job.model.moe is not None:
-            spread_experts(part, mesh, here, lambda rank: rank // nodes, job.model.moe.experts)
+            spread_experts(part, mesh, here, on_node, job.model.moe.experts)
     return stages
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.parts import Part, note_part
 from shardwise.engine.tensor.moves import reduce, scatter
+from shardwise.layout.sharding import kv_copies, part_held
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -31,9 +32,9 @@ def cut_columns(linear: nn.Module, rank: int, size: int, groups: int = 0) -> Non
     ``groups``: heads that the outputs are made of. Fewer heads than ranks are repeated: neighbours hold the same head,
     each sees the gradients of its own queries only, and these are summed over the neighbours.
     """
-    repeats = repeats_of(groups, size)
+    repeats = kv_copies(size, groups)
     width = sizes(linear)[1] * repeats // size
-    start = rank // repeats * width
+    start = part_held(rank, repeats) * width
     _keep_outputs(linear, [(start, start + width)], repeats)
 
 
@@ -53,11 +54,6 @@ def _keep_outputs(linear: Any, runs: Sequence[tuple[int, int]], repeats: int) ->
     if linear.bias is not None:
         keep_runs(linear, "bias", 0, runs, repeats)
     setattr(linear, "out_features" if plain else "nf", sum(stop - start for start, stop in runs))
-
-
-def repeats_of(groups: int, size: int) -> int:
-    """How many of ``size`` ranks hold the same of ``groups`` heads."""
-    return size // groups if groups and groups < size else 1
 
 
 def keep_runs(module: nn.Module, name: str, dimension: int, runs: Sequence[tuple[int, int]], repeats: int) -> None:

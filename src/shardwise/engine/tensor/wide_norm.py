@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.tensor.linear import keep_runs, repeats_of
+from shardwise.engine.tensor.linear import keep_runs
 from shardwise.engine.tensor.moves import copy, reduce
+from shardwise.layout.sharding import kv_copies, part_held
 
 
 class WideNorm(nn.Module):
@@ -21,10 +22,10 @@ class WideNorm(nn.Module):
     def __init__(self, norm: Any, rank: int, group: dist.ProcessGroup, groups: int) -> None:
         super().__init__()
         self.weight, self.group = norm.weight, group
-        self.repeats, self.features = repeats_of(groups, group.size()), norm.weight.shape[0]
+        self.repeats, self.features = kv_copies(group.size(), groups), norm.weight.shape[0]
         self.epsilon: float = getattr(norm, "eps", None) or norm.variance_epsilon
         width = self.features * self.repeats // group.size()
-        start = rank // self.repeats * width
+        start = part_held(rank, self.repeats) * width
         keep_runs(self, "weight", 0, [(start, start + width)], self.repeats)
 
     def forward(self, states: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from shardwise.launch.emulate import enter_script, process, tap
 from shardwise.launch.emulate.namespace import INTERFACE, address, enter
 from shardwise.launch.pool import Pool
+from shardwise.layout.ranks import local_rank, node_of
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
@@ -50,8 +51,8 @@ class Network:
     def environment_of_rank(self, rank: int) -> dict[str, str]:
         """The environment of the rank's node, and its place there."""
         per_node = self.emulation.ranks_per_node
-        place = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
-        return {**self.environment(self.emulation.node_of(rank)), **place}
+        place = {"LOCAL_RANK": str(local_rank(rank, per_node)), "LOCAL_WORLD_SIZE": str(per_node)}
+        return {**self.environment(node_of(rank, per_node)), **place}
 
     def address(self, node: int) -> str:
         return address(node)
@@ -177,7 +178,7 @@ class EmulatedPool(Pool):
         self._network.close()
 
     def first(self, rank: int) -> Callable[[], None]:
-        node = self.network.emulation.node_of(rank)
+        node = node_of(rank, self.network.emulation.ranks_per_node)
         return partial(_move, self.network.namespace(node), self.network.environment_of_rank(rank))
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
+from shardwise.layout.ranks import local_rank
 from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.calibrate.samples import (
     AttentionSample,
@@ -76,7 +77,7 @@ def gpus() -> int:
 def measure_device(rank: Rank, device_type: str, threads: int) -> DeviceSamples:
     """On every process of a node at once: what one device gives while its neighbours work."""
     torch.set_num_threads(threads)
-    index = rank.number % max(1, torch.cuda.device_count()) if device_type == "cuda" else 0
+    index = local_rank(rank.number, max(1, torch.cuda.device_count())) if device_type == "cuda" else 0
     device = torch.device(device_type, index) if device_type == "cuda" else torch.device("cpu")
     sizes, together = (GPU if device_type == "cuda" else CPU), Together(rank.store, rank.world)
     products = tuple(_product(name, *one, device, together) for name in sizes.precisions for one in sizes.products)

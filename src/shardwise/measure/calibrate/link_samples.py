@@ -14,11 +14,10 @@ import torch.distributed as dist
 from shardwise.collectives import CollectiveKind, Topology, build_schedule
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.world import joined
-from shardwise.layout.groups import RankRun
+from shardwise.layout.groups import Division, RankRun, division_of
 from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.calibrate.timing import undisturbed
 from shardwise.measure.collectives.operation import Operation
-from shardwise.measure.collectives.request import Level
 
 Runner = Literal["backend", "schedules"]
 SIZES = (2**10, 2**15, 2**18, 2**20, 2**22)
@@ -60,10 +59,9 @@ CASES = (
 )
 
 
-def level_groups(widths: Sequence[int], level: int) -> tuple[tuple[int, ...], ...]:
+def level_groups(widths: Sequence[int], level: int) -> Division:
     """The ranks that one level joins: ranks count through the innermost level fastest."""
-    joined_ranks = Level("", (RankRun(prod(widths[:level]), widths[level]),))
-    return tuple(tuple(group) for group in joined_ranks.groups(prod(widths)))
+    return division_of(prod(widths), [RankRun(prod(widths[:level]), widths[level])])
 
 
 def measure_links(

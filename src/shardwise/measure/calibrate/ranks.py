@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.launch.torchrun import Started
+from shardwise.layout.ranks import local_rank
 from shardwise.spec.errors import SpecError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Rank:
 
     @property
     def first_of_host(self) -> bool:
-        return self.number % self.ranks_per_host == 0
+        return local_rank(self.number, self.ranks_per_host) == 0
 
 
 class Ranks(Protocol):
@@ -103,7 +104,7 @@ def hosts_of(ranks: Ranks) -> list[str]:
     found = ranks.run(_host)
     count = found[0][1]
     for rank, one in enumerate(found):
-        if one != (found[rank // count * count][0], count):
+        if one != (found[rank - local_rank(rank, count)][0], count):
             problem = f"rank {rank} is one of {one[1]} on {one[0]}, rank 0 is one of {count} on {found[0][0]}"
             raise SpecError("LOCAL_WORLD_SIZE", problem, "start as many ranks on every host, and number them on end")
     return [name for name, _ in found]

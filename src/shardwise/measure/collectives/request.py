@@ -11,7 +11,7 @@ from shardwise.collectives.cost import algorithm_names
 from shardwise.cost.gradient_price import by_schedules, named_on
 from shardwise.cost.network import network
 from shardwise.cost.own_schedules import choose
-from shardwise.layout.groups import RankRun
+from shardwise.layout.groups import Division, RankRun, division_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 
@@ -34,13 +34,9 @@ class Level:
             count *= run.degree
         return count
 
-    def groups(self, world: int) -> list[list[int]]:
+    def groups(self, world: int) -> Division:
         """Every rank of the world in one of them."""
-        if self.ranks == world:
-            return [list(range(world))]
-        (run,) = self.runs
-        firsts = [rank for rank in range(world) if rank // run.stride % run.degree == 0]
-        return [[first + run.stride * member for member in range(run.degree)] for first in firsts]
+        return division_of(world, self.runs)
 
 
 def levels_of(cluster: Cluster) -> list[Level]:

@@ -42,7 +42,7 @@ def _work(place: WorkerPlace, request: Request) -> list[Measured]:
 def measure(request: Request, device: torch.device) -> list[Measured]:
     """To be called by every rank of the world; all return the same."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    groups = [(ranks, dist.new_group(ranks)) for ranks in request.level.groups(world)]
+    groups = [(ranks, dist.new_group(list(ranks))) for ranks in request.level.groups(world)]
     group = next(group for ranks, group in groups if rank in ranks)
     communicator = Communicator(group)
     found: list[Measured] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.engine.labels import DIMENSIONS
+from shardwise.layout.ranks import coordinate
 from shardwise.measure.compare.causes import Evidence, cause_of
 from shardwise.measure.compare.flights import SentBytes, sent_bytes, unlike
 from shardwise.measure.compare.links import SlowLink, links_of, slow_link
@@ -112,7 +113,7 @@ def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[
     counted = [one["memory_bytes_of_ranks"] for one in lines if isinstance(one.get("memory_bytes_of_ranks"), list)]
     peaks: list[int] = counted[-1] if counted else []  # type: ignore[assignment]
     rank = peaks.index(max(peaks)) if peaks else 0
-    expected = memory_of_rank(job, rank // job.strategy.stride("pp") % job.strategy.pp)
+    expected = memory_of_rank(job, coordinate(job.strategy, "pp", rank))
     parts = _states(job, expected, found.records[rank].memory)
     if peaks:
         held = sum(one.measured_bytes for one in parts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.communication import step_traffic
 from shardwise.engine.labels import backend_kind, label_of
+from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.collectives.request import bus_factor
 from shardwise.spec.job import Job
@@ -38,8 +39,8 @@ def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     recorded: dict[tuple[str, ...], float] = defaultdict(float)
     planned: dict[str, float] = defaultdict(float)
-    stage = record.rank // job.strategy.stride("pp") % job.strategy.pp
-    for traffic in step_traffic(job, rank_contents(job, stage)):
+    contents = rank_contents(job, coordinate(job.strategy, "pp", record.rank))
+    for traffic in step_traffic(job, contents):
         planned[traffic.dimension] += traffic.bytes_sent
     begun = [one for one in record.ranges if label_of(one.name).kind == "begin"]
     for one in record.flights:

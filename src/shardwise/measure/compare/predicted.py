@@ -12,6 +12,7 @@ from shardwise.cost.network import network, spanned
 from shardwise.cost.step_parts import step_parts
 from shardwise.cost.traffic import collective_price
 from shardwise.layout.groups import expert_runs, group_runs
+from shardwise.layout.ranks import node_of
 from shardwise.measure.compare.exchanges import Exchange
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.job import Job
@@ -69,7 +70,7 @@ def _message(job: Job, one: Exchange) -> float:
     inside = 1
     for level in (levels := network(job.cluster).levels):
         inside *= level.size
-        if one.members[0] // inside == one.members[-1] // inside:
+        if node_of(one.members[0], inside) == node_of(one.members[-1], inside):
             break
     else:
         level = levels[-1]

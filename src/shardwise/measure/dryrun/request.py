@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.cost.memory.device import device_memories
+from shardwise.layout.ranks import rank_at
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -27,16 +28,10 @@ def resized(job: Job, world: int) -> Job:
 def fullest_rank(job: Job) -> int:
     """The first rank of the pipeline stage that the planner gives most memory."""
     fullest = max(device_memories(job), key=lambda memory: memory.total)
-    return fullest.pipeline_rank * job.strategy.stride("pp")
+    return rank_at(job.strategy, {"pp": fullest.pipeline_rank})
 
 
 def check_rank(job: Job, rank: int) -> int:
     if not 0 <= rank < job.strategy.world:
         raise SpecError("--rank", f"{rank} is none of the job's {job.strategy.world} ranks", "count from 0")
     return rank
-
-
-def coordinates_of(job: Job, rank: int) -> dict[str, int]:
-    """The place of a rank in every dimension."""
-    strategy = job.strategy
-    return {name: rank // strategy.stride(name) % strategy.degree(name) for name in strategy.order}

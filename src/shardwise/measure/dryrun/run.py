@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.engine.experts.counts import Assumed
 from shardwise.engine.refuse import require_runs
+from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.measure.dryrun.compare import (
     compared_bytes,
     compared_flops,
@@ -18,7 +19,7 @@ from shardwise.measure.dryrun.compare import (
 )
 from shardwise.measure.dryrun.extend import Extension, Shape, alike, at_one_moment, extension, most
 from shardwise.measure.dryrun.places import Place
-from shardwise.measure.dryrun.request import check_rank, coordinates_of, fullest_rank
+from shardwise.measure.dryrun.request import check_rank, fullest_rank
 from shardwise.measure.dryrun.result import Bytes, Calls, Compared, DryRun
 from shardwise.measure.dryrun.trace import Trace, trace, whole_shape
 from shardwise.pipeline import ActionKind, build
@@ -41,7 +42,7 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         problem = "a trace covers one step, and workers do not synchronise every step"
         raise SpecError("strategy.synchronise", problem, "leave it out")
     rank = fullest_rank(job) if rank is None else check_rank(job, rank)
-    pipeline_rank = coordinates_of(job, rank)["pp"]
+    pipeline_rank = coordinate(job.strategy, "pp", rank)
     whole = whole_shape(job, pipeline_rank)
     full = full or _first_layers_differ(job)
     plan = Extension(whole, whole, whole.microbatches, ()) if full else _to_trace(job, pipeline_rank, whole)
@@ -55,13 +56,13 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     place, peak = most(_by_place(numbers))
     calls = _calls(numbers)
     flops = {key[1]: number for key, number in _of("flops", numbers)}
-    as_planned = planned_flops(job, pipeline_rank, coordinates_of(job, rank)["cp"])
+    as_planned = planned_flops(job, pipeline_rank, coordinate(job.strategy, "cp", rank))
     planned = planned_memory(job, pipeline_rank)
     compared = compared_bytes(job, pipeline_rank, {one.line: one.bytes for one in calls})
     return DryRun(
         job=job,
         rank=rank,
-        coordinates=coordinates_of(job, rank),
+        coordinates=coordinates(job.strategy, rank),
         peak=peak,
         peak_place=place.words,
         planned_peak=planned,

@@ -21,6 +21,7 @@ from shardwise.engine.gradients import local
 from shardwise.engine.labels import Label
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
+from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.dryrun.collectives import CollectiveLog
 from shardwise.measure.dryrun.elsewhere import nothing_moves
@@ -30,7 +31,6 @@ from shardwise.measure.dryrun.kernels import block_kernel
 from shardwise.measure.dryrun.memory import MemoryLog
 from shardwise.measure.dryrun.places import LayerKind, Place, Places
 from shardwise.measure.dryrun.replacing import replaced
-from shardwise.measure.dryrun.request import coordinates_of
 from shardwise.measure.dryrun.result import Holder, Line
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.decoder import window_of
@@ -79,7 +79,7 @@ def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
 
 def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
     """The second step (in the first the optimizer makes its states) of the first layers that ``shape`` asks for."""
-    kinds = layer_kinds(job, coordinates_of(job, rank)["pp"])
+    kinds = layer_kinds(job, coordinate(job.strategy, "pp", rank))
     job = _shaped(job, shape)
     places = Places()
     with ExitStack() as entered:

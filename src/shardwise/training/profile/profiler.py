@@ -16,6 +16,7 @@ from shardwise.engine.labels import layer_name, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.names import named
 from shardwise.engine.trainer import Trainer
+from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers
 from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
@@ -74,7 +75,7 @@ class Profiler:
         layers = stage_layers(trainer.job)
         return RankRecord(
             rank=rank,
-            node=rank // _ranks_of_a_node(trainer.job),
+            node=node_of(rank, _ranks_of_a_node(trainer.job)),
             device=trainer.device.type,
             clock_error=self._error_ns / 1e9,
             groups={name: own(division) for name, division in trainer.mesh.divisions.items()},
