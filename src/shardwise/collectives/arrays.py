@@ -64,6 +64,11 @@ def select(condition: Any, chosen: Any, other: Any) -> Any:
     return chosen if condition else other
 
 
+def some(value: Any) -> bool:
+    """Whether it is anything but 0; of an array, whether any element is."""
+    return bool(value.any()) if is_array(value) else bool(value)
+
+
 def square_root(value: Size) -> Size:
     if is_array(value):
         import numpy as np

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.operators import Operator, ends_with_product
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 
 
-def fully_recomputed_share(job: Job, contents: RankContents) -> float:
-    """Share of a rank's layers whose forward pass, communication included, runs again."""
-    if job.strategy.recompute != "full":
+class RecomputeSettings(Protocol):
+    """A strategy, or what a sweep chooses of one."""
+
+    @property
+    def recompute(self) -> str: ...
+
+    @property
+    def recompute_layers(self) -> int | None: ...
+
+
+def layers_to_recompute(settings: RecomputeSettings) -> float:
+    """Layers of every rank that full recompute runs again; infinity for all of them."""
+    if settings.recompute != "full":
         return 0.0
-    if job.strategy.recompute_layers is None:
-        return 1.0
-    return min(1.0, job.strategy.recompute_layers / max(1, contents.layers))
+    return math.inf if settings.recompute_layers is None else settings.recompute_layers
 
 
-def some_layers_stay_whole(job: Job, contents: RankContents) -> bool:
+def recomputed_share(wanted: Any, layers: Any) -> Any:
+    """Share of a rank's ``layers`` whose forward pass, communication included, runs again."""
+    return minimum(1.0, wanted / maximum(1, layers))
+
+
+def fully_recomputed_share(job: Job, contents: RankContents) -> float:
+    return float(recomputed_share(layers_to_recompute(job.strategy), contents.layers))
+
+
+def layers_stay_whole(wanted: Any, layers: Any, chunks: Any) -> Any:
     """Whether every stage of a rank has layers behind those that full recompute brings back: they go first."""
-    strategy = job.strategy
-    if strategy.recompute != "full" or strategy.recompute_layers is None:
-        return False
-    return strategy.recompute_layers <= contents.layers - strategy.chunks_per_rank
+    return (wanted > 0) & (wanted <= layers - chunks)
+
+
+def blend(share: Any, plain: Any, recomputed: Any) -> Any:
+    """A figure of layers of which full recompute runs a ``share`` again."""
+    return (1 - share) * plain + share * recomputed
+
+
+def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
+    """Tensors that recompute brings back while one layer runs its backward pass.
+
+    ``kinds``: how many layers of a kind there are, and what is brought back in one.
+    """
+    most: Any = 0.0
+    for count, brought_back in kinds:
+        most = maximum(most, (count > 0) * brought_back)
+    return most
 
 
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.room import room_of
 from shardwise.engine.labels import label_of
 from shardwise.layout.ranks import coordinate
@@ -18,7 +19,7 @@ from shardwise.measure.compare.stragglers import rank_slowness
 from shardwise.pipeline import Place, StageTimes, stage_times
 from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.planner.candidate import candidate
-from shardwise.planner.pieces import Piece, Pieces, in_flight, pieces_of, room_for_pieces
+from shardwise.planner.pieces import Piece, Pieces, pieces_of, room_for_pieces
 from shardwise.planner.stages import divisions, fits
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -146,7 +147,7 @@ def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]
             speeds = _speeds(laid_out, slowness)
             rooms = [room_for_pieces(laid_out, pieces, rank, capacity) for rank in range(job.strategy.pp)]
             places = [
-                Place(speed, max(1.0, room), in_flight(laid_out, rank))
+                Place(speed, max(1.0, room), microbatches_in_flight(laid_out, rank))
                 for rank, (speed, room) in enumerate(zip(speeds, rooms))
             ]
             cuts = [laid_out.with_strategy(stage_layers=cut) for cut in divisions(laid_out, pieces, places)]

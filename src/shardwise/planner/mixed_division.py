@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import product
 
 from shardwise.cost.memory.device import memory_of_rank
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place
 from shardwise.planner.mixed_space import MixedRequest
 from shardwise.planner.mixed_step import Arrangement, MixedStep, mixed_step
-from shardwise.planner.pieces import Pieces, in_flight, pieces_of, room_for_pieces
+from shardwise.planner.pieces import Pieces, pieces_of, room_for_pieces
 from shardwise.planner.stages import divisions
 
 _SIMULATED = 200_000  # passes, in which neighbours of one division are tried
@@ -26,8 +27,8 @@ def divided(request: MixedRequest, arrangement: Arrangement, pieces: dict[int, P
     speeds = _speeds(arrangement, pieces)
     rooms = [_room(request, arrangement, own, rank) for rank in ranks]
     places = [
-        Place(speeds[arrangement.kind_of_rank[rank]], max(1.0, rooms[rank]), in_flight(arrangement.job, rank))
-        for rank in ranks
+        Place(speeds[kind], max(1.0, rooms[rank]), microbatches_in_flight(arrangement.job, rank))
+        for rank, kind in enumerate(arrangement.kind_of_rank)
     ]
     ways = [arrangement.with_strategy(stage_layers=counts) for counts in divisions(arrangement.job, own, places)]
     return [way for way in ways if fits_kinds(request, way)]

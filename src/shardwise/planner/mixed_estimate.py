@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.planner.mixed_space import MixedSpace
 from shardwise.planner.mixed_step import Arrangement
-from shardwise.planner.pieces import NOTHING, Pieces, in_flight, pieces_of
+from shardwise.planner.pieces import NOTHING, Pieces, pieces_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
@@ -88,7 +89,7 @@ def _most_layers(space: MixedSpace, arrangement: Arrangement, pieces: Pieces) ->
     for kind in arrangement.kinds:
         ranks = arrangement.ranks_of(kind)
         room = space.request.capacity_bytes(kind) - arrangement.mixed.kinds[kind].device.framework_memory
-        held = (layer.bytes + in_flight(arrangement.job, rank) * layer.activation_bytes for rank in ranks)
+        held = (layer.bytes + microbatches_in_flight(arrangement.job, rank) * layer.activation_bytes for rank in ranks)
         ends = (0 in ranks) * pieces.embedding.bytes + (arrangement.head_rank in ranks) * pieces.head.bytes
         most[kind] = max(0.0, sum(room / each for each in held) - ends / layer.bytes)
     return most

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank
-from shardwise.cost.memory.in_flight import chunks_in_flight
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.states import rank_state_bytes, sharding_of
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.prediction import rank_prediction
@@ -136,13 +136,8 @@ def _seconds(job: Job, contents: RankContents) -> float:
     return max(0.0, rank_prediction(job, contents).microbatch_seconds - calls)
 
 
-def in_flight(job: Job, rank: int) -> float:
-    """Microbatches of the whole rank that it holds at its peak."""
-    return chunks_in_flight(job, rank) / job.strategy.chunks_per_rank
-
-
 def room_for_pieces(job: Job, pieces: Pieces, rank: int, capacity_bytes: float) -> float:
     """What is left to the pieces of a rank: the device without what is there whatever the rank holds."""
     held = pieces.of_rank(job, rank)
-    own = held.bytes + in_flight(job, rank) * held.activation_bytes
+    own = held.bytes + microbatches_in_flight(job, rank) * held.activation_bytes
     return capacity_bytes - (memory_of_rank(job, rank).total - own)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.cost.memory.device import memory_of_rank
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate
-from shardwise.planner.pieces import NOTHING, Pieces, in_flight, layer_counts, pieces_of, room_for_pieces
+from shardwise.planner.pieces import NOTHING, Pieces, layer_counts, pieces_of, room_for_pieces
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -41,7 +42,7 @@ def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
         return
     pieces = pieces_of(job)
     rooms = [room_for_pieces(job, pieces, rank, capacity_bytes) for rank in ranks]
-    places = [Place(1.0, max(1.0, room), in_flight(job, rank)) for rank, room in zip(ranks, rooms)]
+    places = [Place(1.0, max(1.0, room), microbatches_in_flight(job, rank)) for rank, room in zip(ranks, rooms)]
     now = max(pieces.of_rank(job, rank).seconds for rank in ranks)
     for counts in divisions(job, pieces, places):
         try:

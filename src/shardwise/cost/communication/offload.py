@@ -16,7 +16,6 @@ from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import travel_of
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
-from shardwise.cost.memory.transient import moments_of
 from shardwise.cost.overlap import Pass, Window
 from shardwise.cost.payload import Payload, Role, sent_backward, sent_forward
 from shardwise.cost.traffic import Traffic, priced
@@ -128,7 +127,8 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         return []
     target, sharding = strategy.offload.target, sharding_of(strategy)
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
-    moved = travel_of(job, contents, moments_of(job.stack)[-1]).saved * strategy.offload.activations
+    share = strategy.offload.activations
+    moved = travel_of(job, contents).saved * share if share else 0.0
     lines = state_lines(contents, sharding, job.recipe, states, m) + activation_lines(moved, m)
     return [
         priced(

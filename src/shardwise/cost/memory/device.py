@@ -9,24 +9,18 @@ from shardwise.cost.memory.activations import (
     head_activation_bytes,
     layer_activation_bytes,
 )
-from shardwise.cost.memory.in_flight import chunks_in_flight
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.offload import Travel
-from shardwise.cost.memory.states import StateBytes, rank_state_bytes, sharding_of, state_bytes
-from shardwise.cost.memory.transient import (
-    NOTHING_ABSENT,
-    Absent,
-    Moment,
-    divided_units,
-    gathered_bytes,
-    gradients_absent,
-    head_share,
-    kinds_of,
-    left_over,
-    moments_of,
-    reduces_in_turn,
-    transient_bytes,
+from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
+from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
+from shardwise.cost.memory.transient import Moment, kinds_of, moments_of, transient_bytes
+from shardwise.cost.recompute import (
+    blend,
+    fully_recomputed_share,
+    layers_stay_whole,
+    layers_to_recompute,
+    recomputed_layer_bytes,
 )
-from shardwise.cost.recompute import fully_recomputed_share, some_layers_stay_whole
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job
@@ -85,79 +79,57 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
 
 def memory_at_moments(job: Job, contents: RankContents) -> dict[Moment, DeviceMemory]:
     """One by itself, or at each of the moments that a rank has."""
-    moments = [one for one in moments_of(job.stack) if one != "loss" or contents.has_head]
-    return {moment: _memory_at(job, contents, moment) for moment in moments}
+    transient = _transient(job, contents)
+    passes = _passes(job, contents, {moment: sum(both) for moment, both in transient.items()})
+    replicated = job.strategy.gradient_group > 1
+    held = held_at(job, contents, sharding_of(job.strategy), tuple(transient), replicated=replicated)
+    return {one.moment: _parts(MomentMemory(one, passes), *transient[one.moment]) for one in held}
 
 
-def _memory_at(job: Job, contents: RankContents, moment: Moment) -> DeviceMemory:
-    sharding = sharding_of(job.strategy)
-    states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
-    share = job.strategy.offload.activations
-    activations = activation_bytes(job, contents)
-    if moment == "layer" and contents.has_head:
-        activations -= head_activation_bytes(job)
-    if share:
-        activations = _left_by_offload(job, contents, activations, moment)
-    communication, temporary = transient_bytes(job, kinds_of(contents), moment, has_head=contents.has_head)
-    recomputed = 0.0 if moment == "loss" else _recomputed_layer_bytes(job, contents)
-    late = recomputed if some_layers_stay_whole(job, contents) else 0.0
-    absent = _gradients_absent(job, contents, states.gradients, moment)
-    not_yet = absent.not_yet(late, activations / _microbatches_in_flight(job, contents))
-    gathered = gathered_bytes(contents, sharding, job.recipe, moment, tied=job.model.tied_embeddings)
-    if moment == "loss" and _is_alone(job, contents):
-        gathered -= left_over(divided_units(contents, sharding, tied=job.model.tied_embeddings), sharding, job.recipe)
+def _parts(memory: MomentMemory, communication: float, temporary: float) -> DeviceMemory:
+    """The terms of ``memory.total``; the last two are those of the passes' transient memory."""
+    held, states, absent = memory.held, memory.held.states, memory.absent
+    recomputed = 0.0 if memory.moment == "loss" else memory.passes.recomputed
     return DeviceMemory(
-        pipeline_rank=contents.rank,
+        pipeline_rank=held.contents.rank,
         weights=states.weights,
-        gradients=states.gradients - absent.whole - min(absent.growing, not_yet),
+        gradients=states.gradients - absent.gradients,
         optimizer=states.optimizer,
-        activations=activations,
-        recomputed=recomputed - max(0.0, not_yet - absent.growing),
-        gathered=gathered,
+        activations=memory.activations,
+        recomputed=recomputed - absent.recomputed,
+        gathered=held.gathered - absent.left_over,
         communication=communication,
         temporary=temporary,
-        allowance=job.cluster.device.framework_memory,
-        host=states.offloaded + share * travel_of(job, contents, moment).away,
+        allowance=held.allowance,
+        host=memory.host,
     )
 
 
-def _left_by_offload(job: Job, contents: RankContents, activations: float, moment: Moment) -> float:
-    return float(travel_of(job, contents, moment).on_device(activations, job.strategy.offload.activations, moment))
+def _transient(job: Job, contents: RankContents) -> dict[Moment, tuple[float, float]]:
+    moments = [one for one in moments_of(job.stack) if one != "loss" or contents.has_head]
+    kinds = kinds_of(contents)
+    return {moment: transient_bytes(job, kinds, moment, has_head=contents.has_head) for moment in moments}
 
 
-def travel_of(job: Job, contents: RankContents, moment: Moment) -> Travel:
-    """Of all that layers keep; and, where no moments are told apart, the head."""
-    in_flight = _microbatches_in_flight(job, contents)
-    head = head_activation_bytes(job) if moment != "together" and contents.has_head else 0.0
-    return Travel((activation_bytes(job, contents) - head) / in_flight, in_flight, contents.layers)
-
-
-def _gradients_absent(job: Job, contents: RankContents, gradients: float, moment: Moment) -> Absent:
-    if moment == "together" or not _is_alone(job, contents):
-        return NOTHING_ABSENT
+def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) -> PassMemory:
     strategy = job.strategy
-    in_turn = bool(reduces_in_turn(strategy.pp, strategy.schedule, job.microbatches))
-    absent = gradients_absent(gradients, strategy.zero, strategy, in_turn)
-    after_a_loss = moment == "layer" or (job.microbatches > 1 and not strategy.schedule_record.forwards_first)
-    there = head_share(contents, tied=job.model.tied_embeddings) if after_a_loss else 0.0
-    return Absent(absent.whole, absent.growing * (1 - there))
+    return pass_memory(
+        transient,
+        _kept_by_layers(job, contents),
+        _kept_by_head(job, contents),
+        _recomputed_layer_bytes(job, contents),
+        stay_whole=layers_stay_whole(layers_to_recompute(strategy), contents.layers, strategy.chunks_per_rank),
+        in_flight=microbatches_in_flight(job, contents.rank),
+        microbatches=job.microbatches,
+        forwards_first=strategy.schedule_record.forwards_first,
+        in_turn=reduces_in_turn(strategy.pp, strategy.schedule, job.microbatches),
+    )
 
 
-def _is_alone(job: Job, contents: RankContents) -> bool:
-    """No microbatch has gone back before the peak."""
-    return job.microbatches <= _microbatches_in_flight(job, contents)
-
-
-def _microbatches_in_flight(job: Job, contents: RankContents) -> float:
-    return chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
-
-
-def _head_bytes(job: Job, contents: RankContents) -> float:
-    """Activations of the head that a rank holds at its peak: the loss of a microbatch is followed by its backward."""
-    if not contents.has_head:
-        return 0.0
-    in_flight = _microbatches_in_flight(job, contents)
-    return head_activation_bytes(job) * (in_flight if job.strategy.schedule_record.forwards_first else 1)
+def travel_of(job: Job, contents: RankContents) -> Travel:
+    """The activations of a rank that offload moves."""
+    passes = _passes(job, contents, dict.fromkeys(moments_of(job.stack), 0.0))
+    return Travel(passes.saved, passes.in_flight, contents.layers)
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:
@@ -172,37 +144,36 @@ def peak_memory(job: Job) -> DeviceMemory:
 
 def activation_bytes(job: Job, contents: RankContents) -> float:
     """Activations alive on a rank at its peak: its layers times the microbatches in flight, and the ends."""
-    in_flight = _microbatches_in_flight(job, contents)
-    layers = _kept_by_layers(job, contents) * in_flight
-    if contents.has_embedding:
-        layers += embedding_activation_bytes(job) * in_flight
-    return layers + _head_bytes(job, contents)
+    in_flight = microbatches_in_flight(job, contents.rank)
+    layers, head = _kept_by_layers(job, contents), _kept_by_head(job, contents)
+    return float(kept_activations(layers, head, in_flight, job.strategy.schedule_record.forwards_first))
+
+
+def _kept_by_head(job: Job, contents: RankContents) -> float:
+    return head_activation_bytes(job) if contents.has_head else 0.0
 
 
 def _kept_by_layers(job: Job, contents: RankContents) -> float:
-    recomputed_share = fully_recomputed_share(job, contents)
-    kept = 0.0
+    """Of one microbatch, the embedding included."""
+    share = fully_recomputed_share(job, contents)
+    kept = embedding_activation_bytes(job) if contents.has_embedding else 0.0
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        if not count:
-            continue
-        if job.strategy.recompute == "full":
-            whole = layer_activation_bytes(job, moe=moe, recompute="none")
-            checkpoint = layer_activation_bytes(job, moe=moe, recompute="full")
-            kept += count * (recomputed_share * checkpoint + (1 - recomputed_share) * whole)
-        else:
+        if count and job.strategy.recompute == "full":
+            whole, checkpoint = (layer_activation_bytes(job, moe=moe, recompute=mode) for mode in ("none", "full"))
+            kept += count * blend(share, whole, checkpoint)
+        elif count:
             kept += count * layer_activation_bytes(job, moe=moe)
     return kept
 
 
 def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
-    """Tensors that recompute brings back while one layer runs its backward pass."""
     if job.strategy.recompute == "none" or job.strategy.recompute_layers == 0:
         return 0.0
-    kinds = kinds_of(contents)
     brought_back = (
-        layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe) for moe in kinds
+        (1, layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe))
+        for moe in kinds_of(contents)
     )
-    return max(brought_back, default=0.0)
+    return float(recomputed_layer_bytes(brought_back))
 
 
 def per_gpu_memory_bytes(

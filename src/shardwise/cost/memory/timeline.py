@@ -19,7 +19,7 @@ from shardwise.cost.memory.device import (
     memory_of_rank,
     travel_of,
 )
-from shardwise.cost.memory.in_flight import chunks_in_flight
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.memory.transient import (
     TOGETHER,
@@ -171,7 +171,7 @@ class _PartsAtMoments(_Parts):
         least = min(one.gradients for one in self.moments.values())
         self.whole = replace(self.in_layer, gradients=least, communication=0.0)
         share = job.strategy.offload.activations
-        self.here = {one: share * travel_of(job, self.contents, one).here(one) for one in self.moments}
+        self.here = {one: share * travel_of(job, self.contents).here(one) for one in self.moments}
         self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
 
     def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:
@@ -202,7 +202,7 @@ def _kept_per_microbatch(job: Job, contents: RankContents) -> tuple[float, float
     kept, head = activation_bytes(job, contents) * stays, 0.0
     if contents.has_head:
         head = head_activation_bytes(job) * stays
-    in_flight = chunks_in_flight(job, contents.rank) / job.strategy.chunks_per_rank
+    in_flight = microbatches_in_flight(job, contents.rank)
     losses = in_flight if job.strategy.schedule_record.forwards_first else 1
     return (kept - losses * head) / in_flight, head
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from shardwise.collectives.arrays import maximum, minimum, select
+from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.memory.activations import SavedRole, head_weights, layer_saved_tensors, logits_bytes
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.operators import layer_operators
 from shardwise.cost.stage_time import layer_shape
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
-from shardwise.spec.schedules import schedule_record
 from shardwise.spec.stack import Stack
-from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Recipe
 
 # Either all parts of a rank's memory are added up, or they are at each of two moments.
@@ -245,43 +243,3 @@ def left_over(unit: Units, sharding: Sharding, recipe: Recipe) -> Any:
         return 0.0
     last = select(unit.has_embedding, unit.end, unit.layer)
     return (sharding.zero >= 2) * last * recipe.gradient
-
-
-class Absent(NamedTuple):
-    """Gradients that are not there when most else is, before a first microbatch has gone back.
-
-    ``whole``: ZeRO reduces those of a single microbatch layer by layer: they are never all there. ``growing``: they
-    grow as the activations of a microbatch shrink, and the fuller end counts; replicas without ZeRO keep the memory
-    that they are summed in. The gradient of the head is there after a first loss.
-    """
-
-    whole: Any
-    growing: Any
-
-    def not_yet(self, late: Any, of_a_microbatch: Any) -> Any:
-        """Bytes of what grows while the activations of a microbatch go: of gradients, and ``late`` ones, of a layer
-        that is brought back when layers behind it, which are not recomputed, have gone."""
-        return minimum(self.growing + late, of_a_microbatch)
-
-
-NOTHING_ABSENT = Absent(0.0, 0.0)
-
-
-def gradients_absent(gradients: Any, zero: Any, strategy: Strategy, in_turn: bool) -> Absent:
-    """``strategy`` for its degrees alone; layers are reduced ``in_turn`` while the only backward pass goes."""
-    divided, alone = zero >= 1, strategy.gradient_group == 1
-    kept = gradients * (zero == 0) * alone
-    if in_turn:
-        return Absent(gradients * divided, kept)
-    return Absent(0.0 * gradients, gradients * divided + kept)
-
-
-def reduces_in_turn(pp: int, schedule: str, microbatches: Any) -> Any:
-    """A schedule that makes weight gradients later reduces them later, all at once."""
-    return (microbatches == 1) & (pp == 1 or not schedule_record(schedule).splits_backward)
-
-
-def head_share(contents: RankContents, *, tied: bool) -> Any:
-    """Of a rank's gradients those of the head, which a backward pass makes first."""
-    ends = contents.others / contents.total
-    return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
 from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
-from shardwise.cost.memory.offload import Travel
-from shardwise.cost.memory.states import Sharding, rank_state_bytes
-from shardwise.cost.memory.transient import (
-    Absent,
-    Moment,
-    divided_units,
-    gathered_bytes,
-    gradients_absent,
-    head_share,
-    left_over,
-    moments_of,
-)
+from shardwise.cost.memory.states import Sharding
+from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
+from shardwise.cost.memory.transient import Moment, moments_of
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
-from shardwise.cost.sweep.row_table import RankRows, RowTable
+from shardwise.cost.sweep.row_table import RowTable
 from shardwise.cost.traffic import collective_price
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
@@ -33,6 +25,20 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
+@dataclass(frozen=True)
+class RowsAtMoment:
+    """What passes hold at one moment in some rows of a batch, ``lengths`` of each block, on these ``kinds`` of rank."""
+
+    moment: Moment
+    passes: PassMemory
+    kinds: Any
+    lengths: Array
+
+    def spread(self, of_blocks: Any) -> Any:
+        """Figures of the blocks' kinds of rank for each of the rows."""
+        return by_row(of_blocks[self.kinds], self.lengths) if is_array(of_blocks) else of_blocks
+
+
 class Offloaded:
     """One way to offload in a batch: what it leaves on the devices, and what it sends over the host's link."""
 
@@ -41,78 +47,21 @@ class Offloaded:
         self.offload, self.overlapped = offload, base.overlap.offload
         self.contents, self.recipe = contents, job.recipe
         self.sharding = replace(sharding, offload=offload)
-        self.states = rank_state_bytes(self.contents, self.sharding, job.recipe, job.training.optimizer)
-        self.moments, self.base = moments_of(job.stack), base
-        self.held_bytes = [self._held(job, moment) for moment in self.moments]
-        unit = divided_units(self.contents, self.sharding, tied=job.model.tied_embeddings)
-        everywhere = 0.0 * self.states.gradients
-        left = everywhere + left_over(unit, self.sharding, self.recipe)
-        in_turn, later = (
-            gradients_absent(self.states.gradients, self.sharding.zero, self.base, one) for one in (True, False)
-        )
-        self.reduced_in_turn = in_turn.whole if in_turn.whole.any() else None
-        self.growing = later.growing if later.growing.any() else None
-        self.of_head = everywhere + head_share(self.contents, tied=job.model.tied_embeddings)
-        self.left = [left if moment == "loss" and left.any() else None for moment in self.moments]
-        has_head: Any = self.contents.has_head
-        with_head = has_head.any(axis=(1, 2))
-        self.kinds = [with_head.nonzero()[0] if moment == "loss" else slice(None) for moment in self.moments]
+        moments = moments_of(job.stack)
+        held = held_at(job, contents, self.sharding, moments, replicated=base.gradient_group > 1)
+        self.held, self.states = {one.moment: one for one in held}, held[0].states
         self.units_taken = job.cluster.device.units_taken.copies
         self.cluster = job.cluster
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
 
-    def _held(self, job: Job, moment: Moment) -> Any:
-        """Model states, what is gathered at a moment, and the framework."""
-        gathered = gathered_bytes(self.contents, self.sharding, self.recipe, moment, tied=job.model.tied_embeddings)
-        return self.states.total + gathered + job.cluster.device.framework_memory
-
-    def memory_bytes(self, ranks: RankRows, part: slice, lengths: Array) -> tuple[Array, Any]:
-        """Of the fullest device, and what its host holds for it."""
-        share = self.offload.activations
-        memory: Any = None
-        for number, kinds in enumerate(self.kinds):
-            if not isinstance(kinds, slice) and not len(kinds):
-                continue
-            there = self._memory_at(number, kinds, ranks, part, lengths).max(axis=0)
-            memory = there if memory is None else maximum(memory, there)
-        if not self.offload.any:
-            return memory, 0.0
-        activations = ranks.activation_bytes[-1][:, None, part]
-        return memory, (by_row(self.states.offloaded, lengths) + activations * share).max(axis=0)
-
-    def _memory_at(self, number: int, kinds: Any, ranks: RankRows, part: slice, lengths: Array) -> Array:
-        """Of the ``kinds`` of rank that have such a moment."""
-
-        def of_kinds(of_blocks: Array) -> Array:
-            return by_row(of_blocks[kinds], lengths)
-
-        activations = ranks.activation_bytes[number][kinds, None, part]
-        if self.offload.activations:
-            leaving = ranks.activation_bytes[-1][kinds, None, part] / ranks.in_flight[kinds, None, part]
-            layers: Any = self.contents.layers
-            travel = Travel(leaving, ranks.in_flight[kinds, None, part], of_kinds(layers))
-            activations = travel.on_device(activations, self.offload.activations, self.moments[number])
-        others = activations + ranks.other_bytes[number][kinds, None, part]
-        memory: Array = of_kinds(self.held_bytes[number]) + others
-        moment, alone = self.moments[number], ranks.alone[kinds, None, part]
-        growing: Any = 0.0
-        late: Any = ranks.late_bytes[kinds, None, part]
-        if moment != "together" and alone.any():
-            if (left := self.left[number]) is not None:
-                memory -= alone * of_kinds(left)
-            in_turn: Any = 0.0
-            if self.reduced_in_turn is not None:
-                in_turn = ranks.in_turn[kinds, None, part] * of_kinds(self.reduced_in_turn)
-                memory -= alone * in_turn
-            if self.growing is not None:
-                there = 1.0 if moment == "layer" else ranks.losses_before[kinds, None, part]
-                growing = alone * (of_kinds(self.growing) - in_turn) * (1 - there * of_kinds(self.of_head))
-        late = late if moment != "loss" and late.any() else 0.0
-        if is_array(growing) or is_array(late):
-            of_a_microbatch = activations / ranks.in_flight[kinds, None, part]
-            memory += late - Absent(0.0, growing).not_yet(late, of_a_microbatch)
-        return memory
+    def memory_bytes(self, moments: Sequence[RowsAtMoment]) -> tuple[Array, Any]:
+        """Of the fullest device, and what its host holds for it; every kind of rank has the last moment."""
+        each = [MomentMemory(self.held[one.moment], one.passes, one.spread) for one in moments]
+        memory: Any = each[0].total.max(axis=0)
+        for one in each[1:]:
+            memory = maximum(memory, one.total.max(axis=0))
+        return memory, each[-1].host.max(axis=0) if self.offload.any else 0.0
 
     def waiting(
         self, rows: RowTable, part: slice, lengths: Array, left: dict[Pass, Waiting]
@@ -140,7 +89,7 @@ class Offloaded:
             if seconds is not None
         ]
         if self.offload.activations:
-            moved = rows.ranks.saved_bytes[:, None, part] * self.offload.activations
+            moved = rows.ranks.passes.saved[:, None, part] * self.offload.activations
             lines = activation_lines(moved, m)
             cost = [m * one for one in _send(self._link(lines[0]), moved)]
             transfers += [self._transfer(line, *cost) for line in lines]

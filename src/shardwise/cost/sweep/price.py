@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.as_run import busy_share
 from shardwise.cost.communication.data import SentParameters, data_lines, wire_bytes
+from shardwise.cost.memory.states import Sharding
+from shardwise.cost.memory.transient import Moment, moments_of
 from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
 from shardwise.cost.stage_time import optimizer_seconds
 from shardwise.cost.sweep.book import CollectiveBook
 from shardwise.cost.sweep.columns import ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
-from shardwise.cost.sweep.offloaded import Offloaded, by_row
+from shardwise.cost.sweep.offloaded import Offloaded, RowsAtMoment, by_row
 from shardwise.cost.sweep.parts import PartBook
-from shardwise.cost.sweep.row_table import RowTable
+from shardwise.cost.sweep.row_table import RowTable, joined_rows
 from shardwise.cost.sweep.rows import row_tables
-from shardwise.cost.sweep.stacking import joined_rows, stacked_contents, stacked_sharding
-from shardwise.layout.stages import embedding_on_both_ends
+from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
 
@@ -109,8 +110,8 @@ class _Batch:
 
         self.job, self.blocks, self.links = pricer.job, blocks, pricer.parts.links
         self.base = blocks[0].group.base
-        self.sharding = stacked_sharding([block.columns.sharding for block in blocks])
-        self.contents = stacked_contents([block.group.ranks for block in blocks])
+        self.sharding = _stacked_sharding([block.columns.sharding for block in blocks])
+        self.contents = _stacked_contents([block.group.ranks for block in blocks])
         self.end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
         # part × line × kind × column × block
         tickets = np.stack([block.columns.tickets for block in blocks], axis=-1)
@@ -127,6 +128,7 @@ class _Batch:
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
         self.rows = joined_rows([block.rows for block in blocks])
+        self.moments = moments_of(self.job.stack)
         self.offloads = [
             Offloaded(self.job, self.base, self.contents, self.sharding, one) for one in blocks[0].group.offloads
         ]
@@ -171,8 +173,9 @@ class _Batch:
         rows, block = self.rows, self.block_of_row[part]
         lengths = np.bincount(block, minlength=len(self.blocks))
         tail, left = self._without_offload(part, lengths)
+        moments = [self._at_moment(moment, part, lengths) for moment in self.moments]
         for one in self.offloads:
-            memory, host = one.memory_bytes(rows.ranks, part, lengths)
+            memory, host = one.memory_bytes([moment for moment in moments if moment])
             more, together = one.waiting(rows, part, lengths, left)
             seconds = tail if more is None else tail + more
             for which in PASSES:
@@ -180,6 +183,14 @@ class _Batch:
             step = rows.pipeline_seconds[part] + seconds.max(axis=0)
             numbers, sequences = self.row_numbers[part], rows.sequences[part]
             yield Piece(self.blocks, one.offload, block, numbers, step, memory, host, sequences)
+
+    def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
+        """Some rows of the kinds of rank that have such a moment, if there are any."""
+        has_head: Any = self.contents.has_head
+        kinds = has_head.any(axis=(1, 2)).nonzero()[0] if moment == "loss" else slice(None)
+        if not isinstance(kinds, slice) and not len(kinds):
+            return None
+        return RowsAtMoment(moment, self.rows.ranks.passes.each(lambda rows: rows[kinds, None, part]), kinds, lengths)
 
     def _without_offload(self, part: slice, lengths: Array) -> tuple[Array, dict[Pass, Waiting]]:
         """What every kind of rank adds to the pipeline: optimizer, slowed computation; and what it waits for."""
@@ -214,3 +225,36 @@ class _Batch:
                 )
             )
         return transfers
+
+
+def _stacked_sharding(shardings: list[Sharding]) -> Sharding:
+    """Column × block arrays; all blocks share the rest."""
+    import numpy as np
+
+    def stacked(name: str) -> Any:
+        return np.stack([getattr(one, name) for one in shardings], axis=-1)
+
+    first = shardings[0]
+    return Sharding(
+        stacked("zero"),
+        stacked("shards"),
+        stacked("expert_shards"),
+        first.gradients_sharded,
+        first.gathers_once,
+        stacked("keep_parameters"),
+        first.offload,
+        stacked("sums_once"),
+        stacked("kept_bytes"),
+        stacked("moved_bytes"),
+    )
+
+
+def _stacked_contents(ranks: list[tuple[RankContents, ...]]) -> RankContents:
+    """Each figure an array of kind of rank × 1 × block."""
+    import numpy as np
+
+    names = [field.name for field in fields(RankContents)]
+    columns: list[Any] = [
+        np.array([[getattr(rank, name) for rank in kinds] for kinds in ranks]).T[:, None, :] for name in names
+    ]
+    return RankContents(*columns)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.overlap import Pass
+from shardwise.cost.memory.sum import PassMemory
+from shardwise.cost.overlap import PASSES, Pass
 from shardwise.cost.sweep.group import Group, Row
 
 if TYPE_CHECKING:
@@ -21,14 +23,7 @@ class RankRows:
     lasting: dict[Pass, Array]  # seconds of a step's pass, exposed communication of its layers included
     busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
     once_seconds: Array  # sent after the last microbatch
-    saved_bytes: Array  # activations of one microbatch, those that offload may send away
-    activation_bytes: Array  # of all in flight; these two have an axis of moments (`memory.transient`) before
-    other_bytes: Array  # recomputed layer, buffers, temporaries
-    in_flight: Array  # microbatches
-    alone: Array  # 1 where no microbatch has gone back before that
-    in_turn: Array  # 1 where the only microbatch's gradients are reduced layer by layer
-    losses_before: Array  # 1 where a loss of another microbatch has gone back before a loss
-    late_bytes: Array  # a recomputed layer that is back when others have gone
+    passes: PassMemory
 
     def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
         """``lasting`` and ``busy`` of some rows, to be held against columns: kind × 1 × row."""
@@ -36,16 +31,14 @@ class RankRows:
         busy = {which: {n: x[:, None, part] for n, x in links.items()} for which, links in self.busy.items()}
         return lasting, busy
 
-    def part(self, rows: slice) -> RankRows:
+    def each(self, change: Callable[[Array], Array]) -> RankRows:
+        """The same with every array changed."""
         return RankRows(
-            {which: seconds[..., rows] for which, seconds in self.lasting.items()},
-            {which: {name: x[..., rows] for name, x in links.items()} for which, links in self.busy.items()},
-            *(getattr(self, name)[..., rows] for name in PER_ROW),
+            {which: change(seconds) for which, seconds in self.lasting.items()},
+            {which: {name: change(x) for name, x in links.items()} for which, links in self.busy.items()},
+            change(self.once_seconds),
+            self.passes.each(change),
         )
-
-
-PER_ROW = ("once_seconds", "saved_bytes", "activation_bytes", "other_bytes", "in_flight", "alone", "in_turn",
-           "losses_before", "late_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class RowTable:
             self.microbatches[rows],
             self.last_share[rows],
             self.pipeline_seconds[rows],
-            self.ranks.part(rows),
+            self.ranks.each(lambda values: values[..., rows]),
         )
 
     def row(self, group: Group, number: int) -> Row:
@@ -84,3 +77,39 @@ class RowTable:
             int(self.sequences[number]),
             int(self.microbatches[number]),
         )
+
+
+def joined_rows(tables: list[RowTable]) -> RowTable:
+    """The rows of several tables, one after the other."""
+    import numpy as np
+
+    if len(tables) == 1:
+        return tables[0]
+
+    def joined(arrays: list[Array]) -> Array:
+        return np.concatenate(arrays, axis=-1)
+
+    return RowTable(
+        np.concatenate([table.index for table in tables]),
+        joined([table.sequences for table in tables]),
+        joined([table.microbatches for table in tables]),
+        joined([table.last_share for table in tables]),
+        joined([table.pipeline_seconds for table in tables]),
+        _joined_ranks([table.ranks for table in tables], joined),
+    )
+
+
+def _joined_ranks(ranks: list[RankRows], joined: Callable[[list[Array]], Array]) -> RankRows:
+    """A link that a table does not use is never busy there."""
+    import numpy as np
+
+    def busy(which: Pass, name: str) -> Array:
+        return joined([rank.busy[which].get(name, np.zeros_like(rank.once_seconds)) for rank in ranks])
+
+    links = {which: dict.fromkeys(name for rank in ranks for name in rank.busy[which]) for which in PASSES}
+    return RankRows(
+        {which: joined([rank.lasting[which] for rank in ranks]) for which in PASSES},
+        {which: {name: busy(which, name) for name in links[which]} for which in PASSES},
+        joined([rank.once_seconds for rank in ranks]),
+        PassMemory.joined([rank.passes for rank in ranks], joined),
+    )

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.communication.data import last_share
-from shardwise.cost.memory.transient import Moment, kinds_of, moments_of, reduces_in_turn
+from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
+from shardwise.cost.memory.sum import pass_memory, reduces_in_turn
+from shardwise.cost.memory.transient import Moment, kinds_of, moments_of
 from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
+from shardwise.cost.recompute import (
+    blend,
+    layers_stay_whole,
+    layers_to_recompute,
+    recomputed_layer_bytes,
+    recomputed_share,
+)
 from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.sweep.group import Group, groups_alike
-from shardwise.cost.sweep.in_flight import chunks_of, microbatches_in_flight
 from shardwise.cost.sweep.parts import PartBook
 from shardwise.cost.sweep.probes import (
     ATTENTION_BACKWARD,
@@ -21,7 +29,7 @@ from shardwise.cost.sweep.probes import (
     SAVED,
     WEIGHT_GRADIENT,
 )
-from shardwise.cost.sweep.row_table import PER_ROW, RankRows, RowTable
+from shardwise.cost.sweep.row_table import RankRows, RowTable
 from shardwise.layout.stages import RankContents
 from shardwise.spec.schedules import schedule_record
 
@@ -60,10 +68,12 @@ class _RowBuilder:
         sizes = np.array([one.base.data_parallel * layer.microbatch for one, layer in self.layers], dtype=np.int64)
         self.microbatches = np.maximum(1, self.sequences // sizes[:, None])
         self.m = self.microbatches[:, :, None].astype(float)
-        self.chunks = chunks_of(group)
+        pp = group.base.pp
+        self.chunks = [schedule_record(one.schedule).chunks_per_rank(pp, one.interleave) for one in group.schedules]
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
         self.counts = np.array([_part_counts(contents) for contents in group.ranks], dtype=float)
-        self.share = self._recomputed_share()
+        self.wanted = np.array([layers_to_recompute(choice) for choice in group.recomputes])
+        self.share: Array = recomputed_share(self.wanted, self._layers_of_ranks())  # kind × recompute
         self.shape = (len(self.layers), len(group.schedules), len(group.recomputes))
 
     def tables(self) -> list[RowTable]:
@@ -78,10 +88,10 @@ class _RowBuilder:
             [last_share(group.base.pp, one.schedule, self.m[:, s]) for s, one in enumerate(group.schedules)], axis=1
         )
 
-        def flat(values: Any) -> Array:
-            whole: Array = np.empty((*values.shape[:-3], *self.shape), values.dtype)
+        def flat(values: Any, *kinds: int) -> Array:
+            whole: Array = np.empty((*kinds, *self.shape), values.dtype)
             whole[...] = values  # twice as fast as `broadcast_to`
-            return whole.reshape(*values.shape[:-3], -1) if every else whole[..., valid]
+            return whole.reshape(*kinds, -1) if every else whole[..., valid]
 
         table = RowTable(
             np.argwhere(valid),
@@ -89,11 +99,7 @@ class _RowBuilder:
             flat(self.microbatches[:, :, None]),
             flat(last),
             flat(self._pipeline_seconds(passes)),
-            RankRows(
-                {which: flat(ranks.lasting[which]) for which in PASSES},
-                {which: {name: flat(x) for name, x in ranks.busy[which].items()} for which in PASSES},
-                *(flat(getattr(ranks, name)) for name in PER_ROW),
-            ),
+            ranks.each(lambda values: flat(values, len(group.ranks))),
         )
         return self._split(table, np.count_nonzero(valid, axis=(1, 2)))
 
@@ -114,30 +120,6 @@ class _RowBuilder:
 
     # -- sums over the parts of a rank ---------------------------------------------------------------
 
-    def _recomputed_share(self) -> Array:
-        """Share of a rank's layers that each recompute choice recomputes in full: kind × recompute."""
-        import numpy as np
-
-        layers = np.maximum(1.0, self.counts[:, 0] + self.counts[:, 1])
-        wanted = np.zeros(len(self.modes))
-        for r, choice in enumerate(self.group.recomputes):
-            if choice.recompute == "full":
-                wanted[r] = np.inf if choice.recompute_layers is None else choice.recompute_layers
-        share: Array = np.minimum(1.0, wanted / layers[:, None])
-        return share
-
-    def _some_stay_whole(self) -> Array:
-        """As `some_layers_stay_whole`: kind × 1 × schedule × recompute."""
-        import numpy as np
-
-        layers = (self.counts[:, 0] + self.counts[:, 1])[:, None, None]
-        wanted = [
-            np.inf if one.recompute != "full" or one.recompute_layers is None else one.recompute_layers
-            for one in self.group.recomputes
-        ]
-        stay: Array = np.array(wanted) <= layers - np.array(self.chunks)[:, None]
-        return stay[:, None]
-
     def _mixed(self, values: Array) -> Array:
         """Figure × layer × part × mode → figure × kind × layer × 1 × recompute."""
         counts, values = self.counts[:, :, None, None], values[:, None]
@@ -146,8 +128,13 @@ class _RowBuilder:
         none, selective, full = (rank[..., None, None, mode] for mode in range(len(MODES)))
         share = self.share[:, None, None, :]
         named = self.modes == MODES.index("selective")
-        mixed: Array = (1 - share) * (~named * none + named * selective) + share * full
+        mixed: Array = blend(share, ~named * none + named * selective, full)
         return mixed
+
+    def _layers_of_ranks(self) -> Array:
+        """Kind × 1."""
+        layers: Array = (self.counts[:, 0] + self.counts[:, 1])[:, None]
+        return layers
 
     def _ranks(self) -> tuple[Passes, RankRows]:
         import numpy as np
@@ -197,36 +184,22 @@ class _RowBuilder:
         import numpy as np
 
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
-        layers = saved_figures - head
-        in_flight = microbatches_in_flight(self.group, self.microbatches)
-        all_heads = np.array([schedule_record(one.schedule).forwards_first for one in self.group.schedules])[:, None]
-        heads = head * np.where(all_heads, in_flight, 1.0)
-        saved = layers * in_flight + heads
-        once = [self._once_seconds(contents) for contents in self.group.ranks]
-        moments = moments_of(self.book.stack_flags)
-        # Of a loss there is none on ranks without a head, and its inputs are gone in a layer of its microbatch.
-        kept = np.stack([saved - head if moment == "layer" else saved for moment in moments])
-        back = self._brought_back()
-        late = back * self._some_stay_whole()
-        other = np.stack([self._passing(moment, back - late) for moment in moments])
-        alone = (self.m <= in_flight).astype(float)
         pp, names = self.group.base.pp, [one.schedule for one in self.group.schedules]
-        in_turn = np.stack([reduces_in_turn(pp, name, self.m[:, s]) for s, name in enumerate(names)], axis=1)
-        before = ((self.m > 1) & ~all_heads).astype(float)[None]
-        once_seconds = np.array(once)[:, :, None, None]
-        return RankRows(
-            lasting,
-            busy,
-            once_seconds,
-            kept[-1] / in_flight,
-            kept,
-            other,
-            in_flight,
-            alone,
-            in_turn.astype(float)[None] + 0 * alone,
-            before + 0 * alone,
-            late,
+        passes = pass_memory(
+            {moment: self._transient(moment) for moment in moments_of(self.book.stack_flags)},
+            saved_figures - head,
+            head,
+            self._brought_back(),
+            stay_whole=layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])[
+                :, None
+            ],
+            in_flight=self._in_flight(),
+            microbatches=self.m,
+            forwards_first=np.array([schedule_record(name).forwards_first for name in names])[:, None],
+            in_turn=np.stack([reduces_in_turn(pp, name, self.m[:, s]) for s, name in enumerate(names)], axis=1),
         )
+        once = [self._once_seconds(contents) for contents in self.group.ranks]
+        return RankRows(lasting, busy, np.array(once)[:, :, None, None], passes)
 
     def _once_seconds(self, contents: RankContents) -> list[float]:
         """By layer choice."""
@@ -237,30 +210,48 @@ class _RowBuilder:
             seconds += [of_plain[layer.sequence_parallel] for layer in group.layers]
         return seconds
 
-    def _passing(self, moment: Moment, back: Array) -> Array:
-        """What such ranks hold for a moment, a recomputed layer included: like ``back``."""
+    def _in_flight(self) -> Array:
+        """Microbatches in flight on the fullest rank of each kind: kind × layer × schedule × 1."""
         import numpy as np
 
-        fixed = [
-            [parts.transient_bytes[moment, kinds_of(one), bool(one.has_head)] for parts in self.parts]
-            for one in self.group.ranks
-        ]
-        passing: Array = np.array(fixed)[:, :, None, None] + (np.zeros_like(back) if moment == "loss" else back)
+        schedules = [(one.schedule, chunks) for one, chunks in zip(self.group.schedules, self.chunks)]
+        rows = [tuple(row) for row in self.microbatches.tolist()]  # many are alike
+        of_row = {
+            row: [
+                peak_chunks_of_kinds(name, self.group.base.pp, m, chunks, self.group.members)
+                for (name, chunks), m in zip(schedules, row)
+            ]
+            for row in set(rows)
+        }
+        peaks = np.array([of_row[row] for row in rows])
+        in_flight: Array = (peaks / np.array(self.chunks)[:, None]).transpose(2, 0, 1)[..., None]
+        return in_flight
+
+    def _transient(self, moment: Moment) -> Array:
+        """Kind × layer × 1 × 1; there is no loss on ranks without a head."""
+        import numpy as np
+
+        held: Array = np.array(
+            [
+                [parts.transient_bytes[moment, kinds_of(one), bool(one.has_head)] for parts in self.parts]
+                for one in self.group.ranks
+            ]
+        )
         if moment == "loss":
-            passing[[not one.has_head for one in self.group.ranks]] = -np.inf
-        return passing
+            held[[not one.has_head for one in self.group.ranks]] = -np.inf
+        return held[:, :, None, None]
 
     def _brought_back(self) -> Array:
-        """Bytes that recompute brings back while one layer runs its backward pass: kind × layer × 1 × recompute."""
+        """Kind × layer × 1 × recompute."""
         import numpy as np
 
         saved = self.stack.figures[SAVED, :, :2]
-        back = saved[:, :, :1] - saved  # layer × part × mode
         none = np.array([choice.recompute_layers == 0 for choice in self.group.recomputes])
-        chosen = np.where(none, 0.0, back[:, :, self.modes])
-        present = (self.counts[:, :2] > 0)[:, None, :, None]
-        most: Array = (present * chosen).max(axis=2)[:, :, None, :]
-        return most
+        back = np.where(none, 0.0, (saved[:, :, :1] - saved)[:, :, self.modes])  # layer × part × recompute
+        most: Array = recomputed_layer_bytes(
+            (self.counts[:, part, None, None], back[:, part]) for part in range(back.shape[1])
+        )
+        return most[:, :, None, :]
 
     # -- the pipeline --------------------------------------------------------------------------------
 

@@ -1,0 +1,258 @@
+"""The memory of a device, added up once for all who ask: numbers for the rank of a job, columns for a sweep.
+
+What a device holds comes from two sides. `Held` is what is there whatever its passes do: model states, gathered layers,
+the framework. `PassMemory` is what passes hold whatever data parallelism does: activations, transient tensors, a
+recomputed layer. `MomentMemory` adds the two at one moment of a pass, less what is not there yet (`Absent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from shardwise.collectives.arrays import maximum, minimum, select, some
+from shardwise.cost.memory.offload import Travel
+from shardwise.cost.memory.states import Sharding, StateBytes, rank_state_bytes
+from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+from shardwise.spec.schedules import schedule_record
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a device holds at a moment whatever its passes do; ``job`` counts for all but its strategy.
+
+    ``replicated``: other devices compute gradients of the same parameters.
+    """
+
+    job: Job
+    contents: RankContents
+    sharding: Sharding
+    states: StateBytes
+    replicated: bool
+    moment: Moment
+
+    @cached_property
+    def gathered(self) -> Any:
+        tied = self.job.model.tied_embeddings
+        return gathered_bytes(self.contents, self.sharding, self.job.recipe, self.moment, tied=tied)
+
+    @property
+    def allowance(self) -> float:
+        return self.job.cluster.device.framework_memory
+
+    @cached_property
+    def total(self) -> Any:
+        return self.states.total + self.gathered + self.allowance
+
+    @cached_property
+    def left_over(self) -> Any:
+        """Of what is gathered at a loss, the gradient that an earlier backward pass has left."""
+        if self.moment != "loss":
+            return 0.0
+        unit = divided_units(self.contents, self.sharding, tied=self.job.model.tied_embeddings)
+        return _or_zero(left_over(unit, self.sharding, self.job.recipe))
+
+    @cached_property
+    def reduced(self) -> Any:
+        """Gradients that ZeRO reduces."""
+        return _or_zero(self.states.gradients * (self.sharding.zero >= 1))
+
+    @cached_property
+    def unreplicated(self) -> Any:
+        """Gradients that no other device has; replicas without ZeRO keep the memory that they are summed in."""
+        return 0.0 if self.replicated else _or_zero(self.states.gradients * (self.sharding.zero == 0))
+
+    @cached_property
+    def head_share(self) -> Any:
+        """Of a rank's gradients those of the head, which a backward pass makes first."""
+        contents, tied = self.contents, self.job.model.tied_embeddings
+        ends = contents.others / contents.total
+        return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)
+
+
+def held_at(
+    job: Job, contents: RankContents, sharding: Sharding, moments: tuple[Moment, ...], *, replicated: bool
+) -> list[Held]:
+    states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
+    return [Held(job, contents, sharding, states, replicated, moment) for moment in moments]
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """What passes hold on a device at their peak, whatever data parallelism does."""
+
+    activations: Mapping[Moment, Any]  # of all microbatches in flight
+    transient: Mapping[Moment, Any]  # buffers of communication, temporary tensors
+    recomputed: Any  # a layer that is brought back for its backward pass
+    late: Any  # the same, where it is back only when layers behind it, which are not recomputed, have gone
+    saved: Any  # activations of one microbatch, those that offload may send away
+    in_flight: Any  # microbatches
+    alone: Any  # 1 where no microbatch has gone back before the peak
+    in_turn: Any  # 1 where the only microbatch's gradients are reduced layer by layer
+    losses_before: Any  # 1 where a loss of another microbatch has gone back before a loss
+
+    def others(self, moment: Moment) -> Any:
+        """All but activations: at the loss no layer is recomputed."""
+        return self.transient[moment] if moment == "loss" else self.transient[moment] + self.recomputed
+
+    def each(self, change: Callable[[Any], Any]) -> PassMemory:
+        """The same with every figure changed."""
+        return PassMemory.joined([self], lambda figures: change(figures[0]))
+
+    @staticmethod
+    def joined(memories: Sequence[PassMemory], join: Callable[[list[Any]], Any]) -> PassMemory:
+        """Every figure made from those of several."""
+
+        def of_all(name: str) -> Any:
+            figures = [getattr(memory, name) for memory in memories]
+            if isinstance(figures[0], Mapping):
+                return {moment: join([one[moment] for one in figures]) for moment in figures[0]}
+            return join(figures)
+
+        return PassMemory(**{field.name: of_all(field.name) for field in fields(PassMemory)})
+
+
+def pass_memory(
+    transient: Mapping[Moment, Any],
+    layers: Any,
+    head: Any,
+    recomputed: Any,
+    *,
+    stay_whole: Any,
+    in_flight: Any,
+    microbatches: Any,
+    forwards_first: Any,
+    in_turn: Any,
+) -> PassMemory:
+    """From what a microbatch keeps in the ``layers`` of a rank and at its ``head``.
+
+    ``forwards_first`` is that of `kept_activations`, ``stay_whole`` that of `layers_stay_whole`, ``in_turn`` that of
+    `reduces_in_turn`.
+    """
+    kept = kept_activations(layers, head, in_flight, forwards_first)
+    # The inputs of a loss are gone in a layer of its microbatch.
+    activations = {moment: kept - head if moment == "layer" else kept for moment in transient}
+    return PassMemory(
+        activations,
+        transient,
+        recomputed,
+        recomputed * stay_whole,
+        activations.get("layer", kept) / in_flight,
+        in_flight,
+        1.0 * (microbatches <= in_flight),
+        1.0 * in_turn,
+        1.0 * select(forwards_first, False, microbatches > 1),
+    )
+
+
+def kept_activations(layers: Any, head: Any, in_flight: Any, forwards_first: Any) -> Any:
+    """Activations of all microbatches in flight.
+
+    ``forwards_first``: the schedule runs all losses before the first backward pass; else the backward pass of a
+    microbatch follows its loss, so that one head is there.
+    """
+    return layers * in_flight + head * select(forwards_first, in_flight, 1)
+
+
+def reduces_in_turn(pp: int, schedule: str, microbatches: Any) -> Any:
+    """A schedule that makes weight gradients later reduces them later, all at once."""
+    return (microbatches == 1) & (pp == 1 or not schedule_record(schedule).splits_backward)
+
+
+class Absent(NamedTuple):
+    """Bytes that are not there when most else is, before a first microbatch has gone back.
+
+    ``left_over`` of what is gathered. ``reduced``: ZeRO reduces the gradients of a single microbatch layer by layer:
+    they are never all there. ``growing``: other gradients grow as the activations of a microbatch shrink, and the
+    fuller end counts: ``not_yet`` are those of them, and of a recomputed layer that is back late, that are still to
+    come. The gradient of the head is there after a first loss.
+    """
+
+    left_over: Any = 0.0
+    reduced: Any = 0.0
+    growing: Any = 0.0
+    not_yet: Any = 0.0
+
+    @property
+    def gradients(self) -> Any:
+        return self.reduced + minimum(self.growing, self.not_yet)
+
+    @property
+    def recomputed(self) -> Any:
+        return maximum(0.0, self.not_yet - self.growing)
+
+    @property
+    def total(self) -> Any:
+        """Of ``not_yet`` what is no gradient is of the recomputed layer."""
+        return self.left_over + self.reduced + self.not_yet
+
+
+def _as_it_is(figure: Any) -> Any:
+    return figure
+
+
+@dataclass(frozen=True)
+class MomentMemory:
+    """A device at one moment; ``spread`` makes what is held by blocks of a sweep into columns like those of passes."""
+
+    held: Held
+    passes: PassMemory
+    spread: Callable[[Any], Any] = _as_it_is
+
+    @property
+    def moment(self) -> Moment:
+        return self.held.moment
+
+    @cached_property
+    def activations(self) -> Any:
+        """What offload leaves of them on the device."""
+        activations, share = self.passes.activations[self.moment], self.held.sharding.offload.activations
+        return self.travel.on_device(activations, share, self.moment) if share else activations
+
+    @property
+    def travel(self) -> Travel:
+        return Travel(self.passes.saved, self.passes.in_flight, self.spread(self.held.contents.layers))
+
+    @cached_property
+    def absent(self) -> Absent:
+        held, passes, spread, at_loss = self.held, self.passes, self.spread, self.moment == "loss"
+        left: Any = 0.0
+        reduced: Any = 0.0
+        growing: Any = 0.0
+        not_yet: Any = 0.0
+        if self.moment != "together" and some(passes.alone):
+            if some(held.left_over):
+                left = passes.alone * spread(held.left_over)
+            later: Any = spread(held.unreplicated)
+            if some(held.reduced):
+                divided = passes.alone * spread(held.reduced)
+                reduced = passes.in_turn * divided
+                later = later + (divided - reduced)
+            if some(later):
+                there = passes.losses_before if at_loss else 1.0
+                growing = passes.alone * later * (1 - there * spread(held.head_share))
+        late = 0.0 if at_loss else passes.late
+        if some(growing) or some(late):
+            not_yet = minimum(growing + late, self.activations / passes.in_flight)
+        return Absent(left, reduced, growing, not_yet)
+
+    @cached_property
+    def total(self) -> Any:
+        of_passes = self.activations + self.passes.others(self.moment)
+        total, absent = self.spread(self.held.total) + of_passes, self.absent.total
+        return total - absent if some(absent) else total
+
+    @property
+    def host(self) -> Any:
+        """What offload has moved off the device."""
+        states, share = self.spread(self.held.states.offloaded), self.held.sharding.offload.activations
+        return states + share * self.travel.away if share else states
+
+
+def _or_zero(figure: Any) -> Any:
+    """A plain 0 for columns of nothing else, which need not be spread."""
+    return figure if some(figure) else 0.0
