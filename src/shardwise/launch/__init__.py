@@ -1,1 +1,1 @@
-"""How processes come to be; nothing here imports torch."""
+"""How processes are started, watched and ended; nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""Who failed first, and why: told from what the ranks wrote, how they ended and how far they are."""
+"""Who failed first, and why: inferred from the ranks' records, their exit statuses and their progress."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def limit_seconds(progress: Progress | None, timeouts: Timeouts) -> float:
 
 
 def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProcess]:
-    """The ranks that have been too long in one phase, or too long without a sign of life."""
+    """The ranks that have been too long in one phase, or too long without a heartbeat."""
     now = time.monotonic()
     silence = max(timeouts.step, SILENT_SECONDS)
     found = []
@@ -48,7 +48,7 @@ def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProc
 
 
 def silent_rank(running: Sequence[RankProcess]) -> Failure | None:
-    """The rank that has been silent longest, where one has: it is stopped, and no other can go on."""
+    """The rank that has been silent longest, if any: it is stopped, and no other can make progress."""
     now = time.monotonic()
     last = {rank.number: progress.beat for rank in running if (progress := rank.progress())}
     silent = [rank for rank in running if now - last.get(rank.number, now) > SILENT_SECONDS]
@@ -61,7 +61,7 @@ def silent_rank(running: Sequence[RankProcess]) -> Failure | None:
 
 
 def waited_for(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord], timeouts: Timeouts) -> Failure | None:
-    """The one running rank for which the others wait, or waited until they ``gave_up``; None where none stands out."""
+    """The one running rank for which the others wait, or waited until they ``gave_up``; None if none stands out."""
     now = time.monotonic()
     unheard = [rank for rank in running if rank.progress() is None]
     if unheard:
@@ -93,7 +93,7 @@ def _failure(rank: RankProcess, cause: Cause, reason: str) -> Failure:
 
 
 def _not_in_a_collective(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
-    """The one rank that did something else when asked, while others were in a collective or gave one up."""
+    """The one rank that was doing something else when asked, while others were in a collective or had given one up."""
     frames = {rank.number: _innermost_frames(rank) for rank in running}
     inside = [rank for rank in running if any("torch/distributed/" in frame["file"] for frame in frames[rank.number])]
     outside = [rank for rank in running if rank not in inside and frames[rank.number]]
@@ -101,7 +101,7 @@ def _not_in_a_collective(running: Sequence[RankProcess], gave_up: Sequence[Failu
 
 
 def _behind(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
-    """The one rank that has come less far than all others."""
+    """The one rank that is behind all others."""
     far = [(one.step, PHASES.index(one.phase)) for rank in running if (one := rank.progress())]
     least = min(far, default=(0, 0))
     left = [(one.step, PHASES.index(one.phase)) for one in gave_up]
@@ -121,11 +121,11 @@ def _doing(rank: RankProcess) -> str:
 
 # -- desynchronised --------------------------------------------------------------------------------
 #
-# Collectives that differ between ranks: what PyTorch's debug mode says about them, in one line.
+# Mismatched collectives between ranks: what PyTorch's debug mode reports about them, in one line.
 
 
 _MISMATCH = "mismatch between collectives"
-# Each rank tells its own collective first, then that of another, by numbers that count within their group.
+# Each rank reports its own collective first, then that of another, by sequence numbers within their group.
 _CALL = re.compile(
     r"is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<sequence>\d+))?.*?OpType=(?P<operation>\w+)"
     r"(?:, TensorShape=(?P<shape>\[[^\]]*\]))?(?:, TensorDtypes=(?P<dtype>\w+))?"
@@ -133,7 +133,7 @@ _CALL = re.compile(
 
 
 def different_collectives(records: Sequence[FailureRecord]) -> Failure | None:
-    """Which ranks call what, where the ranks' records say that these differ."""
+    """Which ranks call what, if the ranks' records show a mismatch."""
     ours = [record for record in records if _MISMATCH in record.message]
     calls: dict[str, list[int]] = {}
     for record in ours:
@@ -163,10 +163,10 @@ def _names(ranks: Sequence[int]) -> str:
 
 # -- unanswered ------------------------------------------------------------------------------------
 #
-# Connections whose other side does not answer: which hosts of a run cannot reach each other, as the kernel sees it.
+# Connections whose peer does not answer: which hosts of a run cannot reach each other, according to the kernel.
 
 
-_REPEATED = 3  # times that a packet was sent again: for more than a second nothing came back
+_REPEATED = 3  # retransmissions of a packet: for more than a second nothing came back
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
@@ -178,7 +178,7 @@ class _Connection:
 
 
 def cut_off(running: Sequence[RankProcess]) -> Failure | None:
-    """The two hosts between which nothing passes, where ranks wait for that; None where every host answers."""
+    """The two hosts that cannot reach each other, if ranks are waiting for that; None if every host answers."""
     found = {rank.number: list(_connections(rank.process.pid)) for rank in running}
     ranks_at: dict[str, set[int]] = {}
     for number, connections in found.items():
@@ -206,7 +206,7 @@ def cut_off(running: Sequence[RankProcess]) -> Failure | None:
 
 
 def _connections(process: int) -> Iterator[_Connection]:
-    """The TCP connections of a process; none where the system does not tell."""
+    """The TCP connections of a process; none if the system does not expose them."""
     folder = Path(f"/proc/{process}")
     with contextlib.suppress(OSError):
         own = set()
@@ -242,7 +242,7 @@ def _ranks(numbers: set[int]) -> str:
 # behind. Where hosts do not answer each other no rank is to blame.
 
 
-# What gloo, NCCL and their stores say when another process does not answer, or is gone.
+# What gloo, NCCL and their stores report when another process does not answer, or is gone.
 _GAVE_UP = re.compile(r"timed? ?out|failed to pass monitoredBarrier", re.IGNORECASE)
 _OTHER_IS_GONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|by remote peer|pair closure"
@@ -251,7 +251,7 @@ _OTHER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 _RAISED_BY_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_CANNOT_IMPORT = ("ImportError", "ModuleNotFoundError")  # no other try would end better
+_CANNOT_IMPORT = ("ImportError", "ModuleNotFoundError")  # a restart would fail the same way
 _NATIVE_WORDS = re.compile(r"what\(\):\s*(?P<words>.+)")
 _MOST_WORDS = 300
 
@@ -285,7 +285,7 @@ def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> Diagnosis | No
 
 
 def _when(rank: RankProcess, record: FailureRecord | None) -> float:
-    """When it failed. One that was killed could not say so and is only seen later than those it brought down."""
+    """When it failed. A killed rank leaves no record and is only noticed later than the ranks it brought down."""
     if record is not None:
         return record.at
     assert rank.ended is not None
@@ -304,7 +304,7 @@ def _is_others_fault(words: str) -> bool:
 
 
 def _own_failure(rank: RankProcess, records: dict[int, FailureRecord]) -> Failure:
-    """What happened to one rank that has failed: in its own words, else by how it ended."""
+    """What happened to one failed rank: its own record, else its exit status."""
     record, log = records.get(rank.number), log_path(rank.folder, rank.number)
     if record is not None:
         mistake = record.mistake or record.kind in _CANNOT_IMPORT

@@ -1,8 +1,8 @@
-"""A small process that ends a launcher's ranks if the launcher is killed itself; it runs as a script, by `-I`.
+"""A small process that kills a launcher's ranks if the launcher itself is killed; it runs as a script with `python -I`.
 
-It reads lines from the launcher, "+PID" for a process group that has begun and "-PID" for one that has ended. When
-the pipe closes, the launcher is gone, and so must be all that it left: ranks that are stopped, what they started, and
-the folder in which they met, which is its argument.
+It reads lines from the launcher, "+PID" for a process group that has begun and "-PID" for one that has ended. When the
+pipe closes, the launcher is gone, and the guard removes what it left: stopped ranks, their children, and the rendezvous
+folder, which is its argument.
 """
 
 from __future__ import annotations

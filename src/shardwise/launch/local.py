@@ -1,4 +1,4 @@
-"""Runs a command once per device of this machine, watches it, and starts all of it again after a failure."""
+"""Runs a command once per device of this machine, watches the processes, and restarts all of them after a failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardwise.spec.units import counted, readable_duration
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
 MOST_SETTLE_SECONDS = 2.0  # as long as only victims are seen: what killed them may still be ending
-END_SECONDS = 0.5  # between asking ranks to end after a failure and ending them: most wait for one that is gone
+END_SECONDS = 0.5  # between asking ranks to end after a failure and killing them: most wait for one that is gone
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
 
 
@@ -56,7 +56,7 @@ def supervise(
 
     With a ``network`` each rank runs on its virtual node.
 
-    After a failure all ranks are started again, at most ``restarts`` times in a row without progress, which is a new
+    After a failure all ranks are restarted, at most ``restarts`` times in a row without progress, which is a new
     ``last_commit``. SIGINT, SIGTERM and SIGHUP ask the ranks to stop, by SIGTERM; after ``grace_seconds``, or
     at a second signal, they are killed. Call it in the main thread: signals come there, and ranks end with it.
     """
@@ -94,7 +94,7 @@ class _Supervision:
         self._stop = stop
 
     def run(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
-        """The exit status and, unless all went well, what happened."""
+        """The exit status and, unless all succeeded, what happened."""
         end_seconds = END_SECONDS
         try:
             while True:
@@ -114,7 +114,7 @@ class _Supervision:
             self._ranks.end(end_seconds)
 
     def _settled(self, stuck: bool) -> Failure | None:
-        """Who failed first, once those have had their time who fail because of it; None if all go on after all."""
+        """Who failed first, after waiting for the failures it causes; None if all ranks continue after all."""
         began, asked = time.monotonic(), stuck
         if stuck:
             self._ranks.ask_for_stacks()
@@ -138,7 +138,7 @@ class _Supervision:
         return STOPPED_WITHOUT_CHECKPOINT if STOPPED_WITHOUT_CHECKPOINT in ended else FAILED
 
     def _stopped(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
-        """Somebody wants the run to end: the ranks get their time for a last checkpoint."""
+        """The run was asked to stop: the ranks get time for a final checkpoint."""
         tell("stopping", f"{self._stop.name}: the ranks have {readable_duration(self._grace_seconds)} for a checkpoint")
         asked = self._stop.requested
         self._ranks.tell(signal.SIGTERM)
@@ -164,18 +164,18 @@ def _failed(rank: RankProcess) -> bool:
 
 
 def _is_starting(rank: RankProcess) -> bool:
-    """Whether it has not come as far as a step."""
+    """Whether it has not reached its first step."""
     progress = rank.progress()
     return progress is None or progress.phase == "start"
 
 
 def _ended_before_it_began(rank: RankProcess) -> bool:
-    """Whether SIGTERM ended it before it listened for it: it is still importing then."""
+    """Whether SIGTERM killed it before its handler was installed: it was still importing."""
     return rank.status == -signal.SIGTERM and rank.progress() is None
 
 
 class _Stop:
-    """How often, and by which signal, the run was asked to end."""
+    """How often, and by which signal, the run was asked to stop."""
 
     def __init__(self) -> None:
         self.requested = 0
@@ -188,7 +188,7 @@ class _Stop:
 
 @contextmanager
 def _stop_requests() -> Iterator[_Stop]:
-    """Notes signals in place of dying of them; a signal that is ignored (nohup) stays ignored."""
+    """Records signals instead of being killed by them; an ignored signal (nohup) stays ignored."""
     stop = _Stop()
     before = {}
     if threading.current_thread() is threading.main_thread():
@@ -204,7 +204,7 @@ def _stop_requests() -> Iterator[_Stop]:
 
 # -- folders of attempts ---------------------------------------------------------------------------
 #
-# The folders of attempts: what each process of each start has said. The last few are kept.
+# The folders of attempts: the logs of each process of each attempt. The last few are kept.
 
 
 KEPT = 10
@@ -213,7 +213,7 @@ _NAME = re.compile(r"attempt-(\d+)")
 
 
 def new_folder(folder: Path) -> Path:
-    """A folder for one attempt that nothing else has used; the oldest go."""
+    """An unused folder for one attempt; the oldest ones are removed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -236,7 +236,7 @@ def _name(number: int) -> str:
 
 
 def _require_room(folder: Path) -> None:
-    """Raises OSError where the disk has no place left for what the ranks will have to say."""
+    """Raises OSError if the disk has no space left for the ranks' records."""
     probe = folder / "room"
     try:
         probe.write_bytes(bytes(ROOM_BYTES))

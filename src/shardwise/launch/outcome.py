@@ -30,7 +30,7 @@ class Failure:
     phase: str | None = None
     step: int | None = None
     log: Path | None = None
-    mistake: bool = False  # the user's: the reason is the one line to show, and another try would end the same way
+    mistake: bool = False  # the user's error: the reason is the one line to show, and a restart would fail the same way
 
     def __str__(self) -> str:
         who = "the ranks" if self.rank is None else f"rank {self.rank}"
@@ -50,7 +50,7 @@ class Outcome:
     """How a run ended; ``status`` is for the shell: 0 done or stopped with a checkpoint, 1 failed, 2, 75."""
 
     status: int
-    stopped: bool  # somebody asked for it
+    stopped: bool  # by request
     attempts: tuple[Attempt, ...]
 
     @property
@@ -60,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Event:
-    """Something to tell whoever watches; ``text`` is one line."""
+    """Something to report to the user; ``text`` is one line."""
 
     kind: EventKind
     attempt: int

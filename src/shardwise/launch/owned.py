@@ -1,7 +1,7 @@
-"""Temporary folders with an owner: the process that made one holds a lock in it, and what nobody holds is cleared.
+"""Temporary folders with an owner: the process that created one holds a lock in it; unlocked ones are removed.
 
-The kernel frees a lock when its process ends, however that ends. Process numbers would not do: they come again, and in
-another container they are other processes'.
+The kernel releases a lock when its process ends, for whatever reason. Process ids would not do: they are reused, and
+mean something else in another container.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OwnedFolder:
         self.path, self._lock = self._made(kind)
 
     def require_room(self, size: int, why: str) -> None:
-        """Raises SpecError where its disk cannot take this many bytes."""
+        """Raises SpecError if its disk has less free space than this."""
         probe = self.path / "room"
         try:
             probe.write_bytes(bytes(size))
@@ -59,13 +59,13 @@ class OwnedFolder:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.fstat(lock).st_nlink:
                 return path, lock
-            os.close(lock)  # somebody cleared it before it was locked
+            os.close(lock)  # another process removed it before it was locked
 
 
 def clear_unowned(root: Path) -> None:
     """Removes this user's folders that no living process holds."""
     for path in root.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is just being made, held, or gone
+        with contextlib.suppress(OSError):  # it is being created, locked, or gone
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)

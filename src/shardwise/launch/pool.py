@@ -23,7 +23,7 @@ VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker stands in the world of one call; ``meeting_file`` is new for each call and common to all."""
+    """A worker's rank and world in one call; ``meeting_file`` is new for each call and shared by all."""
 
     rank: int
     world: int
@@ -88,7 +88,7 @@ class Pool:
         self._folder.close()
 
     def first(self, rank: int) -> Callable[[], None] | None:
-        """What the worker of ``rank`` does before its first call; it travels there."""
+        """What the worker of ``rank`` runs before its first call; it is pickled."""
         return None
 
     def _start(self, world: int) -> None:
@@ -143,10 +143,10 @@ class Pool:
 
 
 def _serve(connection: Connection, first: Callable[[], None] | None) -> None:
-    """The life of a worker: take a call, answer it, until nobody asks any more."""
+    """The main loop of a worker: takes calls and answers them until the pipe closes."""
     if first is not None:
         first()
-    gc.freeze()  # what was preloaded stays, and need not be looked at again
+    gc.freeze()  # preloaded objects stay, so the collector need not scan them again
     while True:
         try:
             call = connection.recv_bytes()
@@ -159,7 +159,7 @@ def _serve(connection: Connection, first: Callable[[], None] | None) -> None:
             answer = (time.time(), traceback.format_exc())
         try:
             connection.send(answer)
-        except ConnectionError:  # who asked is gone
+        except ConnectionError:  # the caller is gone
             os._exit(0)
         del answer
         gc.collect()  # models in cycles keep their process groups: each has threads of gloo that wake up all the time

@@ -1,4 +1,4 @@
-"""Before a run starts: does the job fit its devices and this machine, what will a step take, does one step run."""
+"""Checks before a run starts: does the job fit its devices and this machine, what will a step take, does one run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
 
 @dataclass(frozen=True)
 class Preflight:
-    """``price`` is what the job is predicted to take; ``notes`` what its user should know."""
+    """``price`` is the predicted cost of the job; ``notes`` are for the user."""
 
     price: Candidate
     notes: tuple[str, ...]
 
 
 def preflight(job: Job, *, here: bool = True) -> Preflight:
-    """Raises SpecError, in one line, for a job that cannot run; ``here``: on this machine alone."""
+    """Raises SpecError for a job that cannot run; ``here``: on this machine alone."""
     require_runs(job)
     try:
         job.run.data.check_vocabulary(job.model.vocab)
@@ -70,7 +70,7 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
 
 
 def require_fits(job: Job) -> None:
-    """Raises DoesNotFit for a job whose devices have no room for what is predicted."""
+    """Raises DoesNotFit for a job whose predicted memory exceeds its devices."""
     if fit_of(job) != "does not fit":
         return
     needed, there = readable_bytes(peak_memory(job).total), readable_bytes(room_of(job).usable_bytes)
@@ -79,7 +79,7 @@ def require_fits(job: Job) -> None:
 
 
 def _require_weights(job: Job, source: Path) -> None:
-    from shardwise.training.checkpoint.expected import require_weights  # with torch, which who only asks does without
+    from shardwise.training.checkpoint.expected import require_weights  # imports torch
 
     require_start(job.model, source)
     require_weights(job.model, source)
@@ -127,9 +127,8 @@ _SHORT = ("OutOfMemory", "out of memory", "allocate memory", "MemoryError")
 
 
 def confirmed(job: Job, folder: RunFolder, tell: Callable[[str], None]) -> Job:
-    """The job with the largest microbatch of which one step fits; as it is where it leaves none open.
-
-    A run that goes on keeps what was found when it began.
+    """The job with the largest microbatch of which one step fits; unchanged if none is `auto`. A resumed run keeps what
+    was found when it began.
     """
     if "microbatch" not in job.run.automatic:
         return job
@@ -169,7 +168,7 @@ def _short_of(job: Job, folder: RunFolder) -> str | None:
 
 
 def _is_short(failure: Failure) -> bool:
-    """A system without memory kills, or says so in its own words."""
+    """Whether it ran out of memory: a system out of memory kills the process, or the allocator raises."""
     return failure.cause == "killed" or any(words in failure.reason for words in _SHORT)
 
 

@@ -1,4 +1,4 @@
-"""The processes of one attempt: how they begin, what is known of each, and how all of them end."""
+"""The processes of one attempt: how they are started, what is known of each, and how all of them are ended."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from shardwise.training.records import (
     stacks_path,
 )
 
-_TAIL_BYTES = 65536  # native errors stand before the stacks of all threads
+_TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
-_MEETING_BYTES = 2**20  # of room for what ranks tell each other when they meet
+_MEETING_BYTES = 2**20  # space for the rendezvous file
 _STACKS_SECONDS = 0.3  # for a rank to write down what it is doing
 
 
 @dataclass
 class RankProcess:
-    """One process, in a process group of its own together with all that it starts."""
+    """One process, in its own process group together with everything it starts."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -53,7 +53,7 @@ class RankProcess:
         return self.process.returncode
 
     def progress(self) -> Progress | None:
-        """Its last report; None where it never made one."""
+        """Its last report; None if it never made one."""
         if self._progress_file is None:
             with contextlib.suppress(FileNotFoundError):
                 self._progress_file = os.open(progress_path(self.folder, self.number), os.O_RDONLY | os.O_CLOEXEC)
@@ -89,7 +89,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """All processes of one attempt; `end` leaves none of them, nor of what they started, however they behave.
+    """All processes of one attempt; `end` kills all of them and their children, however they behave.
 
     They start on this machine as it is, or each on its virtual node of a ``network``.
     """
@@ -132,7 +132,7 @@ class RankProcesses:
         return RankProcess(number, process, self.folder, time.monotonic())
 
     def poll(self) -> None:
-        """Looks which processes have ended since, and ends what they left: later their numbers may be another's."""
+        """Collects ended processes, and kills their children at once: later their process ids may be reused."""
         for rank in self.all:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.monotonic()
@@ -144,19 +144,19 @@ class RankProcesses:
         return [rank for rank in self.all if rank.ended is None]
 
     def tell(self, number: signal.Signals) -> None:
-        """Sends a signal to the ranks themselves; what they started is theirs to end."""
+        """Sends a signal to the ranks themselves; their children are theirs to end."""
         for rank in self.running:
             rank.process.send_signal(number)
 
     def ask_for_stacks(self) -> None:
-        """Has every rank that can write down what it is doing."""
+        """Asks every rank that can to dump its stacks."""
         for rank in self.running:
-            if rank.progress() is not None:  # else it is not prepared for the signal, and would die of it
+            if rank.progress() is not None:  # else it has no handler for the signal, which would kill it
                 rank.process.send_signal(STACKS_SIGNAL)
         time.sleep(_STACKS_SECONDS)
 
     def end(self, seconds: float) -> None:
-        """Ends all: politely, after ``seconds`` by force, and whatever they have left behind."""
+        """Ends all ranks: SIGTERM first, SIGKILL after ``seconds``, and everything they left behind."""
         self.tell(signal.SIGTERM)
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
@@ -186,7 +186,7 @@ def _kill_group(rank: RankProcess) -> None:
 
 
 def _meeting(folder: Path) -> OwnedFolder:
-    """Where ranks meet: in memory where there is a place for it, so that they can talk while the disk is full."""
+    """The rendezvous file: in memory if possible, so that ranks can communicate while the disk is full."""
     found = OwnedFolder("meeting", _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder)
     try:
         found.require_room(_MEETING_BYTES, "the processes of a run rendezvous there")
@@ -197,7 +197,7 @@ def _meeting(folder: Path) -> OwnedFolder:
 
 
 def _environment(number: int, world: int, folder: Path, meeting: Path) -> dict[str, str]:
-    """What a rank finds in its environment: its place, and quiet defaults."""
+    """The environment variables of a rank: its place, and quiet defaults."""
     loopback = {name: one for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (one := loopback_interface())}
     own_place = {
         "RANK": str(number),
@@ -210,7 +210,7 @@ def _environment(number: int, world: int, folder: Path, meeting: Path) -> dict[s
     }
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
-        "PYTHONUNBUFFERED": "1",  # what a killed process said last is in its log
+        "PYTHONUNBUFFERED": "1",  # the last output of a killed process is in its log
         "PYTHONFAULTHANDLER": "1",
     }
     return {**defaults, **os.environ, **loopback, **own_place}

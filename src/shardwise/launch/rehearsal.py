@@ -1,4 +1,4 @@
-"""A few steps of the real job before the long run: each point with its figure, passed or not."""
+"""A few steps of the real job before the long run: each check with its figure, passed or failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.training.metrics.summary import RunSummary, summarise
 from shardwise.training.run_folder import RunFolder
 
 LEAST_STEPS = 12
-SETTLED_STEP = 5  # from here on memory is not to grow
+SETTLED_STEP = 5  # from here on memory must not grow
 MOST_GROWTH, MOST_SPREAD, MOST_WAIT = 0.01, 0.03, 0.02
 Record = dict[str, Any]
 
@@ -39,7 +39,7 @@ def rehearse(
 ) -> tuple[Outcome, list[Point]]:
     """Runs ``steps`` steps of the job in a folder of their own, stops, restores and runs one more.
 
-    The points are empty where the run itself failed.
+    The points are empty if the run itself failed.
     """
     if not LEAST_STEPS <= steps < job.run.steps:
         problem = f"{steps} steps of a run of {job.run.steps:,}"
@@ -60,7 +60,7 @@ def rehearse(
 
 
 def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> Iterator[Point]:
-    """What a rehearsal has to show."""
+    """The checks of a rehearsal."""
     found, bar = summarise(records), error_bar(job)
     losses = [one["loss"] for one in records if one.get("loss") is not None]
     third = max(1, len(losses) // 3)
@@ -87,7 +87,7 @@ def _growth(records: Sequence[Record]) -> Point:
 
 
 def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Point]:
-    """Ranks of one pipeline stage hold the same."""
+    """The ranks of one pipeline stage hold the same amount of memory."""
     measured = [one["memory_bytes_of_ranks"] for one in records if "memory_bytes_of_ranks" in one]
     stages: dict[int, list[int]] = {}
     for rank, peak in enumerate(measured[-1] if measured else ()):

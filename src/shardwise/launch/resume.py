@@ -1,7 +1,6 @@
-"""A folder that has a run already: whether a job is that run, is another one, or has nothing left to do.
+"""A folder that already has a run: whether a job resumes that run, differs from it, or has nothing left to do.
 
-What is learned, from which data and in which batches, makes a run what it is. Layout, devices, precision, learning
-rate and length may change: it goes on with them.
+Model, data and batches identify a run. Layout, devices, precision, learning rate and length may change when it resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ANOTHER = "another folder (--run-folder)"
 
 @dataclass(frozen=True)
 class JobDifference:
-    """``field`` makes a job another one than the run; ``always``: not even by asking for it can the run go on."""
+    """``field`` differs between the job and the run; ``always``: the run cannot continue even if asked to."""
 
     field: str
     now: str
@@ -55,13 +54,13 @@ def saved_in(folder: CheckpointFolder) -> Saved | None:
     for step in folder.committed():
         try:
             return Saved(step, Job.from_dict(read_manifest(folder.of_step(step)).job))
-        except SpecError:  # damaged: the ranks will say so and take the one before
+        except SpecError:  # damaged: the ranks will report it and use the previous one
             continue
     return None
 
 
 def differences(job: Job, folder: RunFolder) -> list[JobDifference]:
-    """What makes ``job`` another one than the run that is saved in the folder; nothing where there is none."""
+    """How ``job`` differs from the run saved in the folder; empty if there is none."""
     saved = saved_in(folder.checkpoints)
     if saved is None:
         return []
@@ -69,7 +68,7 @@ def differences(job: Job, folder: RunFolder) -> list[JobDifference]:
 
 
 def place_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
-    """The first of FOLDER, FOLDER-2, ... that is free or has this run; and why FOLDER itself is not taken."""
+    """The first of FOLDER, FOLDER-2, ... that is free or has this run; and why FOLDER itself is not used."""
     why = differences(job, RunFolder(folder))
     if not why:
         return folder, []
@@ -78,9 +77,8 @@ def place_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
 
 
 def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
-    """What is worth a note about going on in this folder with this job.
-
-    Raises SpecError where the folder has another job's run, unless that is to ``go_on`` as this one.
+    """Notes on resuming in this folder with this job. Raises SpecError if the folder has a different job's run, unless
+    ``go_on`` says to continue it as this one.
     """
     for one in differences(job, folder):
         if one.field == "run.seed":
@@ -98,7 +96,7 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
 
 
 def require_going_on(job: Job, folder: RunFolder) -> None:
-    """Raises SpecError where ranks would find that the run in the folder has not what the job goes on with."""
+    """Raises SpecError if the run in the folder lacks states that the job would resume with."""
     from shardwise.training.checkpoint.expected import require_resumable
 
     require_resumable(job, folder.checkpoints)
@@ -150,7 +148,7 @@ def _of_data(job: Job, folder: RunFolder) -> Iterator[JobDifference]:
 
 
 def _changed(path: str, now: Any, before: Any) -> Iterator[JobDifference]:
-    """The value, or of a group of them each one, that is another."""
+    """The fields that differ, one by one for a group."""
     if now == before:
         return
     if is_dataclass(now) and type(now) is type(before):
@@ -175,7 +173,7 @@ def _spelled(value: Any) -> str:
 
 # -- the run's data --------------------------------------------------------------------------------
 #
-# What a run's data was when it began, kept in its folder: shards of the same name may become others.
+# A fingerprint of a run's data when it began, kept in its folder: shards of the same name may change.
 
 
 _SUFFIXES = (".bin", ".idx", ".mask")

@@ -1,4 +1,4 @@
-"""A run on this machine: its folder made ready, its processes supervised."""
+"""A run on this machine: prepares its folder and supervises its processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
         came_from = None if start is None else companions_at(Path(start))
         keep_companions(came_from or model_folder, folder.checkpoints.path)
     temporary = folder.job.with_suffix(".part")
-    # What a rank's tensors hold is measured; what the framework takes beside them is not.
+    # The tensors of a rank are measured; the framework's own memory is not.
     tensors = checked.price.memory.total - checked.price.memory.allowance
     try:
         temporary.write_text(job.to_yaml(), encoding="utf-8")
@@ -64,7 +64,7 @@ class Launch:
             return self.supervised_on(network, tell)
 
     def supervised_on(self, network: Network | None, tell: Callable[[Event], None] = lambda event: None) -> Outcome:
-        """As `supervised`, on the virtual nodes of a network that is there."""
+        """Like `supervised`, on the virtual nodes of an existing network."""
         return supervise(
             [sys.executable, "-m", WORKER, str(self.folder.path.resolve())],
             self.job.strategy.world,

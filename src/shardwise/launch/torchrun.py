@@ -1,4 +1,4 @@
-"""torchrun: the commands that start a job on several hosts, and this process as one rank that it has started."""
+"""torchrun: the commands that start a job on several hosts, and this process as one rank started by it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def torchrun_commands(
     port: int = PORT,
     restarts: int = 3,
 ) -> list[str]:
-    """One command per host, the first of which is where all meet; ``arguments`` go to the worker after the job file.
+    """One command per host, the first of which hosts the rendezvous; ``arguments`` go to the worker after the job file.
 
     Without ``hosts`` they are called host-0, host-1, ... and are to be replaced; one is this machine. torchrun numbers
     hosts in the order of their addresses as text: ranks that the strategy counts as neighbours are so when these sort
@@ -59,7 +59,7 @@ def _placeholders(count: int) -> list[str]:
 
 # -- started by torchrun ---------------------------------------------------------------------------
 #
-# This process as one rank of a world that torchrun has started, on one host or several (srun: with the same names).
+# This process as one rank of a world started by torchrun, on one host or several (or by srun, with the same variables).
 
 
 _HOW = "start all ranks by torchrun"
@@ -79,7 +79,7 @@ class Started:
 
 
 def started(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """None where nobody has started a world: neither RANK nor WORLD_SIZE is set."""
+    """None if there is no such world: neither RANK nor WORLD_SIZE is set."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     rank, world = (number_in(environment, name, _HOW) for name in ("RANK", "WORLD_SIZE"))

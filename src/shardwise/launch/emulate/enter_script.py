@@ -1,4 +1,4 @@
-"""Runs a command inside a network namespace, as the same process; it runs as a script, by `-I`.
+"""Runs a command inside a network namespace, replacing this process; it runs as a script with `python -I`.
 
 Its arguments are a path to the namespace and the command.
 """

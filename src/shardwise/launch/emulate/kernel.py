@@ -1,6 +1,6 @@
-"""Nodes that the kernel joins and shapes: a bridge in a namespace of its own, netem and tbf where ranks send.
+"""Nodes joined and shaped by the kernel: a bridge in its own namespace, netem and tbf on the sending side.
 
-Cheaper and quicker than our own switch, but few kernels have netem. Without it only a rate can be kept, by tbf.
+Cheaper and faster than our own switch, but few kernels have netem. Without it only a rate can be enforced, by tbf.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.launch.emulate.switch import ACKNOWLEDGED_SECONDS, QUEUE_BYTES
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
-_NOBODY = "02:00:00:00:00:ff"  # a hardware address to which packets go that nobody is to get
+_NOBODY = "02:00:00:00:00:ff"  # a hardware address for packets that nobody should receive
 _SMALL_PACKET = 256  # bytes: netem counts packets, most of which are larger
 _WHOLE_BYTES = 65536  # what TCP hands over at once
 
@@ -65,7 +65,7 @@ class KernelSwitch:
                     self._in_node(here, partial(_send_again, there))
 
     def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
-        """Waits until ``controlled`` says no; it is called when ``control`` can be read."""
+        """Waits until ``controlled`` returns False; it is called when ``control`` is readable."""
         while select.select([control], [], []) and controlled(control):
             pass
 
@@ -117,7 +117,7 @@ class KernelSwitch:
 
 
 def kernel_can() -> bool:
-    """Whether this machine's kernel can keep rate, delay and loss by itself."""
+    """Whether this machine's kernel can enforce rate, delay and loss by itself."""
     home = current_namespace()
     probed = new_namespace()
     try:
@@ -129,7 +129,7 @@ def kernel_can() -> bool:
 
 
 def _has_netem() -> bool:
-    """Whether the kernel delays and loses packets; tried in this thread's namespace, which has to be a new one."""
+    """Whether the kernel can delay and drop packets; tried in this thread's namespace, which must be a new one."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return False
     probe = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms", "rate", "1gbit"]

@@ -1,6 +1,6 @@
 """Network namespaces without names: each lives as long as a process is in it or holds it open, and then it is gone.
 
-So nothing can be left behind, however the processes end, and no two runs meet.
+So nothing is left behind, however the processes end, and no two runs interfere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def current_namespace() -> int:
 
 
 def enter(path: str) -> None:
-    """Moves this thread, and all that it starts from now on, into the namespace that ``path`` leads to."""
+    """Moves this thread, and everything it starts from now on, into the namespace at ``path``."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         enter_open(handle)

@@ -1,4 +1,4 @@
-"""Virtual nodes for the time of a `with` statement, and a pool of workers that live on them."""
+"""Virtual nodes for the duration of a `with` statement, and a pool of workers that run on them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Network:
         return self._namespaces[node]
 
     def environment(self, node: int) -> dict[str, str]:
-        """What a process of the node finds in its environment."""
+        """The environment variables of a process on the node."""
         assert 0 <= node < self.emulation.nodes
-        # NCCL would find that all nodes are one machine, and go past the link between them.
+        # NCCL would notice that all nodes are one machine, and bypass the link between them.
         nccl = {"NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_HOSTID": f"node-{node}", "NCCL_IB_DISABLE": "1"}
         return {"GLOO_SOCKET_IFNAME": INTERFACE, **nccl}
 
@@ -58,7 +58,7 @@ class Network:
         return address(node)
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
-        """``command`` as it is started outside to run inside the node, as the same process."""
+        """``command`` wrapped so that, started outside, it runs inside the node in the same process."""
         return [sys.executable, "-I", "-S", enter_script.__file__, self.namespace(node), *command]
 
     def reshape(
@@ -69,11 +69,11 @@ class Network:
         loss: float | None = None,
         pair: tuple[int, int] | None = None,
     ) -> None:
-        """Other bytes/s, seconds one way or share lost, from now on; of all links, or of one ``pair`` of nodes."""
+        """Changes bytes/s, one-way seconds or the share lost from now on; of all links, or of one ``pair`` of nodes."""
         self._tell({"reshape": {"rate": rate, "delay": delay, "loss": loss, "pair": pair}})
 
     def partition(self, one: int, other: int) -> None:
-        """Nothing passes between two nodes any more."""
+        """Cuts the connection between two nodes."""
         self._tell({"partition": (one, other)})
 
     def heal(self) -> None:
@@ -97,7 +97,7 @@ class Network:
         self._answer()
 
     def _answer(self) -> Any:
-        """The next line of the process that holds the nodes."""
+        """The next reply of the process that holds the nodes."""
         assert self._process.stdout is not None
         ready = wait([self._process.stdout], _ANSWER_SECONDS)  # type: ignore[list-item]
         line = self._process.stdout.readline() if ready else b""
@@ -111,9 +111,9 @@ class Network:
 
 @contextmanager
 def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Network]:
-    """A network of virtual nodes; it is gone afterwards, also where this process is killed.
+    """A network of virtual nodes; it is removed afterwards, even if this process is killed.
 
-    Links are kept slow by the ``kernel``, or by a ``switch`` of our own; ``auto`` takes the kernel where it can do all.
+    Links are shaped by the ``kernel``, or by our own ``switch``; ``auto`` uses the kernel if it can do everything.
     """
     require_emulation()
     holder = subprocess.Popen(
@@ -133,7 +133,7 @@ def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Networ
 
 
 def require_emulation() -> None:
-    """Raises SpecError, in one line, where this machine cannot make virtual nodes."""
+    """Raises SpecError if this machine cannot create virtual nodes."""
     if not sys.platform.startswith("linux"):
         raise SpecError("emulate", f"needs Linux, this is {sys.platform}", "emulate in a virtual machine")
     if os.geteuid() != 0:
@@ -183,6 +183,6 @@ class EmulatedPool(Pool):
 
 
 def _move(namespace: str, environment: Mapping[str, str]) -> None:
-    """Before anything of gloo exists in this process: its threads and sockets belong where they are made."""
+    """Runs before gloo creates anything: threads and sockets stay in the namespace they were created in."""
     enter(namespace)
     os.environ.update(environment)

@@ -1,7 +1,7 @@
-"""The process that holds the nodes: when its input ends, whoever started it is gone, and so is all that it made.
+"""The process that holds the nodes: when its input closes, its parent is gone, and everything it created goes too.
 
-It runs as a module; its arguments are an `Emulation` and who keeps the links slow. It says in one line of JSON where
-the namespaces are, then takes lines with changes and answers each.
+It runs as a module; its arguments are an `Emulation` and the backend that shapes the links. It prints the paths of the
+namespaces as one line of JSON, then reads lines with changes and answers each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(text: str, shaping: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Another process may hold our input open that was forked from the one that is gone."""
+    """A process forked from the dead parent may still hold our input open."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
     os._exit(0)
@@ -57,7 +57,7 @@ def _nodes(emulation: Emulation, shaping: str) -> PacketSwitch | KernelSwitch:
 
 
 def _controlled(nodes: PacketSwitch | KernelSwitch, control: int) -> bool:
-    """Takes what changes there are; False where there will be none any more."""
+    """Applies pending changes; False once there will be no more."""
     read = os.read(control, 2**16)
     for line in read.splitlines():
         try:

@@ -1,4 +1,4 @@
-"""A switch of our own between virtual nodes: when a packet arrives, and who takes it and hands it on."""
+"""Our own switch between virtual nodes: computes when a packet arrives, and delivers it then."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EmulatedWire:
     delay: float
     loss: float
     cut: bool = False
-    free_at: float = 0.0  # when the last packet so far is through
+    free_at: float = 0.0  # when the last packet so far has passed
 
 
 class Wires:
@@ -52,7 +52,7 @@ class Wires:
         self._random = Random(0)
 
     def arrival(self, source: int, destination: int, size: int, now: float) -> float | None:
-        """When a packet of ``size`` bytes is there; None where it is lost. Call `arrived` once it is."""
+        """When a packet of ``size`` bytes arrives; None if it is lost. Call `arrived` once it has."""
         wire = self._from[source][destination]
         if wire.cut or self._queued[source] > QUEUE_BYTES or (wire.loss and self._random.random() < wire.loss):
             return None
@@ -143,7 +143,7 @@ class PacketSwitch:
             self.wires.heal()
 
     def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
-        """Hands packets on until ``controlled`` says no; it is called when ``control`` can be read."""
+        """Forwards packets until ``controlled`` returns False; it is called when ``control`` is readable."""
         _come_first()
         node_of = {handle: node for node, handle in enumerate(self._taps)}
         watched = [control, *self._taps]
@@ -155,7 +155,7 @@ class PacketSwitch:
                     return
 
     def _take(self, source: int, handle: int) -> None:
-        """One packet on its way: with one at a time no node has to wait for another's many."""
+        """Accepts one packet: taking one at a time keeps a busy node from starving the others."""
         packet = os.read(handle, tap.MOST_BYTES)
         destination, size = tap.destination(packet), tap.wire_bytes(packet)
         if 0 <= destination < len(self._taps) and destination != source:
@@ -165,7 +165,7 @@ class PacketSwitch:
                 heapq.heappush(self._under_way, (at, self._taken, source, destination, size, packet))
 
     def _deliver(self) -> float | None:
-        """Hands over what has arrived by now; seconds until there is more, None where nothing is under way."""
+        """Delivers what has arrived by now; returns the seconds until the next packet, None if nothing is in flight."""
         under_way = self._under_way
         soon = time.monotonic() + _EARLY_SECONDS
         while under_way and under_way[0][0] <= soon:
@@ -189,7 +189,7 @@ class PacketSwitch:
 
 
 def _come_first() -> None:
-    """On busy cores a switch that waits for its turn would be a slower link: it needs little, but at once."""
+    """Raises the priority: on busy cores a switch that waits for its turn would be a slower link."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds: wake up when it is time, not soon after

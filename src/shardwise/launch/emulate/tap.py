@@ -10,7 +10,7 @@ from shardwise.launch.emulate.namespace import INTERFACE
 
 DEVICE = "/dev/net/tun"
 MOST_BYTES = 65536 + 64
-_HEADER = 10  # of virtio, before each packet: how the kernel may cut it, and where its checksum belongs
+_HEADER = 10  # virtio header before each packet: how the kernel may segment it, and where its checksum goes
 _SET_INTERFACE, _SET_OFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _WITHOUT_PROTOCOL, _WITH_HEADER = 0x0001, 0x1000, 0x4000
 _CHECKSUMS, _SEGMENTS = 0x1, 0x2
@@ -18,7 +18,7 @@ _SEGMENT_HEADERS = 52  # IPv4 and TCP with time stamps
 
 
 def open_tap() -> int:
-    """Makes the interface of this thread's namespace; it is there until the file descriptor is closed."""
+    """Creates the interface of this thread's namespace; it exists until the file descriptor is closed."""
     handle = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     flags = _TUN | _WITHOUT_PROTOCOL | _WITH_HEADER
     fcntl.ioctl(handle, _SET_INTERFACE, struct.pack("16sH22x", INTERFACE.encode(), flags))
@@ -38,7 +38,7 @@ def destination(packet: bytes) -> int:
 
 
 def wire_bytes(packet: bytes) -> int:
-    """What it takes of the wire: every packet that the kernel will cut it into has headers of its own."""
+    """Its size on the wire: every segment that the kernel will cut it into has its own headers."""
     size = len(packet) - _HEADER
     segment = packet[4] | packet[5] << 8
     return size + (size // segment) * _SEGMENT_HEADERS if segment else size
