@@ -53,7 +53,7 @@ def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def terms_from(parsed: argparse.Namespace, training: Training) -> Terms | None:
-    """The flags as numbers, or None where nobody says how long the run is; raises SpecError for nonsense."""
+    """The flags as numbers, or None if nobody says how long the run is; raises SpecError for nonsense."""
     tokens = training.tokens if parsed.tokens is None else _amount("--tokens", parsed.tokens, "count")
     if tokens is None:
         _refuse(parsed, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
@@ -74,7 +74,7 @@ def terms_from(parsed: argparse.Namespace, training: Training) -> Terms | None:
 
 
 def campaign_from(parsed: argparse.Namespace, job: Job, predicted_seconds: float) -> Campaign | None:
-    """The whole run of ``job`` at the predicted time of its step; None where no length is given."""
+    """The whole run of ``job`` at the predicted time of its step; None if no length is given."""
     terms = terms_from(parsed, job.training)
     if terms is None:
         return None

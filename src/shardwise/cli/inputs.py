@@ -191,7 +191,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The fields of one part of a job, none where it is left out."""
+    """The fields of one part of a job, none if it is left out."""
     part = fields.get(name) or {}
     if not isinstance(part, Mapping):
         raise SpecError(name, f"{shown(part)} should be a mapping of fields", f"write its fields below {name}:")

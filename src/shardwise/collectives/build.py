@@ -53,7 +53,7 @@ def build_schedule(
 
 
 def require_schedule(kind: CollectiveKind, topology: Topology, algorithm: str) -> None:
-    """Raises SpecError where ``algorithm`` has no schedule for ``kind`` among the devices of ``topology``."""
+    """Raises SpecError if ``algorithm`` has no schedule for ``kind`` among the devices of ``topology``."""
     slim, _ = without_unit_levels(topology)
     if len(slim.levels) == 1:
         (level,) = slim.levels

@@ -42,7 +42,7 @@ def daly_interval(checkpoint_seconds: float, between_interruptions: float) -> fl
 def best_interval(checkpoint_seconds: float, between_interruptions: float) -> float:
     """The interval of least expected time: Daly's estimate, made exact.
 
-    Infinite without failures; 0 where a checkpoint takes no time. The derivative of the expected time is 0 where
+    Infinite without failures; 0 if a checkpoint takes no time. The derivative of the expected time is 0 where
     1 − e^(−(τ + δ)/M) = τ/M; Newton's method finds it.
     """
     if math.isinf(between_interruptions):
@@ -63,7 +63,7 @@ def best_interval(checkpoint_seconds: float, between_interruptions: float) -> fl
 
 
 def slowdown(interval: float, checkpoint_seconds: float, restart_seconds: float, between_interruptions: float) -> float:
-    """Expected seconds per second of useful work; raises SpecError where the run would not end."""
+    """Expected seconds per second of useful work; raises SpecError if the run would not end."""
     if math.isinf(interval) and math.isinf(between_interruptions):
         return 1.0
     if math.isinf(between_interruptions):

@@ -27,7 +27,7 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class Choice:
-    """``schedule`` is None where the backend's own collective is as good, or nothing else is known to be better."""
+    """``schedule`` is None if the backend's own collective is as good, or nothing else is known to be better."""
 
     schedule: Schedule | None
     seconds: float
@@ -41,7 +41,7 @@ class Choice:
 def choose(kind: CollectiveKind, size_bytes: float, cluster: Cluster, runs: tuple[RankRun, ...], wanted: str) -> Choice:
     """The schedule of the algorithm that is ``wanted``; for "auto" the cheapest of all, if it pays on this cluster.
 
-    Raises SpecError where the group's network has no schedule by that name.
+    Raises SpecError if the group's network has no schedule by that name.
     """
     return _choose(kind, float(size_bytes), cluster, runs, wanted)
 
@@ -107,7 +107,7 @@ def gradient_groups(job: Job) -> Iterator[GradientGroup]:
 
 
 def require_gradient_schedules(job: Job) -> None:
-    """Raises SpecError where `strategy.collective` names what has no schedule on a group that sums gradients."""
+    """Raises SpecError if `strategy.collective` names what has no schedule on a group that sums gradients."""
     wanted = job.strategy.collective
     if wanted in UNNAMED:
         return
@@ -137,7 +137,7 @@ class GradientTime:
 
 
 def gradient_times(analysis: Analysis) -> list[GradientTime]:
-    """For every sum of gradients that a schedule of ours takes over; none where the backend's own stays."""
+    """For every sum of gradients that a schedule of ours takes over; none if the backend's own stays."""
     job, found = analysis.job, []
     runs_of = {(one.share, one.kind): one.runs for one in gradient_groups(job)}
     for traffic in analysis.dimension_traffics("dp"):

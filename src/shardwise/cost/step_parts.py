@@ -62,7 +62,7 @@ def _compute(job: Job, stage: RankPrediction) -> dict[str, float]:
 
 
 def _beyond_rounding(difference: float, of: float) -> float:
-    """What is left of ``of``; nothing where it is so little that only the rounding of its parts made it."""
+    """What is left of ``of``; nothing if it is so little that only the rounding of its parts made it."""
     return difference if abs(difference) > 1e-9 * of else 0.0
 
 

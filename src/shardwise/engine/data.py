@@ -82,7 +82,7 @@ class DataParallel:
                 part.offload(stored, stay)
 
     def settle_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None] | None:
-        """Waits until those that leave have left; norms of those that are elsewhere, None where all are here."""
+        """Waits until those that leave have left; norms of those that are elsewhere, None if all are here."""
         away = [part.gradients for part in self.parts.values() if isinstance(part, Sharded) and part.gradients]
         for one in away:
             one.settle()

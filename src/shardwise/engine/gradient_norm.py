@@ -36,7 +36,7 @@ class GradientNorm:
         refused: Tensor | None = None,
         elsewhere: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """``gradients`` are local tensors in the order of ``copies``; None where there is none in this step.
+        """``gradients`` are local tensors in the order of ``copies``; None if there is none in this step.
 
         ``elsewhere`` are norms of those that are not on the device, in the same order.
 

@@ -20,7 +20,7 @@ def require_runs(job: Job, *, own_module: bool = False) -> None:
 
 
 def require_devices(device: str, ranks: int) -> None:
-    """Raises SpecError where this machine has too few devices; on a CPU a rank is a process."""
+    """Raises SpecError if this machine has too few devices; on a CPU a rank is a process."""
     import torch  # who only asks what runs does without
 
     if device == "cuda" and torch.cuda.device_count() < ranks:

@@ -190,7 +190,7 @@ class Trainer(ABC, Generic[Given]):
         return as_divided(self.optimizer.read(one.parameter, MASTER).to(self.device), one.parameter)
 
     def gradient(self, one: Held) -> Tensor | None:
-        """As `forward_backward` left it, wherever it is, divided as the parameter is; None where there is none."""
+        """As `forward_backward` left it, wherever it is, divided as the parameter is; None if there is none."""
         self.data.settle_gradients(())
         stored = self.optimizer.stored
         if stored is None or one.parameter not in stored.summed:

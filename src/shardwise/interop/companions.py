@@ -56,7 +56,7 @@ def companions(folder: Path) -> dict[str, Path]:
 
 
 def copy_companions(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:
-    """Copies them into a folder, which is made where it is not there; raises SpecError where that fails."""
+    """Copies them into a folder, which is made where it is not there; raises SpecError if that fails."""
     chosen = {name: path for name, path in companions(source).items() if name not in leave_out}
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def copy_companions(source: Path, target: Path, leave_out: tuple[str, ...] = ())
 
 
 def require_companions(source: Path, checkpoints: Path) -> None:
-    """Raises SpecError where they may not be kept beside checkpoints: unsafe, or another model's are there."""
+    """Raises SpecError if they may not be kept beside checkpoints: unsafe, or another model's are there."""
     companions(source)
     kept = checkpoints / KEPT_IN
     if has_companions(kept) and read_config(kept) != read_config(source):

@@ -263,7 +263,7 @@ class Diagnosis:
 
 
 def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> Diagnosis | None:
-    """The first failure; None where no rank has failed and none is overdue."""
+    """The first failure; None if no rank has failed and none is overdue."""
     records = {rank.number: record for rank in ranks if (record := rank.failure())}
     running = [rank for rank in ranks if rank.ended is None and rank.number not in records]
     failed = [rank for rank in ranks if rank.number in records or (rank.ended is not None and rank.status != 0)]

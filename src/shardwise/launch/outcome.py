@@ -22,7 +22,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first rank that failed, not one that failed because of it; None where no one rank stands out."""
+    """The first rank that failed, not one that failed because of it; None if no one rank stands out."""
 
     rank: int | None
     cause: Cause

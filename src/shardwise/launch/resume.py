@@ -105,7 +105,7 @@ def require_going_on(job: Job, folder: RunFolder) -> None:
 def finished_at(job: Job, folder: RunFolder) -> int | None:
     """The step of a whole checkpoint with which the run has done all that the job asks for; None where steps are left.
 
-    Raises SpecError where the run is beyond the job's last step.
+    Raises SpecError if the run is beyond the job's last step.
     """
     from shardwise.training.checkpoint.load import problems_of
 

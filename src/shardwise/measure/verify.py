@@ -118,7 +118,7 @@ def require_memory(job: Job, steps: int, available: int | None) -> None:
 
 
 def available_bytes() -> int | None:
-    """Free memory of this machine; None where the system does not say."""
+    """Free memory of this machine; None if the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -182,6 +182,6 @@ class Decoder(nn.Module):
 
 
 def window_of(model: Model, index: int) -> int | None:
-    """The sliding window of a layer; every n-th layer has none where the model says so."""
+    """The sliding window of a layer; every n-th layer has none if the model says so."""
     everywhere = model.sliding_window_every == 1
     return model.sliding_window if everywhere or (index + 1) % model.sliding_window_every else None

@@ -75,7 +75,7 @@ class _Pipeline:
         return self.timeline(microbatches).longest_rank_seconds
 
     def extrapolated(self, microbatches: int) -> float | None:
-        """Seconds of the longest rank from at most half of the microbatches; None where that proves nothing."""
+        """Seconds of the longest rank from at most half of the microbatches; None if that proves nothing."""
         if self.record.repeats == "unknown":
             return None
         if self.record.forwards_first:
@@ -100,7 +100,7 @@ class _Pipeline:
 
 
 def repetition(timeline: Timeline, order_period: int = 1) -> tuple[int, float] | None:
-    """After how many microbatches the full pipeline does the same again, and how much later; None where it does not.
+    """After how many microbatches the full pipeline does the same again, and how much later; None if it does not.
 
     ``order_period``: after how many of those that enter at one end the order of actions repeats. What runs before the
     last ``depth`` microbatches does not know yet that the pipeline will run empty.

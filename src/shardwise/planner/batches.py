@@ -33,7 +33,7 @@ class Batches:
         return self.constraints.candidates("microbatch", usual)
 
     def sequences(self, base: Strategy, schedules: list[str]) -> dict[int, tuple[int, ...]]:
-        """By microbatch size: sequences of a step under each schedule, or 0 where the batch does not divide."""
+        """By microbatch size: sequences of a step under each schedule, or 0 if the batch does not divide."""
         rounds = [schedule_record(name).rounds(base.pp) for name in schedules]
         sizes = {size: base.data_parallel * size for size in self.microbatches}
         return {size: tuple(self.batch(each * times) for times in rounds) for size, each in sizes.items()}

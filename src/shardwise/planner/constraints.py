@@ -80,7 +80,7 @@ class Constraints:
         return name in self.allowed
 
     def with_allowed(self, more: Mapping[str, Allowed]) -> Constraints:
-        """Both these and ``more``; raises SpecError where nothing satisfies both."""
+        """Both these and ``more``; raises SpecError if nothing satisfies both."""
         merged = dict(self.allowed)
         for name, one in more.items():
             other = merged.get(name)

@@ -41,7 +41,7 @@ class Explanation:
     noise: Noise
     group: Group
     differences: str
-    turnings: tuple[Turning, ...] | None  # None where there was no time to look for them
+    turnings: tuple[Turning, ...] | None  # None if there was no time to look for them
 
     @property
     def loss(self) -> float:

@@ -14,7 +14,7 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class PricedExport:
-    """A job as priced here, and as the framework runs what was written of it (None where that makes no job)."""
+    """A job as priced here, and as the framework runs what was written of it (None if that makes no job)."""
 
     here: Candidate
     there: Candidate | None

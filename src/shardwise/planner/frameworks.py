@@ -31,7 +31,7 @@ _MOST_COMBINATIONS = 12  # of values that a framework cannot express together
 class FrameworkVerdict:
     """What a framework lacks for a plan, and what it runs: the plan, or else the best of the layouts near it.
 
-    ``own`` is priced as the framework runs it, with its own kernels and precision; None where nothing was found that
+    ``own`` is priced as the framework runs it, with its own kernels and precision; None if nothing was found that
     fits then. ``differs`` says in which ways it runs the plan, or what it runs instead.
     """
 
@@ -69,7 +69,7 @@ def _verdict(found: Plan, name: str, near: bool) -> FrameworkVerdict:
 
 
 def _best_near(found: Plan, name: str) -> Candidate | None:
-    """The best strategy for a framework with few of the degrees of the plan changed; None where none fits."""
+    """The best strategy for a framework with few of the degrees of the plan changed; None if none fits."""
     if _other_than_strategy(found.best.job, name):
         return None
     best, request = found.best.job.strategy, found.request

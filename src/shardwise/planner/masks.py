@@ -54,7 +54,7 @@ class Mask:
         self._book = CellBook(self._of_block)
 
     def cells(self, piece: Piece) -> Array | None:
-        """Column × row; None where no cell is among them."""
+        """Column × row; None if no cell is among them."""
         if "offload" in self._entry and piece.offload not in self._entry["offload"]:
             return None
         rows, columns = self._book.of(piece)

@@ -101,7 +101,7 @@ def _no_layout(request: Request) -> tuple[str, str]:
 
 
 def _devices_that_fit(request: Request) -> int | None:
-    """The least power of two times as many devices on which something fits; None where none does."""
+    """The least power of two times as many devices on which something fits; None if none does."""
     cluster = request.job.cluster
     small = {"recompute": Allowed(("full",)), "recompute_layers": Allowed((None,)), "microbatch": Allowed((1,)),
              "schedule": Allowed((PLAIN,)), "shard_group": Allowed((None,))}  # fmt: skip

@@ -54,7 +54,7 @@ class MixedPlan:
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second over those of the best kind alone; None where nothing fits on one alone."""
+        """Tokens per second over those of the best kind alone; None if nothing fits on one alone."""
         return self.best.tokens_per_second / self.best_alone.tokens_per_second if self.best_alone else None
 
 

@@ -61,7 +61,7 @@ class _Known:
         return self.bytes[alike.strategy]
 
     def timed(self, arrangement: Arrangement) -> dict[int, Pieces]:
-        """The pieces with their seconds on every kind; empty where the degrees have no place on a kind's network."""
+        """The pieces with their seconds on every kind; empty if the degrees have no place on a kind's network."""
         alike = _alike(arrangement, zero=0, keep_parameters=False)
         if alike.strategy not in self.seconds:
             try:

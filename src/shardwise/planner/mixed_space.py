@@ -178,7 +178,7 @@ class MixedSpace:
         return plain_strategy(self.request.job)
 
     def _job(self, strategy: Strategy) -> Job | None:
-        """The job of a strategy; None where the model or the batch does not divide."""
+        """The job of a strategy; None if the model or the batch does not divide."""
         job, minimum, multiple = self.request.job, self.request.minimum_batch, strategy.batch_multiple
         if not self._model_fits(strategy):
             return None

@@ -30,7 +30,7 @@ class NotRun:
 
 
 def not_run(found: Plan) -> NotRun | None:
-    """The first that `--any` would list, where it gains more than noise; None where nothing does."""
+    """The first that `--any` would list, where it gains more than noise; None if nothing does."""
     request = found.request
     if request.offers_priced or request.deadline.leaves_out() or not _may_gain(found):
         return None

@@ -26,7 +26,7 @@ def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequenc
 
     "Fit" is what a plan means by it: with the margin that it leaves free.
 
-    What the job offloads already is the least it will; raises SpecError where all of everything is not enough.
+    What the job offloads already is the least it will; raises SpecError if all of everything is not enough.
     """
     limit = room_of(job, memory_bytes).planned_bytes
     for kind in (kind for kind in kinds if _may_go(job, kind)):

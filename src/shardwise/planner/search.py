@@ -123,7 +123,7 @@ def _batches(groups: Iterator[Group]) -> Iterator[list[Group]]:
 
 
 def _excluded(piece: Piece, masks: list[Mask]) -> Array | None:
-    """The cells that some mask leaves out; None where none does."""
+    """The cells that some mask leaves out; None if none does."""
     excluded: Array | None = None
     for mask in masks:
         cells = mask.cells(piece)

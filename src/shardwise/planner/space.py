@@ -157,7 +157,7 @@ class Space:
                 yield base
 
     def _networks(self, base: Strategy) -> list[Any]:
-        """What every group of ranks spans; raises SpecError where one cannot be placed."""
+        """What every group of ranks spans; raises SpecError if one cannot be placed."""
         runs = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
         runs += [dense_ranks(base, size or base.gradient_group).sharded for size in (1, *shard_groups(base))]
         runs += [dense_ranks(base, 1).replicas]

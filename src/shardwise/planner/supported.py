@@ -54,7 +54,7 @@ def rows_against(job: Job, *, any_priced: bool = False) -> tuple[Finding, ...]:
 
 
 def require_offered(job: Job, *, any_priced: bool = False) -> None:
-    """Raises SpecError where every strategy is left out, because of what no search varies."""
+    """Raises SpecError if every strategy is left out, because of what no search varies."""
     used = set(techniques_of(job))
     for one in rows_against(job, any_priced=any_priced):
         if GIVEN.issuperset(one.techniques) and used.issuperset(one.techniques):
@@ -95,7 +95,7 @@ class Supported:
         return all(self._techniques[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
 
     def allowed(self, piece: Piece) -> Array | None:
-        """Column × row: whether a cell runs; None where all do."""
+        """Column × row: whether a cell runs; None if all do."""
         import numpy as np
 
         rows, columns = self._book.of(piece)

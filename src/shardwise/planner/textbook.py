@@ -23,7 +23,7 @@ _RECOMPUTES = ("none", "selective", "full")
 
 
 def textbook(request: Request) -> Candidate | None:
-    """The better of the pipeline and the ZeRO-3 variant; None where neither fits."""
+    """The better of the pipeline and the ZeRO-3 variant; None if neither fits."""
     inner = _inside_the_node(request.job)
     ways = (_by_pipeline(request, inner), _by_zero3(request, inner))
     found = [_first_that_fits(request, options) for options in ways]

@@ -67,7 +67,7 @@ class Emulation(Spec):
 
 
 def emulation_from(value: Any, where: str = "") -> Emulation | None:
-    """What a user's text or mapping describes; None where there is neither."""
+    """What a user's text or mapping describes; None if there is neither."""
     if value is None or isinstance(value, Emulation):
         return value
     return Emulation.parse(value, where) if isinstance(value, str) else Emulation.from_dict(value, where)

@@ -42,7 +42,7 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
 
 
 def bounded_text(path: Path, most: int) -> str | None:
-    """The text of a file; None where it has more than ``most`` characters: a device may never end."""
+    """The text of a file; None if it has more than ``most`` characters: a device may never end."""
     with path.open(encoding="utf-8") as file:
         text = file.read(most + 1)
     return text if len(text) <= most else None

@@ -70,7 +70,7 @@ class Compression(Spec):
 
 
 def low_rank(rank: int, rows: float, columns: float) -> float:
-    """Columns of the thin matrices that stand for a matrix under powersgd; 0 where they would not be smaller."""
+    """Columns of the thin matrices that stand for a matrix under powersgd; 0 if they would not be smaller."""
     fits = min(rank, rows, columns)
     return fits if fits * (rows + columns) < rows * columns else 0
 

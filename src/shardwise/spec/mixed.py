@@ -101,7 +101,7 @@ def _reached(level: NetworkLevel) -> float:
 def parse_mixed(value: Any) -> MixedCluster | None:
     """The mixed cluster that a name like "dgx-h100:4+dgx-a100:8", a mapping with ``kinds`` or a file of one describes.
 
-    None where it is something else; raises SpecError for one that is wrong.
+    None if it is something else; raises SpecError for one that is wrong.
     """
     if isinstance(value, MixedCluster):
         return value

@@ -18,7 +18,7 @@ _NEEDS = {
 
 
 def slow_formats(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
-    """The formats whose products take many times as long as those of fp32 here; none where that is not told."""
+    """The formats whose products take many times as long as those of fp32 here; none if that is not told."""
     features = _features(cpuinfo)
     return tuple(name for name, sets in _NEEDS.items() if features and not any(one <= features for one in sets))
 

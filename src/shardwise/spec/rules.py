@@ -46,7 +46,7 @@ def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Trai
 
 
 def check_emulation(emulation: Emulation | None, strategy: Strategy) -> None:
-    """Raises SpecError where virtual nodes have other places than the job has ranks."""
+    """Raises SpecError if virtual nodes have other places than the job has ranks."""
     if emulation is None or emulation.world == strategy.world:
         return
     shape = f"{emulation.nodes}x{emulation.ranks_per_node}"
@@ -55,7 +55,7 @@ def check_emulation(emulation: Emulation | None, strategy: Strategy) -> None:
 
 
 def check_workers(run: Run, strategy: Strategy) -> None:
-    """Raises SpecError where ranks would have to agree in every step though they do not meet in every step."""
+    """Raises SpecError if ranks would have to agree in every step though they do not meet in every step."""
     if strategy.synchronise.every_step or strategy.data_parallel == 1:
         return
     if run.spikes.factor is not None or run.non_finite.policy != "skip":

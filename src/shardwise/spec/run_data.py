@@ -44,7 +44,7 @@ class Data(Spec):
                 raise SpecError(f"shards[{number}]", f"{shown(path)} has a suffix", f"write {shown(path[:-4])}")
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Raises SpecError where the built-in corpus has tokens that a model does not know."""
+        """Raises SpecError if the built-in corpus has tokens that a model does not know."""
         if not self.shards and vocab < CORPUS_VOCAB:
             problem = f"the built-in corpus needs a vocabulary of {CORPUS_VOCAB}, the model has {vocab}"
             raise SpecError("shards", problem, "name shards that were built with the model's tokenizer")

@@ -27,7 +27,7 @@ class Schedule(Spec):
     reference_batch: int | None = count(None)
 
     def check_against(self, steps: int) -> None:
-        """Raises SpecError where the run ends before the rate is up."""
+        """Raises SpecError if the run ends before the rate is up."""
         if self.warmup >= steps:
             raise SpecError("warmup", f"{self.warmup} steps in a run of {steps}", "use fewer")
 

@@ -113,7 +113,7 @@ class Training(Spec):
         return RECIPES[self.precision]
 
     def batch_request(self) -> tuple[int, bool] | None:
-        """The batch as asked for, and whether it counts tokens; None where it was left out."""
+        """The batch as asked for, and whether it counts tokens; None if it was left out."""
         value = self.global_batch
         if value is None:
             return None

@@ -43,7 +43,7 @@ class Health:
         return factor * statistics.median(self.losses)
 
     def judge(self, step: int, loss: float, gradient_norm: float) -> Verdict:
-        """What to do about the step number ``step``; raises SpecError where the run has to stop."""
+        """What to do about the step number ``step``; raises SpecError if the run has to stop."""
         if math.isfinite(gradient_norm):
             if step > self._rolled_back_from:
                 self.in_a_row = 0

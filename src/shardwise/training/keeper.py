@@ -66,7 +66,7 @@ class Keeper:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the save that is under way, everywhere; raises SpecError where it failed and the run is to stop."""
+        """Waits for the save that is under way, everywhere; raises SpecError if it failed and the run is to stop."""
         if self._unsettled is None:
             return
         step, self._unsettled = self._unsettled, None
@@ -77,13 +77,13 @@ class Keeper:
             raise SpecError(str(self.folder.of_step(step)), problem, "make room: the run continues from the one before")
 
     def require(self, step: int) -> None:
-        """Raises SpecError where the checkpoint of ``step``, the last of a run, was not written."""
+        """Raises SpecError if the checkpoint of ``step``, the last of a run, was not written."""
         if self.last_begun != step:
             remedy = "make room and start it again: it resumes from the checkpoint before"
             raise SpecError(str(self.folder.of_step(step)), "could not be written, so the run is not done", remedy)
 
     def _ended(self, step: int) -> str:
-        """Why the checkpoint of ``step`` was not written, as rank 0 has it; empty where it was."""
+        """Why the checkpoint of ``step`` was not written, as rank 0 has it; empty if it was."""
         problem = ""
         try:
             self.saver.finish()

@@ -76,7 +76,7 @@ def write_beat(file: int, at: float) -> None:
 
 
 def read_progress(file: int) -> Progress | None:
-    """The record in an open file; None where there is none yet, or only half of one."""
+    """The record in an open file; None if there is none yet, or only half of one."""
     data = os.pread(file, _BEAT_OFFSET + _BEAT.size, 0)
     if len(data) < _BEAT_OFFSET + _BEAT.size:
         return None

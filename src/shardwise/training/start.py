@@ -41,7 +41,7 @@ def state_numbers(state: State, job: Job) -> dict[str, Any]:
 def load_newest(
     trainer: Trainer[Any], folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None
 ) -> State | None:
-    """Fills the trainer from the newest checkpoint that is whole; None where there is none."""
+    """Fills the trainer from the newest checkpoint that is whole; None if there is none."""
     step = newest_good(folder, say)
     if step is None:
         return None

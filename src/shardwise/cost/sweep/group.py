@@ -94,7 +94,7 @@ class Group:
     offloads: tuple[Offload, ...]
     ranks: tuple[RankContents, ...]
     members: tuple[tuple[int, ...], ...]
-    sequences: tuple[tuple[int, ...], ...]  # of a step: layer × schedule choice; 0 where the batch does not divide
+    sequences: tuple[tuple[int, ...], ...]  # of a step: layer × schedule choice; 0 if the batch does not divide
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

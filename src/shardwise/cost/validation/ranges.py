@@ -141,7 +141,7 @@ FIELDS = (
 
 
 def predicted_range(run: Run) -> Range | None:
-    """The range of a run's step time, None where its source prints everything.
+    """The range of a run's step time, None if its source prints everything.
 
     A value that changes what the report means (tokens of a step) is compared with the report as it would then be,
     and the outcome scaled to the report as it is.

@@ -36,7 +36,7 @@ class Row:
         return (self.cells.get(column) or "").strip()
 
     def number(self, column: str) -> float | None:
-        """The number in a cell, None where it has none; a measurement or a size is above 0."""
+        """The number in a cell, None if it has none; a measurement or a size is above 0."""
         text = self.text(column)
         if text.lower() in _BLANK:
             return None
@@ -66,7 +66,7 @@ class Row:
         return int(value)
 
     def flag(self, column: str) -> bool | None:
-        """Whether a cell says yes; None where it says nothing."""
+        """Whether a cell says yes; None if it says nothing."""
         text = self.text(column).lower()
         if text in _BLANK and text != "none":
             return None

@@ -31,7 +31,7 @@ class CompressedSum(Protocol):
 def compressed_sum(
     compression: Compression, shapes: Sequence[torch.Size], group: dist.ProcessGroup, device: torch.device
 ) -> CompressedSum | None:
-    """For a bucket of tensors of these shapes, one after the other; None where they travel as they are."""
+    """For a bucket of tensors of these shapes, one after the other; None if they travel as they are."""
     if not compression.is_used:
         return None
     if compression.method == "powersgd":

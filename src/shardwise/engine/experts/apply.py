@@ -26,7 +26,7 @@ _INNER = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1, "down_bia
 def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
     """Cuts every mixture of experts in ``module`` in place and gives it the exchange that the strategy asks for.
 
-    The exchange (None where there is nothing to exchange) is common to all layers and counts what is sent.
+    The exchange (None if there is nothing to exchange) is common to all layers and counts what is sent.
     ``node_of_rank`` tells the node of a rank of the world. Groups may be made here: every rank of the world calls this
     as often as the others, whether or not its part of the model has experts.
     """
@@ -68,7 +68,7 @@ def _run(number: int, place: int, places: int, field: str, what: str) -> tuple[i
 
 
 def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
-    """The exchange that a strategy asks for; None where every rank holds all experts of its own tokens."""
+    """The exchange that a strategy asks for; None if every rank holds all experts of its own tokens."""
     traffic = Traffic()
     same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
     parts = channel(mesh, "expert_tp", node_of_rank, traffic)

@@ -17,7 +17,7 @@ def folder_of(folder: str | None) -> Path:
 
 
 def nameless_file(folder: Path) -> IO[bytes]:
-    """Raises SpecError where none can be made."""
+    """Raises SpecError if none can be made."""
     try:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:
@@ -30,7 +30,7 @@ def may_offload(job: Job) -> bool:
 
 
 def require_folder(job: Job) -> None:
-    """Before a process starts: raises SpecError where a rank could not make its file."""
+    """Before a process starts: raises SpecError if a rank could not make its file."""
     offload = job.strategy.offload
     if may_offload(job) and offload.target == "nvme":
         nameless_file(folder_of(offload.folder)).close()

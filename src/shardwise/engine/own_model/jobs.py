@@ -29,7 +29,7 @@ def job_for(module: nn.Module, strategy: Strategy, training: Training | None, wo
 
 
 def described(module: nn.Module) -> Model | None:
-    """What a network says of itself; None where it says nothing, or what no `Model` holds."""
+    """What a network says of itself; None if it says nothing, or what no `Model` holds."""
     try:
         return read_description(module)
     except SpecError:

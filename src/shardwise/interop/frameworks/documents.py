@@ -31,7 +31,7 @@ class Format:
 
 
 def flatten(tree: Any, what: str, prefix: str = "") -> Settings:
-    """The nested mapping ``tree`` as settings; raises SpecError where it is none."""
+    """The nested mapping ``tree`` as settings; raises SpecError if it is none."""
     if not isinstance(tree, Mapping):
         raise SpecError(what, f"{shown(tree)} should be a mapping of settings", f"give a whole {what}")
     flat: Settings = {}

@@ -19,7 +19,7 @@ _BESIDE = ("training.optimization.", "training.tokens", "training.attention", "r
 def as_run_by(job: Job, one: Target) -> Job:
     """The job that the target's configuration of ``job`` describes, on the target's own stack.
 
-    What the configuration leaves to the training script is as in ``job``. Raises SpecError where the rest makes no job.
+    What the configuration leaves to the training script is as in ``job``. Raises SpecError if the rest makes no job.
     """
     exported = one.export(job)
     (text,) = exported.files.values()
@@ -48,7 +48,7 @@ def decides(job: Job, one: Target, lost: Lost) -> bool:
 
 
 def same_products(job: Job, one: Target) -> str | None:
-    """The target's recipe that computes in the job's format, whatever it accumulates in; None where it has none."""
+    """The target's recipe that computes in the job's format, whatever it accumulates in; None if it has none."""
     (text,) = one.export(job).files.values()
     given = {"strategy.pp": job.strategy.pp, "strategy.dp": job.strategy.data_parallel}
     made = str(one.read(text, job.model, None, given).fields.get("training.precision"))

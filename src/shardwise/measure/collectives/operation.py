@@ -108,7 +108,7 @@ class Operation:
 
     @cached_property
     def expected(self) -> Tensor | None:
-        """Computed here from what every rank gave; None where a rank gets nothing."""
+        """Computed here from what every rank gave; None if a rank gets nothing."""
         own = slice(self.rank * self.block, (self.rank + 1) * self.block)
         everyone, whole = range(self.n), self.block * self.n
         match self.kind:

@@ -101,7 +101,7 @@ CAUSES = (
 
 
 def cause_of(evidence: Evidence) -> str:
-    """Empty where nothing is known."""
+    """Empty if nothing is known."""
     for cause in CAUSES:
         if evidence.part in cause.parts and cause.applies(evidence):
             return cause.text(evidence)

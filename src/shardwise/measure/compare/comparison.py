@@ -25,7 +25,7 @@ WORTH = 0.02  # of the step: a smaller difference is not explained
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of a step. What is hidden takes none of it; None where that is not known."""
+    """Seconds of a step. What is hidden takes none of it; None if that is not known."""
 
     name: str
     predicted: float

@@ -79,7 +79,7 @@ def _dimensions(record: RankRecord, one: Flight) -> tuple[str, ...]:
 
 
 def _named(one: Flight, begun: Sequence[Range]) -> CollectiveKind | None:
-    """What the engine means it to be, inside whose range it began; None where it has no name."""
+    """What the engine means it to be, inside whose range it began; None if it has no name."""
     number = bisect_right(begun, one.start, key=lambda range: range.start) - 1
     inside = number >= 0 and one.start <= begun[number].end
     return label_of(begun[number].name).collective if inside else None

@@ -23,7 +23,7 @@ class ProfiledRun:
 
 
 def profiled_run(text: str) -> ProfiledRun:
-    """The run in a folder; raises SpecError where there is none, or none that was profiled."""
+    """The run in a folder; raises SpecError if there is none, or none that was profiled."""
     folder = run_folder(text)
     job = Job.from_dict(read_yaml(str(folder.job)))
     records = read_records(folder.profile, job.strategy.world)

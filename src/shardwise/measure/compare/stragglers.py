@@ -12,7 +12,7 @@ SLOW = 1.25  # times as long for a layer as on the usual rank
 
 
 def rank_slowness(model: Model, found: Measured) -> tuple[float, ...] | None:
-    """How many times as long each rank takes for a layer as the usual one; None where no layer was recorded.
+    """How many times as long each rank takes for a layer as the usual one; None if no layer was recorded.
 
     Layers are compared with others of their kind. The usual rank is the one in the middle, of two the faster.
     """

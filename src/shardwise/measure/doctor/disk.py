@@ -72,7 +72,7 @@ def timed_write(path: Path, room: int) -> tuple[int, float]:
 
 
 def timed_read(path: Path) -> float | None:
-    """Seconds to read the file; None where the system cannot be told to forget it first."""
+    """Seconds to read the file; None if the system cannot be told to forget it first."""
     if not hasattr(os, "posix_fadvise"):
         return None
     with path.open("rb", buffering=0) as file:

@@ -61,7 +61,7 @@ class Folder:
         return DTYPES[found.pop()]
 
     def require(self, name: str) -> None:
-        """Raises SpecError where a tensor could not be read; nothing of it is."""
+        """Raises SpecError if a tensor could not be read; nothing of it is."""
         place = self._place(name)
         for theirs in place.names:
             if (found := self._stored(place, theirs).get_dtype()) not in DTYPES:
@@ -81,7 +81,7 @@ class Folder:
         return place.from_stored(tensor, slices)
 
     def _stored(self, place: TensorPlace, theirs: str) -> Any:
-        """A stored tensor that can be sliced; raises SpecError where its shape is another."""
+        """A stored tensor that can be sliced; raises SpecError if its shape is another."""
         name = self.naming.stored_name(theirs, self.files)
         file = self.files[name]
         if file not in self._opened:

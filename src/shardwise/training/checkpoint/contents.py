@@ -42,7 +42,7 @@ class Contents:
 
 
 def contents_of(path: Path) -> Contents:
-    """Raises SpecError where the manifest is damaged."""
+    """Raises SpecError if the manifest is damaged."""
     manifest = read_manifest(path)
     tensors = []
     for key, whole in manifest.tensors.items():

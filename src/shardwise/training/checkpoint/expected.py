@@ -37,7 +37,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def require_resumable(job: Job, folder: CheckpointFolder) -> None:
-    """Raises SpecError where the newest checkpoint of a run is whole, and yet not one that the job can go on from."""
+    """Raises SpecError if the newest checkpoint of a run is whole, and yet not one that the job can go on from."""
     for step in folder.committed():
         path = folder.of_step(step)
         if path.is_symlink() or problems_of(path, contents=False):
@@ -49,7 +49,7 @@ def require_resumable(job: Job, folder: CheckpointFolder) -> None:
 
 
 def require_weights(model: Model, source: Path) -> None:
-    """Raises SpecError where a path to start from has not all weights of a model."""
+    """Raises SpecError if a path to start from has not all weights of a model."""
     found = start_at(source)
     if has_companions(found):
         _require_huggingface(model, found)

@@ -16,7 +16,7 @@ _REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """All that are there, whole or damaged, the newest first; raises SpecError where there is none."""
+    """All that are there, whole or damaged, the newest first; raises SpecError if there is none."""
     if (path / NAME).is_file():
         return [path]
     folder = _folder_at(path)
@@ -27,7 +27,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def newest_at(path: Path) -> Path:
-    """The newest that was committed; raises SpecError where there is none."""
+    """The newest that was committed; raises SpecError if there is none."""
     if (path / NAME).is_file():
         return path
     folder = _folder_at(path)
@@ -53,7 +53,7 @@ def start_at(source: Path) -> Path:
 
 
 def require_start(model: Model, source: Path) -> None:
-    """Raises SpecError where a path holds nothing that a run of ``model`` can start from, by what it says of itself."""
+    """Raises SpecError if a path holds nothing that a run of ``model`` can start from, by what it says of itself."""
     found = start_at(source)
     theirs = model_from_hf_config(found) if has_companions(found) else model_from(read_manifest(found).job.get("model"))
     require_same_shapes(model, theirs, source)

@@ -45,7 +45,7 @@ class CheckpointFolder:
         return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
 
     def written_ns(self, step: int) -> int:
-        """When the checkpoint of a step was finished; 0 where it has just gone."""
+        """When the checkpoint of a step was finished; 0 if it has just gone."""
         try:
             return (self.of_step(step) / NAME).stat().st_mtime_ns
         except OSError:
@@ -104,7 +104,7 @@ class CheckpointFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone in this folder; raises SpecError where another run is at work. The kernel frees it with the process."""
+        """Alone in this folder; raises SpecError if another run is at work. The kernel frees it with the process."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

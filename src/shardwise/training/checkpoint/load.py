@@ -112,14 +112,14 @@ def _is_there(one: Kept, manifest: Manifest) -> bool:
 
 
 def require_run(manifest: Manifest, folder: Path) -> None:
-    """Raises SpecError where a checkpoint is of weights that nobody was training."""
+    """Raises SpecError if a checkpoint is of weights that nobody was training."""
     if not manifest.numbers:
         remedy = "start from them in another folder: run.start_from"
         raise SpecError(str(folder), "holds weights alone: no run can resume from them", remedy)
 
 
 def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, ...]]], folder: Path) -> None:
-    """Raises SpecError where a checkpoint has none of that name and shape for one of ``wanted``."""
+    """Raises SpecError if a checkpoint has none of that name and shape for one of ``wanted``."""
     for key, shape in wanted:
         whole = manifest.tensors.get(key)
         if whole is None:

@@ -84,7 +84,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Waits for the save that is under way; raises SaveError where it failed."""
+        """Waits for the save that is under way; raises SaveError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -70,7 +70,7 @@ def _content(
 
 
 def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
-    """What is wrong with a file; None where it is as it was written. ``progress`` hears of the bytes that were read."""
+    """What is wrong with a file; None if it is as it was written. ``progress`` hears of the bytes that were read."""
     if problem := shortened(path, wanted):
         return problem
     try:
@@ -85,7 +85,7 @@ def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda 
 
 
 def shortened(path: Path, wanted: Shard) -> str | None:
-    """What is wrong with a file by its length; None where that is right."""
+    """What is wrong with a file by its length; None if that is right."""
     try:
         if path.is_symlink() or not path.is_file():
             return "is missing" if not path.is_symlink() else "is a link"

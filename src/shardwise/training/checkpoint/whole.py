@@ -99,7 +99,7 @@ def write_checkpoint(
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises SpecError where a disk has less than that many bytes left."""
+    """Raises SpecError if a disk has less than that many bytes left."""
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

@@ -77,7 +77,7 @@ def is_distributed(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder by their names there; raises SpecError where a part of one is missing."""
+    """All tensors of a folder by their names there; raises SpecError if a part of one is missing."""
     if not (folder / METADATA).is_file():
         raise SpecError(str(folder / METADATA), "is missing", _AGAIN)
     metadata = fields_of(read_pickle(folder / METADATA))

@@ -119,7 +119,7 @@ def _iteration_folder(source: Path) -> Path:
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of every (tensor, pipeline) rank; raises SpecError where one is missing."""
+    """The file of every (tensor, pipeline) rank; raises SpecError if one is missing."""
     found = {}
     for one in folder.iterdir():
         if match := _RANK.fullmatch(one.name):

@@ -35,7 +35,7 @@ class Description:
 
 
 def described(given: str | None, beside: Path) -> Description | None:
-    """The model that the user named, or that a config.json beside the weights describes; None where neither is."""
+    """The model that the user named, or that a config.json beside the weights describes; None if neither is."""
     path = Path(given) if given is not None else beside
     path = path / "config.json" if path.is_dir() else path
     if path.suffix.lower() == ".json" and path.is_file():
@@ -66,7 +66,7 @@ def torch_files(paths: Sequence[Path]) -> dict[str, Lazy]:
 
 
 def tensors_in(content: Any, where: str) -> dict[str, Lazy]:
-    """The state dict in what a file holds; raises SpecError where there is none."""
+    """The state dict in what a file holds; raises SpecError if there is none."""
     for _ in range(_MOST_NESTED):
         if not isinstance(content, dict):
             break
@@ -87,7 +87,7 @@ def without_wrappers(stored: Mapping[str, Lazy]) -> dict[str, Lazy]:
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that was saved without safetensors; none where there are none."""
+    """The files of a Hugging Face folder that was saved without safetensors; none if there are none."""
     if not (folder / INDEX).is_file():
         return [folder / "pytorch_model.bin"] if (folder / "pytorch_model.bin").is_file() else []
     try:

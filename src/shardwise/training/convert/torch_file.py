@@ -78,7 +78,7 @@ def fields_of(one: Any) -> dict[str, Any]:
 
 
 def read_torch_file(path: Path) -> Any:
-    """The content of a file of ``torch.save`` (zip format); raises SpecError, in one line, for everything else."""
+    """The content of a file of ``torch.save`` (zip format); raises SpecError for everything else."""
     if not path.is_file():
         raise SpecError(str(path), "is not a file", "check the path")
     return _read(str(path), path, mmap=True)

@@ -66,7 +66,7 @@ class Stream:
         return Sample(window[:-1], labels, inside.astype(np.int64))
 
     def known(self, start: int, stop: int) -> Tokens:
-        """The tokens there; raises SpecError where the vocabulary does not have one of them."""
+        """The tokens there; raises SpecError if the vocabulary does not have one of them."""
         window: Tokens = np.asarray(self.pair.tokens[start:stop]).astype(np.int64)
         if len(window) and (int(window.min()) < 0 or int(window.max()) >= self.vocab):
             bad = int(np.flatnonzero((window < 0) | (window >= self.vocab))[0])

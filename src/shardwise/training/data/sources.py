@@ -41,7 +41,7 @@ def read_documents(path: Path, field: str = "text") -> Iterator[Document]:
 
 
 def require_readable(path: Path) -> None:
-    """Raises SpecError where a file is not there, is of no known kind, or of one whose package is not installed."""
+    """Raises SpecError if a file is not there, is of no known kind, or of one whose package is not installed."""
     if not path.is_file():
         raise SpecError(str(path), "is not there", "name files, or a pattern that your shell expands")
     name = path.name.lower()

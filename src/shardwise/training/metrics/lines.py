@@ -66,7 +66,7 @@ class MetricLines:
 
 
 def open_lines(path: Path) -> FileIO:
-    """The file to append to; raises SpecError where it cannot be written."""
+    """The file to append to; raises SpecError if it cannot be written."""
     try:
         return path.open("ab", buffering=0)
     except OSError as error:

@@ -72,7 +72,7 @@ class Recorder:
 
 
 def require_places(job: Job, folder: Path) -> None:
-    """Before a process starts: raises SpecError where rank 0 could not record."""
+    """Before a process starts: raises SpecError if rank 0 could not record."""
     open_lines(folder / NAME).close()
     if job.run.logging.tensorboard:
         make_folder(folder / TENSORBOARD)

@@ -14,7 +14,7 @@ WARM_UP = 3  # steps after a start that take longer than others
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Medians over the steps of a run; None where nothing is known."""
+    """Medians over the steps of a run; None if nothing is known."""
 
     steps: int
     first_loss: float | None

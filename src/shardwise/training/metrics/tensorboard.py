@@ -30,7 +30,7 @@ def _guarded(folder: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder for event files; raises SpecError where it cannot be made."""
+    """The folder for event files; raises SpecError if it cannot be made."""
     with _guarded(folder):
         folder.mkdir(parents=True, exist_ok=True)
 

@@ -33,7 +33,7 @@ def clock_offset() -> tuple[int, int]:
 
 
 def _machine() -> str:
-    """What tells a running kernel from all others; empty where it does not say."""
+    """What tells a running kernel from all others; empty if it does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:

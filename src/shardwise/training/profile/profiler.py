@@ -36,7 +36,7 @@ class Profiler:
         self._offset_ns = self._error_ns = 0
 
     def covers(self, number: int) -> bool:
-        """Whether the step, counted from 1, is recorded: none where a run begins in the middle of the window."""
+        """Whether the step, counted from 1, is recorded: none if a run begins in the middle of the window."""
         return number == self.asked.first or (self._open is not None and number <= self.asked.last)
 
     @contextmanager

@@ -77,7 +77,7 @@ def path_of(folder: Path, rank: int) -> Path:
 
 
 def read_records(folder: Path, world: int) -> tuple[RankRecord, ...]:
-    """The records of all ranks; raises SpecError where there are none, or not all of them."""
+    """The records of all ranks; raises SpecError if there are none, or not all of them."""
     paths = [path_of(folder, rank) for rank in range(world)]
     there = [path for path in paths if path.is_file()]
     if not there:
