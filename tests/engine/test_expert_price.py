@@ -90,13 +90,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.engine.experts import Assumed, apply_experts, assume_load
 from shardwise.engine.mesh import build_mesh
-from shardwise.models.moe import MixtureOfExperts
+from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 one = Job.from_yaml(sys.stdin.read())
 dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
 mesh = build_mesh(one.strategy)
 with torch.device("meta"):
-    made = MixtureOfExperts(one.model)
+    made = MoELayer(one.model)
 exchange = apply_experts(made, mesh, one.strategy, lambda rank: rank // 2)
 assume_load(exchange, Assumed())
 with FakeTensorMode(allow_non_fake_inputs=True):
