@@ -84,7 +84,7 @@ def every_job(request: Request, values: Mapping[str, tuple[Any, ...]]) -> Iterat
         fields["zero"], fields["keep_parameters"], fields["accumulate"] = sharding
         try:
             strategy = Strategy(**fields, overlap=replace(request.job.stack.overlap, ep=_hides(fields)))
-            even = model.layers % (strategy.pp * strategy.chunks_per_rank) == 0
+            even = model.layers % strategy.stages == 0
             yield replace(request.job, strategy=replace(strategy, stage_layers="even" if even else "balanced"))
         except SpecError:
             continue

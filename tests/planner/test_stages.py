@@ -71,7 +71,7 @@ def test_never_slower_and_always_fits(model: str, schedule: str) -> None:
 def test_every_schedule_takes_uneven_stages(schedule: str) -> None:
     """An explicit division with an end that has no layers is priced, held, supported, written and read again."""
     strategy = Strategy(pp=4, schedule=schedule, interleave=2 if schedule == "interleaved" else 1)  # type: ignore[arg-type]
-    stages = strategy.pp * strategy.chunks_per_rank
+    stages = strategy.stages
     counts = (3, *[1] * (stages - 3), 16 - 3 - (stages - 3), 0)
     own = job(batch=16, pp=4, schedule=schedule, interleave=strategy.interleave, stage_layers=counts)
     even = job(batch=16, pp=4, schedule=schedule, interleave=strategy.interleave, stage_layers="even")

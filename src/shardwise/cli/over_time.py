@@ -41,7 +41,7 @@ def write_over_time(parsed: argparse.Namespace, job: Job) -> list[str]:
 
 
 def _check_size(flag: str, job: Job) -> None:
-    passes = 3 * job.microbatches * job.strategy.pp * job.strategy.chunks_per_rank
+    passes = 3 * job.microbatches * job.strategy.stages
     if passes > _MOST_PASSES:
         problem = f"{job.microbatches:,} microbatches make {passes:,} passes, more than {_MOST_PASSES:,}"
         raise SpecError(flag, problem, "give a smaller --global-batch")

@@ -68,7 +68,7 @@ def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: 
     job, strategy = prediction.job, prediction.job.strategy
     if strategy.pp == 1:
         return SimulatedStep(prediction, job.microbatches * prediction.slowest.microbatch_seconds, None)
-    passes = 3 * job.microbatches * strategy.pp * strategy.chunks_per_rank
+    passes = 3 * job.microbatches * strategy.stages
     if most_passes is not None and strategy.schedule_record.repeats == "unknown" and passes > most_passes:
         return SimulatedStep(prediction, prediction.pipeline_seconds, None, is_closed_form=True)
     return SimulatedStep(prediction, *_pipeline(prediction, prediction.slowest.message_seconds, whole=whole))
@@ -104,7 +104,7 @@ def pipeline_times(prediction: Prediction) -> StageTimes:
     if job.strategy.pp == 1:
         rank = prediction.slowest
         return stage_times([rank.forward], [rank.input_gradient], [rank.weight_gradient])
-    passes = [(0.0, 0.0, 0.0)] * (job.strategy.pp * job.strategy.chunks_per_rank)
+    passes = [(0.0, 0.0, 0.0)] * job.strategy.stages
     for number, rank in enumerate(rank_predictions(prediction)):
         stages = stages_of_rank(job, number)
         for stage, seconds in zip(stages, seconds_of_stages(job, rank, stages)):
@@ -132,7 +132,7 @@ def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -
     whole = (rank.forward, rank.input_gradient, rank.weight_gradient)
     if len(stages) == 1:
         return [whole]
-    alone = [part_seconds(job, _stage_contents(job, stage)) for stage in stages]
+    alone = [part_seconds(job, stage_contents(job, stage)) for stage in stages]
     call = job.cluster.device.efficiency.stage_call_seconds
     columns = zip(*((one.forward + call, one.input_gradient + call, one.weight_gradient) for one in alone))
     parts = [_in_proportion(seconds, column) for seconds, column in zip(whole, columns)]
@@ -142,12 +142,3 @@ def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -
 def _in_proportion(total: float, weights: tuple[float, ...]) -> list[float]:
     whole = sum(weights)
     return [total * weight / whole if whole else total / len(weights) for weight in weights]
-
-
-def _stage_contents(job: Job, stage: int) -> RankContents:
-    """What one stage computes; its parameters take no time in a pass and are left out."""
-    stages = stage_contents(job)
-    (dense, moe), last = stages[stage], len(stages) - 1
-    more = job.model.mtp_layers if stage == last else 0
-    dense, moe = (dense, moe + more) if job.model.moe else (dense + more, moe)
-    return RankContents(stage, dense, moe, stage == 0, stage == last, 0.0, 0.0, 0.0)

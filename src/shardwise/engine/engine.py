@@ -17,7 +17,7 @@ from shardwise.engine.data import apply_data
 from shardwise.engine.experts import apply_experts, update_balance
 from shardwise.engine.mesh import Mesh, build_mesh
 from shardwise.engine.patterns import DECODER, decoder_patterns
-from shardwise.engine.pipeline import TiedEnds, call_decoder, keep_stage, schedule_of, tie_ends
+from shardwise.engine.pipeline import TiedEnds, call_decoder, keep_stage, tie_ends
 from shardwise.engine.precision import precision_of
 from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.refuse import require_runs
@@ -25,7 +25,7 @@ from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.engine.values import initialise_parts, materialise
 from shardwise.layout.ranks import node_of
-from shardwise.layout.stages import stage_layers, stages_of_rank
+from shardwise.layout.stages import placement, stage_layers, stages_of_rank
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
@@ -95,7 +95,7 @@ def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
 def _tied(job: Job, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:
     if not job.model.tied_embeddings or job.strategy.pp == 1:
         return None
-    return tie_ends(stages, schedule_of(job).placement, mesh.group("pp"))
+    return tie_ends(stages, placement(job), mesh.group("pp"))
 
 
 __all__ = ["Engine", "StepResult"]

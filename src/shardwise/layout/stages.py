@@ -1,4 +1,4 @@
-"""What one pipeline rank holds: its layers, whether it has the embedding or the loss, its parameters."""
+"""Pipeline stages: on which rank each is, its layers, and what a pipeline rank holds in parameters."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def stages_of_rank(job: Job, rank: int) -> tuple[int, ...]:
     return strategy.schedule_record.stages_of(rank, strategy.pp, strategy.chunks_per_rank)
 
 
+def placement(job: Job) -> tuple[int, ...]:
+    """The pipeline rank of every stage; where each has two, that of the first copy."""
+    rank_of = {stage: rank for rank in range(job.strategy.pp) for stage in stages_of_rank(job, rank)}
+    return tuple(rank_of[stage] for stage in range(job.strategy.stages))
+
+
 def stage_layers(job: Job) -> tuple[range, ...]:
     """The layers of every stage, in model order; the first and the last may have none."""
     counts = stage_layer_counts(job.model, job.strategy)
@@ -63,15 +69,13 @@ def stage_layers(job: Job) -> tuple[range, ...]:
 
 def rank_contents(job: Job, rank: int) -> RankContents:
     """What pipeline rank ``rank`` holds."""
-    return _rank_contents(job, rank, stage_contents(job))
+    return _rank_contents(job, rank, _layers_of_stages(job))
 
 
 def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> RankContents:
     model, strategy, last = job.model, job.strategy, len(stages) - 1
     chunks, held = stages_of_rank(job, rank), _held_by_rank(job, rank)
-    dense, moe = _summed(stages, chunks)
-    if last in chunks:
-        dense, moe = (dense, moe + model.mtp_layers) if model.moe else (dense + model.mtp_layers, moe)
+    dense, moe = _layers_run(job, stages, chunks)
     matrices, others, experts = _layer_parts(job, *_summed(stages, held))
     if 0 in held:
         others += embedding_parameters(model, strategy.tp)
@@ -87,12 +91,26 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
     return RankContents(rank, dense, moe, 0 in chunks, last in chunks, matrices, others, experts)
 
 
+def stage_contents(job: Job, stage: int) -> RankContents:
+    """What one stage computes; its parameters take no time in a pass and are left out."""
+    stages = _layers_of_stages(job)
+    dense, moe = _layers_run(job, stages, (stage,))
+    return RankContents(stage, dense, moe, stage == 0, stage == len(stages) - 1, 0.0, 0.0, 0.0)
+
+
+def _layers_run(job: Job, stages: tuple[tuple[int, int], ...], chunks: tuple[int, ...]) -> tuple[int, int]:
+    """Dense and mixture-of-experts layers of some stages; prediction modules run beside the head."""
+    dense, moe = _summed(stages, chunks)
+    more = job.model.mtp_layers if len(stages) - 1 in chunks else 0
+    return (dense, moe + more) if job.model.moe else (dense + more, moe)
+
+
 def _held_by_rank(job: Job, rank: int) -> tuple[int, ...]:
     """The stages whose parameters a rank holds.
 
     DualPipe runs half of the microbatches from the other end: a rank holds its mirror's stage too.
     """
-    chunks, last = stages_of_rank(job, rank), job.strategy.pp * job.strategy.chunks_per_rank - 1
+    chunks, last = stages_of_rank(job, rank), job.strategy.stages - 1
     return tuple({*chunks, last - rank}) if job.strategy.schedule_record.two_copies else chunks
 
 
@@ -105,7 +123,7 @@ def _summed(stages: tuple[tuple[int, int], ...], held: tuple[int, ...]) -> tuple
     return sum(stages[one][0] for one in held), sum(stages[one][1] for one in held)
 
 
-def stage_contents(job: Job) -> tuple[tuple[int, int], ...]:
+def _layers_of_stages(job: Job) -> tuple[tuple[int, int], ...]:
     """Dense and mixture-of-experts layers of every stage."""
     result, first = [], 0
     for count in stage_layer_counts(job.model, job.strategy):
@@ -138,7 +156,7 @@ def _layer_parts(job: Job, dense: int, moe: int) -> tuple[float, float, float]:
 def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, ...]]:
     """One rank of every kind among ``ranks`` (equal contents take equal time), and all that are like it."""
     alike: dict[Any, list[int]] = {}
-    stages = stage_contents(job)
+    stages = _layers_of_stages(job)
     ends = (0, len(stages) - 1)
     for rank in ranks:
         chunks, held = stages_of_rank(job, rank), _held_by_rank(job, rank)

@@ -84,7 +84,7 @@ def recut(job: Job, found: Measured) -> Recut:
 
 def measured_pieces(job: Job, found: Measured, priced: Pieces, slowness: Sequence[float]) -> Pieces:
     """What the pieces of the model take on a usual rank: layers by their share of the forward passes, ends the rest."""
-    last = job.strategy.pp * job.strategy.chunks_per_rank - 1
+    last = job.strategy.stages - 1
     layers, ends = [], {0: 0.0, last: 0.0}
     for record, steps, one in zip(found.records, found.steps, found.ranks):
         for stage, (forward, all_passes) in _stage_seconds(steps).items():

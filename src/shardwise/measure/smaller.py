@@ -84,7 +84,7 @@ def _merged(counts: tuple[int, ...], stages: int) -> tuple[int, ...]:
 def with_small_model(job: Job) -> Job:
     """A model of the same kind, a few layers deep and some tens of features wide, that the layout still divides."""
     strategy, model = job.strategy, job.model
-    chunks = strategy.pp * strategy.chunks_per_rank
+    chunks = strategy.stages
     layers = 2 * chunks if chunks > 1 else min(model.layers, 4)
     ratio = model.heads // model.key_value_heads
     kv_heads = strategy.tp // 2 if model.key_value_heads < strategy.tp else lcm(strategy.tp * strategy.cp, 2)

@@ -71,7 +71,7 @@ def polished(request: MixedRequest, step: MixedStep) -> MixedStep:
     one with short stages beside it: two that are equally slow also wait for each other's messages.
     """
     arrangement = step.arrangement
-    passes = arrangement.job.microbatches * arrangement.strategy.pp * arrangement.strategy.chunks_per_rank
+    passes = arrangement.job.microbatches * arrangement.strategy.stages
     left = min(_MOST_TRIED, _SIMULATED // passes)
     moves = _moves(step)
     while left > 0 and (move := next(moves, None)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from shardwise.cost.communication.pipeline import message_traffic
 from shardwise.cost.flops import flops_per_token
@@ -11,7 +12,7 @@ from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.cost.payload import Role, sent_forward
 from shardwise.cost.prediction import Prediction, RankPrediction, rank_prediction
 from shardwise.cost.simulation import seconds_of_stages
-from shardwise.layout.stages import rank_contents, stages_of_rank
+from shardwise.layout.stages import placement, rank_contents, stages_of_rank
 from shardwise.pipeline import stage_times
 from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.spec.hardware import Cluster
@@ -155,7 +156,7 @@ def mixed_step(arrangement: Arrangement) -> MixedStep:
     """The step of an arrangement whose strategy says the layers of every stage."""
     job, strategy = arrangement.job, arrangement.strategy
     ranks = _rank_predictions(arrangement)
-    passes = [(0.0, 0.0, 0.0)] * (strategy.pp * strategy.chunks_per_rank)
+    passes = [(0.0, 0.0, 0.0)] * strategy.stages
     for number, (kind, rank) in enumerate(zip(arrangement.kind_of_rank, ranks)):
         stages = stages_of_rank(job, number)
         for stage, own in zip(stages, seconds_of_stages(arrangement.on(kind), rank, stages)):
@@ -186,11 +187,10 @@ def _rank_predictions(arrangement: Arrangement) -> tuple[RankPrediction, ...]:
 def message_seconds(arrangement: Arrangement) -> list[float]:
     """One message over every boundary of stages: inside a kind over its own network, else over the one between."""
     job, kinds = arrangement.job, arrangement.kind_of_rank
-    rank_of = {stage: rank for rank in range(job.strategy.pp) for stage in stages_of_rank(job, rank)}
     inside = {kind: _message(arrangement.alone(kind)) for kind in arrangement.kinds}
     between = max(_message(arrangement.joined(kind)) for kind in arrangement.kinds)
-    ends = ((kinds[rank_of[stage]], kinds[rank_of[stage + 1]]) for stage in range(len(rank_of) - 1))
-    return [inside[sender] if sender == receiver else between for sender, receiver in ends]
+    along = [kinds[rank] for rank in placement(job)]
+    return [inside[sender] if sender == receiver else between for sender, receiver in pairwise(along)]
 
 
 def _message(job: Job) -> float:

@@ -38,7 +38,7 @@ def fits(job: Job, capacity_bytes: float) -> bool:
 def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
     """The same job with other stages, whose slowest rank takes less time for a microbatch."""
     ranks = range(job.strategy.pp)
-    if len(ranks) == 1 or job.model.layers**2 * job.strategy.pp * job.strategy.chunks_per_rank > MOST_CELLS:
+    if len(ranks) == 1 or job.model.layers**2 * job.strategy.stages > MOST_CELLS:
         return
     pieces = pieces_of(job)
     rooms = [room_for_pieces(job, pieces, rank, capacity_bytes) for rank in ranks]
@@ -92,7 +92,7 @@ def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ..
 
 def _over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Layers of every stage from those of every rank: each of its stages takes about as long as the others."""
-    counts = [0] * (job.strategy.pp * job.strategy.chunks_per_rank)
+    counts = [0] * job.strategy.stages
     ends = {0: pieces.embedding.seconds, len(counts) - 1: pieces.head.seconds}
     for rank, layers in enumerate(of_ranks):
         stages = stages_of_rank(job, rank)

@@ -142,7 +142,7 @@ def _check_experts(model: Model, strategy: Strategy) -> None:
 
 
 def _check_stages(model: Model, strategy: Strategy) -> None:
-    stages, chunks = strategy.pp * strategy.chunks_per_rank, strategy.chunks_per_rank
+    stages, chunks = strategy.stages, strategy.chunks_per_rank
     times = f" × {chunks} chunks" if chunks > 1 else ""
     if chunks > model.layers:
         can_shrink = strategy.interleave > 1 and model.layers > 1
@@ -236,7 +236,7 @@ def _check_batch(training: Training, strategy: Strategy) -> None:
 
 def stage_layer_counts(model: Model, strategy: Strategy) -> tuple[int, ...]:
     """Layers of every stage (pp × chunks of them, in model order)."""
-    stages = strategy.pp * strategy.chunks_per_rank
+    stages = strategy.stages
     if isinstance(strategy.stage_layers, tuple):
         return strategy.stage_layers
     if strategy.stage_layers == "balanced" and model.layers % stages:

@@ -111,10 +111,8 @@ class Strategy(Spec):
                 "write it like [tp, cp, dp, pp]",
             )
         self._check_schedule()
-        if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.pp * self.chunks_per_rank:
-            raise SpecError(
-                "stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.pp * self.chunks_per_rank}"
-            )
+        if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.stages:
+            raise SpecError("stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.stages}")
 
     def _check_schedule(self) -> None:
         chooses = self.schedule_record.chooses_chunks
@@ -143,6 +141,11 @@ class Strategy(Spec):
     def chunks_per_rank(self) -> int:
         """Model chunks that one pipeline rank holds."""
         return self.schedule_record.chunks_per_rank(self.pp, self.interleave)
+
+    @property
+    def stages(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return self.pp * self.chunks_per_rank
 
     @property
     def expert_tensor_parallel(self) -> int:

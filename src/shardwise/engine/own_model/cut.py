@@ -17,11 +17,11 @@ from shardwise.engine.own_model.experts import spread_experts
 from shardwise.engine.own_model.stages import keep_part, twin
 from shardwise.engine.own_model.tables import is_hugging_face
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.pipeline import TiedEnds, schedule_of, tie_ends
+from shardwise.engine.pipeline import TiedEnds, tie_ends
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.values import fill, materialise
 from shardwise.layout.ranks import node_of
-from shardwise.layout.stages import stage_layers, stages_of_rank
+from shardwise.layout.stages import placement, stage_layers, stages_of_rank
 from shardwise.spec.job import Job
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
@@ -67,7 +67,7 @@ def tie_stages(
     tied = bool(head) and second_names.get(f"{head}.weight") == f"{embedding}.weight"
     if job.strategy.pp == 1 or not tied:
         return None
-    return tie_ends(stages, schedule_of(job).placement, mesh.group("pp"), embedding=embedding, head=head)
+    return tie_ends(stages, placement(job), mesh.group("pp"), embedding=embedding, head=head)
 
 
 @torch.no_grad()

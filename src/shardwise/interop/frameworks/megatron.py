@@ -73,7 +73,7 @@ def _pipeline(job: Job) -> Settings:
     strategy, settings = job.strategy, Settings()
     if strategy.pp == 1 or strategy.schedule not in _SCHEDULES:
         return settings
-    if isinstance(strategy.stage_layers, tuple) or job.model.layers % (strategy.pp * strategy.chunks_per_rank):
+    if isinstance(strategy.stage_layers, tuple) or job.model.layers % strategy.stages:
         from shardwise.spec.rules import stage_layer_counts
 
         counts = stage_layer_counts(job.model, strategy)
