@@ -1,6 +1,7 @@
 """Pipeline schedules of another package: listed, verified, priced, searched, drawn and run, without a change here.
 
-The package is "installed" as pip would leave it, a module and its entry points, in a folder on PYTHONPATH.
+The package is "installed" as pip would leave it, modules and entry points in a folder on PYTHONPATH: the example of the
+documents, and one that interleaves three chunks per rank and leaves no choice.
 """
 
 from __future__ import annotations
@@ -14,44 +15,34 @@ from typing import Any
 
 import pytest
 
-MODULE = '''
-"""1F1B with one more forward pass ahead, and interleaved 1F1B with three chunks per rank and no choice."""
-
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"  # 1F1B with one more forward pass ahead
+MODULE = """
 from dataclasses import replace
 
 from shardwise.pipeline.builders.interleaved import interleaved
-from shardwise.pipeline.builders.one_f_one_b import one_forward_one_backward
-from shardwise.pipeline.schedule import loop_placement, one_copy
 from shardwise.spec.schedules import ScheduleRecord
-
-
-def eager(ranks, microbatches):
-    ahead = [ranks - rank + (rank < ranks - 1) for rank in range(ranks)]
-    actions = [one_forward_one_backward(rank, microbatches, ahead[rank]) for rank in range(ranks)]
-    return one_copy("eager", microbatches, loop_placement(ranks), actions)
 
 
 def thrice(ranks, microbatches):
     return replace(interleaved(ranks, microbatches, 3), name="thrice")
 
 
-SCHEDULES = (
-    ScheduleRecord(name="eager", builder=eager, source="a test: p - r + 1"),
-    ScheduleRecord(name="thrice", builder="others_schedules:thrice", source="a test", chunks=3, in_rounds=True),
-)
-'''
+SCHEDULES = (ScheduleRecord(name="thrice", builder="thrice:thrice", source="a test", chunks=3, in_rounds=True),)
+"""
+ENTRY_POINTS = "[shardwise.schedules]\neager = own_schedule:EAGER\nothers = thrice:SCHEDULES\n"
 MODEL = {"name": "small", "layers": 6, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 256, "max_seq": 64}
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    (folder / "others_schedules.py").write_text(MODULE)
+    (folder / "own_schedule.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
+    (folder / "thrice.py").write_text(MODULE)
     (folder / "model.yaml").write_text(json.dumps(MODEL))
-    info = folder / "others_schedules-1.0.dist-info"
+    info = folder / "others-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others-schedules\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[shardwise.schedules]\nall = others_schedules:SCHEDULES\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
     return folder
 
 
@@ -108,10 +99,17 @@ def test_they_are_searched(installed: Path) -> None:
     assert {one["strategy"]["schedule"] for one in either["candidates"]} == {"eager", "thrice"}
 
 
+def test_a_batch_that_does_not_divide_leaves_one_out(installed: Path) -> None:
+    found = answer(installed, f"plan {job('eager,thrice')} --global-batch 7 --microbatch 1")
+    assert {one["strategy"]["schedule"] for one in found["candidates"]} == {"eager"}
+
+
 def test_they_are_drawn(installed: Path) -> None:
     result = shardwise(installed, "explain bubble --pp 3 --microbatches 6 --schedule eager")
     assert result.returncode == 0, result.stderr
     assert "eager: 3 ranks, 6 microbatches" in result.stdout and "F0" in result.stdout
+    rows = [row["schedule"] for row in answer(installed, "explain bubble --pp 3 --microbatches 7")["tables"][0]["rows"]]
+    assert "eager" in rows and "thrice" not in rows  # which takes three at a time
 
 
 @pytest.mark.parametrize("schedule", ["eager", "thrice"])

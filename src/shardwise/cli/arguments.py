@@ -53,7 +53,7 @@ _FIELD_FLAGS = (
     ("--shard-group", "strategy.shard_group", "ranks ZeRO shards over (hybrid sharding)"),
     ("--order", "strategy.order", "rank order, innermost first: tp,cp,dp,pp"),
     ("--microbatch", "strategy.microbatch", "sequences per microbatch, or auto: the largest that fits"),
-    ("--schedule", "strategy.schedule", "pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, ..."),
+    ("--schedule", "strategy.schedule", "pipeline schedule: 1f1b, interleaved, zbv, ... (`shardwise list schedules`)"),
     ("--interleave", "strategy.interleave", "model chunks per pipeline rank"),
     ("--stage-layers", "strategy.stage_layers", "even, balanced, or layers per stage: 7,8,8,7"),
     ("--recompute", "strategy.recompute", "none, selective or full"),

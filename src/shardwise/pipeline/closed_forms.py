@@ -108,4 +108,6 @@ def _counted_peaks(name: str, ranks: int, microbatches: int, chunks: int) -> tup
 
 @lru_cache(maxsize=64)
 def _built(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    return build(name, ranks, microbatches, chunks)
+    """In whole rounds: a search has cells with a part of one too, where the batch does not divide, and drops them."""
+    rounds = schedule_record(name).rounds(ranks)
+    return build(name, ranks, -(-max(1, microbatches) // rounds) * rounds, chunks)

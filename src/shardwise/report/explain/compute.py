@@ -69,7 +69,8 @@ def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | 
     """Pipeline bubble of every schedule at F = B = W, and the timeline of one."""
     rows = []
     for one in schedule_records():
-        if one.in_jobs:
+        in_rounds = one.closed_forms or microbatches % one.rounds(stages) == 0  # what is simulated is built
+        if one.in_jobs and in_rounds:
             idle = bubble_share(one.name, stages, microbatches, chunks)
             rows.append((one.name, bar(idle, 16), one.source, share(idle), share(idle / (1 + idle))))
     return Explanation(
