@@ -23,12 +23,11 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.spec.job import Job
 from shardwise.training.data.build import build
-from shardwise.training.data.corpus import standard_library
 from shardwise.training.data.loader import Loader, rows_of
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.data.pair import PairWriter, open_pair
-from shardwise.training.data.samples import Stream
-from shardwise.training.evaluation import batch_of
+from shardwise.training.data.order import Mixture, Stream
+from shardwise.training.data.sources import standard_library
+from shardwise.training.data.token_files import PairWriter, open_pair
+from shardwise.training.loop import batch_of
 
 TINY_SEQ, LARGE_SEQ, VOCAB = 128, 8192, 512
 LARGE = {

@@ -25,12 +25,11 @@ from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
 from shardwise.spec.job import Job
-from shardwise.training.attempt import Place, Reporter
+from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.data.loader import rows_of
-from shardwise.training.data.of_run import built_in, mixtures_of
-from shardwise.training.evaluation import batch_of
-from shardwise.training.loop import Loop, Parts
+from shardwise.training.data.run_data import built_in, mixtures_of
+from shardwise.training.loop import Loop, LoopParts, batch_of
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.start import State
 
@@ -70,10 +69,10 @@ def timed(place: PoolPlace, folder: str, steps: int) -> tuple[list[float], list[
     with joined(place.rank, place.world, place.meeting_file):
         engine = Engine(job)
         training, _ = mixtures_of(job, run_folder)
-        reporter = Reporter(Place(place.rank, place.world, place.rank, folder=run_folder))
+        reporter = Reporter(WorldPlace(place.rank, place.world, place.rank, folder=run_folder))
         recorder = Recorder(job, run_folder, 0) if place.rank == 0 else None
         checkpoints = CheckpointFolder(run_folder / "checkpoints")
-        loop = Loop(Parts(job, engine, training, None, checkpoints, "0", reporter, recorder), State())
+        loop = Loop(LoopParts(job, engine, training, None, checkpoints, "0", reporter, recorder), State())
         batches = [
             batch_of(rows_of(training, number, job.sequences, place.rank, WORLD), engine.device)
             for number in range(WARM_UP + steps)

@@ -31,10 +31,10 @@ from shardwise.measure.recut import recut
 from shardwise.models.decoder import Layer
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
-from shardwise.training.attempt import Place, Reporter
+from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.data.of_run import built_in, mixtures_of
-from shardwise.training.loop import Loop, Parts
+from shardwise.training.data.run_data import built_in, mixtures_of
+from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.run_folder import RunFolder
 from shardwise.training.start import State
@@ -99,9 +99,9 @@ def timed(place: PoolPlace, job: Job, folder: str, slow_rank: int, steps: int) -
         training, _ = mixtures_of(job, path)
         assert job.run.profile is not None
         profiler = Profiler(engine, job.run.profile, RunFolder(path).profile)
-        reporter = Reporter(Place(place.rank, place.world, place.rank))
+        reporter = Reporter(WorldPlace(place.rank, place.world, place.rank))
         checkpoints = CheckpointFolder(path / "checkpoints")
-        parts = Parts(job, engine, training, None, checkpoints, "0", reporter, None, profiler)
+        parts = LoopParts(job, engine, training, None, checkpoints, "0", reporter, None, profiler)
         loop = Loop(parts, State())
         loop.begin()
         seconds: list[float] = []

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import yaml
 
+from shardwise.training.attempt import progress_path, read_progress
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.data.build import build
-from shardwise.training.data.corpus import standard_library
-from shardwise.training.records import progress_path, read_progress
+from shardwise.training.data.sources import standard_library
 from shardwise.training.run_folder import RunFolder
 
 WORLD = 2

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from shardwise.cli.main import main
-from shardwise.training.metrics.lines import read_lines
-from shardwise.training.metrics.summary import summarise
+from shardwise.training.metrics.lines import read_lines, summarise
 
 FOLDER = Path("runs/demo")
 CLUSTER = FOLDER / "cluster.yaml"

@@ -15,10 +15,9 @@ from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.report.checkpoint import print_contents
 from shardwise.spec import Job
-from shardwise.training.checkpoint.contents import Contents
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import load
-from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.checkpoint.manifest import Contents, read_manifest
 from shardwise.training.checkpoint.save import Saver
 from shardwise.training.start import start_from
 from training.runs import boxes, whole
@@ -177,7 +176,7 @@ def test_a_full_disk_leaves_nothing(made: tuple[Path, dict[str, Any]], tmp_path:
     """The disk says no in the middle of a file, or has too little before it begins."""
     from unittest import mock
 
-    from shardwise.training.checkpoint import stream, whole
+    from shardwise.training.checkpoint import shards, whole
 
     written = []
 
@@ -188,7 +187,7 @@ def test_a_full_disk_leaves_nothing(made: tuple[Path, dict[str, Any]], tmp_path:
 
     out = tmp_path / "out"
     arguments = ("checkpoint", "reshard", str(made[0]), "--out", str(out), "--shards", "2")
-    with mock.patch.object(stream, "write_block", full):
+    with mock.patch.object(shards, "write_block", full):
         assert "No space left on device" in error_line(run(*arguments))
     assert len(written) == 2
     assert [path.name for path in out.iterdir()] == [".lock"]

@@ -196,7 +196,7 @@ def _verified() -> None:
 def _trained() -> None:
     from shardwise.launch.rehearsal import Point
     from shardwise.report.training import print_points, print_summary
-    from shardwise.training.metrics.summary import RunSummary
+    from shardwise.training.metrics.lines import RunSummary
 
     print_summary(RunSummary(1200, 10.9, 3.2, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.41, 0.01), "bf16")
     print_points([Point("memory does not grow", "+0.12% (at most 1%), between step 10 and step 1,200", True)])

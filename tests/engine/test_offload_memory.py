@@ -20,7 +20,7 @@ from shardwise.engine.reductions import SCRATCH
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.parameters import layer_parameters
-from shardwise.training.metrics.tensor_bytes import TensorBytes
+from shardwise.training.metrics.memory import TensorBytes
 
 MODEL = {"name": "deep", "layers": 8, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "vocab": 256}
 STEPS = 10

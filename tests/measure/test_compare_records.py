@@ -19,7 +19,7 @@ from shardwise.measure.compare.stragglers import rank_slowness, straggler
 from shardwise.measure.recut import recut
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.profile.record import HOST, STREAMS, Flight, Range, RankRecord, read_records
+from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord, read_records
 
 BACKEND = 1
 ALONE = ("tp", "cp", "dp", "pp", "shard", "replicate", "ep", "expert_tp")
@@ -36,7 +36,7 @@ def record(
     rank: int, *ranges: tuple[str, float, float, int] | tuple[str, float, float], **groups: tuple[int, ...]
 ) -> RankRecord:
     """One step on a rank; ``groups`` are those in which it is not alone."""
-    ordered = sorted((Range(*one) for one in ranges), key=lambda one: (one.start, -one.end))
+    ordered = sorted((NamedRange(*one) for one in ranges), key=lambda one: (one.start, -one.end))
     known = {**dict.fromkeys(ALONE, (rank,)), **groups}
     return RankRecord(rank, rank // 2, "cpu", 0.0, known, {0: (0, 1, 2, 3)}, {}, tuple(ordered))
 

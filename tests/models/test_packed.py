@@ -8,7 +8,7 @@ import torch
 
 from shardwise.models.dot_product import document_bounds
 from shardwise.training.data.loader import Rows
-from shardwise.training.evaluation import batch_of
+from shardwise.training.loop import batch_of
 
 
 def test_bounds_are_those_of_every_document() -> None:

@@ -15,12 +15,12 @@ from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.engine.trainer import Trainer
 from shardwise.spec import Job
-from shardwise.training.attempt import Place, Reporter
+from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.state import kept
-from shardwise.training.data.of_run import mixtures_of
-from shardwise.training.data.pair import PairWriter
-from shardwise.training.loop import Loop, Parts
+from shardwise.training.data.run_data import mixtures_of
+from shardwise.training.data.token_files import PairWriter
+from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.metrics.lines import read_lines
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler
@@ -103,9 +103,9 @@ def train(job: Job, folder: str, spoilt: dict[str, Sequence[str]] | None = None)
     rank, world = dist.get_rank(), dist.get_world_size()
     training, validation = mixtures_of(job, Path(folder))
     recorder = Recorder(job, Path(folder), state.position.step) if rank == 0 else None
-    reporter = Reporter(Place(rank, world, rank))
+    reporter = Reporter(WorldPlace(rank, world, rank))
     profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, Path(folder) / "profile")
-    loop = Loop(Parts(job, engine, training, validation, checkpoints, "0", reporter, recorder, profiler), state)
+    loop = Loop(LoopParts(job, engine, training, validation, checkpoints, "0", reporter, recorder, profiler), state)
     seen: list[tuple[int, int, Any]] = []
     take = loop.loader.take
 

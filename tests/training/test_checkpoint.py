@@ -18,12 +18,12 @@ from shardwise.engine.engine import Engine
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.training.checkpoint.boxes import Run, placed, taken
+from shardwise.training.checkpoint.boxes import ContiguousRun, placed, taken
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import load, newest_good, problems_of
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.checkpoint.save import Saver
-from shardwise.training.position import Position
+from shardwise.training.start import Position
 from training.runs import boxes, whole
 from training.sealed import resealed
 
@@ -212,7 +212,7 @@ def test_a_strange_manifest_is_refused(tmp_path: Path, change: dict[str, Any]) -
 def test_runs_follow_slicing(data: st.DataObject) -> None:
     """Cuts of cuts name the elements that slicing twice gives."""
     size, blocks = data.draw(st.sampled_from([12, 24])), data.draw(st.sampled_from([1, 2, 3]))
-    values, runs = torch.arange(size), [Run(0, size)]
+    values, runs = torch.arange(size), [ContiguousRun(0, size)]
     each = size // blocks
     first = data.draw(st.integers(0, each - 1))
     last = data.draw(st.integers(first + 1, each))

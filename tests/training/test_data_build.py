@@ -14,11 +14,10 @@ import pytest
 
 from shardwise.spec.errors import SpecError
 from shardwise.training.data.build import build
-from shardwise.training.data.corpus import standard_library
 from shardwise.training.data.loader import Loader, rows_of
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.data.pair import open_pair
-from shardwise.training.data.samples import Stream
+from shardwise.training.data.order import Mixture, Stream
+from shardwise.training.data.sources import standard_library
+from shardwise.training.data.token_files import open_pair
 
 END = 256
 

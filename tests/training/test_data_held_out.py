@@ -15,9 +15,9 @@ from shardwise.launch.preflight import preflight
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run_data import Data
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.data.of_run import check_data, held_out_begin, mixtures_of
-from shardwise.training.data.pair import PairWriter
+from shardwise.training.data.order import Mixture
+from shardwise.training.data.run_data import check_data, held_out_begin, mixtures_of
+from shardwise.training.data.token_files import PairWriter
 from training.runs import job_of, write_shards
 
 SEQ = 32

@@ -13,10 +13,10 @@ import pytest
 
 from shardwise.spec.errors import SpecError
 from shardwise.training.data import loader as loading
-from shardwise.training.data import stage
+from shardwise.training.data import run_data
 from shardwise.training.data.loader import Loader, Rows, rows_of
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.data.of_run import mixtures_of
+from shardwise.training.data.order import Mixture
+from shardwise.training.data.run_data import mixtures_of
 from training.runs import job_of, write_shards
 
 BATCH = 8
@@ -28,7 +28,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     found = {"memory": tmp_path / "shm", "local-disk": tmp_path / "disk"}
     for path in found.values():
         path.mkdir()
-    monkeypatch.setattr(stage, "_MEMORY", found["memory"])
+    monkeypatch.setattr(run_data, "_MEMORY", found["memory"])
     monkeypatch.setattr(tempfile, "tempdir", str(found["local-disk"]))
     return found
 

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from effort import examples
 from shardwise.spec.errors import SpecError
-from shardwise.training.data import pair as pairs
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.data.pair import Pair, PairWriter, check_sums, open_pair
-from shardwise.training.data.permutation import Permutation
-from shardwise.training.data.samples import IGNORED, Stream, positions_in
+from shardwise.training.data import token_files as pairs
+from shardwise.training.data.order import IGNORED, Mixture, Permutation, Stream, positions_in
+from shardwise.training.data.token_files import PairWriter, TokenFiles, check_sums, open_pair
 
 SEQ, VOCAB = 16, 1000
 
 
-def pair_of(folder: Path, lengths: list[int], *, masked: bool = False) -> Pair:
+def pair_of(folder: Path, lengths: list[int], *, masked: bool = False) -> TokenFiles:
     """Documents of counted tokens: what stands at a place of the stream is its place."""
     begin = 0
     with PairWriter(folder / "data", np.uint16, masked=masked) as writer:

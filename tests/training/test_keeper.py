@@ -16,7 +16,7 @@ def meeting_bytes_after_saves(job: Job, folder: str) -> list[int]:
 
     from shardwise.engine.engine import Engine
     from shardwise.training.checkpoint.folder import CheckpointFolder
-    from shardwise.training.keeper import Keeper
+    from shardwise.training.checkpointing import Keeper
 
     engine = Engine(job)
     keeper = Keeper(engine, job.run, CheckpointFolder(Path(folder)), "attempt-0001")

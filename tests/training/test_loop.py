@@ -14,7 +14,7 @@ from shardwise.engine.gradient_norm import REFUSED
 from shardwise.launch.pool import WorkerError
 from shardwise.spec import Job
 from shardwise.training.data.loader import rows_of
-from shardwise.training.data.of_run import mixtures_of
+from shardwise.training.data.run_data import mixtures_of
 from training.runs import digest, global_batches, job_of, lines, run, train_with_a_full_disk, whole, write_shards
 
 SHORT: dict[str, Any] = {"steps": 6, "evaluation": {"interval": 3, "batches": 1}, "checkpoints": {"steps": 3}}

@@ -12,10 +12,16 @@ import pytest
 
 from cli.running import error_line, run
 from shardwise.spec.job import Job
-from shardwise.training.metrics.lines import Follower, MetricLines, cut_after, missing_steps, read_lines, spelled_ranges
-from shardwise.training.metrics.predicted import read_prediction, write_prediction
-from shardwise.training.metrics.recorder import Recorder
-from shardwise.training.metrics.summary import summarise
+from shardwise.training.metrics.lines import (
+    Follower,
+    MetricLines,
+    cut_after,
+    missing_steps,
+    read_lines,
+    spelled_ranges,
+    summarise,
+)
+from shardwise.training.metrics.recorder import Recorder, read_prediction, write_prediction
 from shardwise.training.metrics.tensorboard import EventFile, _checksum
 from training.runs import full_disk
 

@@ -6,7 +6,7 @@ from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
-from shardwise.training.pressure import AMPLE, SHORT, STEP, Pressure
+from shardwise.training.health import AMPLE, SHORT, STEP, Pressure
 
 
 def job(offload: object) -> Job:

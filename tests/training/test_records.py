@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import SpecError
-from shardwise.training.profile.record import path_of, read_records
-from shardwise.training.records import (
+from shardwise.training.attempt import (
     FailureRecord,
     failure_path,
     progress_path,
@@ -21,6 +20,7 @@ from shardwise.training.records import (
     write_failure,
     write_progress,
 )
+from shardwise.training.profile.record import path_of, read_records
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '{"rank": 0}', '{"strange": 1}'])

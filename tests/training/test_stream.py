@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.training.checkpoint import stream
+from shardwise.training.checkpoint import shards
 
-SMALL = 2 * stream.ALIGNED_BYTES
+SMALL = 2 * shards.ALIGNED_BYTES
 PARTS = ([], [0], [1], [SMALL], [SMALL - 1, 2], [1, SMALL, 0, 5 * SMALL, 3], [7] * 100, [9 * SMALL])
 
 
 @pytest.mark.parametrize("sizes", PARTS)
 def test_every_byte_is_written_and_summed(sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "BLOCK_BYTES", SMALL)
+    monkeypatch.setattr(shards, "BLOCK_BYTES", SMALL)
     random = np.random.default_rng(0)
     parts = [random.integers(0, 256, size, np.uint8) for size in sizes]
-    written = stream.write_stream(tmp_path / "file", parts)
+    written = shards.write_stream(tmp_path / "file", parts)
     content = (tmp_path / "file").read_bytes()
     assert content == b"".join(part.tobytes() for part in parts)
     assert (written.size, written.checksum) == (len(content), hashlib.sha256(content).hexdigest())
@@ -34,13 +34,13 @@ def test_a_disk_that_takes_nothing_directly(refused_by: str, tmp_path: Path, mon
     inner: Any = getattr(os, refused_by)
 
     def refuse(where: Any, argument: Any, *more: Any) -> Any:
-        flags = argument if refused_by == "open" else stream.fcntl.fcntl(where, stream.fcntl.F_GETFL)
-        if flags & stream._DIRECT:
+        flags = argument if refused_by == "open" else shards.fcntl.fcntl(where, shards.fcntl.F_GETFL)
+        if flags & shards._DIRECT:
             raise OSError(errno.EINVAL, "not directly")
         return inner(where, argument, *more)
 
-    monkeypatch.setattr(stream.os, refused_by, refuse)
+    monkeypatch.setattr(shards.os, refused_by, refuse)
     part = np.arange(SMALL + 5, dtype=np.uint64).view(np.uint8)
-    written = stream.write_stream(tmp_path / "file", [part])
+    written = shards.write_stream(tmp_path / "file", [part])
     assert (tmp_path / "file").read_bytes() == part.tobytes()
     assert written.checksum == hashlib.sha256(part.tobytes()).hexdigest()

@@ -45,8 +45,8 @@ def run(arguments: list[str]) -> int:
 
 def _inspect(path: Path, parsed: argparse.Namespace) -> int:
     from shardwise.report.checkpoint import contents_json, print_contents
-    from shardwise.training.checkpoint.contents import contents_of
-    from shardwise.training.checkpoint.find import newest_at
+    from shardwise.training.checkpoint.folder import newest_at
+    from shardwise.training.checkpoint.manifest import contents_of
 
     found = contents_of(newest_at(path))
     if parsed.json:
@@ -59,7 +59,7 @@ def _inspect(path: Path, parsed: argparse.Namespace) -> int:
 def _verify(paths: list[Path], *, as_json: bool) -> int:
     require_torch("checkpoint verify", "safetensors")
     from shardwise.report.bytes_progress import bytes_progress
-    from shardwise.training.checkpoint.find import checkpoints_at
+    from shardwise.training.checkpoint.folder import checkpoints_at
     from shardwise.training.checkpoint.load import problems_of
 
     folders = list(dict.fromkeys(one for path in paths for one in checkpoints_at(path)))
@@ -83,10 +83,9 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
     shards, out = whole(parsed.shards, "--shards"), path_from(parsed.out)
     require_torch("checkpoint reshard", "safetensors")
     from shardwise.report.bytes_progress import bytes_progress
-    from shardwise.training.checkpoint.contents import contents_of
-    from shardwise.training.checkpoint.find import newest_at
-    from shardwise.training.checkpoint.folder import CheckpointFolder
-    from shardwise.training.checkpoint.reshard import reshard
+    from shardwise.training.checkpoint.folder import CheckpointFolder, newest_at
+    from shardwise.training.checkpoint.manifest import contents_of
+    from shardwise.training.checkpoint.whole import reshard
 
     source = newest_at(path)
     total = sum(one.bytes for one in contents_of(source).tensors)

@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _files(names: list[str]) -> list[Path]:
-    from shardwise.training.data.corpus import standard_library
+    from shardwise.training.data.sources import standard_library
 
     return [path for name in names for path in (standard_library() if name == CORPUS else [Path(name)])]
 
@@ -63,7 +63,7 @@ def _build(files: list[Path], out: Path, parsed: object) -> int:
 
 
 def _check(prefixes: list[str], as_json: bool) -> int:
-    from shardwise.training.data.pair import check_sums, open_pair
+    from shardwise.training.data.token_files import check_sums, open_pair
 
     found = [(prefix, open_pair(prefix), check_sums(prefix)) for prefix in prefixes]
     if as_json:

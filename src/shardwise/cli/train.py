@@ -22,7 +22,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
 from shardwise.spec.units import parse
-from shardwise.training.metrics.summary import RunSummary
+from shardwise.training.metrics.lines import RunSummary
 from shardwise.training.run_folder import RunFolder
 
 _EXAMPLE = """
@@ -154,8 +154,7 @@ def _named_model(parsed: argparse.Namespace) -> Any:
 
 
 def _summary(folder: RunFolder) -> RunSummary:
-    from shardwise.training.metrics.lines import read_lines
-    from shardwise.training.metrics.summary import summarise
+    from shardwise.training.metrics.lines import read_lines, summarise
 
     return summarise(read_lines(folder.metrics))
 

@@ -16,14 +16,14 @@ from shardwise.launch.ranks import RankProcess
 from shardwise.spec.errors import shown
 from shardwise.spec.timeouts import Timeouts
 from shardwise.spec.units import readable_duration
-from shardwise.training.records import BEAT_SECONDS, PHASES, FailureRecord, Phase, Progress, log_path
+from shardwise.training.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, log_path
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _INNERMOST = 8  # frames in which a call of torch.distributed means that the rank waits in it
 
 
-def limit_seconds(progress: Progress | None, timeouts: Timeouts) -> float:
+def limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
     """How long a rank may stay where it is."""
     usual: dict[Phase, float] = {"start": timeouts.start, "data": timeouts.step, "step": timeouts.step}
     if progress is None:

@@ -26,8 +26,8 @@ from shardwise.spec.packages import TRAINING, require_packages
 from shardwise.spec.processor import slow_precision_notes
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
-from shardwise.training.checkpoint.find import require_start
-from shardwise.training.data.of_run import check_data
+from shardwise.training.checkpoint.folder import require_start
+from shardwise.training.data.run_data import check_data
 from shardwise.training.run_folder import RunFolder
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other

@@ -17,11 +17,11 @@ from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
 from shardwise.layout.ranks import node_of
-from shardwise.training.attempt import STACKS_SIGNAL
-from shardwise.training.records import (
+from shardwise.training.attempt import (
+    STACKS_SIGNAL,
     FailureRecord,
     Phase,
-    Progress,
+    RankProgress,
     log_path,
     progress_path,
     read_failure,
@@ -45,14 +45,14 @@ class RankProcess:
     started: float
     ended: float | None = None  # when it was seen to be gone
     _progress_file: int | None = None
-    _progress: Progress | None = None
+    _progress: RankProgress | None = None
 
     @property
     def status(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
         return self.process.returncode
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> RankProgress | None:
         """Its last report; None if it never made one."""
         if self._progress_file is None:
             with contextlib.suppress(FileNotFoundError):

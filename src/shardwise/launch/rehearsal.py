@@ -17,8 +17,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds, readable_share
-from shardwise.training.metrics.lines import read_lines
-from shardwise.training.metrics.summary import RunSummary, summarise
+from shardwise.training.metrics.lines import RunSummary, read_lines, summarise
 from shardwise.training.run_folder import RunFolder
 
 LEAST_STEPS = 12

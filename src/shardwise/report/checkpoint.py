@@ -8,7 +8,7 @@ from shardwise.report.console import console, table
 from shardwise.spec.units import readable_bytes, readable_count
 
 if TYPE_CHECKING:
-    from shardwise.training.checkpoint.contents import Contents
+    from shardwise.training.checkpoint.manifest import Contents
 
 _KINDS = {"weight": "weights", "buffer": "buffers"}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardwise.launch.rehearsal import Point
 from shardwise.report.console import console, table
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds, readable_share
-from shardwise.training.metrics.summary import RunSummary
+from shardwise.training.metrics.lines import RunSummary
 
 
 def print_summary(found: RunSummary, data_type: str) -> None:

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class StopSignal:
+    """``asked`` becomes true with SIGTERM, once `listen` was called."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> None:
+        signal.signal(signal.SIGTERM, self._note)
+        # Ctrl-C goes to all processes of a terminal; whoever started this one says what follows.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _note(self, *_: Any) -> None:
+        self.asked = True
+
+
+# -- agreement -------------------------------------------------------------------------------------
+#
+# What all ranks do at the same step though only one of them knows why: a signal came, time has passed.
+
 
 PERIOD_SECONDS = 0.2  # between two agreements: often enough for who waits, too seldom to cost anything
 MOST_STEPS = 256

@@ -1,32 +1,129 @@
-"""What a worker process knows about its place among the others, and how it reports to whoever started it."""
+"""A worker's place among the others, and the files in which it says how far it is and why it failed.
+
+Progress is one small record that is overwritten in place, for one system call a step; a failure is a JSON file that
+appears whole. Times are of the machine's monotonic clock, which all its processes share.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.records import (
-    BEAT_SECONDS,
-    FailureRecord,
-    Phase,
-    progress_path,
-    reserve_failure,
-    stacks_path,
-    write_beat,
-    write_failure,
-    write_progress,
-)
+
+Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "failed"]
+PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a rank passes them within a step
+BEAT_SECONDS = 0.5
+
+# A counter stands at both ends: a reader that meets a half-written record sees two numbers.
+_PROGRESS = struct.Struct("=QqqddQ")
+_BEAT = struct.Struct("=d")
+_BEAT_OFFSET = 64
+_FAILURE_BYTES = 16_384
+_MOST_WORDS = 6_000  # of a message, and of a traceback's end
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """Where a rank is: a phase of a step since a time; ``limit_seconds`` is what it asked for, 0 the usual."""
+
+    phase: Phase
+    step: int
+    since: float
+    limit_seconds: float
+    beat: float  # when it last gave a sign of life
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """Why a rank failed, in its own words; ``mistake`` says that the user can mend it and a restart cannot."""
+
+    rank: int
+    at: float
+    phase: Phase
+    step: int
+    kind: str  # the name of the exception's class
+    message: str
+    traceback: str
+    mistake: bool
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def progress_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.progress"
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.failed.json"
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """Where a rank writes what its threads are doing, when it is asked to by `STACKS_SIGNAL`."""
+    return folder / f"rank-{rank}.stacks"
+
+
+def write_progress(file: int, count: int, phase: Phase, step: int, since: float, limit_seconds: float) -> None:
+    os.pwrite(file, _PROGRESS.pack(count, PHASES.index(phase), step, since, limit_seconds, count), 0)
+
+
+def write_beat(file: int, at: float) -> None:
+    os.pwrite(file, _BEAT.pack(at), _BEAT_OFFSET)
+
+
+def read_progress(file: int) -> RankProgress | None:
+    """The record in an open file; None if there is none yet, or only half of one."""
+    data = os.pread(file, _BEAT_OFFSET + _BEAT.size, 0)
+    if len(data) < _BEAT_OFFSET + _BEAT.size:
+        return None
+    count, phase, step, since, limit_seconds, same = _PROGRESS.unpack_from(data)
+    (beat,) = _BEAT.unpack_from(data, _BEAT_OFFSET)
+    if count != same or not 0 <= phase < len(PHASES):
+        return None
+    return RankProgress(PHASES[phase], step, since, limit_seconds, beat)
+
+
+def reserve_failure(folder: Path, rank: int) -> None:
+    """Takes the room that a failure's record needs: a full disk is what it may have to tell of."""
+    failure_path(folder, rank).with_suffix(".part").write_bytes(b" " * _FAILURE_BYTES)
+
+
+def write_failure(folder: Path, record: FailureRecord) -> None:
+    """Over the blanks that were reserved; those that stay behind it are no harm to JSON."""
+    path = failure_path(folder, record.rank)
+    part = path.with_suffix(".part")
+    short = replace(record, message=record.message[:_MOST_WORDS], traceback=record.traceback[-_MOST_WORDS:])
+    with part.open("r+b" if part.exists() else "wb") as file:
+        file.write(json.dumps(asdict(short), indent=1).encode())
+    part.rename(path)
+
+
+def read_failure(folder: Path, rank: int) -> FailureRecord | None:
+    try:
+        return FailureRecord(**json.loads(failure_path(folder, rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # none, or not what a rank writes: how it ended then says what is known
+        return None
+
+
+# -- attempt ---------------------------------------------------------------------------------------
+#
+# What a worker process knows about its place among the others, and how it reports to whoever started it.
+
 
 STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to write down what its threads are doing
 _STARTED_BY = "start workers by `shardwise train` or torchrun"
@@ -34,7 +131,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
-class Place:
+class WorldPlace:
     """One process of an attempt to train.
 
     The processes meet in a file (``meeting``, new for each attempt) or, across machines, at ``address`` and ``port``.
@@ -53,7 +150,7 @@ class Place:
     attempt: str = "1"  # tells this attempt from others of the same run; equal on all ranks
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorldPlace:
         rank, world = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
         meeting, address = environment.get("SHARDWISE_MEETING"), environment.get("MASTER_ADDR")
         if meeting is None and address is None and world > 1:
@@ -89,7 +186,7 @@ class Reporter:
     Where no launcher reads them every call does nothing. With one, the process ends when the launcher does.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorldPlace) -> None:
         self._place = place
         self._phase: Phase = "start"
         self._step = 0

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from shardwise.engine.batch import Batch
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
-from shardwise.training.attempt import Place, Reporter
+from shardwise.training.agreement import StopSignal
+from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.metrics.memory import peak_during
 from shardwise.training.run_folder import RunFolder
-from shardwise.training.stop import StopSignal
 from shardwise.training.worker import engine_of, leave, main
 
 
-def step_once(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal) -> None:
+def step_once(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> None:
     """Writes the most bytes that any rank has held."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     with engine_of(job, place) as engine:

@@ -1,4 +1,4 @@
-"""Steps that went wrong: gradients that are not finite, losses that jump; and what the run's policy says then.
+"""Steps that went wrong and memory that runs short, and what the run's policy says then.
 
 Everything is decided from numbers that are equal on all ranks, so that all of them decide alike.
 """
@@ -10,8 +10,12 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
+from typing import Any
+
+import torch
 
 from shardwise.engine.gradient_norm import REFUSED
+from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
 from shardwise.spec.run_health import NonFinite, Spikes
@@ -19,7 +23,7 @@ from shardwise.spec.run_health import NonFinite, Spikes
 LEAST_LOSSES = 8  # before a median says anything
 
 
-class Verdict(Enum):
+class StepVerdict(Enum):
     GOOD = "good"
     LEFT_OUT = "left out"  # no weight has moved
     ROLL_BACK = "roll back"
@@ -42,13 +46,13 @@ class Health:
             return None
         return factor * statistics.median(self.losses)
 
-    def judge(self, step: int, loss: float, gradient_norm: float) -> Verdict:
+    def judge(self, step: int, loss: float, gradient_norm: float) -> StepVerdict:
         """What to do about the step number ``step``; raises SpecError if the run has to stop."""
         if math.isfinite(gradient_norm):
             if step > self._rolled_back_from:
                 self.in_a_row = 0
             self.losses.append(loss)
-            return Verdict.GOOD
+            return StepVerdict.GOOD
         spike = gradient_norm == REFUSED
         rule: NonFinite | Spikes = self.run.spikes if spike else self.run.non_finite
         name = "run.spikes" if spike else "run.non_finite"
@@ -58,14 +62,54 @@ class Health:
             problem = f"step {step}: {what}, as in the {rule.in_a_row} bad steps before it"
             raise SpecError(name, problem, "lower the learning rate, warm up longer, or look at the data")
         if self.scaled and not spike:
-            return Verdict.LEFT_OUT
+            return StepVerdict.LEFT_OUT
         if rule.policy == "stop":
             raise SpecError(f"{name}.policy", f"stop: step {step}: {what}", "look at the data, or policy: skip")
         if rule.policy == "skip":
-            return Verdict.LEFT_OUT
+            return StepVerdict.LEFT_OUT
         self._rolled_back_from = step
-        return Verdict.ROLL_BACK
+        return StepVerdict.ROLL_BACK
 
     def went_back(self, losses: Iterable[float]) -> None:
         """The losses are those of a checkpoint again; how many bad steps came one after the other is not forgotten."""
         self.losses = deque(losses, maxlen=self.run.spikes.window)
+
+
+# -- pressure --------------------------------------------------------------------------------------
+#
+# Offload that follows what memory is measured: more of the optimizer's states leave when it is short, and come back.
+#
+# The share moves by eighths, and back only where the next counted step would still be well below the limit, so that
+# it does not swing.
+
+
+STEP = 1 / 8
+SHORT, AMPLE = 0.95, 0.85  # of what a device has for tensors
+
+
+class Pressure:
+    """Of one rank; all ranks are told the same peak and so do the same."""
+
+    def __init__(self, trainer: Trainer[Any]) -> None:
+        device, offload = trainer.job.cluster.device, trainer.job.strategy.offload
+        self.trainer, self.share = trainer, offload.optimizer
+        self.least = max(offload.weights, offload.gradients)
+        self.limit_bytes = device.usable_memory - device.framework_memory
+
+    def after(self, peak_bytes: int) -> float | None:
+        """The share from now on, where the fullest rank's ``peak_bytes`` of the last step move it."""
+        share = self._wanted(peak_bytes)
+        if share == self.share:
+            return None
+        self.share = share
+        self.trainer.offload_optimizer(share)
+        if self.trainer.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.trainer.device)
+        return share
+
+    def _wanted(self, peak_bytes: int) -> float:
+        if peak_bytes > SHORT * self.limit_bytes:
+            return min(1.0, self.share + STEP)
+        if peak_bytes + STEP * self.trainer.optimizer.state_bytes < AMPLE * self.limit_bytes:
+            return max(self.least, self.share - STEP)
+        return self.share

@@ -7,38 +7,35 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.engine.batch import Batch
 from shardwise.engine.labels import StepPhase
 from shardwise.engine.names import named
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.agreement import Agreement, Wishes
+from shardwise.training.agreement import Agreement, StopSignal, Wishes
 from shardwise.training.attempt import Reporter
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.data.loader import Loader
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.evaluation import batch_of, evaluate
-from shardwise.training.health import Health, Verdict
-from shardwise.training.keeper import Keeper
-from shardwise.training.late import Begun, Figures, LateResult
+from shardwise.training.checkpointing import Keeper
+from shardwise.training.data.loader import Loader, Rows
+from shardwise.training.data.order import Mixture
+from shardwise.training.health import Health, Pressure, StepVerdict
 from shardwise.training.metrics.memory import device_memory, peak_during, resident_bytes
 from shardwise.training.metrics.recorder import Recorder
-from shardwise.training.moment import Moment
-from shardwise.training.position import Position
-from shardwise.training.pressure import Pressure
 from shardwise.training.profile.profiler import Profiler
-from shardwise.training.start import State, load_newest, state_numbers
-from shardwise.training.stop import StopSignal
+from shardwise.training.start import Position, State, load_newest, state_numbers
+from shardwise.training.step_results import Begun, Figures, LateResult, Moment
 
 COLLECTED_STEPS = 200  # between two garbage collections, at the same step on all ranks: none waits for another's
 COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is there
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopParts:
     """What a loop works with on this rank."""
 
     job: Job
@@ -56,7 +53,7 @@ class Parts:
 class Loop:
     """`run` trains from ``state`` to the last step, or until a signal; what it does is kept in a checkpoint then."""
 
-    def __init__(self, parts: Parts, state: State) -> None:
+    def __init__(self, parts: LoopParts, state: State) -> None:
         job, mesh = parts.job, parts.trainer.mesh
         self.parts, self.job, self.run_spec, self.trainer = parts, job, job.run, parts.trainer
         self.position, self.first_step = state.position, state.position.step
@@ -97,7 +94,7 @@ class Loop:
             with self._profiled():
                 self._one_step()
             return True
-        return self._read_last() is Verdict.ROLL_BACK
+        return self._read_last() is StepVerdict.ROLL_BACK
 
     def _profiled(self) -> AbstractContextManager[None]:
         return nullcontext() if self.parts.profiler is None else self.parts.profiler.step(self.position.step + 1)
@@ -119,7 +116,7 @@ class Loop:
         begun = Begun(position, rate, self.loader.waited_seconds - waited_before, memory)
         before, self._late = self._late, LateResult(begun, result)
         self.position = position.after_step()
-        if before is not None and self._judge(before.read()) is Verdict.ROLL_BACK:
+        if before is not None and self._judge(before.read()) is StepVerdict.ROLL_BACK:
             return
         if self.position.step % COLLECTED_STEPS == 0:
             gc.collect()
@@ -132,7 +129,7 @@ class Loop:
             step % self.run_spec.evaluation_interval == 0 or step == self.run_spec.steps
         )
         saves = self.keeper.due_at(step) and step < last
-        if not (evaluates or saves) or self._read_last() is Verdict.ROLL_BACK:
+        if not (evaluates or saves) or self._read_last() is StepVerdict.ROLL_BACK:
             return
         if evaluates:
             self._evaluate()
@@ -156,12 +153,12 @@ class Loop:
 
     # -- figures and what follows from them ----------------------------------------------------------
 
-    def _read_last(self) -> Verdict:
+    def _read_last(self) -> StepVerdict:
         """Waits for the step that was begun last."""
         late, self._late = self._late, None
-        return Verdict.GOOD if late is None else self._judge(late.read())
+        return StepVerdict.GOOD if late is None else self._judge(late.read())
 
-    def _judge(self, figures: Figures) -> Verdict:
+    def _judge(self, figures: Figures) -> StepVerdict:
         try:
             verdict = self.health.judge(figures.number, figures.loss, figures.gradient_norm)
         except SpecError:
@@ -169,8 +166,8 @@ class Loop:
             self._record(figures, "stopped")
             self._save(wait=True)
             raise
-        self._record(figures, None if verdict is Verdict.GOOD else verdict.value)
-        if verdict is Verdict.ROLL_BACK:
+        self._record(figures, None if verdict is StepVerdict.GOOD else verdict.value)
+        if verdict is StepVerdict.ROLL_BACK:
             self._roll_back(figures)
         return verdict
 
@@ -277,7 +274,30 @@ class Loop:
             return False  # what was said of checkpoints is not true any more
         if not agreed.saving:
             self.keeper.settle()
-        if agreed.save and self._read_last() is not Verdict.ROLL_BACK:
+        if agreed.save and self._read_last() is not StepVerdict.ROLL_BACK:
             self._save()
             self._since = Moment(self.trainer.device)
         return False
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+#
+# The loss on held-out data: the same batches each time.
+
+
+def batch_of(rows: Rows, device: torch.device) -> Batch:
+    """A rank's rows on its device. Rows of one document each need no mask, which makes attention quicker."""
+    packed, documents_of_row = bool(rows.documents.any()), 1 + np.count_nonzero(np.diff(rows.documents), axis=1)
+    tensors = [torch.from_numpy(one) for one in (rows.tokens, rows.labels, rows.positions, rows.documents)]
+    if device.type == "cuda":
+        tensors = [one.pin_memory().to(device, non_blocking=True) for one in tensors]
+    tokens, labels, positions, documents = tensors
+    # A power of two, so that few sizes occur.
+    most = 1 << int(documents_of_row.max() - 1).bit_length()
+    return Batch(tokens, labels, positions, documents, most) if packed else Batch(tokens, labels, positions)
+
+
+def evaluate(trainer: Trainer[Any], loader: Loader, batches: int) -> float:
+    """The mean over the first ``batches`` of the loader, equal on all ranks."""
+    losses = [trainer.evaluate(batch_of(loader.take(number), trainer.device)) for number in range(batches)]
+    return float(torch.stack(losses).mean())

@@ -21,24 +21,23 @@ from shardwise.engine.world import joined
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
-from shardwise.training.attempt import Place, Reporter
-from shardwise.training.data.of_run import mixtures_of
-from shardwise.training.loop import Loop, Parts
+from shardwise.training.agreement import StopSignal
+from shardwise.training.attempt import Reporter, WorldPlace
+from shardwise.training.data.run_data import mixtures_of
+from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.metrics.recorder import Recorder
-from shardwise.training.profile.flights import record_flights
-from shardwise.training.profile.profiler import Profiler
+from shardwise.training.profile.profiler import Profiler, record_flights
 from shardwise.training.run_folder import RunFolder
 from shardwise.training.start import State, load_newest, start_from
-from shardwise.training.stop import StopSignal
 
-Work = Callable[[RunFolder, Place, Reporter, StopSignal], None]
+Work = Callable[[RunFolder, WorldPlace, Reporter, StopSignal], None]
 
 
 def main(arguments: list[str], work: Work) -> int:
     """Does ``work`` as the rank that the environment says; the status to exit with."""
     stop = StopSignal()
     stop.listen()
-    place = Place.from_environment()
+    place = WorldPlace.from_environment()
     reporter = Reporter(place)
     try:
         folder = RunFolder(Path(arguments[0]))
@@ -69,7 +68,7 @@ def _broken(reporter: Reporter, error: BaseException) -> int:
 
 
 @contextlib.contextmanager
-def _alone(folder: RunFolder, place: Place) -> Iterator[None]:
+def _alone(folder: RunFolder, place: WorldPlace) -> Iterator[None]:
     """No two runs are in one folder: the launcher has locked it, or where there is none, rank 0 does.
 
     What an attempt before this one has left unfinished goes; nobody saves yet, since that takes all ranks.
@@ -88,7 +87,7 @@ def _print(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal) -> None:
+def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> None:
     """Takes part in the run of ``folder`` until it is done."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
     training, validation = mixtures_of(job, folder.path)
@@ -100,7 +99,7 @@ def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal)
             for problem in damaged:
                 recorder.write({"step": state.position.step, "checkpoint_damaged": problem})
         profiler = None if job.run.profile is None else Profiler(engine, job.run.profile, folder.profile)
-        parts = Parts(
+        parts = LoopParts(
             job, engine, training, validation, folder.checkpoints, place.attempt, reporter, recorder, profiler, stop
         )  # fmt: skip
         Loop(parts, state).run()
@@ -109,7 +108,7 @@ def train(folder: RunFolder, place: Place, reporter: Reporter, stop: StopSignal)
 
 
 @contextlib.contextmanager
-def engine_of(job: Job, place: Place) -> Iterator[Engine]:
+def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     """This rank's part of the job, in the process group of all."""
     device = job.run_device
     if device == "cuda" and not torch.cuda.is_available():
@@ -135,7 +134,7 @@ def _begun(engine: Engine, folder: RunFolder, damaged: Callable[[str], None]) ->
     return State()
 
 
-def _share_cores(place: Place, device: str) -> None:
+def _share_cores(place: WorldPlace, device: str) -> None:
     """Processes of one CPU share its cores; each taking all of them would make all slower."""
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))

@@ -16,8 +16,7 @@ from shardwise.measure.compare.predicted import Predicted, predicted
 from shardwise.measure.compare.run import ProfiledRun
 from shardwise.measure.compare.stragglers import rank_slowness, straggler
 from shardwise.spec.job import Job
-from shardwise.training.metrics.lines import read_lines
-from shardwise.training.metrics.summary import summarise
+from shardwise.training.metrics.lines import read_lines, summarise
 
 PARTS = ("compute", *DIMENSIONS, "offload", BUBBLE, LATE, "optimizer", "data", "checkpoint", "host")
 WORTH = 0.02  # of the step: a smaller difference is not explained

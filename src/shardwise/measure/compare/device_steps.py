@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from shardwise.engine.labels import DIMENSIONS, label_of
 from shardwise.measure.compare.segments import Segment, Step
-from shardwise.training.profile.record import HOST, STREAMS, Range, RankRecord
+from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
 
 _GAP_SECONDS = 20e-6  # between two kernels: as long as a launch takes, no time of its own
 _HOST_PARTS = ("data", "checkpoint", "evaluation")
@@ -21,9 +21,9 @@ _HOST_PARTS = ("data", "checkpoint", "evaluation")
 
 @dataclass(frozen=True)
 class _Kernel:
-    range: Range
+    range: NamedRange
     part: str
-    layer: Range | None
+    layer: NamedRange | None
     communicates: bool
 
 
@@ -51,8 +51,8 @@ def device_steps(record: RankRecord) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _bounds(marks: Sequence[Range]) -> dict[int, tuple[float, float]]:
-    begun: dict[int, list[Range]] = {}
+def _bounds(marks: Sequence[NamedRange]) -> dict[int, tuple[float, float]]:
+    begun: dict[int, list[NamedRange]] = {}
     for one in marks:
         label = label_of(one.name)
         if label.kind == "step":
@@ -62,9 +62,9 @@ def _bounds(marks: Sequence[Range]) -> dict[int, tuple[float, float]]:
     return {number: (start, starts.get(number + 1, ends[number])) for number, start in starts.items()}
 
 
-def _kernels(on_device: Sequence[Range], lane: int) -> Iterator[_Kernel]:
+def _kernels(on_device: Sequence[NamedRange], lane: int) -> Iterator[_Kernel]:
     """Of one stream, each by the names around it there."""
-    around: list[Range] = []  # the outermost first
+    around: list[NamedRange] = []  # the outermost first
     for one in sorted((one for one in on_device if one.lane == lane), key=lambda one: (one.start, -one.end, _is(one))):
         while around and around[-1].end <= one.start:
             around.pop()
@@ -74,12 +74,12 @@ def _kernels(on_device: Sequence[Range], lane: int) -> Iterator[_Kernel]:
             around.append(one)
 
 
-def _is(one: Range) -> bool:
+def _is(one: NamedRange) -> bool:
     """Whether it is a kernel, and no name of ours or PyTorch's."""
     return label_of(one.name).kind == "none"
 
 
-def _kernel(kernel: Range, around: Sequence[Range]) -> _Kernel:
+def _kernel(kernel: NamedRange, around: Sequence[NamedRange]) -> _Kernel:
     parts = [label.part for one in reversed(around) if (label := label_of(one.name)).part and label.kind != "step"]
     communicates = label_of(kernel.name).communicates
     if communicates:
@@ -89,7 +89,7 @@ def _kernel(kernel: Range, around: Sequence[Range]) -> _Kernel:
     return _Kernel(kernel, parts[0] if parts else "compute", layer, communicates)
 
 
-def _segments(kernels: Sequence[_Kernel], host: Sequence[Range], start: float, end: float) -> list[Segment]:
+def _segments(kernels: Sequence[_Kernel], host: Sequence[NamedRange], start: float, end: float) -> list[Segment]:
     moments = sorted(
         {start, end, *(moment for one in kernels for moment in (one.range.start, min(one.range.end, end)))}
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.engine.labels import Label, label_of
 from shardwise.measure.compare.segments import Step
-from shardwise.training.profile.record import HOST, Range, RankRecord
+from shardwise.training.profile.record import HOST, NamedRange, RankRecord
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Taking:
     rank: int
     label: Label
     begin: float
-    blocked: list[Range] = field(default_factory=list)
+    blocked: list[NamedRange] = field(default_factory=list)
     ends: float = 0.0
 
 
@@ -33,7 +33,7 @@ class Exchange:
     bytes: int
     complete: float  # when the last rank had begun
     end: float
-    blocked: Mapping[int, tuple[Range, ...]]  # where each rank's host stood still
+    blocked: Mapping[int, tuple[NamedRange, ...]]  # where each rank's host stood still
 
     @property
     def dimension(self) -> str:
@@ -91,7 +91,7 @@ def _takings(record: RankRecord, step: Step) -> Takings:
     return found
 
 
-def _exposed(one: Range, step: Step, part: str) -> list[Range]:
+def _exposed(one: NamedRange, step: Step, part: str) -> list[NamedRange]:
     """Of a collective on a GPU: while nothing is computed beside it."""
     return [
         replace(one, start=max(one.start, segment.start), end=min(one.end, segment.end))

@@ -14,7 +14,7 @@ from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.collectives.request import bus_factor
 from shardwise.spec.job import Job
-from shardwise.training.profile.record import Flight, Range, RankRecord
+from shardwise.training.profile.record import Flight, NamedRange, RankRecord
 
 _EQUAL_SIZES = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)  # what every rank of a group gives
 _BY_EXCHANGE = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -78,7 +78,7 @@ def _dimensions(record: RankRecord, one: Flight) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _named(one: Flight, begun: Sequence[Range]) -> CollectiveKind | None:
+def _named(one: Flight, begun: Sequence[NamedRange]) -> CollectiveKind | None:
     """What the engine means it to be, inside whose range it began; None if it has no name."""
     number = bisect_right(begun, one.start, key=lambda range: range.start) - 1
     inside = number >= 0 and one.start <= begun[number].end

@@ -12,7 +12,7 @@ from shardwise.measure.compare.device_steps import device_steps
 from shardwise.measure.compare.exchanges import Exchange, exchanges_of
 from shardwise.measure.compare.segments import Step, steps_of
 from shardwise.spec.errors import SpecError
-from shardwise.training.profile.record import Range, RankRecord
+from shardwise.training.profile.record import NamedRange, RankRecord
 
 BUBBLE, LATE = "bubble", "late ranks"
 WAITS = (BUBBLE, LATE)
@@ -117,7 +117,7 @@ def _hidden(step: Step) -> dict[str, float]:
     return found
 
 
-def _standing(step: Step, work: Range, part: str) -> float:
+def _standing(step: Step, work: NamedRange, part: str) -> float:
     overlapping = [one for one in step.segments_in(work) if one.part == part]
     return sum(min(one.end, work.end) - max(one.start, work.start) for one in overlapping)
 
@@ -126,7 +126,7 @@ def _layers(steps: Sequence[Step]) -> dict[int, float]:
     """The mean forward pass of each layer: who shares its processor is slow in some passes and not in others."""
     each: dict[int, list[float]] = defaultdict(list)
     for step in steps:
-        passes: dict[Range, float] = defaultdict(float)
+        passes: dict[NamedRange, float] = defaultdict(float)
         for segment in step.segments:
             if segment.layer is not None and segment.part == "compute":
                 passes[segment.layer] += segment.seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.engine.labels import WHOLE_PHASES, Label, label_of
-from shardwise.training.profile.record import HOST, Range, RankRecord
+from shardwise.training.profile.record import HOST, NamedRange, RankRecord
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Segment:
     start: float
     end: float
     part: str
-    layer: Range | None = None
+    layer: NamedRange | None = None
 
     @property
     def seconds(self) -> float:
@@ -35,15 +35,15 @@ class Step:
     number: int
     start: float
     end: float
-    ranges: tuple[Range, ...]
-    beside: tuple[Range, ...]  # what the backend does on threads of its own
+    ranges: tuple[NamedRange, ...]
+    beside: tuple[NamedRange, ...]  # what the backend does on threads of its own
     segments: tuple[Segment, ...]
 
     @property
     def seconds(self) -> float:
         return sum(one.seconds for one in self.segments)
 
-    def segments_in(self, within: Range) -> Sequence[Segment]:
+    def segments_in(self, within: NamedRange) -> Sequence[Segment]:
         """Those that overlap a range."""
         first = bisect_right(self._ends, within.start)
         return self.segments[first : bisect_left(self._starts, within.end)]
@@ -72,9 +72,9 @@ def steps_of(record: RankRecord) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def _without_inner(ranges: Sequence[Range]) -> list[Range]:
+def _without_inner(ranges: Sequence[NamedRange]) -> list[NamedRange]:
     """Without what lies inside an evaluation or a checkpoint."""
-    kept: list[Range] = []
+    kept: list[NamedRange] = []
     closed = float("-inf")
     for one in ranges:
         if one.start >= closed:
@@ -83,9 +83,9 @@ def _without_inner(ranges: Sequence[Range]) -> list[Range]:
     return kept
 
 
-def _segments(ranges: Sequence[Range]) -> Iterator[Segment]:
+def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
     """``ranges`` come by their starts, an outer one before what it holds."""
-    open_ranges: list[tuple[Range, str, Range | None]] = []
+    open_ranges: list[tuple[NamedRange, str, NamedRange | None]] = []
     now = ranges[0].start
 
     def until(moment: float) -> Iterator[Segment]:
@@ -109,8 +109,11 @@ def _segments(ranges: Sequence[Range]) -> Iterator[Segment]:
 
 
 def _layer(
-    label: Label, one: Range, around: Range | None, open_ranges: Sequence[tuple[Range, str, Range | None]]
-) -> Range | None:
+    label: Label,
+    one: NamedRange,
+    around: NamedRange | None,
+    open_ranges: Sequence[tuple[NamedRange, str, NamedRange | None]],
+) -> NamedRange | None:
     """A layer that runs again in a backward pass is no forward pass."""
     if label.kind != "layer":
         return around

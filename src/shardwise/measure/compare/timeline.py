@@ -9,7 +9,7 @@ from shardwise.cost.step_trace import step_trace
 from shardwise.engine.labels import label_of
 from shardwise.measure.compare.measured import Measured
 from shardwise.spec.job import Job
-from shardwise.training.profile.record import HOST, STREAMS, Range, RankRecord
+from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
 
 _MEASURED = 100_000  # process numbers above belong to ranks that were measured
 
@@ -47,7 +47,7 @@ def _lane_name(lane: int) -> str:
     return f"backend {lane}" if lane < STREAMS else f"stream {lane - STREAMS}"
 
 
-def _event(process: int, one: Range, zero: float) -> dict[str, Any]:
+def _event(process: int, one: NamedRange, zero: float) -> dict[str, Any]:
     label = label_of(one.name)
     return {
         "ph": "X",

@@ -15,7 +15,7 @@ from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.finding import Examination, Finding
 from shardwise.spec.timeouts import Timeouts
 from shardwise.spec.units import readable_bytes, readable_seconds
-from shardwise.training.attempt import Place, Reporter
+from shardwise.training.attempt import Reporter, WorldPlace
 
 _BYTES, _REPEATS = 4 * 2**20, 5
 _MOST_CPU_PROCESSES = 8  # more say nothing new about a machine, and take minutes to start
@@ -40,7 +40,7 @@ def check_all_reduce(asked: Examination) -> Finding:
 
 def main() -> None:
     """One rank of it."""
-    place, device = Place.from_environment(), sys.argv[1]
+    place, device = WorldPlace.from_environment(), sys.argv[1]
     reporter = Reporter(place)
     try:
         with joined(place.rank, place.world, str(place.meeting), device=device, seconds=_TIMEOUTS.start):
@@ -50,7 +50,7 @@ def main() -> None:
         raise
 
 
-def _reduce(place: Place, device: str, reporter: Reporter) -> None:
+def _reduce(place: WorldPlace, device: str, reporter: Reporter) -> None:
     right, seconds = True, float("inf")
     for step in range(_REPEATS):
         reporter.phase("step", step)

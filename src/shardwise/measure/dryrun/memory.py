@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise.measure.dryrun.places import Place, Places
 from shardwise.measure.dryrun.result import PARTS, Bytes, Holder
-from shardwise.training.metrics.tensor_bytes import TensorBytes
+from shardwise.training.metrics.memory import TensorBytes
 
 
 @dataclass

@@ -36,7 +36,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Run:
+class ContiguousRun:
     """``size`` elements on end along one dimension, from ``start`` of the whole tensor; None: padding."""
 
     start: int | None
@@ -51,20 +51,20 @@ class Placed:
     local: Index
 
 
-def taken(runs: Sequence[Run], first: int, last: int) -> list[Run]:
+def taken(runs: Sequence[ContiguousRun], first: int, last: int) -> list[ContiguousRun]:
     """Elements ``first`` to ``last`` of what the runs hold; padding where they end before."""
     found, at = [], 0
     for run in runs:
         low, high = max(first, at), min(last, at + run.size)
         if low < high:
-            found.append(Run(None if run.start is None else run.start + low - at, high - low))
+            found.append(ContiguousRun(None if run.start is None else run.start + low - at, high - low))
         at += run.size
     if last > at:
-        found.append(Run(None, last - max(first, at)))
+        found.append(ContiguousRun(None, last - max(first, at)))
     return found
 
 
-def placed(dimensions: Sequence[Sequence[Run]]) -> list[Placed]:
+def placed(dimensions: Sequence[Sequence[ContiguousRun]]) -> list[Placed]:
     """The boxes that runs along every dimension make, without padding."""
     return [
         Placed(
@@ -76,7 +76,7 @@ def placed(dimensions: Sequence[Sequence[Run]]) -> list[Placed]:
     ]
 
 
-def _with_places(runs: Iterable[Run]) -> Iterable[tuple[Run, int]]:
+def _with_places(runs: Iterable[ContiguousRun]) -> Iterable[tuple[ContiguousRun, int]]:
     at = 0
     for run in runs:
         yield run, at

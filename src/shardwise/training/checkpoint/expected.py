@@ -19,8 +19,7 @@ from shardwise.models.huggingface import open_folder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.find import start_at
-from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.folder import CheckpointFolder, start_at
 from shardwise.training.checkpoint.load import problems_of, require_run, require_tensors
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.checkpoint.state import (

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.folder import CheckpointFolder, step_of
-from shardwise.training.checkpoint.manifest import NAME, Manifest, Shard, read_manifest
-from shardwise.training.checkpoint.numbers import TO_RESUME
+from shardwise.training.checkpoint.manifest import NAME, TO_RESUME, Manifest, Shard, read_manifest
 from shardwise.training.checkpoint.shards import ShardReader, checked, mislabelled, shortened
 from shardwise.training.checkpoint.state import BUFFER, WEIGHT, Kept, expect, kept, take_numbers
 

@@ -1,8 +1,4 @@
-"""The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself.
-
-It is JSON that ends in the SHA-256 checksum of all before it. That is compared before anything is believed; types
-are checked after it, since a file may be wrong with a checksum that is right.
-"""
+"""The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself."""
 
 from __future__ import annotations
 
@@ -10,14 +6,94 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.numbers import checked_numbers, count
+
+TO_RESUME = ("optimizer_steps", "data", "losses")  # without which no run goes on
+
+
+def checked_numbers(found: Any) -> dict[str, Any]:
+    """The same numbers; raises ValueError for what no run writes."""
+    for name, value in _mapping(found).items():
+        if name not in _CHECKS:
+            raise ValueError(f"unknown number {name}")
+        _CHECKS[name](value)
+    return dict(found)
+
+
+def count(value: Any, least: int = 0) -> int:
+    """Raises ValueError for what is not a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError("no count")
+    return value
+
+
+def _amount(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("no number")
+
+
+def _steps(value: Any) -> None:
+    """Those of an optimizer are counted in floating point."""
+    _amount(value)
+    if not 0 <= value < math.inf:
+        raise ValueError("no number of steps")
+
+
+def _scale(value: Any) -> None:
+    for one in _mapping(value).values():
+        _amount(one)
+
+
+def _losses(value: Any) -> None:
+    for one in _sequence(value):
+        _amount(one)
+
+
+def _position(value: Any) -> None:
+    """As `Position.to_numbers` writes it."""
+    if _mapping(value).keys() != {"batch", "left_out", "sequences"}:
+        raise ValueError("no position in the data")
+    count(value["batch"])
+    count(value["sequences"], 1)
+    for one in _sequence(value["left_out"]):
+        count(one)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("no mapping")
+    return value
+
+
+def _sequence(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return value
+
+
+_CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "optimizer_steps": _steps,
+    "loss_scale": _scale,
+    "inner_steps": count,
+    "late_sums": count,
+    "data": _position,
+    "losses": _losses,
+}
+
+
+# -- manifest --------------------------------------------------------------------------------------
+#
+# The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself.
+#
+# It is JSON that ends in the SHA-256 checksum of all before it. That is compared before anything is believed; types
+# are checked after it, since a file may be wrong with a checksum that is right.
+
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -30,7 +106,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPiece:
     """A box of a whole tensor, as the entry ``entry`` of ``file``."""
 
     file: str
@@ -44,7 +120,7 @@ class Whole:
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
     @property
     def size(self) -> int:
@@ -159,7 +235,7 @@ def _whole(one: Any, files: dict[str, Shard]) -> Whole:
             raise ValueError("a piece beyond the tensor")
         if not isinstance(entry, str):
             raise ValueError("no name of an entry")
-        pieces.append(Piece(name, entry, box))
+        pieces.append(SavedPiece(name, entry, box))
     if one["dtype"] not in ITEM_BYTES:
         raise ValueError("an unknown type")
     if sum(piece.box.elements for piece in pieces) != math.prod(shape) or _overlap([piece.box for piece in pieces]):
@@ -176,3 +252,72 @@ def _overlap(boxes: Sequence[Box]) -> bool:
             if one.common(other) is not None:
                 return True
     return False
+
+
+# -- contents --------------------------------------------------------------------------------------
+#
+# What a checkpoint holds, from its manifest alone: no tensor is read.
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A whole tensor: ``kind`` is weight, buffer or a state of the optimizer."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    pieces: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """``layout`` is the strategy that the checkpoint was saved under, as its job file had it."""
+
+    path: str
+    step: int
+    model: str
+    layout: dict[str, Any]
+    precision: str | None
+    numbers: dict[str, Any]
+    file_bytes: dict[str, int]
+    tensors: tuple[CheckpointTensor, ...]
+
+    def bytes_of_kinds(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for one in self.tensors:
+            found[one.kind] = found.get(one.kind, 0) + one.bytes
+        return found
+
+
+def contents_of(path: Path) -> Contents:
+    """Raises SpecError if the manifest is damaged."""
+    manifest = read_manifest(path)
+    tensors = []
+    for key, whole in manifest.tensors.items():
+        kind, _, name = key.partition("/")
+        tensors.append(CheckpointTensor(kind, name, whole.dtype, whole.shape, whole.size, len(whole.pieces)))
+    return Contents(
+        path=str(path),
+        step=manifest.step,
+        model=_name_of(manifest.job.get("model")),
+        layout=_mapping_or_empty(manifest.job.get("strategy")),
+        precision=_mapping_or_empty(manifest.job.get("training")).get("precision"),
+        numbers=manifest.numbers,
+        file_bytes={name: shard.size for name, shard in sorted(manifest.files.items())},
+        tensors=tuple(tensors),
+    )
+
+
+def weight_keys(manifest: Manifest) -> list[str]:
+    """The tensors that make the model what it is, without the states of an optimizer."""
+    return [key for key in manifest.tensors if key.startswith(("weight/", "buffer/"))]
+
+
+def _name_of(model: Any) -> str:
+    return str(model.get("name", "custom")) if isinstance(model, dict) else str(model or "unknown")
+
+
+def _mapping_or_empty(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, dict) else {}

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.engine.trainer import Trainer
 from shardwise.training.checkpoint.boxes import Box, Index
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.manifest import Manifest, Piece, Shard, Whole
+from shardwise.training.checkpoint.manifest import Manifest, SavedPiece, Shard, Whole
 from shardwise.training.checkpoint.shards import NAMES, Entry, shard_name, write_shard
 from shardwise.training.checkpoint.state import Kept, kept, numbers
 
@@ -188,14 +188,14 @@ def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entr
             for box in boxes:
                 holders.setdefault((key, box), []).append(other)
     load = [0] * world
-    pieces: dict[str, list[Piece]] = {key: [] for key in wholes}
+    pieces: dict[str, list[SavedPiece]] = {key: [] for key in wholes}
     writes: set[tuple[str, Box]] = set()
     for (key, box), ranks in holders.items():
         writer = min(ranks, key=lambda one: load[one])
         load[writer] += box.elements
         if writer == rank:
             writes.add((key, box))
-        pieces[key].append(Piece(shard_name(writer), f"{key}@{','.join(map(str, box.start))}", box))
+        pieces[key].append(SavedPiece(shard_name(writer), f"{key}@{','.join(map(str, box.start))}", box))
     entries = []
     for one in mine:
         for place in one.places:

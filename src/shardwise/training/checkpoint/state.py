@@ -18,7 +18,7 @@ from shardwise.engine.offload.states import MASTER
 from shardwise.engine.optimizer import LocalOptimizer
 from shardwise.engine.parts import Part, plain_name
 from shardwise.engine.trainer import Trainer
-from shardwise.training.checkpoint.boxes import Placed, Run, placed, taken
+from shardwise.training.checkpoint.boxes import ContiguousRun, Placed, placed, taken
 
 WEIGHT, BUFFER = "weight", "buffer"
 OUTER = ("outer_weight", "outer_momentum")
@@ -177,8 +177,8 @@ def places_of(one: Held) -> list[Placed]:
     return placed(dimensions)
 
 
-def _runs(part: Part) -> list[list[Run]]:
-    dimensions = [[Run(0, size)] for size in part.shape]
+def _runs(part: Part) -> list[list[ContiguousRun]]:
+    dimensions = [[ContiguousRun(0, size)] for size in part.shape]
     for cut in part.cuts:
         held = dimensions[cut.dimension]
         dimensions[cut.dimension] = [run for start, stop in cut.runs for run in taken(held, start, stop)]
@@ -217,4 +217,4 @@ def lasting_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _all(tensor: Tensor) -> list[Placed]:
-    return placed([[Run(0, size)] for size in tensor.shape])
+    return placed([[ContiguousRun(0, size)] for size in tensor.shape])

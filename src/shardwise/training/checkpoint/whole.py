@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, each read when it is asked for, and a checkpoint written of whole tensors."""
+"""Whole tensors of a checkpoint, read one by one; a checkpoint of whole tensors; the same state in other files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.interop.companions import has_companions, keep_companions
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.manifest import Manifest, Piece, Shard, Whole
+from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions
+from shardwise.training.checkpoint.load import problems_of
+from shardwise.training.checkpoint.manifest import Manifest, SavedPiece, Shard, Whole, read_manifest, weight_keys
 from shardwise.training.checkpoint.shards import NAMES, Entry, ShardReader, shard_name, write_shard
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -135,7 +137,7 @@ def _write_files(
             one = tensors[key]
             start = (0,) * len(one.shape)
             entries.append(Entry(f"{key}@{','.join(map(str, start))}", one.dtype, one.shape))
-            piece = Piece(name, entries[-1].name, Box(start, one.shape))
+            piece = SavedPiece(name, entries[-1].name, Box(start, one.shape))
             wholes[key] = Whole(one.shape, NAMES[one.dtype], (piece,))
         written[name] = write_shard(part / name, entries, read_in_turn([tensors[key] for key in keys], progress))
     ordered = {key: wholes[key] for key in tensors}
@@ -147,3 +149,32 @@ def read_in_turn(tensors: Sequence[Lazy], progress: Callable[[int], None]) -> It
     for one in tensors:
         yield one.read().contiguous()
         progress(one.size)
+
+
+# -- reshard ---------------------------------------------------------------------------------------
+#
+# The same state in another number of files.
+
+
+def reshard(
+    source: Path,
+    out: CheckpointFolder,
+    shards: int,
+    *,
+    weights_only: bool = False,
+    progress: Callable[[int], None] = lambda size: None,
+) -> Path:
+    """Writes the checkpoint's state as whole tensors into ``shards`` files.
+
+    With ``weights_only`` a run can start from it, but none can resume. Raises SpecError for a damaged
+    source before anything is written.
+    """
+    for problem in problems_of(source):
+        raise SpecError("", problem, "take another checkpoint")
+    manifest = read_manifest(source)
+    keys = weight_keys(manifest) if weights_only else list(manifest.tensors)
+    about = Described(manifest.step, manifest.job, {} if weights_only else manifest.numbers)
+    made = write_checkpoint(out, about, whole_tensors(source, manifest, keys), shards, progress)
+    if has_companions(kept_companions(source)):
+        keep_companions(kept_companions(source), out.path)
+    return made

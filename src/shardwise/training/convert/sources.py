@@ -17,12 +17,10 @@ from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
 from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.contents import weight_keys
-from shardwise.training.checkpoint.find import kept_companions, newest_at
-from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions, newest_at
 from shardwise.training.checkpoint.load import problems_of
 from shardwise.training.checkpoint.manifest import NAME as MANIFEST
-from shardwise.training.checkpoint.manifest import read_manifest
+from shardwise.training.checkpoint.manifest import read_manifest, weight_keys
 from shardwise.training.checkpoint.whole import Lazy, whole_tensors
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
 from shardwise.training.convert.distributed import is_distributed, model_tensors

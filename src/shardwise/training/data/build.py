@@ -1,4 +1,4 @@
-"""From documents to a pair of token files, with several processes and never more than a portion in memory."""
+"""From documents to a pair of token files: tokenizers, and several processes that never hold more than a portion."""
 
 from __future__ import annotations
 
@@ -7,13 +7,74 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardwise.spec.errors import SpecError
-from shardwise.training.data.pair import PairWriter, Tokens, narrowest
+from shardwise.spec.packages import require_packages
 from shardwise.training.data.sources import Document, read_documents, require_readable
-from shardwise.training.data.tokenizers import Tokenizer, tokenizer_from
+from shardwise.training.data.token_files import PairWriter, Tokens, narrowest
+
+
+class Tokenizer(Protocol):
+    """``end`` is the token after every document; ``vocab`` counts all, ``end`` included."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    def encode(self, text: str) -> Tokens: ...
+
+
+class Bytes:
+    """Every byte of UTF-8 is a token; 256 ends a document."""
+
+    vocab = 257
+    end = 256
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
+
+
+class HuggingFace:
+    """A ``tokenizer.json``, or the folder that holds one."""
+
+    def __init__(self, path: Path) -> None:
+        require_packages("tokenizer", "tokenizers")
+        from tokenizers import Tokenizer as Model
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise SpecError(str(file), "is not there", "name a tokenizer.json or a folder that holds one, or: bytes")
+        try:
+            self._model: Any = Model.from_file(str(file))
+        except Exception as error:  # its parser raises plain Exception
+            raise SpecError(str(file), f"is not a tokenizer ({error})", "download it again") from None
+        self.vocab = int(self._model.get_vocab_size(with_added_tokens=True))
+        self.end = self._end(file)
+
+    def _end(self, file: Path) -> int:
+        known = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>")
+        for text in known:
+            number = self._model.token_to_id(text)
+            if number is not None:
+                return int(number)
+        raise SpecError(str(file), "has no token that ends a text", "one of " + ", ".join(known))
+
+    def encode(self, text: str) -> Tokens:
+        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+def tokenizer_from(name: str) -> Tokenizer:
+    """``bytes``, or the path of a Hugging Face tokenizer."""
+    return Bytes() if name == "bytes" else HuggingFace(Path(name))
+
+
+# -- build -----------------------------------------------------------------------------------------
+#
+# From documents to a pair of token files, with several processes and never more than a portion in memory.
+
 
 PORTION = 64  # documents handed to a process at a time
 Encoded = tuple[Tokens, Tokens | None]

@@ -10,9 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.data.pair import Tokens
-from shardwise.training.data.samples import positions_in
+from shardwise.training.data.order import Mixture, positions_in
+from shardwise.training.data.token_files import Tokens
 
 MOST_WORKERS, MOST_AHEAD = 4, 16  # of a loader that is left to itself; as many threads as batches are ahead at the most
 

@@ -1,9 +1,10 @@
-"""Documents out of files: plain text, JSON lines, Parquet, WebDataset tars. One at a time, never a file as a whole."""
+"""Documents out of files: plain text, JSON lines, Parquet, WebDataset tars; and text that is on every machine."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import sysconfig
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,3 +139,16 @@ _READERS: tuple[tuple[tuple[str, ...], Callable[[Path, str], Iterator[Document]]
     ((".tar", ".tar.gz", ".tgz"), _tar),
     ((".txt", ".text", ".md", ".py", ".txt.gz"), _text),
 )
+
+
+# -- corpus ----------------------------------------------------------------------------------------
+#
+# Text that is on every machine: the sources of Python's own standard library.
+
+
+def standard_library() -> list[Path]:
+    """Its Python files in a fixed order, without tests and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "idlelib"}
+    files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())

@@ -1,18 +1,145 @@
-"""Memory of this rank: on a GPU what its allocator has, on a CPU the bytes in tensors; never the process's own size."""
+"""Memory of this rank: on a GPU what its allocator has, on a CPU the bytes in tensors; never the process's own size.
+
+Every storage is counted once, from the operator that makes it until nobody holds it any more, whatever the device and
+whether it has values or is fake. What a kernel takes for itself inside, and what an allocator rounds up or keeps back,
+is not in it.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from shardwise.training.metrics.tensor_bytes import TensorBytes, is_wrapper
+Witness = Callable[[Any, Any, Any, Any], None]  # operator, arguments by place and by name, result
+
+
+def is_wrapper(kind: type) -> bool:
+    """Tensors that hold others: their operators are looked at when they have become those of what they hold."""
+    return kind.__name__ in ("DTensor", "AsyncCollectiveTensor")
+
+
+class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is entered; ``watch`` adds tensors that were there before.
+
+    ``witnesses`` are shown every operator that runs, with its arguments and its result.
+
+    >>> with TensorBytes() as memory:
+    ...     kept = torch.zeros(256) + torch.ones(256)  # two terms and their sum
+    >>> memory.peak, memory.live
+    (3072, 1024)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self.witnesses: list[Witness] = []
+        self._known: dict[int, _KnownStorage] = {}
+        self._resize: Callable[..., Any] | None = None
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors that were made before."""
+        for tensor in tensors:
+            self.see(tensor)
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    # -- what may be told more of by a subclass -------------------------------------------------------
+
+    def changed(self, key: int, difference: int, operator: str) -> None:
+        """The storage ``key`` has grown or shrunk; a new one from nothing, a freed one to nothing."""
+        self.live += difference
+        self.peak = max(self.peak, self.live)
+
+    def gone(self, key: int) -> None:
+        """The storage ``key`` is freed; another one may get its key."""
+
+    # -- watching -------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_wrapper(one) for one in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # questions, asked before every operator on a fake tensor
+            return result
+        name = func.name()
+        for one in (result,) if isinstance(result, Tensor) else tree_iter(result):
+            if isinstance(one, Tensor):
+                self.see(one, name)
+        for witness in self.witnesses:
+            witness(func, args, kwargs or {}, result)
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; to tell the compiler so costs more than to count."""
+        return False
+
+    def see(self, tensor: Tensor, operator: str = "") -> int:
+        """Counts the tensor's storage, if it is new or has another size; its key."""
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        size = storage.nbytes()
+        known = self._known.get(key)
+        if known is None:
+            self._known[key] = known = _KnownStorage(weakref.ref(storage, lambda _: self._freed(key)))
+        if known.size != size:
+            difference, known.size = size - known.size, size
+            self.changed(key, difference, operator)
+        return key
+
+    def _freed(self, key: int) -> None:
+        size = self._known.pop(key).size
+        if size:
+            self.changed(key, -size, "")
+        self.gone(key)
+
+    def __enter__(self) -> TensorBytes:
+        # FSDP frees and takes back gathered parameters by resizing their storages, which is no operator.
+        original = self._resize = UntypedStorage.resize_
+        watching = self
+
+        def resize(storage: UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            known = watching._known.get(storage._cdata)
+            if known is not None and known.size != size:
+                difference, known.size = size - known.size, size
+                watching.changed(storage._cdata, difference, "resize")
+            return result
+
+        UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+
+
+class _KnownStorage:
+    """A storage that is counted: its bytes, and the reference that tells when it is gone."""
+
+    __slots__ = ("reference", "size")
+
+    def __init__(self, reference: weakref.ref[UntypedStorage]) -> None:
+        self.reference, self.size = reference, 0
+
+
+# -- memory ----------------------------------------------------------------------------------------
+#
+# Memory of this rank: on a GPU what its allocator has, on a CPU the bytes in tensors; never the process's own size.
+
 
 Result = TypeVar("Result")
 

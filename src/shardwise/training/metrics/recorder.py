@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,29 @@ from shardwise.cost.flops import flops_per_token
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.metrics.lines import NAME, MetricLines, missing_steps, open_lines, read_lines, spelled_ranges
-from shardwise.training.metrics.predicted import read_prediction
 from shardwise.training.metrics.tensorboard import EventFile, make_folder
+
+PREDICTION = "prediction.json"
+
+
+def write_prediction(folder: Path, step_seconds: float, memory_bytes: float) -> None:
+    content = {"predicted_seconds": step_seconds, "predicted_memory_bytes": memory_bytes}
+    (folder / PREDICTION).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def read_prediction(folder: Path) -> dict[str, float]:
+    """Nothing where nobody has priced the job, or the file is not what was written."""
+    try:
+        found = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
+        return {name: float(found[name]) for name in ("predicted_seconds", "predicted_memory_bytes")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
+# -- recorder --------------------------------------------------------------------------------------
+#
+# What rank 0 records: a line for every step, to all places that the run asks for, beside what was predicted.
+
 
 TENSORBOARD = "tensorboard"
 

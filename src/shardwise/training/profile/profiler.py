@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import profiler as autograd_profiler
+from torch.distributed import distributed_c10d
 
 from shardwise.engine.gradients import local
-from shardwise.engine.labels import layer_name, step_name
+from shardwise.engine.labels import backend_operation, layer_name, of_backend, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.names import named
 from shardwise.engine.trainer import Trainer
@@ -20,10 +28,139 @@ from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers
 from shardwise.spec.job import Job
 from shardwise.spec.profile import Profile
-from shardwise.training.profile.clocks import clock_offset
-from shardwise.training.profile.flights import flights
-from shardwise.training.profile.ranges import recorded
-from shardwise.training.profile.record import Flight, Range, RankRecord
+from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
+
+_MEETINGS = 11
+
+
+def clock_offset() -> tuple[int, int]:
+    """This rank's wall clock minus rank 0's, and how much it may be wrong, in nanoseconds; all ranks call it together.
+
+    Ranks on one machine have one clock. All others leave a barrier at nearly the same moment; of several the median,
+    for a rank may be late to notice.
+    """
+    left, world = [], dist.get_world_size()
+    for _ in range(_MEETINGS):
+        dist.barrier()
+        left.append(time.time_ns())
+    said: list[Any] = [None] * world
+    dist.all_gather_object(said, (_machine(), left))
+    machine, first = said[0]
+    if machine and machine == _machine():
+        return 0, 0
+    offsets = [mine - other for mine, other in zip(left, first)]
+    middle = int(statistics.median(offsets))
+    return middle, int(statistics.median(abs(one - middle) for one in offsets))
+
+
+def _machine() -> str:
+    """What tells a running kernel from all others; empty if it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+# -- ranges ----------------------------------------------------------------------------------------
+#
+# Named ranges of this process as PyTorch's profiler sees them, and nothing else of what it could see.
+#
+# Operators are left out: to record each of them takes about as long as a small one runs. What is left are the names
+# that the engine gives to passes, layers and collectives, and those that the backend gives to what it does on its own
+# threads.
+
+
+@contextmanager
+def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]]:
+    """Records until the end of the block; then the ranges can be had, in seconds since a moment in nanoseconds."""
+    kinds: Any = torch._C._profiler
+    activities = {kinds.ProfilerActivity.CPU}
+    if device.type == "cuda":
+        activities.add(kinds.ProfilerActivity.CUDA)
+    # The public class knows no scopes; it makes the settings, which changed between versions.
+    settings = autograd_profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None)
+    config = settings.config(create_trace_id=False)  # type: ignore[no-untyped-call]
+    inner: Any = torch._C._autograd
+    inner._prepare_profiler(config, activities)
+    inner._enable_profiler(config, activities, {kinds.RecordScope.USER_SCOPE})
+    found: list[Any] = []
+    try:
+        yield lambda zero_ns: _ranges(found, zero_ns)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found += inner._disable_profiler().events()
+
+
+def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
+    """In the order of their starts; a longer one before what it holds."""
+    lanes = _Lanes()
+    found = [
+        NamedRange(one.name(), (one.start_ns() - zero_ns) / 1e9, (one.end_ns() - zero_ns) / 1e9, lanes.of(one))
+        for one in events
+        if one.duration_ns() > 0
+    ]
+    return sorted(found, key=lambda one: (one.start, -one.end))
+
+
+class _Lanes:
+    """Small numbers for threads: the one that asks, which trains, is the host's."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self._host = threading.get_native_id()
+
+    def of(self, event: Any) -> int:
+        if event.device_type() != torch._C._autograd.DeviceType.CPU:
+            return STREAMS + int(event.device_resource_id())
+        thread = int(event.device_resource_id())
+        # A send or a receive of gloo begins on the thread that trains and ends there much later: it lies beside.
+        if thread == self._host and not of_backend(event.name()):
+            return HOST
+        return self._known.setdefault((thread, of_backend(event.name())), len(self._known) + 1)
+
+
+# -- flights ---------------------------------------------------------------------------------------
+#
+# What the backend itself wrote down of its collectives: PyTorch's flight recorder, beside the engine's own names.
+#
+# gloo's has collectives only, and not how long they took; NCCL's has messages too.
+
+
+_BUFFER, _ENTRIES = "TORCH_FR_BUFFER_SIZE", "20000"  # the newest of the run
+_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # others take 1
+
+
+def record_flights() -> None:
+    """Before the process group is made: from then on the backend records."""
+    os.environ.setdefault(_BUFFER, _ENTRIES)
+
+
+def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
+    """What began between two moments, in seconds since a third."""
+    backend: Any = torch._C._distributed_c10d
+    recorded: list[dict[str, Any]] = json.loads(backend._dump_fr_trace_json()).get("entries", [])
+    members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in _groups()}
+    return tuple(
+        Flight(
+            backend_operation(one["profiling_name"]),
+            members[one["process_group"][0]],
+            sum(prod(size) * _BYTES.get(kind, 1) for size, kind in zip(one["input_sizes"], one["input_dtypes"])),
+            (one["time_created_ns"] - zero_ns) / 1e9,
+        )
+        for one in recorded
+        if begin_ns <= one["time_created_ns"] <= end_ns and one["process_group"][0] in members
+    )
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """This rank's."""
+    return [group for group in distributed_c10d._world.pg_map if group is not None]
+
+
+# -- profiler --------------------------------------------------------------------------------------
+#
+# Records a few steps of a run on this rank: every phase, layer and collective, on a clock that all ranks share.
 
 
 class Profiler:
@@ -32,7 +169,7 @@ class Profiler:
     def __init__(self, trainer: Trainer[Any], asked: Profile, folder: Path) -> None:
         self.trainer, self.asked, self.folder = trainer, asked, folder
         self._open: ExitStack | None = None
-        self._ranges: Callable[[int], list[Range]] = lambda zero_ns: []
+        self._ranges: Callable[[int], list[NamedRange]] = lambda zero_ns: []
         self._offset_ns = self._error_ns = 0
 
     def covers(self, number: int) -> bool:
@@ -70,7 +207,7 @@ class Profiler:
         self._record(self._ranges(zero_ns), flights(begin, end, zero_ns)).write(self.folder)
         dist.barrier()  # the folder is whole when any rank goes on
 
-    def _record(self, ranges: list[Range], backend: tuple[Flight, ...]) -> RankRecord:
+    def _record(self, ranges: list[NamedRange], backend: tuple[Flight, ...]) -> RankRecord:
         trainer, rank = self.trainer, dist.get_rank()
         layers = stage_layers(trainer.job)
         return RankRecord(

@@ -14,7 +14,7 @@ STREAMS = 1000  # lanes from here on are streams of a GPU
 
 
 @dataclass(frozen=True)
-class Range:
+class NamedRange:
     """``lane`` tells threads (or streams of a GPU) apart; on one lane ranges lie inside or beside each other."""
 
     name: str
@@ -51,7 +51,7 @@ class RankRecord:
     groups: Mapping[str, tuple[int, ...]]
     stages: Mapping[int, tuple[int, ...]]  # the layers of every stage that this rank holds
     memory: Mapping[str, int]
-    ranges: tuple[Range, ...]
+    ranges: tuple[NamedRange, ...]
     flights: tuple[Flight, ...] = ()
 
     def write(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ def _read(path: Path) -> RankRecord:
             {name: tuple(ranks) for name, ranks in content["groups"].items()},
             {int(stage): tuple(layers) for stage, layers in content["stages"].items()},
             content["memory"],
-            tuple(Range(*one) for one in content["ranges"]),
+            tuple(NamedRange(*one) for one in content["ranges"]),
             tuple(Flight(name, tuple(ranks), size, at) for name, ranks, size, at in content.get("flights", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,33 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.trainer import StepResult
-from shardwise.training.moment import Moment
-from shardwise.training.position import Position
+from shardwise.training.start import Position
+
+
+class Moment:
+    """When the work that was begun before is done; on a CPU, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host_seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """After `wait`."""
+        if self._event is None or earlier._event is None:
+            return self._host_seconds - earlier._host_seconds
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+# -- late ------------------------------------------------------------------------------------------
+#
+# Results of a step, read when the next one is already under way: no step waits for the host.
 
 
 @dataclass(frozen=True)

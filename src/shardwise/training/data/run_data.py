@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +14,11 @@ import numpy as np
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.units import readable_bytes
 from shardwise.training.data.build import build
-from shardwise.training.data.corpus import standard_library
-from shardwise.training.data.mixture import Mixture
-from shardwise.training.data.pair import Pair, Tokens, open_pair
-from shardwise.training.data.samples import Stream
-from shardwise.training.data.stage import require_staging, staged
+from shardwise.training.data.order import Mixture, Stream
+from shardwise.training.data.sources import standard_library
+from shardwise.training.data.token_files import TokenFiles, Tokens, open_pair
 
 CORPUS = "corpus"
 _PROBED_TOKENS = 2**16  # of each part, read before a run starts: whether the vocabulary has them
@@ -61,10 +64,12 @@ def built_in(folder: Path) -> Path:
     return prefix
 
 
-def _to_be_built() -> Pair:
+def _to_be_built() -> TokenFiles:
     """The built-in corpus as it will be: where its documents begin, and tokens that take no memory."""
     starts = np.cumsum([0, *(path.stat().st_size + 1 for path in standard_library())])
-    return Pair(Path("the built-in corpus"), np.broadcast_to(np.zeros(1, np.uint16), int(starts[-1])), starts, None)
+    return TokenFiles(
+        Path("the built-in corpus"), np.broadcast_to(np.zeros(1, np.uint16), int(starts[-1])), starts, None
+    )
 
 
 def held_out_begin(starts: Tokens, share: float, seq: int) -> int:
@@ -83,7 +88,7 @@ def _first_document_held_out(starts: Tokens, share: float) -> int:
     return int(starts[np.searchsorted(starts, (1 - share) * starts[-1])])
 
 
-def _training_end(job: Job, pair: Pair) -> int:
+def _training_end(job: Job, pair: TokenFiles) -> int:
     """The token before which training stays."""
     share, seq = job.run.data.held_out, job.training.seq
     if job.run.data.validation:
@@ -97,7 +102,7 @@ def _training_end(job: Job, pair: Pair) -> int:
     return held_out_begin(pair.starts, share, seq)
 
 
-def _mixtures(job: Job, trained: Sequence[Pair], others: Sequence[Pair]) -> tuple[Mixture, Mixture | None]:
+def _mixtures(job: Job, trained: Sequence[TokenFiles], others: Sequence[TokenFiles]) -> tuple[Mixture, Mixture | None]:
     weights, seed = job.run.data.weights, job.run.seed
     ends = [_training_end(job, pair) for pair in trained]
     training = _mixture(job, [(pair, 0, end) for pair, end in zip(trained, ends)], weights, seed)
@@ -108,9 +113,87 @@ def _mixtures(job: Job, trained: Sequence[Pair], others: Sequence[Pair]) -> tupl
     return training, _mixture(job, evaluated, () if others else weights, seed + _EVALUATION_SEED)
 
 
-def _mixture(job: Job, parts: Sequence[tuple[Pair, int, int]], weights: Sequence[float], seed: int) -> Mixture:
+def _mixture(job: Job, parts: Sequence[tuple[TokenFiles, int, int]], weights: Sequence[float], seed: int) -> Mixture:
     streams = [
         Stream(pair, job.training.seq, job.model.vocab, seed + 1000 * number, begin, end)
         for number, (pair, begin, end) in enumerate(parts)
     ]
     return Mixture(streams, weights or [float(one.tokens) for one in streams], seed)
+
+
+# -- stage -----------------------------------------------------------------------------------------
+#
+# Shards copied to where reading is quick before training: to memory, or from a shared disk to a local one.
+
+
+_SUFFIXES = (".bin", ".mask", ".idx")  # the index last: it makes the pair
+_MEMORY = Path("/dev/shm")
+
+
+def staged(prefixes: Sequence[Path], where: str, limit_bytes: float) -> list[Path]:
+    """The same pairs under names in the place that ``where`` says; copied by the first process that asks.
+
+    Copies stay for the next start of the run: they are found again as long as the original does not change.
+    """
+    if where == "none":
+        return list(prefixes)
+    _require_limit(_bytes_of(prefixes), limit_bytes)
+    return [_copied(prefix, _root(where)) for prefix in prefixes]
+
+
+def require_staging(prefixes: Sequence[Path], built_bytes: int, where: str, limit_bytes: float) -> None:
+    """Before a process starts: raises SpecError for shards, with ``built_bytes`` not built yet, that have no room."""
+    if where == "none":
+        return
+    _require_limit(_bytes_of(prefixes) + built_bytes, limit_bytes)
+    root = _root(where)
+    copied = _bytes_of([one for one in prefixes if not _folder(one, root).exists()]) + built_bytes
+    free = shutil.disk_usage(root.parent).free
+    if copied > free:
+        problem = f"{readable_bytes(copied)} of shards, and {readable_bytes(free)} are free in {root.parent}"
+        raise SpecError("run.data.stage", problem, "stage: none, or make room")
+
+
+def _require_limit(needed_bytes: int, limit_bytes: float) -> None:
+    if needed_bytes > limit_bytes:
+        allowed = readable_bytes(limit_bytes)
+        problem = f"{readable_bytes(needed_bytes)} of shards, more than stage_limit allows ({allowed})"
+        raise SpecError("run.data.stage", problem, "stage: none, or a higher stage_limit")
+
+
+def _bytes_of(prefixes: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for prefix in prefixes for path in _files(prefix))
+
+
+def _root(where: str) -> Path:
+    place = _MEMORY if where == "memory" and _MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return place / f"shardwise-{os.getuid()}"
+
+
+def _files(prefix: Path) -> list[Path]:
+    paths = [prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES]
+    return [path for path in paths if path.is_file()]
+
+
+def _folder(prefix: Path, root: Path) -> Path:
+    """Where the copy of a pair is, as long as the pair does not change."""
+    facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(prefix)]
+    return root / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _copied(prefix: Path, root: Path) -> Path:
+    files, folder = _files(prefix), _folder(prefix, root)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for path in files:
+                if not (folder / path.name).exists():
+                    part = folder / f"{path.name}.part"
+                    shutil.copyfile(path, part)
+                    part.rename(folder / path.name)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        problem = f"{prefix} could not be copied to {root} ({error.strerror})"
+        raise SpecError("run.data.stage", problem, "stage: none") from None
+    return folder / prefix.name

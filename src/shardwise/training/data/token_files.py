@@ -37,7 +37,7 @@ def narrowest(vocab: int) -> type:
 
 
 @dataclass(frozen=True)
-class Pair:
+class TokenFiles:
     """An open pair, mapped into memory: ``tokens`` of all documents on end, document i from ``starts[i]``."""
 
     prefix: Path
@@ -50,7 +50,7 @@ class Pair:
         return len(self.starts) - 1
 
 
-def open_pair(prefix: Path | str) -> Pair:
+def open_pair(prefix: Path | str) -> TokenFiles:
     """Maps a pair and checks that it is whole; raises SpecError that names the file and what is wrong with it."""
     prefix = Path(prefix)
     index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
@@ -67,7 +67,7 @@ def open_pair(prefix: Path | str) -> Pair:
     if held != starts[-1] * size:
         raise SpecError(str(tokens), f"has {held:,} bytes, its index says {starts[-1] * size:,}", "copy it again")
     mapped: Tokens = np.memmap(tokens, dtype, "r") if held else np.zeros(0, dtype)
-    return Pair(prefix, mapped, starts[ends], _mask(prefix, len(mapped)))
+    return TokenFiles(prefix, mapped, starts[ends], _mask(prefix, len(mapped)))
 
 
 def _path(prefix: Path, suffix: str) -> Path:
