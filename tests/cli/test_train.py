@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cli.running import does_not_fit_line, error_line, run, run_json
+from launch.warm import warm_ranks
 from shardwise.launch.outcome import FAILED, MISTAKE, Attempt, Failure, Outcome
 from shardwise.launch.run import Launch
 from shardwise.training.checkpoint.folder import CheckpointFolder
@@ -96,10 +97,14 @@ def require_equal(broken: Path, whole: Path, steps: int) -> None:
         assert at_once == again
 
 
-def test_stopped_and_started_again_it_ends_as_in_one_go(tmp_path: Path) -> None:
+def test_stopped_and_started_again_it_ends_as_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is stopped is a command of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     job, whole, broken = job_in(tmp_path, 10), tmp_path / "whole", tmp_path / "broken"
     # Steps that are recorded are the same bits, whatever happens between them.
-    assert "Predicted beside measured" in ended(start(job, whole, "--profile", "steps=4:6"))
+    with warm_ranks():
+        at_once = run("train", str(job), "--run-folder", str(whole), "--profile", "steps=4:6")
+    assert at_once.status == 0 and "Predicted beside measured" in at_once.out, at_once
     parts = run_json("compare", str(whole), "--json")["parts"]
     assert {"compute", "dp", "optimizer", "data", "checkpoint"} <= {name for name in parts if parts[name]["measured"]}
     first = start(job, broken)
@@ -107,7 +112,9 @@ def test_stopped_and_started_again_it_ends_as_in_one_go(tmp_path: Path) -> None:
     first.send_signal(signal.SIGTERM)
     output = ended(first)
     assert 2 <= CheckpointFolder(broken / "checkpoints").committed()[0] < 10, output
-    ended(start(job, broken))
+    with warm_ranks():
+        again = run("train", str(job), "--run-folder", str(broken))
+    assert again.status == 0, again
     require_equal(broken, whole, 10)
 
 

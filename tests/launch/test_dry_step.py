@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.warm import warm_ranks
 from shardwise.cost.memory.device import peak_memory
 from shardwise.launch import preflight
 from shardwise.planner.automatic import ways_to_fit
@@ -33,7 +34,8 @@ def test_the_next_smaller_is_taken_where_a_step_does_not_fit(tmp_path: Path) -> 
     room = 1.2 * (memory.total - memory.allowance)
     said: list[str] = []
     ways = [with_memory(one, room) for one in (ways_to_fit(job())[0], smallest)]
-    found = preflight._first_that_fits(ways, RunFolder(tmp_path / "dry"), said.append)
+    with warm_ranks():
+        found = preflight._first_that_fits(ways, RunFolder(tmp_path / "dry"), said.append)
     assert found == ways[1]
     assert "a step takes" in said[0] and said[1] == "microbatch 1: a dry step fits"
 
@@ -45,5 +47,5 @@ def test_a_job_without_auto_is_not_tried(tmp_path: Path) -> None:
 
 def test_what_fails_for_another_reason_is_said(tmp_path: Path) -> None:
     wrong = replace(job(), run=replace(job().run, device="cuda"))
-    with pytest.raises(SpecError, match=r"the dry step failed.*no GPU"):
+    with warm_ranks(), pytest.raises(SpecError, match=r"the dry step failed.*no GPU"):
         preflight._first_that_fits([wrong], RunFolder(tmp_path / "dry"), print)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.running import PREFACE, launch
+from launch.warm import warm_ranks
 from shardwise.spec.timeouts import Timeouts
 
 GROUP = (
@@ -43,7 +44,8 @@ def fault():
     if rank == 1 and attempt == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 """
-    found = launch(tmp_path, body + RUN, world=3, restarts=1, preface=GROUP)
+    with warm_ranks():
+        found = launch(tmp_path, body + RUN, world=3, restarts=1, preface=GROUP)
     assert str(found.attempts[0].failure) == "rank 1 (step, step 2): killed by SIGKILL"
     assert found.status == 0, found.failure  # the second attempt met in a file of its own
     complaints = list(found.attempts[0].folder.glob("rank-*.failed.json"))
@@ -57,7 +59,8 @@ def fault():
         pass
 """
     timeouts = Timeouts(start=100, step=2, checkpoint=100)
-    found = launch(tmp_path, body + RUN, preface=GROUP, timeouts=timeouts)
+    with warm_ranks():
+        found = launch(tmp_path, body + RUN, preface=GROUP, timeouts=timeouts)
     failure = found.failure
     assert failure is not None
     assert (failure.rank, failure.cause, failure.step) == (0, "stuck", 2)

@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from cli.running import Result, error_line, run
+from engine.workers import pool
 from shardwise.cli.calibrate import started_cluster
 from shardwise.cli.main import main
+from shardwise.launch.pool import WorkerPlace
 from shardwise.launch.torchrun import Started
 from shardwise.measure.calibrate.far_off import far_off
 from shardwise.measure.calibrate.ranks import hosts_of
@@ -47,20 +51,24 @@ def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[s
     )
 
 
-def two_ranks(arguments: list[str], ranks_per_host: tuple[int, int]) -> list[subprocess.Popen[str]]:
-    """As srun starts them: no launcher's store, rank 0 holds what they meet in."""
-    there = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return [
-        start([sys.executable, *CALIBRATE, *arguments], {**there, "RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)})
-        for rank, count in enumerate(ranks_per_host)
-    ]
+def two_ranks(arguments: list[str], ranks_per_host: tuple[int, int]) -> list[Result]:
+    """As srun starts them: no launcher's store, rank 0 holds what they meet in; on processes that have torch."""
+    there = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    return pool().run(_calibrate, 2, arguments, there, ranks_per_host, timeout_seconds=200)
+
+
+def _calibrate(place: WorkerPlace, arguments: list[str], there: dict[str, str], counts: tuple[int, int]) -> Result:
+    own = {"RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(counts[place.rank])}
+    with mock.patch.dict(os.environ, {**there, **own}):
+        return run("calibrate", *arguments)
 
 
 def test_two_hosts_of_one_rank(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    (first, _), (second, _) = outputs(two_ranks(["--only", "links,storage", "--out", str(path)], (1, 1)))
-    assert f"Written: {path}" in first.replace("\n", "")
-    assert second == ""
+    first, second = two_ranks(["--only", "links,storage", "--out", str(path)], (1, 1))
+    assert (first.status, second.status) == (0, 0), (first, second)
+    assert f"Written: {path}" in first.out.replace("\n", "")
+    assert second.out == ""
     cluster = cluster_from(str(path))
     inside, between = cluster.levels
     assert (inside.width, between.width, cluster.nodes, between.ports) == (1, 2, 2, 1)
@@ -72,11 +80,8 @@ def test_two_hosts_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_all_ranks_say_the_same_of_hosts_that_differ(tmp_path: Path) -> None:
-    said = outputs(two_ranks(["--out", str(tmp_path / "cluster.yaml")], (1, 2)), status=2)
-    for out, error in said:
-        assert out == ""
-        assert error.startswith("shardwise: error: LOCAL_WORLD_SIZE: rank 1 is one of 2 on ")
-        assert error.count("\n") == 1
+    for one in two_ranks(["--out", str(tmp_path / "cluster.yaml")], (1, 2)):
+        assert error_line(one).startswith("LOCAL_WORLD_SIZE: rank 1 is one of 2 on ")
 
 
 @pytest.mark.slow

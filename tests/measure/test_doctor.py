@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.running import error_line, run, run_json
+from launch.warm import warm_ranks
 from shardwise.measure.doctor.disk import check_disk
 from shardwise.measure.doctor.examine import examine
 from shardwise.measure.doctor.finding import Examination
@@ -21,7 +22,8 @@ def asked(tmp_path: Path) -> Examination:
 
 def test_a_whole_examination_with_a_real_all_reduce(tmp_path: Path) -> None:
     job = ["--model", "tiny", "--cluster", "laptop:2", "--global-batch", "8", "--seq", "64"]
-    found = run_json("doctor", *job, "--set", f"run.folder={tmp_path / 'later'}")
+    with warm_ranks():
+        found = run_json("doctor", *job, "--set", f"run.folder={tmp_path / 'later'}")
     checks = {one["check"]: one for one in found["findings"]}
     assert found["ok"]
     assert list(checks) == ["loopback", "ports", "shared memory", "open files", "clock", "disk space", "disk speed",

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from cli.running import Result, run
+from launch.warm import warm_ranks
 from shardwise.spec import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import problems_of
@@ -81,7 +82,7 @@ def train(job: Job, folder: Path, *faults: Fault, arguments: tuple[str, ...] = (
     file.write_text(job.to_yaml(), encoding="utf-8")
     path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")])
     told = mock.patch.dict(os.environ, {VARIABLE: spelled(*faults), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
-    with told, mock.patch("shardwise.launch.run.WORKER", "training.faulty_worker"):
+    with told, warm_ranks(), mock.patch("shardwise.launch.run.WORKER", "training.faulty_worker"):
         return Ended(run("train", str(file), "--run-folder", str(folder), *arguments), folder)
 
 

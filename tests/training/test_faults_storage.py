@@ -14,6 +14,7 @@ import pytest
 
 from cli.running import error_line
 from cli.running import run as command
+from launch.warm import warm_ranks
 from shardwise.spec import Job
 from shardwise.training.checkpoint.load import problems_of
 from training.faults import STEPS, final_state, read_only, small_disk, small_job, train
@@ -137,7 +138,8 @@ def test_a_full_disk_stops_a_run_or_does_not(tmp_path: Path, shards: str, undist
             "--precision",
             "fp32",
         )
-        found = command("train", *small, "--run-folder", str(tmp_path / "disk" / "other"))
+        with warm_ranks():
+            found = command("train", *small, "--run-folder", str(tmp_path / "disk" / "other"))
         assert (found.status, found.err.count("started: ")) == (2, 1), found.err
         assert found.err.endswith("has no room left; make room and start it again\n")
         filler.unlink()
