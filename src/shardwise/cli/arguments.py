@@ -1,4 +1,4 @@
-"""Argument parsing shared by the verbs: one clear line for a mistake, and the flags that describe a job."""
+"""Argument parsing shared by the verbs: one-line errors, and the flags that describe a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        # "-5GB/s" after a flag is its value, which then says what is wrong with it; no flag of ours looks like that.
+        # "-5GB/s" after a flag is its value, whose own check then rejects it; no flag of ours looks like that.
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 
     def error(self, message: str) -> NoReturn:

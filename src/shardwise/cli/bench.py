@@ -177,7 +177,7 @@ def _bytes(text: str | None, field: str, otherwise: int) -> int:
 
 
 def _require_room(size: int, ranks: int) -> None:
-    """Refuses what this machine surely has no memory for: every rank holds what it sends and what it gets."""
+    """Raises SpecError for what exceeds this machine's memory: every rank holds what it sends and receives."""
     from shardwise.measure.verify import available_bytes
 
     free = available_bytes()

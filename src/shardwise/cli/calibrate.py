@@ -1,4 +1,4 @@
-"""`shardwise calibrate`: what was measured becomes what is planned with."""
+"""`shardwise calibrate`: measures a machine, and writes the cluster to plan with."""
 
 from __future__ import annotations
 

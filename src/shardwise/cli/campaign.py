@@ -35,7 +35,7 @@ _PRICE = re.compile(
 
 @dataclass(frozen=True)
 class Terms:
-    """What a user says of the whole run; None is left to the job."""
+    """What the user specifies of the whole run; None is left to the job."""
 
     tokens: float
     price: float | None
@@ -53,7 +53,7 @@ def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def terms_from(parsed: argparse.Namespace, training: Training) -> Terms | None:
-    """The flags as numbers, or None if nobody says how long the run is; raises SpecError for nonsense."""
+    """The flags as numbers, or None if no length is given; raises SpecError for invalid values."""
     tokens = training.tokens if parsed.tokens is None else _amount("--tokens", parsed.tokens, "count")
     if tokens is None:
         _refuse(parsed, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
@@ -94,7 +94,7 @@ def campaign_from(parsed: argparse.Namespace, job: Job, predicted_seconds: float
             storage=where,
             currency=terms.currency,
         )
-        if run.interval < step:  # nobody saves in the middle of a step
+        if run.interval < step:  # checkpoints are saved between steps
             run = replace(run, checkpoint_interval=step)
     except SpecError as error:
         raise error.under("training") from None

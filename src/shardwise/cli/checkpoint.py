@@ -1,4 +1,4 @@
-"""`shardwise checkpoint`: what a checkpoint holds, whether it is whole, and the same state in other files."""
+"""`shardwise checkpoint`: shows what a checkpoint holds, verifies it, and reshards it."""
 
 from __future__ import annotations
 

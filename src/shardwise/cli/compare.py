@@ -1,4 +1,4 @@
-"""`shardwise compare`: a profiled run beside its prediction, part by part, with the likely reason."""
+"""`shardwise compare`: a profiled run against its prediction, part by part, with likely causes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise data`: token shards from text, and whether shards are whole."""
+"""`shardwise data`: builds token shards from text, and checks shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise dryrun`: the engine on one rank of a world of any size, and the planner beside it."""
+"""`shardwise dryrun`: the engine on one rank of a world of any size, against the plan."""
 
 from __future__ import annotations
 

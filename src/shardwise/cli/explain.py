@@ -1,4 +1,4 @@
-"""`shardwise explain`: one formula, with the numbers put in and its source."""
+"""`shardwise explain`: one formula with the numbers filled in, and its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise export`: a job as another framework's configuration, with what that does not carry."""
+"""`shardwise export`: a job as another framework's configuration, with what that cannot express."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _write(exported: Exported, out: Path) -> None:
 
 
 def _report(exported: Exported) -> None:
-    """What the configuration does not say, on standard error: standard output may be redirected to a file."""
+    """What the configuration cannot express, on standard error: standard output may be redirected to a file."""
     groups = (
         (f"{exported.target} cannot express, or does differently:", exported.missing),
         ("to set in the training script or the launcher:", exported.elsewhere),

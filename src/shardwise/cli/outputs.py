@@ -1,4 +1,4 @@
-"""Files that a verb writes at its end, looked at before it begins."""
+"""Output files of a command, checked before it starts."""
 
 from __future__ import annotations
 

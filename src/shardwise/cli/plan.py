@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> int:
         time_limit_seconds=_time_limit(parsed.time_limit),
     ).started()
     wishes = [(text, parse_constraints(text)) for text in parsed.why_not]
-    # A mistake in what is asked besides should not wait for the search.
+    # An error in a further question should not wait for the search.
     terms_from(parsed, job.training)
     for change in parsed.what_if:
         changed(job.cluster, change)
@@ -268,7 +268,7 @@ def _time_limit(text: str | None) -> float | None:
 
 
 def _stopped_notes(found: Plan, left_out: list[str]) -> list[str]:
-    """That a search, or what was asked besides, was not finished."""
+    """Notes that a search, or a further question, was cut short."""
     limit, priced = f"the time limit of {readable_duration(found.request.seconds)}", found.search.priced
     notes = []
     if found.search.was_stopped:

@@ -1,4 +1,4 @@
-"""`shardwise train`: one command from a job file to a trained model on this machine; started again, it goes on."""
+"""`shardwise train`: one command from a job file to a trained model on this machine; started again, it resumes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _weights_left(named: str | None, job: Job) -> list[str]:
-    """A folder with weights that only gave its shape: a user may have meant both."""
+    """A note for a folder with weights of which only the shape is used: the user may have meant both."""
     if named is None or job.run.start_from is not None or not is_folder(named):
         return []
     if not any(Path(named).glob("*.safetensors")):
@@ -110,7 +110,7 @@ def _check_emulation(job: Job, parsed: argparse.Namespace) -> None:
 
 
 def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Preflight]:
-    """What the job leaves open is tried before it begins."""
+    """Resolves `auto` fields by trial before the run begins."""
     from shardwise.launch.preflight import confirmed
 
     found = confirmed(job, folder, lambda text: print(f"note: {text}", file=sys.stderr))
@@ -118,7 +118,7 @@ def _tried(job: Job, folder: RunFolder, checked: Preflight) -> tuple[Job, Prefli
 
 
 def _placed(job: Job, parsed: argparse.Namespace) -> Job:
-    """The job in its folder. One that nobody has named is never another job's."""
+    """The job in its folder; a default folder never belongs to a different job."""
     if job.run.folder is not None:
         return job
     default = Path("runs") / (Path(parsed.job).stem if parsed.job else job.model.name or "run")
@@ -129,7 +129,7 @@ def _placed(job: Job, parsed: argparse.Namespace) -> Job:
 
 
 def _make_ready(job: Job, folder: RunFolder, checked: Preflight, parsed: argparse.Namespace) -> bool:
-    """Whether there is something to do; says so where all steps are done."""
+    """Whether there is something to do; prints a line if all steps are done."""
     for note in require_same_run(job, folder, go_on=parsed.go_on):
         print(f"note: {note}", file=sys.stderr)
     step = finished_at(job, folder)
@@ -196,7 +196,7 @@ def _watched(launch: Launch, *, quiet: bool) -> Outcome:
 
 
 def _rehearsed(job: Job, folder: RunFolder, checked: Preflight, steps: int, *, as_json: bool) -> int:
-    """Exits 1 where a point has failed."""
+    """Exits with 1 if a check failed."""
     from shardwise.launch.rehearsal import rehearse
     from shardwise.report.training import print_points
 
@@ -216,7 +216,7 @@ def _rehearsed(job: Job, folder: RunFolder, checked: Preflight, steps: int, *, a
 
 
 def _told(outcome: Outcome, job: Job, folder: RunFolder, parsed: argparse.Namespace) -> int:
-    """The end of a run in figures, and the status for the shell."""
+    """Prints the summary of a run; returns the exit status."""
     from shardwise.report.training import print_summary
 
     found, failure = _summary(folder), outcome.failure if outcome.status else None

@@ -178,8 +178,8 @@ class Trainer(ABC, Generic[Given]):
         values = [self.optimizer.values(one) for one in trained]
         return OuterSteps(values, self.mesh.group("dp"), synchronise), None
 
-    def weights_given(self) -> None:
-        """After the weights were written by others than the optimizer, the same on all data-parallel ranks."""
+    def on_weights_loaded(self) -> None:
+        """Call after weights were set from outside, equally on all data-parallel ranks."""
         self.data.publish()
         self.steps_given()
         if self.outer is not None:

@@ -1,1 +1,1 @@
-"""What really happens: a layout beside one process, a traced step beside the prediction."""
+"""Measurements: a layout against one process, a traced step or a run against its prediction, a machine."""

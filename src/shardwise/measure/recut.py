@@ -1,4 +1,4 @@
-"""A pipeline cut again by what its ranks measured: slow ranks get fewer layers, and sit in one stage where they can."""
+"""Rebalances a pipeline by measured speed: slow ranks get fewer layers, and share one stage where possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.strategy import DIMENSIONS
 
-WORTH = 0.01  # of the step: below that a cut is not worth another checkpoint layout
+WORTH = 0.01  # of the step: a smaller gain is not worth another checkpoint layout
 _AROUND = ("data", "optimizer", "checkpoint", "host", "dp")  # not the pipeline
 
 

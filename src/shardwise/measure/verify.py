@@ -1,4 +1,4 @@
-"""A layout beside the single process: loss, every gradient, every weight after a few steps.
+"""A layout against the single process: loss, every gradient, every weight after a few steps.
 
 The layout runs on local processes (or GPUs), each of which compares its own parts with the reference that the single
 process wrote to a file; so copies that should be equal are all checked, and nothing is gathered but small numbers.
@@ -76,7 +76,7 @@ def verify(
     """Runs ``job`` (in fp32, by AdamW) on as many processes as its strategy has ranks, and the single process.
 
     ``references`` is a folder that keeps what the single process found: other layouts of the same job take it from
-    there. ``watch`` is told of each phase, and of a function that counts its steps that are done.
+    there. ``watch`` is called for each phase, with a function that counts its finished steps.
     """
     if job.strategy.compression.is_used or not job.strategy.synchronise.every_step:
         name = "compression" if job.strategy.compression.is_used else "synchronise"
@@ -106,7 +106,7 @@ def verify(
 
 
 def require_memory(job: Job, steps: int, available: int | None) -> None:
-    """Refuses what this machine's memory would not hold: it would swap or be killed, not compare."""
+    """Raises SpecError for what exceeds this machine's memory: it would swap or be killed."""
     # The single process: weights, gradients, two moments, and what it writes down (gradients of all steps, weights).
     parameters = parameter_count(job.model)
     alone = parameters * 4 * (4 + steps + 1)
@@ -144,7 +144,7 @@ def _write_reference(place: WorkerPlace, job: Job, steps: int, seed: int, path: 
     torch.set_num_threads(1)
     unfinished = f"{path}.{os.getpid()}"
     torch.save(asdict(run_reference(job, steps, seed, ticks.tick)), unfinished)
-    Path(unfinished).replace(path)  # who finds the file finds all of it
+    Path(unfinished).replace(path)  # a file that exists is complete
 
 
 def _compare(
@@ -159,7 +159,7 @@ def _compare(
         for one in engine.parameters:
             value = one.part.of(sample_weight(one.name, one.part.shape, seed, job.model))
             engine.optimizer.write(one.parameter, MASTER, divided_as(one.parameter, value))
-        engine.weights_given()
+        engine.on_weights_loaded()
         for step in range(steps):
             at = f"step {step + 1}"
             batch = sample_batch(job, step, seed, device).share(engine.mesh.rank("dp"), engine.mesh.size("dp"))

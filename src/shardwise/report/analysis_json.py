@@ -21,7 +21,7 @@ FORMAT = 2
 
 
 def analysis_data(found: Assessment) -> dict[str, Any]:
-    """Everything `analyze` says, keyed by name; bytes, seconds and FLOPs as numbers."""
+    """Everything `analyze` prints, keyed by name; bytes, seconds and FLOPs as numbers."""
     analysis = found.analysis
     data = {
         "format": FORMAT,

@@ -62,7 +62,7 @@ _STEP_WORDS = {
 
 
 def analysis_page(found: Assessment) -> Page:
-    """Everything `analyze` has to say: the verdict, where the predicted step goes, memory, communication, the rest."""
+    """Everything `analyze` prints: the verdict, where the predicted step goes, memory, communication, the rest."""
     return Page.of(_pieces(found))
 
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 @contextmanager
 def bytes_progress(doing: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """Yields what is told of every few bytes that are done; nothing is shown where there is no terminal."""
+    """Yields a function to call with the bytes done; nothing is shown without a terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda size: None

@@ -1,4 +1,4 @@
-"""A run that has ended, for people: what it took beside what was predicted, and how a rehearsal went."""
+"""A finished run as text: measured against predicted, and how a rehearsal went."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.training.metrics.lines import RunSummary
 
 
 def print_summary(found: RunSummary, data_type: str) -> None:
-    """``data_type`` is that of the matrix products, of whose peak the utilisation is."""
+    """``data_type`` is that of the matmuls, to whose peak MFU refers."""
     out = console()
     rows = [
         ("step time", found.predicted_seconds, found.step_seconds, readable_seconds),

@@ -1,4 +1,4 @@
-"""A run while it goes on: a bar with the time that is left on a terminal, now and then a line elsewhere.
+"""A run in progress: a bar with the remaining time on a terminal, an occasional line elsewhere.
 
 It follows the metrics that rank 0 writes; the processes that train have no terminal.
 """
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 _TOLD = {"checkpoint_damaged": "a checkpoint was left out: ", "checkpoint_failed": "no checkpoint: ", "bad": "bad, ",
          "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
-RECENT = 20  # steps whose median says how long the rest will take
+RECENT = 20  # steps whose median predicts the remaining time
 _BAR, _LEAST_BAR = 40, 8
 
 
@@ -72,7 +72,7 @@ class TrainingProgress:
             self._console.print(text, soft_wrap=True, markup=False)
 
     def _say_once(self, text: str) -> None:
-        """Records come again where the run goes back."""
+        """Prints a record once: records repeat after a roll-back."""
         if text not in self._said:
             self._said.add(text)
             self.say(text)
@@ -105,7 +105,7 @@ class TrainingProgress:
             self.say(f"{_step(record['step'], self._steps)}: {', '.join(words)}")
 
     def _words(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """What is said of a step, the most wanted first: a narrow terminal shows no more than fits."""
+        """The figures of a step, the most important first: a narrow terminal shows no more than fits."""
         seconds = statistics.median(self._recent) if self._recent else record["seconds"]
         loss = record.get("loss")
         words = ["loss –" if loss is None else f"loss {loss:.3f}"]
@@ -138,7 +138,7 @@ def fitted(head: str, words: Sequence[str], width: int) -> str:
 
 
 class OneLine(Progress):
-    """The step, what is said of it, and a bar in the room that is left."""
+    """The step, its figures, and a bar in the remaining width."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         return map(_Drawn, self.tasks)

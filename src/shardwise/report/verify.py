@@ -66,7 +66,7 @@ def print_verification(asked: Job, found: Verification) -> None:
 
 @contextmanager
 def verification_progress(steps: int, shown: bool) -> Iterator[Callable[[str, Callable[[], int]], None]]:
-    """Bars on standard error while the processes run, where somebody looks at it; gone when they are done."""
+    """Progress bars on standard error while the processes run, if it is a terminal; removed when they are done."""
     if not (shown and sys.stderr.isatty()):
         yield lambda phase, done: None
         return

@@ -1,1 +1,1 @@
-"""The loop around the engine: data, schedule, checkpoints, recovery, metrics."""
+"""The training loop around the engine: data, schedules, checkpoints, recovery, metrics."""

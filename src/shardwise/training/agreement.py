@@ -21,7 +21,7 @@ class StopSignal:
 
     def listen(self) -> None:
         signal.signal(signal.SIGTERM, self._note)
-        # Ctrl-C goes to all processes of a terminal; whoever started this one says what follows.
+        # Ctrl-C goes to all processes of a terminal; the launcher decides what follows.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _note(self, *_: Any) -> None:
@@ -33,7 +33,7 @@ class StopSignal:
 # What all ranks do at the same step though only one of them knows why: a signal came, time has passed.
 
 
-PERIOD_SECONDS = 0.2  # between two agreements: often enough for who waits, too seldom to cost anything
+PERIOD_SECONDS = 0.2  # between two agreements: responsive enough for a waiting user, rare enough to cost nothing
 MOST_STEPS = 256
 
 
@@ -48,9 +48,9 @@ class Wishes:
 
 
 class Agreement:
-    """`at_step` before each step: the wishes of all ranks that were told at ``asked_at``, an earlier step, or None.
+    """`at_step`, called before each step, returns all ranks' wishes of an earlier step, ``asked_at``, or None.
 
-    They travel while steps are computed, in a group of their own, so that nobody waits for them.
+    They are exchanged in the background, in a separate group, so that no rank waits for them.
     """
 
     def __init__(self, first_step: int) -> None:
@@ -70,11 +70,11 @@ class Agreement:
         return agreed
 
     def close(self) -> None:
-        """Nothing is under way any more; called by all ranks after the same step."""
+        """Completes the exchange in flight; called by all ranks after the same step."""
         self._finish()
 
     def again_from(self, step: int) -> None:
-        """After going back to an earlier step, which all ranks do at once."""
+        """Restarts after a roll-back to an earlier step, which all ranks do at once."""
         self._finish()
         self._next, self._begun = step, (step, time.monotonic())
 

@@ -44,7 +44,7 @@ class RankProgress:
     step: int
     since: float
     limit_seconds: float
-    beat: float  # when it last gave a sign of life
+    beat: float  # its last heartbeat
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def read_progress(file: int) -> RankProgress | None:
 
 
 def reserve_failure(folder: Path, rank: int) -> None:
-    """Takes the room that a failure's record needs: a full disk is what it may have to tell of."""
+    """Reserves space for a failure record: the failure may be a full disk."""
     failure_path(folder, rank).with_suffix(".part").write_bytes(b" " * _FAILURE_BYTES)
 
 
 def write_failure(folder: Path, record: FailureRecord) -> None:
-    """Over the blanks that were reserved; those that stay behind it are no harm to JSON."""
+    """Overwrites the reserved blanks; trailing blanks are valid JSON."""
     path = failure_path(folder, record.rank)
     part = path.with_suffix(".part")
     short = replace(record, message=record.message[:_MOST_WORDS], traceback=record.traceback[-_MOST_WORDS:])
@@ -116,7 +116,7 @@ def write_failure(folder: Path, record: FailureRecord) -> None:
 def read_failure(folder: Path, rank: int) -> FailureRecord | None:
     try:
         return FailureRecord(**json.loads(failure_path(folder, rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # none, or not what a rank writes: how it ended then says what is known
+    except (OSError, ValueError, TypeError):  # none, or invalid: then only the exit status is known
         return None
 
 
@@ -125,7 +125,7 @@ def read_failure(folder: Path, rank: int) -> FailureRecord | None:
 # What a worker process knows about its place among the others, and how it reports to whoever started it.
 
 
-STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to write down what its threads are doing
+STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to dump the stacks of its threads
 _STARTED_BY = "start workers by `shardwise train` or torchrun"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -134,9 +134,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class WorldPlace:
     """One process of an attempt to train.
 
-    The processes meet in a file (``meeting``, new for each attempt) or, across machines, at ``address`` and ``port``.
-    ``folder`` is where this attempt's records go and ``launcher`` the process that reads them; both are absent where
-    another program started the workers.
+    The processes rendezvous through a file (``meeting``, new for each attempt) or, across machines, at ``address`` and
+    ``port``. ``folder`` is where this attempt's records go and ``launcher`` the process that reads them; both are
+    absent where another program started the workers.
     """
 
     rank: int
@@ -147,7 +147,7 @@ class WorldPlace:
     port: int | None = None
     folder: Path | None = None
     launcher: int | None = None
-    attempt: str = "1"  # tells this attempt from others of the same run; equal on all ranks
+    attempt: str = "1"  # identifies this attempt of the run; equal on all ranks
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorldPlace:
@@ -171,7 +171,7 @@ class WorldPlace:
 
 
 def number_in(environment: Mapping[str, str], name: str, remedy: str = _STARTED_BY) -> int:
-    """What a variable says that whoever starts ranks has to set."""
+    """The value of an environment variable that the launcher must set."""
     text = environment.get(name)
     if text is None:
         raise SpecError(name, "is not set", remedy)
@@ -181,9 +181,9 @@ def number_in(environment: Mapping[str, str], name: str, remedy: str = _STARTED_
 
 
 class Reporter:
-    """A rank's reports to the launcher: where it is, that it lives, and why it failed.
+    """A rank's reports to the launcher: its progress, its heartbeat, and why it failed.
 
-    Where no launcher reads them every call does nothing. With one, the process ends when the launcher does.
+    Without a launcher every call is a no-op. With one, the process ends when the launcher does.
     """
 
     def __init__(self, place: WorldPlace) -> None:
@@ -214,7 +214,7 @@ class Reporter:
         write_progress(self._file, self._count, name, step, time.monotonic(), limit_seconds or 0.0)
 
     def failed(self, error: BaseException) -> None:
-        """Says why this rank ends. The process may then take its time: the launcher knows."""
+        """Records why this rank failed. After that the process may take its time to end."""
         if self._place.folder is None:
             return
         record = FailureRecord(
@@ -235,13 +235,13 @@ class Reporter:
         self._closed.set()
 
     def _beat(self, file: int) -> None:
-        """Runs as long as the process does; one that is stopped, or holds the interpreter's lock, falls silent."""
+        """The heartbeat: runs as long as the process does; it stops if the process is stopped or holds the GIL."""
         while not self._closed.wait(BEAT_SECONDS):
             write_beat(file, time.monotonic())
 
 
 def _end_with(launcher: int) -> None:
-    """This process is killed when the launcher dies in any way; where the system cannot do that, a guard does."""
+    """Has the kernel kill this process when the launcher dies; where it cannot, the guard does."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,11 +1,12 @@
 """Checkpoints of a run: begun at the same step on all ranks, written while training goes on, settled later.
 
-How one ended is told in a group of its own, which has the time limit of a checkpoint: a slow disk of one rank is no
-reason to break the others' communication. The store in which the ranks have met would grow with every save.
+The outcome is exchanged in a separate group with the time limit of a checkpoint: a slow disk of one rank must not break
+the others' communication. The rendezvous store would grow with every save.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,9 +20,11 @@ from shardwise.spec.run import Run
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.save import SaveError, Saver
 
+_logger = logging.getLogger("shardwise.training")
+
 
 class Keeper:
-    """``say`` hears of every checkpoint that was committed, and of those that were not."""
+    """``on_settled(step, problem)`` is called on rank 0 for each committed or failed checkpoint."""
 
     def __init__(
         self,
@@ -29,9 +32,9 @@ class Keeper:
         run: Run,
         folder: CheckpointFolder,
         attempt: str,
-        say: Callable[[int, str], None] = lambda step, problem: None,
+        on_settled: Callable[[int, str], None] = lambda step, problem: None,
     ) -> None:
-        self.run, self.folder, self.attempt, self.say = run, folder, attempt, say
+        self.run, self.folder, self.attempt, self.on_settled = run, folder, attempt, on_settled
         self.saver = Saver(trainer, folder, attempt=attempt, timeout_seconds=run.timeouts.checkpoint)
         self._last_at = time.monotonic()
         self.last_begun: int | None = None  # the step of the newest, unless it failed
@@ -46,13 +49,13 @@ class Keeper:
 
     @property
     def due_by_time(self) -> bool:
-        """Whether so much time has passed; ranks would not agree on it, so rank 0 decides."""
+        """Whether a checkpoint is due by the clock; clocks differ between ranks, so rank 0 decides."""
         seconds = self.run.checkpoints.seconds
         return seconds is not None and self._unsettled is None and time.monotonic() - self._last_at > seconds
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes."""
+        """Whether this rank is still writing."""
         return self.saver.busy
 
     def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
@@ -66,7 +69,7 @@ class Keeper:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the save that is under way, everywhere; raises SpecError if it failed and the run is to stop."""
+        """Waits for the save in flight on all ranks; raises SpecError if it failed and the policy is to stop."""
         if self._unsettled is None:
             return
         step, self._unsettled = self._unsettled, None
@@ -89,11 +92,12 @@ class Keeper:
             self.saver.finish()
         except SaveError as error:
             problem = str(error)
+            _logger.warning("the checkpoint of step %d was not written: %s", step, problem)
         if self._group is not None:  # what a rank still writes could not be cleared
             dist.barrier(self._group)
         if self.saver.rank == 0:
             self._tidy(step, problem)
-            self.say(step, problem)
+            self.on_settled(step, problem)
         told: list[Any] = [problem]
         if self._group is not None:
             dist.broadcast_object_list(told, group=self._group)

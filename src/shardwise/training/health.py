@@ -1,6 +1,6 @@
 """Steps that went wrong and memory that runs short, and what the run's policy says then.
 
-Everything is decided from numbers that are equal on all ranks, so that all of them decide alike.
+All decisions use numbers that are equal on all ranks, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
 from shardwise.spec.run_health import NonFinite, Spikes
 
-LEAST_LOSSES = 8  # before a median says anything
+LEAST_LOSSES = 8  # before a median is meaningful
 
 
 class StepVerdict(Enum):
@@ -40,7 +40,7 @@ class Health:
 
     @property
     def loss_limit(self) -> float | None:
-        """Above this a step is left out; None: nothing is a spike (yet)."""
+        """Above this a step is skipped; None: nothing counts as a spike (yet)."""
         factor = self.run.spikes.factor
         if factor is None or len(self.losses) < LEAST_LOSSES:
             return None
@@ -71,13 +71,13 @@ class Health:
         return StepVerdict.ROLL_BACK
 
     def went_back(self, losses: Iterable[float]) -> None:
-        """The losses are those of a checkpoint again; how many bad steps came one after the other is not forgotten."""
+        """Restores the losses of a checkpoint; the count of consecutive bad steps is kept."""
         self.losses = deque(losses, maxlen=self.run.spikes.window)
 
 
 # -- pressure --------------------------------------------------------------------------------------
 #
-# Offload that follows what memory is measured: more of the optimizer's states leave when it is short, and come back.
+# Offload that adapts to measured memory: more optimizer states are offloaded when it is short, and come back later.
 #
 # The share moves by eighths, and back only where the next counted step would still be well below the limit, so that
 # it does not swing.
@@ -88,7 +88,7 @@ SHORT, AMPLE = 0.95, 0.85  # of what a device has for tensors
 
 
 class Pressure:
-    """Of one rank; all ranks are told the same peak and so do the same."""
+    """One per rank; all ranks get the same peak and so make the same decision."""
 
     def __init__(self, trainer: Trainer[Any]) -> None:
         device, offload = trainer.job.cluster.device, trainer.job.strategy.offload

@@ -51,7 +51,7 @@ class LoopParts:
 
 
 class Loop:
-    """`run` trains from ``state`` to the last step, or until a signal; what it does is kept in a checkpoint then."""
+    """`run` trains from ``state`` to the last step, or until a signal, and then saves a checkpoint."""
 
     def __init__(self, parts: LoopParts, state: State) -> None:
         job, mesh = parts.job, parts.trainer.mesh
@@ -109,7 +109,7 @@ class Loop:
             batch = batch_of(self.loader.take(position.batch), self.trainer.device)
         self.parts.reporter.phase("step", position.step, self._first_step_seconds)
         rate = self._set_learning_rate(position.step)
-        # What is drawn at random in a step is a function of the seed and the step, as the data is.
+        # Random numbers in a step depend on seed and step alone, as the data does.
         torch.manual_seed((self.run_spec.seed * 1_000_003 + position.step) % 2**63)
         counts = self._counts_memory(position.step)
         result, memory = self._counted_step(batch) if counts else (self._step(batch), {})
@@ -123,7 +123,7 @@ class Loop:
         self._between_steps()
 
     def _between_steps(self) -> None:
-        """Evaluation and a checkpoint where they are due; both want the last step's figures first."""
+        """Evaluation and a checkpoint if due; both need the last step's figures first."""
         step, last = self.position.step, self.run_spec.last_step
         evaluates = self.held_out is not None and (
             step % self.run_spec.evaluation_interval == 0 or step == self.run_spec.steps
@@ -172,7 +172,7 @@ class Loop:
         return verdict
 
     def _roll_back(self, figures: Figures) -> None:
-        """The newest checkpoint again, without the batch that went wrong."""
+        """Reloads the newest checkpoint and skips the bad batch."""
         self._late = None
         batch = figures.begun.position.batch
         self.keeper.settle()
@@ -185,7 +185,7 @@ class Loop:
         self.agreement.again_from(self.position.step)
         if self.parts.recorder:
             self.parts.recorder.went_back(self.position.step)
-            self._tell({"rolled_back_from": figures.number, "left_out_batch": batch})
+            self._record_event({"rolled_back_from": figures.number, "left_out_batch": batch})
         self._since = Moment(self.trainer.device)
 
     def _record(self, figures: Figures, bad: str | None) -> None:
@@ -204,7 +204,7 @@ class Loop:
         }
         self.parts.recorder.step(figures.number, seconds, found)
 
-    def _tell(self, found: dict[str, Any]) -> None:
+    def _record_event(self, found: dict[str, Any]) -> None:
         if self.parts.recorder:
             self.parts.recorder.write({"step": self.position.step, **found})
 
@@ -223,7 +223,7 @@ class Loop:
         dist.all_gather_object(peaks, peak)
         share = self.pressure.after(max(peaks)) if self.pressure is not None else None
         if share is not None:
-            self._tell({"offload_optimizer": share, "memory_bytes": max(peaks)})
+            self._record_event({"offload_optimizer": share, "memory_bytes": max(peaks)})
         return result, {"memory_bytes": max(peaks), "memory_bytes_of_ranks": peaks}
 
     # -- the ends ------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Loop:
         self.parts.reporter.phase("evaluation", self.position.step)
         with named(StepPhase.EVALUATION):
             loss = evaluate(self.trainer, self.held_out, self.run_spec.evaluation.batches)
-        self._tell({"validation_loss": loss})
+        self._record_event({"validation_loss": loss})
 
     def _save(self, *, wait: bool = False) -> None:
         self.parts.reporter.phase("checkpoint", self.position.step)
@@ -260,12 +260,12 @@ class Loop:
             self.keeper.save(self.position.step, numbers, wait=wait)
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:
-        self._tell({"checkpoint_failed": problem} if problem else {"checkpoint": step})
+        self._record_event({"checkpoint_failed": problem} if problem else {"checkpoint": step})
 
     # -- what ranks agree on -------------------------------------------------------------------------
 
     def _agreed_to_stop(self) -> bool:
-        """Follows what all ranks have agreed on; whether that is to stop."""
+        """Acts on what all ranks have agreed on; returns whether to stop."""
         own = Wishes(int(self.parts.stop.asked), int(self.keeper.due_by_time), int(self.keeper.busy))
         agreed = self.agreement.at_step(self.position.step, own)
         if agreed is None or agreed.stop:
@@ -286,7 +286,7 @@ class Loop:
 
 
 def batch_of(rows: Rows, device: torch.device) -> Batch:
-    """A rank's rows on its device. Rows of one document each need no mask, which makes attention quicker."""
+    """A rank's rows on its device. Rows of one document each need no mask, which makes attention faster."""
     packed, documents_of_row = bool(rows.documents.any()), 1 + np.count_nonzero(np.diff(rows.documents), axis=1)
     tensors = [torch.from_numpy(one) for one in (rows.tokens, rows.labels, rows.positions, rows.documents)]
     if device.type == "cuda":

@@ -26,12 +26,12 @@ class RunFolder:
 
     @property
     def data(self) -> Path:
-        """What the data was when the run began."""
+        """A fingerprint of the data when the run began."""
         return self.path / "data.json"
 
     @property
     def peak(self) -> Path:
-        """The most bytes that a rank has held, after a dry step."""
+        """The peak bytes of any rank, after a trial step."""
         return self.path / "peak.json"
 
     @property

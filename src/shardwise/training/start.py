@@ -62,7 +62,7 @@ class Position:
 
 @dataclass(frozen=True)
 class State:
-    """What a run keeps beside its tensors: where it is, and the losses that a spike is told by.
+    """What a run keeps besides its tensors: its position, and recent losses for detecting spikes.
 
     ``saved``: a checkpoint has all of it.
     """
@@ -78,10 +78,10 @@ def state_numbers(state: State, job: Job) -> dict[str, Any]:
 
 
 def load_newest(
-    trainer: Trainer[Any], folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None
+    trainer: Trainer[Any], folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None
 ) -> State | None:
-    """Fills the trainer from the newest checkpoint that is whole; None if there is none."""
-    step = newest_good(folder, say)
+    """Fills the trainer from the newest intact checkpoint; None if there is none."""
+    step = newest_good(folder, on_damaged)
     if step is None:
         return None
     found = load(trainer, folder.of_step(step))
@@ -114,4 +114,4 @@ def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
             value = read_slice(folder, name, box)
             tensor[place.local] = value.to(tensor.device, tensor.dtype)
         one.write(tensor)
-    trainer.weights_given()
+    trainer.on_weights_loaded()

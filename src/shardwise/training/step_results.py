@@ -66,7 +66,7 @@ class Figures:
 
 
 class LateResult:
-    """The loss and the norm on their way to the host; `read` waits for this step, not for what was begun after it."""
+    """Loss and norm being copied to the host; `read` waits for this step, not for later ones."""
 
     def __init__(self, begun: Begun, result: StepResult) -> None:
         self.begun = begun

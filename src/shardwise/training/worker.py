@@ -1,15 +1,15 @@
 """One rank of a run: `python -m shardwise.training.worker RUN_FOLDER`, started by the launcher or by torchrun.
 
-Exits 0 when the run is done or was stopped with a checkpoint, 2 for a mistake of the user's.
+Exits 0 when the run is done or was stopped with a checkpoint, 2 for a user's error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -30,11 +30,14 @@ from shardwise.training.profile.profiler import Profiler, record_flights
 from shardwise.training.run_folder import RunFolder
 from shardwise.training.start import State, load_newest, start_from
 
+_logger = logging.getLogger("shardwise.training")
+
 Work = Callable[[RunFolder, WorldPlace, Reporter, StopSignal], None]
 
 
 def main(arguments: list[str], work: Work) -> int:
-    """Does ``work`` as the rank that the environment says; the status to exit with."""
+    """Does ``work`` as the rank given by the environment; returns the exit status."""
+    logging.basicConfig(format="%(message)s")  # to stderr, which is this rank's log
     stop = StopSignal()
     stop.listen()
     place = WorldPlace.from_environment()
@@ -47,7 +50,7 @@ def main(arguments: list[str], work: Work) -> int:
     except SpecError as error:
         return _mistaken(reporter, error)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # no restart would mend it
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a restart would not help
             where = str(error.filename or arguments[0])
             return _mistaken(reporter, SpecError(where, "has no room left", "make room and start it again"))
         return _broken(reporter, error)
@@ -57,21 +60,21 @@ def main(arguments: list[str], work: Work) -> int:
 
 def _mistaken(reporter: Reporter, error: SpecError) -> int:
     reporter.failed(error)
-    _print(f"shardwise: error: {error}")
+    _logger.error("shardwise: error: %s", error)
     return 2
 
 
 def _broken(reporter: Reporter, error: BaseException) -> int:
     reporter.failed(error)
-    _print("".join(traceback.format_exception(error)))
+    _logger.error("the rank failed", exc_info=error)
     return 1
 
 
 @contextlib.contextmanager
 def _alone(folder: RunFolder, place: WorldPlace) -> Iterator[None]:
-    """No two runs are in one folder: the launcher has locked it, or where there is none, rank 0 does.
+    """Ensures that a folder has one run: the launcher has locked it, or without one, rank 0 does.
 
-    What an attempt before this one has left unfinished goes; nobody saves yet, since that takes all ranks.
+    Unfinished checkpoints of earlier attempts are removed; nobody saves yet, since that takes all ranks.
     """
     if place.rank:
         yield
@@ -81,12 +84,6 @@ def _alone(folder: RunFolder, place: WorldPlace) -> Iterator[None]:
         yield
 
 
-def _print(text: str) -> None:
-    """Into this rank's log, which may be on a full disk."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
 def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSignal) -> None:
     """Takes part in the run of ``folder`` until it is done."""
     job = Job.from_dict(read_yaml(folder.job, "job file"))
@@ -94,6 +91,8 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
     with engine_of(job, place) as engine:
         damaged: list[str] = []
         state = _begun(engine, folder, damaged.append)
+        for problem in damaged:
+            _logger.warning("a checkpoint was left out: %s", problem)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
         if recorder:
             for problem in damaged:
@@ -117,16 +116,16 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     if job.run.profile is not None:
         record_flights()
     timeouts = job.run.timeouts
-    # The launcher watches each phase by its own limit; this one is for who is started without it.
+    # The launcher enforces a limit per phase; this one is for ranks started without it.
     longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
     meeting = None if place.meeting is None else str(place.meeting)
     with joined(place.rank, place.world, meeting, device=device, seconds=longest):
         yield Engine(job, device=device, seed=job.run.seed)
 
 
-def _begun(engine: Engine, folder: RunFolder, damaged: Callable[[str], None]) -> State:
-    """The trainer filled with what the run starts from; ``damaged`` hears of checkpoints that could not be used."""
-    found = load_newest(engine, folder.checkpoints, damaged)
+def _begun(engine: Engine, folder: RunFolder, on_damaged: Callable[[str], None]) -> State:
+    """Fills the trainer with what the run starts from; ``on_damaged`` gets the problems of unusable checkpoints."""
+    found = load_newest(engine, folder.checkpoints, on_damaged)
     if found is not None:
         return found
     if engine.job.run.start_from is not None:
@@ -135,7 +134,7 @@ def _begun(engine: Engine, folder: RunFolder, damaged: Callable[[str], None]) ->
 
 
 def _share_cores(place: WorldPlace, device: str) -> None:
-    """Processes of one CPU share its cores; each taking all of them would make all slower."""
+    """Divides the cores of a CPU among its processes; each using all of them would slow all down."""
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
@@ -147,7 +146,7 @@ def leave(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     if status:
-        os._exit(status)  # threads of a broken communication would keep the process
+        os._exit(status)  # threads of broken communication would keep the process alive
     sys.exit(0)
 
 

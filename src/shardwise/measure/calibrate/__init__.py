@@ -1,1 +1,1 @@
-"""From what a machine measures of itself to the cluster file that `plan` reads."""
+"""Calibration: from measurements of a machine to the cluster file that `plan` reads."""

@@ -1,7 +1,7 @@
 """From measured figures to the device that `plan` prices with: each term of the price is fitted where it dominates.
 
-The price itself says what a figure depends on (`cost.roofline`): a coefficient's feature is the price with that
-coefficient alone turned on, so that there is no second model of a kernel here.
+A coefficient's feature is the price (`cost.roofline`) with that coefficient alone turned on, so that there is no second
+model of a kernel here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Residual:
 def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak: bool) -> tuple[Device, list[Residual]]:
     """``base`` with everything replaced that was measured on its neighbours too (the median of them).
 
-    With ``known_peak`` the data sheet's peaks stay and shares of them are fitted; else the peak is what large products
+    With ``known_peak`` the data sheet's peaks stay and shares of them are fitted; else the peak is what large matmuls
     approach.
     """
     one = _middle(samples)
@@ -69,7 +69,7 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
 
 
 def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
-    """Every figure as the device in the middle has it."""
+    """The median over devices of every figure."""
     if len(samples) == 1:
         return samples[0]
 
@@ -121,7 +121,7 @@ def _with_products(
 
 
 def _with_formats(device: Device, formats: Sequence[ProductSample]) -> Device:
-    """Peaks of other formats from fp32's, by the ratio of one product: a format without instructions is far slower."""
+    """Peaks of other formats from fp32's, by the ratio of one matmul: a format without instructions is far slower."""
     seconds = {one.data_type: one.seconds for one in formats}
     others = {name: device.peak["fp32"] * seconds["fp32"] / one for name, one in seconds.items() if name != "fp32"}
     return replace(device, peak=FrozenMapping({**device.peak, **others}))
@@ -173,7 +173,7 @@ def _with_steps(device: Device, steps: Sequence[StepSample], *, calls_known: boo
 
 
 def _with_updates(device: Device, steps: Sequence[StepSample]) -> Device:
-    """What an update costs beside the bytes that it moves."""
+    """What an update costs besides the bytes that it moves."""
     beside = []
     for step in steps:
         job = step_job(step.shape, step.precision, device)

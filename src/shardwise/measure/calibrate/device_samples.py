@@ -1,4 +1,4 @@
-"""Measures one device: products, attention, memory, and whole steps of small models."""
+"""Measures one device: matmuls, attention, memory, and whole steps of small models."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Sizes:
     attentions: tuple[tuple[int, int, int, int], ...]  # batch, seq, heads, features
     copies: tuple[int, ...]  # bytes
     steps: tuple[Shape, ...]
-    formats: tuple[str, ...] = ()  # compared by one product: small, since one may take a thousand times as long
+    formats: tuple[str, ...] = ()  # compared by one matmul: small, since one may take a thousand times as long
 
 
-# Products lie around 1 ms on one core, and a step under a second.
+# Matmuls take around 1 ms on one core, and a step less than a second.
 CPU = Sizes(
     ("fp32",),
     ((2048, 96, 96), (1024, 96, 256), (1024, 256, 96), (512, 512, 512), (256, 1024, 256), (2048, 32, 256),
@@ -75,7 +75,7 @@ def gpus() -> int:
 
 
 def measure_device(rank: Rank, device_type: str, threads: int) -> DeviceSamples:
-    """On every process of a node at once: what one device gives while its neighbours work."""
+    """Runs on every process of a node at once: what one device achieves while its neighbours are busy."""
     torch.set_num_threads(threads)
     index = local_rank(rank.number, max(1, torch.cuda.device_count())) if device_type == "cuda" else 0
     device = torch.device(device_type, index) if device_type == "cuda" else torch.device("cpu")
@@ -128,7 +128,7 @@ def _host_copies(device: torch.device, together: Together) -> Iterator[CopySampl
 
 
 def _launch(device: torch.device) -> float | None:
-    """What the host takes for a kernel that it does not wait for."""
+    """The host's time to launch a kernel asynchronously."""
     if device.type != "cuda":
         return None
     number = torch.zeros(1, device=device)
@@ -158,7 +158,7 @@ def _steps(sizes: Sizes, device: torch.device, together: Together) -> Iterator[S
 
 
 def _update_again(engine: Engine) -> None:
-    """An update with the gradients of the pass before, which it lets go: they are put back."""
+    """Repeats an update with the previous gradients, which it frees: they are put back."""
     kept = [(one.parameter, one.parameter.grad) for one in engine.parameters]
     engine.update()
     for parameter, gradient in kept:

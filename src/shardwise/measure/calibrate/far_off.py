@@ -1,4 +1,4 @@
-"""Ranks that are much slower than the others, which a median hides and a training step waits for."""
+"""Ranks much slower than the others, which a median hides but every training step waits for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAR = 1.3  # times the seconds of the others
 
 @dataclass(frozen=True)
 class FarOff:
-    """A rank whose ``what`` take ``times`` as long as those of the middle one of the others."""
+    """A rank whose ``what`` take ``times`` the median of the others."""
 
     what: str
     rank: int

@@ -106,11 +106,11 @@ def _call(case: _Case, size: int, group: dist.ProcessGroup, device: torch.device
 
 
 def _nothing() -> None:
-    """What a rank does that does not take part."""
+    """A no-op, for ranks that do not take part."""
 
 
 def _timed(call: Callable[[], object], size: int) -> float:
-    """Several on end, so that it does not matter who left the barrier first."""
+    """Several back to back, so that it does not matter who left the barrier first."""
     repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
     call()
     found = []

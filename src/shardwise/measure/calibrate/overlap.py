@@ -1,4 +1,4 @@
-"""What communication takes of a device that computes meanwhile: on a CPU it runs on the same cores."""
+"""How much communication slows concurrent computation: on a CPU both run on the same cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS, ELEMENTS = 7, 2**20
 
 
 def measure_overlap(rank: Rank, device: str, threads: int) -> float:
-    """The share of a hidden all-reduce's seconds that it adds to the products it runs beside; 1: nothing is hidden."""
+    """The share of an overlapped all-reduce's time that it adds to concurrent matmuls; 1: nothing is hidden."""
     torch.set_num_threads(threads)
     with joined(rank.number, rank.world, rank.store, device=device):
         world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The ranks that measure: processes of a pool, or this one and others that torchrun has started on their hosts."""
+"""The ranks that measure: processes of a pool, or this one and others started by torchrun."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StartedRanks:
         return [pickle.loads(own.get(name)) for name in names]
 
     def leave(self) -> None:
-        """Rank 0 may hold what all meet in: it leaves last."""
+        """Rank 0 may hold the store: it leaves last."""
         gone = self._store.add("left", 1)
         while self._here.rank == 0 and gone < self._here.world:
             time.sleep(_LOOK_SECONDS)
@@ -88,7 +88,7 @@ class StartedRanks:
 
 @contextmanager
 def started_ranks(here: Started) -> Iterator[StartedRanks]:
-    """Met where MASTER_ADDR and MASTER_PORT say."""
+    """Rendezvous at MASTER_ADDR and MASTER_PORT."""
     store, _, _ = next(rendezvous("env://", here.rank, here.world))
     ranks = StartedRanks(here, store)
     try:

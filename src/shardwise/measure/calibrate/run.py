@@ -30,7 +30,7 @@ from shardwise.spec.units import readable_seconds
 
 PARTS = ("device", "links", "storage")
 _PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.engine.collectives")
-_DELAYS = (1.0, 3.0)  # times an emulated wire's own: with two the wire's part of a step is told from the software's
+_DELAYS = (1.0, 3.0)  # times an emulated wire's own: two delays separate the wire's part of a step from the software's
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _host_link(samples: list[DeviceSamples]) -> Link:
 
 @dataclass(frozen=True)
 class _Links:
-    """What every rank saw of a wire; its rate and delay where they are known (else 0)."""
+    """What every rank measured of a wire; its rate and delay if known (else 0)."""
 
     of_ranks: Sequence[Sequence[LinkSample]]
     rate: float = 0.0

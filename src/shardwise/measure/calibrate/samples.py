@@ -73,4 +73,4 @@ class DeviceSamples:
     steps: tuple[StepSample, ...]
     host_copies: tuple[CopySample, ...] = ()  # between a GPU and its host
     launch_seconds: float | None = None  # of a kernel on a GPU, which runs while the next ones are launched
-    formats: tuple[ProductSample, ...] = ()  # one small product in each, on a CPU: some have no instructions for it
+    formats: tuple[ProductSample, ...] = ()  # one small matmul in each, on a CPU: some have no instructions for it

@@ -17,9 +17,9 @@ ROUND_SECONDS = 0.02  # of one round at least: a clock's grain and one interrupt
 
 
 class Together:
-    """Processes that start their measurements at the same time, so that each sees what the others take of the node.
+    """Processes that start their measurements at the same time, so that each is measured under contention.
 
-    They meet by counting in a store, not by a collective: what is measured has a process group of its own.
+    They synchronise by counting in a store, not by a collective: what is measured has its own process group.
     """
 
     def __init__(self, store: Store, world: int) -> None:
@@ -36,7 +36,7 @@ class Together:
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, together: Together) -> float:
-    """The mean seconds of one call in an undisturbed round: other work of the machine only ever adds."""
+    """The mean seconds of one call in an undisturbed round: other load on the machine only ever adds time."""
     call()
     repeats = max(1, round(ROUND_SECONDS / max(1e-7, _round(call, device, 1))))
     found = []

@@ -67,7 +67,7 @@ class Operation:
         return lambda: communicator.run(schedule, self.input, self.output)
 
     def by_backend(self) -> Callable[[], object]:
-        """gloo's reduce-scatter is an all-reduce, and never used: the engine's own stands for the backend's."""
+        """gloo's reduce-scatter is an all-reduce, and never used: the engine's own is measured instead."""
         group, root = self.group, dist.get_global_rank(self.group, 0)
         input: Any = self.input  # some are None on some ranks, as the backend wants it
         output: Any = self.output

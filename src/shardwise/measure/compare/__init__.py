@@ -1,1 +1,1 @@
-"""Predicted beside measured: where the time of profiled steps went, what was expected, and what may explain it."""
+"""Prediction against measurement: where the time of profiled steps went, what was predicted, and likely causes."""

@@ -1,4 +1,4 @@
-"""What may explain that a part of a step differs from its price: a table, the first line that fits."""
+"""Likely causes of a part of a step differing from its price: a table, of which the first matching entry applies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.measure.compare.links import SlowLink
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known beside the part itself."""
+    """What is known besides the part itself."""
 
     part: str
     predicted: float

@@ -1,4 +1,4 @@
-"""A run beside its prediction: every part of the step and of the memory, the largest differences with their causes."""
+"""A run against its prediction: every part of the step and of the memory, the largest differences with their causes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def compare(run: ProfiledRun) -> Comparison:
 
 
 def _hidden(name: str, expected: Predicted, found: Measured) -> tuple[float | None, float | None]:
-    """A message of a pipeline is there or not: how long it was on its way nobody has seen."""
+    """Unknown for pipeline messages: nobody sees how long one was in flight."""
     if name not in DIMENSIONS:
         return None, None
     return expected.hidden.get(name, 0.0), None if name == "pp" else found.busiest.hidden.get(name, 0.0)
@@ -131,5 +131,5 @@ def _states(job: Job, expected: DeviceMemory, held: Mapping[str, int]) -> list[M
 
 
 def _tensors(memory: DeviceMemory) -> float:
-    """What the framework takes beside tensors is not measured."""
+    """Memory of the framework besides tensors is not measured."""
     return memory.total - memory.allowance

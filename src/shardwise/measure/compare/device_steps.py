@@ -1,4 +1,4 @@
-"""Steps on a GPU: the host runs ahead of it, so what kernels ran when says where the time went.
+"""Steps on a GPU: the host runs ahead, so the kernels determine where the time went.
 
 A moment belongs to the computation that runs then; else to the communication that runs then, which is exposed; else
 nothing runs, and it belongs to what the host does meanwhile, if that is data or a checkpoint, or to the host itself.

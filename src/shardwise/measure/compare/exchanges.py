@@ -1,4 +1,4 @@
-"""The same collective as all its ranks saw it: who came when, and how long it took once all were there."""
+"""The same collective as seen by all its ranks: when each started, and how long it took once all had."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.training.profile.record import HOST, NamedRange, RankRecord
 
 @dataclass
 class Taking:
-    """One rank's part in a collective: when it began, where its host stood still for it, when it was done."""
+    """One rank's part in a collective: when it started, when its host was blocked on it, when it was done."""
 
     rank: int
     label: Label
@@ -33,7 +33,7 @@ class Exchange:
     bytes: int
     complete: float  # when the last rank had begun
     end: float
-    blocked: Mapping[int, tuple[NamedRange, ...]]  # where each rank's host stood still
+    blocked: Mapping[int, tuple[NamedRange, ...]]  # when each rank's host was blocked
 
     @property
     def dimension(self) -> str:
@@ -45,12 +45,12 @@ class Exchange:
         return max(0.0, self.end - self.complete)
 
     def waited_for_others(self, rank: int) -> float:
-        """Seconds that a rank stood still before the last one had begun."""
+        """Seconds that a rank was blocked before the last one had started."""
         return sum(max(0.0, min(one.end, self.complete) - one.start) for one in self.blocked.get(rank, ()))
 
     @property
     def shows_the_link(self) -> bool:
-        """Whether it ended while somebody waited for it: else it may have been there long before."""
+        """Whether it completed while a rank was waiting for it: else it may have arrived long before."""
         standing = [one.end - max(one.start, self.complete) for ranges in self.blocked.values() for one in ranges]
         return max(standing, default=0.0) > 0.5 * self.seconds
 
@@ -101,7 +101,7 @@ def _exposed(one: NamedRange, step: Step, part: str) -> list[NamedRange]:
 
 
 def _note_backend(newest: Sequence[tuple[float, Taking]], step: Step) -> None:
-    """The backend may be done long before somebody waits: what it ran last says when."""
+    """The backend may be done long before a rank waits: its last activity tells when."""
     ended: dict[int, tuple[Taking, float]] = {}
     place = 0
     for work in sorted(step.beside, key=lambda one: one.start):

@@ -1,4 +1,4 @@
-"""Bytes that a rank sent, by the backend's own record, beside the plan's; and ranks that did not do the same."""
+"""Bytes that a rank sent according to the backend's own record, against the plan; and ranks whose records disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links that are slower than others or than their description, told by collectives and messages that cross them."""
+"""Links that are slower than others or than described, found by the collectives and messages that cross them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Link:
 
     @property
     def between(self) -> str:
-        """Who is at its ends, for people."""
+        """Its two ends, in words."""
         ranks = f"ranks {' and '.join(map(str, sorted(self.members)))}"
         return ranks if len(self.nodes) == 1 else f"{ranks} (nodes {' and '.join(map(str, self.nodes))})"
 

@@ -68,7 +68,7 @@ class Measured:
 
 
 def measured(records: Sequence[RankRecord], *, pipelined: bool) -> Measured:
-    """``pipelined``: to wait for others is then what a schedule does, too."""
+    """``pipelined``: waiting for others may then be part of the schedule."""
     steps = tuple(device_steps(one) if one.device == "cuda" else steps_of(one) for one in records)
     if not steps[0] or any([one.number for one in own] != [one.number for one in steps[0]] for own in steps):
         raise SpecError("profile", "the ranks did not record the same steps", "profile the run again")
@@ -105,7 +105,7 @@ def _times(record: RankRecord, steps: Sequence[Step], exchanges: Sequence[Exchan
 
 
 def _hidden(step: Step) -> dict[str, float]:
-    """Seconds that the backend worked for each dimension while the host did not stand still for it."""
+    """Seconds that the backend worked for each dimension while the host was not blocked on it."""
     found: dict[str, float] = defaultdict(float)
     begun = [(one.start, label.part) for one in step.ranges if (label := label_of(one.name)).kind in ("begin", "wait")]
     for work in step.beside:

@@ -1,4 +1,4 @@
-"""The thread that trains, cut into segments: a moment belongs to the innermost range around it that names a part."""
+"""The training thread, cut into segments: a moment belongs to the innermost enclosing range that names a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that compute more slowly than others, told by what a layer takes on each."""
+"""Ranks that compute more slowly than others, found by the time of a layer on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOW = 1.25  # times as long for a layer as on the usual rank
 def rank_slowness(model: Model, found: Measured) -> tuple[float, ...] | None:
     """How many times as long each rank takes for a layer as the usual one; None if no layer was recorded.
 
-    Layers are compared with others of their kind. The usual rank is the one in the middle, of two the faster.
+    Layers are compared with others of their kind. The usual rank is the median, of two the faster.
     """
     kinds: list[dict[bool, float]] = []
     for rank in found.ranks:

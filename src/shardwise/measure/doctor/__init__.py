@@ -1,1 +1,1 @@
-"""What a long run needs of this machine, tried before it starts; modules without torch come first."""
+"""Checks of what a long run needs from this machine, before it starts; modules without torch come first."""

@@ -18,7 +18,7 @@ from shardwise.spec.units import readable_bytes, readable_seconds
 from shardwise.training.attempt import Reporter, WorldPlace
 
 _BYTES, _REPEATS = 4 * 2**20, 5
-_MOST_CPU_PROCESSES = 8  # more say nothing new about a machine, and take minutes to start
+_MOST_CPU_PROCESSES = 8  # more would tell nothing new about a machine, and take minutes to start
 _TIMEOUTS = Timeouts(start=120, step=30, checkpoint=30)
 _RESULT = "result.json"
 

@@ -1,4 +1,4 @@
-"""All checks, one after the other; none of them ends the others."""
+"""All checks, one after the other; a failing one does not stop the rest."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class CollectiveLog:
                 self._note(name, _KINDS[name], args, result)
 
     def naming(self) -> AbstractContextManager[None]:
-        """Hears the names that the engine gives its phases and collectives."""
+        """Receives the names that the engine gives its phases and collectives."""
 
         @contextmanager
         def named(name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A traced rank beside what the planner says of it: bytes of every dimension and kind of collective, FLOPs, memory."""
+"""A traced rank against the planner's figures: bytes of every dimension and kind of collective, FLOPs, memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def planned_memory(job: Job, pipeline_rank: int) -> Bytes:
 
 
 def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, float]:
-    """Products and attention of all microbatches: a backward pass is two forward passes."""
+    """Matmuls and attention of all microbatches: a backward pass is two forward passes."""
     contents = rank_contents(job, pipeline_rank)
     shape, share = layer_shape(job, context_rank), fully_recomputed_share(job, contents)
     flops = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
@@ -106,7 +106,7 @@ def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, 
 
 
 def compared_flops(planned: Mapping[str, float], traced: Mapping[str, float]) -> list[Compared]:
-    """One line for products and one for attention."""
+    """One line for matmuls and one for attention."""
     enough = NEGLIGIBLE * sum(planned.values())
     return [
         Compared(f"FLOPs of {kind}", planned[kind], traced[kind], planned[kind] < enough, "FLOPs") for kind in planned

@@ -1,7 +1,7 @@
 """Memory that is not the device's, for offloaded tensors without values: it holds nothing, and is reached at once.
 
-What leaves is let go, and what comes has its memory, when the engine says so: it waits for every copy at the latest
-where the plan has it gone or there.
+Offloaded memory is freed and fetched memory is allocated when the engine says so: it waits for every copy no later than
+the plan has it gone or present.
 """
 
 from __future__ import annotations

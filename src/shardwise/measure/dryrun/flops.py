@@ -1,7 +1,7 @@
-"""Floating-point operations of a step, by kind: products of matrices, and attention.
+"""Floating-point operations of a step, by kind: matmuls and attention.
 
 Counted as the cost model does: two for a multiplication and an addition, half of a causal square, and twice the forward
-pass for the backward pass of attention (that its kernel computes the scores again is its own affair).
+pass for the backward pass of attention (recomputed scores inside its kernel do not count).
 """
 
 from __future__ import annotations

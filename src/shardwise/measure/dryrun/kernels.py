@@ -1,8 +1,8 @@
-"""The kernels of a GPU in place of a CPU's: what they take of memory is not the same.
+"""Stand-ins for GPU kernels on a CPU: the two differ in the memory that they use.
 
 PyTorch can pretend that tensors are on a GPU only where it is built for one, so that fake tensors are on the CPU. There
-it takes norms and attention apart, converts before a softmax, and rounds a product before it is added. Nothing is
-computed here, only the right tensors are made.
+it decomposes norms and attention, converts before a softmax, and rounds a matmul before it is added. Nothing is
+computed here, only the right tensors are allocated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other functions in the place of some, for a while."""
+"""Temporarily replaces functions."""
 
 from __future__ import annotations
 

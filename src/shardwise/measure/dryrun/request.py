@@ -1,4 +1,4 @@
-"""What is asked of a dry run: the job in the size that is wanted, and the rank to pose as."""
+"""The request for a dry run: the job in the requested size, and the rank to trace."""
 
 from __future__ import annotations
 

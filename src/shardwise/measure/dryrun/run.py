@@ -1,4 +1,4 @@
-"""A dry run: a few traces, extended to the whole rank, beside the planner's figures."""
+"""A dry run: a few traces, extrapolated to the whole rank, against the planner's figures."""
 
 from __future__ import annotations
 

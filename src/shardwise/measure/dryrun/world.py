@@ -17,9 +17,9 @@ from shardwise.measure.dryrun.replacing import replaced
 
 @contextmanager
 def posing_as(rank: int, world: int) -> Iterator[None]:
-    """PyTorch's fake process group as the default group; a real one must not be there, and none is left.
+    """PyTorch's fake process group as the default group; a real one must not exist, and none is left behind.
 
-    What is sent has left by the next time that somebody asks: the fake group's own answer is never.
+    A send is complete when next polled: the fake group itself would never complete it.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already: a dry run needs a process of its own")

@@ -1,4 +1,4 @@
-"""Which elements of a whole tensor a rank holds: boxes of it, and where they lie in the local tensor."""
+"""Which elements of a whole tensor a rank holds: boxes of it, and their offsets in the local tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass(frozen=True)
 class ContiguousRun:
-    """``size`` elements on end along one dimension, from ``start`` of the whole tensor; None: padding."""
+    """``size`` consecutive elements along one dimension, from ``start`` in the whole tensor; None: padding."""
 
     start: int | None
     size: int

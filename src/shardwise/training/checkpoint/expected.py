@@ -1,6 +1,6 @@
-"""Before a process starts: whether what a run begins with, or goes on from, has every tensor that its ranks will read.
+"""Checks before a process starts: whether the source of a run's weights has every tensor that its ranks will read.
 
-Files are asked what is in them; their contents, and with them the checksums, are left to the ranks.
+Only the headers of files are read; contents and checksums are left to the ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def require_resumable(job: Job, folder: CheckpointFolder) -> None:
-    """Raises SpecError if the newest checkpoint of a run is whole, and yet not one that the job can go on from."""
+    """Raises SpecError if the newest checkpoint of a run is intact, but the job cannot resume from it."""
     for step in folder.committed():
         path = folder.of_step(step)
         if path.is_symlink() or problems_of(path, contents=False):
-            continue  # the ranks will say so and take the one before
+            continue  # the ranks will report it and use the previous one
         manifest = read_manifest(path)
         require_run(manifest, path)
         require_tensors(manifest, tensors_of(job).items(), path)
@@ -48,7 +48,7 @@ def require_resumable(job: Job, folder: CheckpointFolder) -> None:
 
 
 def require_weights(model: Model, source: Path) -> None:
-    """Raises SpecError if a path to start from has not all weights of a model."""
+    """Raises SpecError if a path to start from lacks weights of a model."""
     found = start_at(source)
     if has_companions(found):
         _require_huggingface(model, found)
@@ -71,7 +71,7 @@ def _require_huggingface(model: Model, path: Path) -> None:
 
 
 def tensors_of(job: Job) -> Shapes:
-    """What all ranks of a job together read from a checkpoint of the same run, without what may be missing."""
+    """All tensors that the ranks of a job read from a checkpoint of the same run, without optional ones."""
     strategy, found = job.strategy, weights_of(job.model)
     synchronise, workers = strategy.synchronise, strategy.data_parallel
     own = [*_states(job)]

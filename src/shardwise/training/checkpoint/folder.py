@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints: what is committed, what may go, who may write, and which one a path means.
 
-A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has another name, and one rename commits it.
+A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has a temporary name, and a single rename
+commits it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def unfinished(self, step: int, attempt: str) -> Path:
-        """Where a checkpoint is written; ``attempt`` tells this start of the run from others."""
+        """Where a checkpoint is written; ``attempt`` identifies this start of the run."""
         return self.path / f"step-{step:08d}.part-{attempt}"
 
     def present(self) -> list[int]:
@@ -49,7 +50,7 @@ class CheckpointFolder:
         return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
 
     def written_ns(self, step: int) -> int:
-        """When the checkpoint of a step was finished; 0 if it has just gone."""
+        """When the checkpoint of a step was finished; 0 if it has just been removed."""
         try:
             return (self.of_step(step) / NAME).stat().st_mtime_ns
         except OSError:
@@ -67,7 +68,7 @@ class CheckpointFolder:
         sync_folder(self.path)
 
     def commit_new(self, step: int, attempt: str, manifest: bytes) -> Path:
-        """The same, but never over a checkpoint that is there: the rename itself then fails (OSError)."""
+        """The same, but never replaces an existing checkpoint: the rename itself then fails (OSError)."""
         part = self._sealed(step, attempt, manifest)
         part.rename(self.of_step(step))
         sync_folder(self.path)
@@ -92,7 +93,7 @@ class CheckpointFolder:
     def retain(self, newest: int, every: int | None = None, *, newest_step: int | None = None) -> None:
         """Keeps the ``newest`` ones, and those of steps that ``every`` divides.
 
-        Beyond ``newest_step`` there may be some that the run did not go on from, damaged ones: they do not count.
+        Later ones than ``newest_step`` are damaged and were not resumed from: they do not count.
         """
         ours = [step for step in self.committed() if newest_step is None or step <= newest_step]
         for step in ours[newest:]:
@@ -100,7 +101,7 @@ class CheckpointFolder:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """The name goes first, so that no half-removed checkpoint looks whole."""
+        """Renames first, so that no half-removed checkpoint looks complete."""
         doomed = self.unfinished(step, "removed")
         shutil.rmtree(doomed, ignore_errors=True)
         self.of_step(step).rename(doomed)
@@ -108,7 +109,7 @@ class CheckpointFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone in this folder; raises SpecError if another run is at work. The kernel frees it with the process."""
+        """Locks this folder; raises SpecError if another run uses it. The kernel releases the lock with the process."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -138,7 +139,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def sync_folder(path: Path) -> None:
-    """Has the names in a folder on disk."""
+    """Syncs the entries of a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -148,14 +149,14 @@ def sync_folder(path: Path) -> None:
 
 # -- find ------------------------------------------------------------------------------------------
 #
-# Which checkpoints a path means: one, those of a folder, or those of a run.
+# Which checkpoints a path refers to: one, those of a folder, or those of a run.
 
 
 _REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """All that are there, whole or damaged, the newest first; raises SpecError if there is none."""
+    """All checkpoints there, intact or damaged, the newest first; raises SpecError if there is none."""
     if (path / NAME).is_file():
         return [path]
     folder = _folder_at(path)

@@ -31,9 +31,9 @@ def problems_of(
     progress: Callable[[int], None] = lambda size: None,
     contents: bool = True,
 ) -> list[str]:
-    """What is wrong with a checkpoint's files; of several ranks each looks at some of them.
+    """What is wrong with a checkpoint's files; several ranks share the work.
 
-    Without their ``contents``, only what takes no time to find out: which files there are, how long, and of what.
+    Without ``contents``, only quick checks: which files exist, their sizes and their headers.
     """
     try:
         manifest = read_manifest(folder)
@@ -57,13 +57,13 @@ def _problem(path: Path, wanted: Shard, progress: Callable[[int], None], content
 
 
 def _missing(manifest: Manifest) -> list[str]:
-    """The numbers that a run needs and does not find; weights alone have none, and are whole."""
+    """The numbers that a run needs but does not find; weights-only checkpoints have none, and are complete."""
     alone = not manifest.numbers and all(key.startswith(_WEIGHTS) for key in manifest.tensors)
     return [] if alone else [name for name in TO_RESUME if name not in manifest.numbers]
 
 
-def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda text: None) -> int | None:
-    """The newest step whose checkpoint is whole, found by all ranks together; ``say`` hears of damaged ones."""
+def newest_good(folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None) -> int | None:
+    """The newest step whose checkpoint is whole, found by all ranks together; ``on_damaged`` gets every problem."""
     rank, world = dist.get_rank(), dist.get_world_size()
     listed: list[Any] = [folder.committed()]
     dist.broadcast_object_list(listed)
@@ -76,7 +76,7 @@ def newest_good(folder: CheckpointFolder, say: Callable[[str], None] = lambda te
         if not problems:
             return int(step)
         for problem in dict.fromkeys(problems):
-            say(problem)
+            on_damaged(problem)
     return None
 
 
@@ -99,7 +99,7 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     finally:
         reader.close()
     if weights_only:
-        trainer.weights_given()
+        trainer.on_weights_loaded()
     else:
         take_numbers(trainer, manifest.numbers)
     return manifest
@@ -111,14 +111,14 @@ def _is_there(one: Kept, manifest: Manifest) -> bool:
 
 
 def require_run(manifest: Manifest, folder: Path) -> None:
-    """Raises SpecError if a checkpoint is of weights that nobody was training."""
+    """Raises SpecError if a checkpoint holds weights only, so that no run can resume from it."""
     if not manifest.numbers:
         remedy = "start from them in another folder: run.start_from"
         raise SpecError(str(folder), "holds weights alone: no run can resume from them", remedy)
 
 
 def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, ...]]], folder: Path) -> None:
-    """Raises SpecError if a checkpoint has none of that name and shape for one of ``wanted``."""
+    """Raises SpecError if one of ``wanted`` is missing from a checkpoint, or has another shape."""
     for key, shape in wanted:
         whole = manifest.tensors.get(key)
         if whole is None:

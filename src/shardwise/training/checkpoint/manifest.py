@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import Box
 
-TO_RESUME = ("optimizer_steps", "data", "losses")  # without which no run goes on
+TO_RESUME = ("optimizer_steps", "data", "losses")  # required to resume a run
 
 
 def checked_numbers(found: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def checked_numbers(found: Any) -> dict[str, Any]:
 
 
 def count(value: Any, least: int = 0) -> int:
-    """Raises ValueError for what is not a whole number of at least ``least``."""
+    """Raises ValueError for anything but an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError("no count")
     return value
@@ -91,8 +91,8 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
 #
 # The manifest of a checkpoint: what was saved, in which files, with a checksum of each and one of itself.
 #
-# It is JSON that ends in the SHA-256 checksum of all before it. That is compared before anything is believed; types
-# are checked after it, since a file may be wrong with a checksum that is right.
+# It is JSON that ends in the SHA-256 checksum of everything before it. That is checked before anything is trusted; then
+# types are checked, since a file with a valid checksum may still be wrong.
 
 
 NAME = "manifest.json"
@@ -170,7 +170,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises SpecError that says what is wrong; no name in it can lead out of the folder."""
+    """Raises SpecError with what is wrong; no name in it can lead outside the folder."""
     path = folder / NAME
     try:
         if path.is_symlink() or path.stat().st_size > MOST_BYTES:

@@ -1,7 +1,7 @@
 """Saving: every box of every tensor is written by one rank that holds it; rank 0 commits when all are on disk.
 
-Ranks tell each other by files in the unfinished folder, never by a collective: a slow disk of one rank cannot run
-into the time limit of the others' communication, and the writing may go on in a thread while training does.
+Ranks notify each other through files in the unfinished folder, never by a collective: a slow disk of one rank cannot
+make the others' communication time out, and writing can continue in a thread during training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Entry:
 class Saver:
     """Saves a trainer's state into ``folder``; made on every rank together, since they agree on who writes what.
 
-    `save` returns when the tensors are copied, unless ``wait``; `finished` says how the last one ended.
+    `save` returns when the tensors are copied, unless ``wait``; `finished` tells how the last one ended.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Saver:
             self.finish()
 
     def begin(self, step: int, further: dict[str, Any], *, wait: bool) -> None:
-        """The same, but only `finish` tells of a failure. With ``wait`` nothing is copied: training stands still."""
+        """The same, but failures are raised only by `finish`. With ``wait`` nothing is copied: training is blocked."""
         self.finish()
         self._saves += 1
         written = {**numbers(self.trainer), **further}
@@ -84,7 +84,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Waits for the save that is under way; raises SaveError if it failed."""
+        """Waits for the save in flight; raises SaveError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -94,7 +94,7 @@ class Saver:
 
     @torch.no_grad()
     def _copied(self) -> list[Tensor]:
-        """In CPU memory that is kept from save to save: to be given new pages takes longer than to copy."""
+        """Copies into CPU buffers that are reused: allocating new pages takes longer than copying."""
         if not self._copies:
             self._copies = [torch.empty(one.shape, dtype=one.kept.dtype) for one in self.entries]
         for copy, entry in zip(self._copies, self.entries):
@@ -114,9 +114,9 @@ class Saver:
             part.mkdir(parents=True, exist_ok=True)
             entries = [Entry(one.name, one.kept.dtype, one.shape) for one in self.entries]
             shard = write_shard(part / shard_name(self.rank), entries, tensors)
-            _tell(part / f"rank-{self.rank}", {"bytes": shard.size, "sha256": shard.checksum})
+            _announce(part / f"rank-{self.rank}", {"bytes": shard.size, "sha256": shard.checksum})
         except OSError as error:
-            _tell_failure(part, self.rank, error)
+            _announce_failure(part, self.rank, error)
             raise SaveError(f"rank {self.rank} could not write its part: {_reason(error)}") from error
         if self.rank == 0:
             self._commit(step, name, written)
@@ -154,14 +154,14 @@ def _read(entry: _Entry) -> Tensor:
     return entry.kept.read()[entry.local].detach()
 
 
-def _tell(path: Path, content: dict[str, Any]) -> None:
+def _announce(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_suffix(".telling")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.rename(path)
 
 
-def _tell_failure(part: Path, rank: int, error: OSError) -> None:
-    """By the name of an empty file, which a full disk still takes; else rank 0 hears of it by its time limit."""
+def _announce_failure(part: Path, rank: int, error: OSError) -> None:
+    """By the name of an empty file, which works on a full disk; otherwise rank 0 notices by its time limit."""
     with contextlib.suppress(OSError):
         (part / f"rank-{rank}.failed-{error.errno or 0}").touch()
         (part / shard_name(rank)).unlink()

@@ -1,7 +1,7 @@
 """The files of a checkpoint: safetensors, written by one stream with its checksum, read piece by piece.
 
-The blocks go past the page cache where the disk allows it (O_DIRECT). Nobody reads a checkpoint soon; in the cache it
-would take the place of what training reads, and copying it there costs the processor more time than its checksum.
+The blocks bypass the page cache where the disk allows it (O_DIRECT). A checkpoint is not read again soon; in the cache
+it would evict training data, and copying it there costs more CPU time than its checksum.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Bytes = NDArray[np.uint8]
 
 
 def write_stream(path: Path, content: Iterable[Bytes]) -> Shard:
-    """Writes all of ``content``, each part asked for when its turn comes, and has it on disk at the end."""
-    checksum = hashlib.sha256()  # processors have instructions for it: twice as quick as BLAKE2b or more
+    """Writes all of ``content``, each part requested when its turn comes, and syncs it to disk."""
+    checksum = hashlib.sha256()  # CPUs have instructions for it: at least twice as fast as BLAKE2b
     size = 0
     under_way: deque[tuple[Future[None], Future[None]]] = deque()
-    # Checksum, copying and writing leave Python's lock to each other.
+    # Checksum, copying and writing all release the GIL.
     with _opened(path) as file, ThreadPoolExecutor(1) as summing, ThreadPoolExecutor(1) as writing:
         for array, length in _gathered(content):
             padded = -(-length // ALIGNED_BYTES) * ALIGNED_BYTES  # only of the last one; cut off below
@@ -115,7 +115,7 @@ def _opened(path: Path) -> Iterator[int]:
 # The files of a checkpoint: safetensors, written by one stream with its checksum, read piece by piece.
 #
 # The format is https://huggingface.co/docs/safetensors: a JSON header and plain numbers; written here because the
-# library writes no checksum on the way and asks for all tensors of a file at once.
+# library computes no checksum while writing and needs all tensors of a file at once.
 
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -143,7 +143,7 @@ class Entry:
 def write_shard(
     path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
 ) -> Shard:
-    """Writes contiguous tensors in CPU memory, each asked for when its turn comes, and has them on disk at the end."""
+    """Writes contiguous tensors in CPU memory, each requested when its turn comes, and syncs them to disk."""
     return write_stream(path, _content(entries, tensors, metadata))
 
 
@@ -165,7 +165,7 @@ def _content(
 
 
 def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
-    """What is wrong with a file; None if it is as it was written. ``progress`` hears of the bytes that were read."""
+    """What is wrong with a file; None if it is intact. ``progress`` gets the bytes read."""
     if problem := shortened(path, wanted):
         return problem
     try:
@@ -191,7 +191,7 @@ def shortened(path: Path, wanted: Shard) -> str | None:
 
 
 def mislabelled(path: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
-    """What in a file, whatever its checksum, is not of the type and shape that the manifest says; reads its header."""
+    """Entries of a file whose type or shape differs from the manifest, whatever the checksum; reads the header."""
     from safetensors import SafetensorError, safe_open
 
     try:

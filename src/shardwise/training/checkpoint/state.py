@@ -1,4 +1,4 @@
-"""All that a rank has to keep of its training: tensors with their place in the whole model, and a few numbers."""
+"""The training state of a rank: tensors with their place in the whole model, and a few numbers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Kept:
     """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here.
 
     ``read`` gives the tensor, or a copy of one that is kept outside of the device's memory; ``write`` takes it back.
-    ``optional``: begins anew where a checkpoint has none of that shape, one of another layout or method. ``worker``:
-    whose it is, where data-parallel workers have weights of their own; those of the first stand for all.
+    ``optional``: starts from zero if a checkpoint has none of that shape (saved by another layout or method).
+    ``worker``: its owner, where data-parallel workers have their own weights; those of the first represent all.
     """
 
     key: str
@@ -83,7 +83,7 @@ def worker_of(trainer: Trainer[Any]) -> int:
 
 
 def kept_by_meetings(trainer: Trainer[Any], name: Callable[[Held], str]) -> list[Kept]:
-    """Of workers that do not meet in every step: the outer optimizer's states, sums under way, a worker's own count."""
+    """For workers that do not synchronise every step: outer optimizer states, sums in flight, a worker's own count."""
     trained = [one for one in trainer.parameters if one.parameter.requires_grad]
     found = []
     outer, late = trainer.outer, trainer.late
@@ -120,7 +120,7 @@ def _fill(counts: list[Tensor], values: Tensor) -> None:
 
 
 def _feedback(trainer: Trainer[Any]) -> list[Kept]:
-    """Every rank's own, which means something to the same rank of the same layout only."""
+    """Error feedback is per rank, and only meaningful to the same rank of the same layout."""
     strategy = trainer.job.strategy
     layout = "x".join(str(strategy.degree(name)) for name in strategy.order)
     found = []
@@ -146,14 +146,14 @@ def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
 
 
 def expect(trainer: Trainer[Any], found: dict[str, Any]) -> None:
-    """Before the tensors of a checkpoint are read: room for those of which there are more or fewer."""
+    """Called before the tensors of a checkpoint are read: resizes states whose number varies."""
     if trainer.late is not None:
         trainer.late.expect(int(found.get("late_sums", 0)))
 
 
 @torch.no_grad()
 def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
-    """Back into the trainer; afterwards the weights that are computed with follow what was loaded."""
+    """Puts the numbers back into the trainer, and refreshes the compute weights from what was loaded."""
     if not worker_of(trainer):  # others have their own
         for group in trainer.optimizer.param_groups:
             group["step"].fill_(found["optimizer_steps"])

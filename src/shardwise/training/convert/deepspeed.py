@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed: fp32 weights out of the flat partitions that ZeRO keeps on every rank.
+"""DeepSpeed folders: fp32 weights from the flat partitions that ZeRO keeps on every rank.
 
 The format is the one that DeepSpeed's own ``zero_to_fp32.py`` describes. Stages 1 and 2 lay all parameters of a group
 end to end and cut the whole into one piece per rank, with padding at its end (to 2·ranks elements). Stage 3 cuts each

@@ -1,6 +1,6 @@
-"""Folders of PyTorch's distributed checkpoint, read without unpickling them as they ask for.
+"""Folders of PyTorch's distributed checkpoint, read without their own unpickling.
 
-``.metadata`` says of every tensor its shape, its type and the boxes that it was saved in; each box lies in one of the
+``.metadata`` lists for every tensor its shape, its type and the boxes that it was saved in; each box lies in one of the
 ``.distcp`` files as ``torch.save`` wrote it. TorchTitan saves so, and Megatron-LM with ``--ckpt-format torch_dist``.
 """
 
@@ -94,7 +94,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def model_tensors(folder: Path) -> dict[str, Lazy]:
-    """Those of the model, whatever they stand under, without the states of an optimizer and of a run."""
+    """The model's tensors, whatever their prefix, without optimizer and run states."""
     held = {name: one.whole() for name, one in stored_tensors(folder).items() if not _NO_WEIGHTS.match(name)}
     while prefix := next((one for one in _PREFIXES if held and all(name.startswith(one) for name in held)), None):
         held = {name.removeprefix(prefix): one for name, one in held.items()}
@@ -148,7 +148,7 @@ def _sizes(sizes: Any, name: str, folder: Path) -> tuple[int, ...]:
 
 
 def _require_whole(name: str, shape: tuple[int, ...], boxes: list[Box], folder: Path) -> None:
-    """The boxes lie in the tensor, do not meet, and fill it."""
+    """Checks that the boxes lie within the tensor, do not overlap, and fill it."""
     whole = Box((0,) * len(shape), shape)
     inside = all(len(box.start) == len(box.shape) == len(shape) for box in boxes)
     inside = inside and all(not box.elements or box.common(whole) == box for box in boxes)

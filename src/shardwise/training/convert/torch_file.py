@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, read without running anything that is in them.
+"""Files of ``torch.save``, read without executing anything in them.
 
 Such a file is a pickle: a program that may import any function and call it. Here nothing is imported. Tensors are
 rebuilt by our own checked functions, sizes and types of numbers are known, and every other class becomes an `Inert`
@@ -25,7 +25,7 @@ from shardwise.spec.errors import SpecError, shown
 MOST_PICKLE_BYTES = 2**30
 _CHUNK_BYTES = 8 * 2**20
 _TRUST = "take the file from someone you trust"
-# What no weights need: a file that names it is refused and not only kept from it. (commands: subprocess, by the name
+# What no weights need: a file that names it is rejected outright. (commands: subprocess, by the name
 # that old protocols give it.)
 _HARMFUL = frozenset(
     {
@@ -110,7 +110,7 @@ def _read(file: str | io.BytesIO, path: Path, *, mmap: bool) -> Any:
 
 @contextmanager
 def _as_spec_error(path: Path, kind: str) -> Iterator[None]:
-    """Whatever goes wrong with a stranger's file is told in one line."""
+    """Any error in an untrusted file becomes a one-line SpecError."""
     try:
         yield
     except _RefusedError as error:
@@ -121,7 +121,7 @@ def _as_spec_error(path: Path, kind: str) -> Iterator[None]:
 
 
 def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
-    """Looks at the archive itself: no code in it, nothing compressed, every record as it was written."""
+    """Checks the archive itself: no code in it, nothing compressed, every record intact."""
     try:
         if not zipfile.is_zipfile(file):
             problem = "is not a zip archive, or is cut off"
@@ -221,7 +221,7 @@ class _Bytes:
 
 
 def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any, dtype: Any = None) -> Tensor:
-    """A tensor over a stored range of numbers, once that range was found to hold it."""
+    """A tensor over a stored range of numbers, after a bounds check."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise _RefusedError("makes a tensor of something that is not a storage")
     numbers = (offset, *shape, *stride)

@@ -1,4 +1,4 @@
-"""Weights written as one safetensors file, a Hugging Face folder or a checkpoint; a name appears when all is there."""
+"""Weights written as one safetensors file, a Hugging Face folder or a checkpoint; a name appears when complete."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _in_turn(weights: Weights, progress: Progress) -> Iterator[tuple[str, Tensor
 
 @contextmanager
 def _new(path: Path, size: int) -> Iterator[Path]:
-    """A place to write what is renamed to ``path`` at the end; nothing is left of it where something fails."""
+    """A temporary path that is renamed to ``path`` at the end; a failure leaves nothing behind."""
     if path.exists() or path.is_symlink():
         raise SpecError(str(path), "is already there", "name another place")
     require_space(path.parent, size)

@@ -73,7 +73,7 @@ def tokenizer_from(name: str) -> Tokenizer:
 
 # -- build -----------------------------------------------------------------------------------------
 #
-# From documents to a pair of token files, with several processes and never more than a portion in memory.
+# From documents to a pair of token files, with several processes and never more than a chunk in memory.
 
 
 PORTION = 64  # documents handed to a process at a time

@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.training.data.order import Mixture, positions_in
 from shardwise.training.data.token_files import Tokens
 
-MOST_WORKERS, MOST_AHEAD = 4, 16  # of a loader that is left to itself; as many threads as batches are ahead at the most
+MOST_WORKERS, MOST_AHEAD = 4, 16  # limit of an `auto` loader, for threads as well as batches ahead
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def rows_of(mixture: Mixture, step: int, batch: int, rank: int, ranks: int) -> R
 class Loader:
     """``loader.take(step)``: the rows of that step; the next ``prefetch`` are made meanwhile by ``workers`` threads.
 
-    Reading a mapped file and copying numbers leaves Python's lock to others, so threads do. ``waited_seconds`` counts
-    how long the loop stood still for data; a loader that is left to itself (``auto``) gets further ahead when it does.
+    Reading a mapped file and copying arrays release the GIL, so threads are enough. ``waited_seconds`` counts how long
+    the loop was blocked on data; an ``auto`` loader then prefetches more.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Permutation:
 
 # -- samples ---------------------------------------------------------------------------------------
 #
-# Samples of a stream of tokens: sequence i of an epoch is one place of the stream; documents keep their borders.
+# Samples of a stream of tokens: sequence i of an epoch is one place of the stream; document boundaries are kept.
 
 
 IGNORED = -100  # as in `models.loss`, which imports torch: data is built without it
@@ -75,8 +75,8 @@ class Sample:
 class Stream:
     """Sequences of ``seq`` tokens out of a part of a pair: its tokens from ``begin`` up to ``end``.
 
-    An epoch is every sequence once, in an order drawn from (seed, epoch); where the sequences begin is drawn anew, so
-    that no border is always the same. A label never crosses the border of a document.
+    An epoch is every sequence once, in an order drawn from (seed, epoch); the offset of the sequences is redrawn, so
+    that no boundary is always the same. A label never crosses a document boundary.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def _mixture(job: Job, parts: Sequence[tuple[TokenFiles, int, int]], weights: Se
 
 # -- stage -----------------------------------------------------------------------------------------
 #
-# Shards copied to where reading is quick before training: to memory, or from a shared disk to a local one.
+# Shards copied to fast storage before training: to memory, or from a shared disk to a local one.
 
 
 _SUFFIXES = (".bin", ".mask", ".idx")  # the index last: it makes the pair
@@ -131,7 +131,7 @@ _MEMORY = Path("/dev/shm")
 
 
 def staged(prefixes: Sequence[Path], where: str, limit_bytes: float) -> list[Path]:
-    """The same pairs under names in the place that ``where`` says; copied by the first process that asks.
+    """The same pairs at the location that ``where`` names; copied by the first process that asks.
 
     Copies stay for the next start of the run: they are found again as long as the original does not change.
     """

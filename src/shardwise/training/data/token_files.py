@@ -38,7 +38,7 @@ def narrowest(vocab: int) -> type:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """An open pair, mapped into memory: ``tokens`` of all documents on end, document i from ``starts[i]``."""
+    """An open pair, mapped into memory: ``tokens`` of all documents on end, document i starts at ``starts[i]``."""
 
     prefix: Path
     tokens: Tokens
@@ -51,7 +51,7 @@ class TokenFiles:
 
 
 def open_pair(prefix: Path | str) -> TokenFiles:
-    """Maps a pair and checks that it is whole; raises SpecError that names the file and what is wrong with it."""
+    """Maps a pair and checks that it is complete; raises SpecError that names the file and what is wrong with it."""
     prefix = Path(prefix)
     index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
     for path in (index, tokens):
@@ -113,7 +113,7 @@ def _mask(prefix: Path, tokens: int) -> Tokens | None:
 
 
 class PairWriter:
-    """Writes a pair document by document; nothing stands under its name before `close` has all of it on disk."""
+    """Writes a pair document by document; the files get their names when `close` has synced them to disk."""
 
     def __init__(self, prefix: Path | str, dtype: type, *, masked: bool = False) -> None:
         self.prefix = Path(prefix)
@@ -184,7 +184,7 @@ def write_checksums(prefix: Path) -> None:
 
 
 def check_sums(prefix: Path | str) -> bool:
-    """Whether checksums are there; raises SpecError that names the first damaged file and place."""
+    """Whether there are checksums; raises SpecError that names the first damaged file and offset."""
     prefix = Path(prefix)
     sidecar = _path(prefix, ".sums.json")
     if not sidecar.is_file():

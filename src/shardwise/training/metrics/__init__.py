@@ -1,1 +1,1 @@
-"""What a run tells about itself while it trains."""
+"""What a run records about itself while it trains."""

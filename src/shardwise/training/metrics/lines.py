@@ -1,7 +1,7 @@
 """The metrics of a run as lines of JSON, one file for all its starts, and the run in figures out of them.
 
-A line that cannot be written waits for room. One that is broken stays where it is; readers pass over it, and
-`missing_steps` says what is not there.
+A line that cannot be written waits for space. A broken one stays where it is; readers skip it, and `missing_steps`
+lists what is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AMOUNTS = (
 
 
 class MetricLines:
-    """Appends to ``folder``/metrics.jsonl, after what an earlier start wrote beyond ``step`` is cut off."""
+    """Appends to ``folder``/metrics.jsonl, after truncating what an earlier attempt wrote beyond ``step``."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / NAME
@@ -38,12 +38,12 @@ class MetricLines:
         cut_after(self.path, step or -1)  # what comes before the first step comes again
 
     def cut_after(self, step: int) -> None:
-        """Forgets later steps: the run has gone back."""
+        """Drops later steps: the run has rolled back."""
         cut_after(self.path, step)
         self._waiting = deque((one for one in self._waiting if one[0] <= step), maxlen=MOST_WAITING)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One line; a disk that is full keeps it waiting, and never stops the run."""
+        """Writes one line; on a full disk it waits, and never stops the run."""
         line = json.dumps({name: _plain(value) for name, value in record.items()}).encode() + b"\n"
         self._waiting.append((record["step"], line))
         self._write_waiting()
@@ -87,7 +87,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 class Follower:
     """`new`: the records that have come since it was last asked.
 
-    Where the file was cut meanwhile nobody knows what came after that: the last ones are told, some of them again.
+    If the file was truncated meanwhile, the last records are returned again.
     """
 
     def __init__(self, path: Path) -> None:

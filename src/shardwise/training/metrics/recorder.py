@@ -47,7 +47,7 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """``step`` is the one that the run goes on from."""
+    """``step`` is the one that the run resumes from."""
 
     def __init__(self, job: Job, folder: Path, step: int) -> None:
         self.job = job
@@ -82,7 +82,7 @@ class Recorder:
             sink.scalars(record["step"], scalars)
 
     def went_back(self, step: int) -> None:
-        """What was recorded of later steps has not happened."""
+        """Drops records of later steps after a roll-back."""
         self.lines.cut_after(step)
         for sink in self.sinks:
             sink.forget_after(step)

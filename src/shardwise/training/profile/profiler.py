@@ -54,7 +54,7 @@ def clock_offset() -> tuple[int, int]:
 
 
 def _machine() -> str:
-    """What tells a running kernel from all others; empty if it does not say."""
+    """An id of the running kernel (boot id); empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
@@ -122,7 +122,7 @@ class _Lanes:
 
 # -- flights ---------------------------------------------------------------------------------------
 #
-# What the backend itself wrote down of its collectives: PyTorch's flight recorder, beside the engine's own names.
+# Collectives as logged by the backend itself, in PyTorch's flight recorder, next to the engine's own names.
 #
 # gloo's has collectives only, and not how long they took; NCCL's has messages too.
 

@@ -1,4 +1,4 @@
-"""A rank's record of the steps that were profiled: named ranges of time on a clock that all ranks share."""
+"""A rank's record of the profiled steps: named time ranges on a clock that all ranks share."""
 
 from __future__ import annotations
 
