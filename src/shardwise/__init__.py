@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_VERBS = ("analyze", "calibrate", "compare", "plan", "plan_mixed", "predict", "train", "validate", "verify")
 _PUBLIC = {
     "Cluster": "shardwise.spec.hardware",
     "Device": "shardwise.spec.hardware",
@@ -25,7 +26,7 @@ _PUBLIC = {
     "Topology": "shardwise.collectives",
     "collective_latency_and_volume": "shardwise.collectives",
     "p2p_latency": "shardwise.collectives",
-    "analyze": "shardwise.cost.analysis",
+    **dict.fromkeys(_VERBS, "shardwise.api"),
     "per_gpu_memory_bytes": "shardwise.cost.memory.device",
     "Patterns": "shardwise.engine.patterns",
     "gather_state_dict": "shardwise.engine.parallelize",
@@ -47,17 +48,31 @@ __all__ = [
     "Training",
     "__version__",
     "analyze",
+    "calibrate",
     "collective_latency_and_volume",
+    "compare",
     "gather_state_dict",
     "p2p_latency",
     "parallelize",
     "per_gpu_memory_bytes",
+    "plan",
+    "plan_mixed",
+    "predict",
     "read_job",
+    "train",
+    "validate",
+    "verify",
 ]
 
 if TYPE_CHECKING:
+    from shardwise.api.analysis import analyze, predict
+    from shardwise.api.calibration import calibrate
+    from shardwise.api.comparison import compare
+    from shardwise.api.execution import train
+    from shardwise.api.planning import plan, plan_mixed
+    from shardwise.api.validation import validate
+    from shardwise.api.verification import verify
     from shardwise.collectives import CollectiveKind, Topology, collective_latency_and_volume, p2p_latency
-    from shardwise.cost.analysis import analyze
     from shardwise.cost.memory.device import per_gpu_memory_bytes
     from shardwise.engine.parallelize import gather_state_dict, parallelize
     from shardwise.engine.patterns import Patterns

@@ -16,6 +16,7 @@ from rich.console import Console
 from cli.running import run
 from report.whole import WIDTHS, check_lines, check_whole, drawn
 from shardwise.report import console as printing
+from shardwise.report.page import Page
 from shardwise.report.tables import FittedTable
 from shardwise.report.training_progress import OneLine, fitted
 from shardwise.spec.clusters import cluster_from
@@ -96,7 +97,7 @@ def test_scored_runs_at_every_width(tmp_path: Path, recorded: Recorded) -> None:
 
 
 def _compared() -> None:
-    from shardwise.report.compare import print_comparison
+    from shardwise.report.compare import comparison_page
 
     part = SimpleNamespace(name="late ranks", predicted=0.0, measured=-1e-19, difference=-1e-19, hidden_predicted=None,
                            hidden_measured=0.01234)  # fmt: skip
@@ -113,25 +114,25 @@ def _compared() -> None:
         usual_seconds=1.2, slowness={0: 1.0, 12: 1.34}, slow_rank=None, slow_link=None, unlike=None,
         missing_steps="",
     )  # fmt: skip
-    print_comparison(found, None)
+    comparison_page(found, None).print()
 
 
 def _calibrated() -> None:
-    from shardwise.report.calibration import print_calibration
+    from shardwise.report.calibration import calibration_page
 
     cluster = cluster_from("dgx-h100:4")
     residual = SimpleNamespace(what="products of every size", figures=123, median_error=0.0123, worst_error=0.345)
     found: Any = SimpleNamespace(cluster=cluster, residuals=(residual,), far_off=())
-    print_calibration(found, cluster, Path("cluster.yaml"))
+    calibration_page(found, cluster, Path("cluster.yaml")).print()
 
 
 def _recut() -> None:
-    from shardwise.report.recut import print_recut
+    from shardwise.report.recut import recut_page
 
     strategy = SimpleNamespace(strategy=SimpleNamespace(order=("tp", "cp", "dp", "pp")))
     found: Any = SimpleNamespace(layers=((16, 16, 16), (18, 14, 16)), slowness=(1.0, 1.34, 1.0), job=strategy,
                                  old=strategy, step_seconds=1.2, expected_seconds=1.0, gain=1.2)  # fmt: skip
-    print_recut(found, Path("runs/last/recut.yaml"))
+    recut_page(found, Path("runs/last/recut.yaml")).print()
 
 
 def _measured() -> None:
@@ -181,7 +182,7 @@ def _traced() -> None:
 
 
 def _verified() -> None:
-    from shardwise.report.verify import print_verification
+    from shardwise.report.verify import verification_page
 
     job = SimpleNamespace(
         strategy=Strategy(tp=2, dp=4, zero=3),
@@ -190,16 +191,18 @@ def _verified() -> None:
     worst = SimpleNamespace(value=1.2e-7, where="layers.3.attention.project_queries_keys_values.weight of step 2")
     found: Any = SimpleNamespace(job=job, steps=1, tolerance=1e-5, ok=True, worst={"loss": worst, "gradient": worst})
     asked: Any = job
-    print_verification(asked, found)
+    verification_page(asked, found).print()
 
 
 def _trained() -> None:
     from shardwise.launch.rehearsal import Point
-    from shardwise.report.training import print_points, print_summary
+    from shardwise.report.training import points_page, summary_pieces
     from shardwise.training.metrics.lines import RunSummary
 
-    print_summary(RunSummary(1200, 10.9, 3.2, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.41, 0.01), "bf16")
-    print_points([Point("memory does not grow", "+0.12% (at most 1%), between step 10 and step 1,200", True)])
+    Page.of(
+        summary_pieces(RunSummary(1200, 10.9, 3.2, 10.8, 3.3, 12.5, 11.9, 2**36, 2**35, 123456.0, 0.41, 0.01), "bf16")
+    ).print()
+    points_page([Point("memory does not grow", "+0.12% (at most 1%), between step 10 and step 1,200", True)]).print()
 
 
 REPORTS: dict[str, Callable[[], None]] = {

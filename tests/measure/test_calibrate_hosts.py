@@ -15,7 +15,7 @@ import pytest
 
 from cli.running import Result, error_line, run
 from engine.workers import pool
-from shardwise.cli.calibrate import started_cluster
+from shardwise.api.calibration import started_cluster
 from shardwise.cli.main import main
 from shardwise.launch.pool import WorkerPlace
 from shardwise.launch.torchrun import Started

@@ -30,7 +30,7 @@ MORE = {
 def priced(data: Any) -> Iterator[dict[str, Any]]:
     """Every strategy with a price, wherever it stands."""
     if isinstance(data, dict):
-        if "words" in data and "step_seconds" in data:
+        if "words" in data and "predicted_seconds" in data:
             yield data
         for name, one in data.items():
             if name != "what_if":  # another machine
@@ -45,7 +45,7 @@ def check(command: str, tmp_path: Path) -> None:
     data = run_json("plan", *command.split(), "--output", str(path))
     prices: dict[str, tuple[Any, ...]] = {}
     for one in priced(data):
-        price = (one["strategy"], one["step_seconds"], one["memory"]["total_bytes"], one["mfu"])
+        price = (one["strategy"], one["predicted_seconds"], one["memory"]["total_bytes"], one["mfu"])
         assert prices.setdefault(one["words"], price) == price
     layouts = {one["words"]: one for one in data["layouts"]}
     order = [one["words"] for one in data["candidates"]]
@@ -61,7 +61,7 @@ def check(command: str, tmp_path: Path) -> None:
     first = data["layouts"][0]
     analysis = run_json("analyze", str(path))
     assert analysis["job"]["strategy"] == first["strategy"]
-    assert analysis["time"]["predicted_seconds"] == pytest.approx(first["step_seconds"], rel=1e-12)
+    assert analysis["time"]["predicted_seconds"] == pytest.approx(first["predicted_seconds"], rel=1e-12)
     assert analysis["memory"]["total_bytes"] == pytest.approx(first["memory"]["total_bytes"], rel=1e-12)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
+from shardwise.api.campaign import FLAGS as CAMPAIGN_FLAGS
+from shardwise.api.campaign import CampaignArguments
+from shardwise.api.given import JobArguments
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 
@@ -79,12 +83,12 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--cluster", help="preset or file, sized: dgx-h100:64, tpu-v5p:8x8x16")
     what.add_argument("--gpus", help="number of devices")
     what.add_argument("--gpus-per-node", help="devices of a node in use")
-    fields = parser.add_argument_group("strategy and training")
+    what = parser.add_argument_group("strategy and training")
     for flag, path, help_text in _FIELD_FLAGS:
-        fields.add_argument(flag, dest=path, metavar="X", help=help_text)
-    fields.add_argument("--no-sp", action="store_true", help="tensor parallelism without sequence parallelism")
-    fields.add_argument("--dropout", action="store_true", help="dropout masks are kept for the backward pass")
-    fields.add_argument(
+        what.add_argument(flag, dest=path, metavar="X", help=help_text)
+    what.add_argument("--no-sp", action="store_true", help="tensor parallelism without sequence parallelism")
+    what.add_argument("--dropout", action="store_true", help="dropout masks are kept for the backward pass")
+    what.add_argument(
         "--set",
         action="append",
         default=[],
@@ -125,3 +129,25 @@ def field_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
             raise SpecError("--set", f"{shown(setting)} is not FIELD=VALUE", "write it like strategy.overlap.tp=true")
         overrides[path.strip()] = parse_yaml(text, f"--set {path.strip()}")
     return overrides
+
+
+def given(arguments: argparse.Namespace) -> JobArguments:
+    """What the flags of a job give."""
+    return replace(bare_numbers(arguments), overrides=field_overrides(arguments))
+
+
+def bare_numbers(arguments: argparse.Namespace) -> JobArguments:
+    """The same without fields of strategy and training, of whatever flags there are."""
+    names = {one.name for one in fields(JobArguments)} - {"fields", "overrides"}
+    return JobArguments(**{name: value for name, value in vars(arguments).items() if name in names})
+
+
+def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags for days, money and failures."""
+    group = parser.add_argument_group("the whole run")
+    for flag, example, help_text in CAMPAIGN_FLAGS:
+        group.add_argument(flag, metavar=example, help=help_text)
+
+
+def campaign_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {one.name: getattr(arguments, one.name) for one in fields(CampaignArguments)}

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.api.calibration import cluster_of_ranks, named_cluster
+from shardwise.api.outputs import require_writable
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
-from shardwise.cli.measured_cluster import cluster_of_ranks, named_cluster
-from shardwise.cli.outputs import require_writable
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.engine.refuse import require_devices
 from shardwise.launch.preflight import require_cores

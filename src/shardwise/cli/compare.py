@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+from shardwise.api.comparison import TRACE, compare
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
-from shardwise.spec.errors import SpecError
+from shardwise.cli.output import add_output_arguments, show
 
 _EXAMPLE = """
 shardwise compare runs/last
 """
-TRACE = "timeline.json"
 
 
 def run(arguments: list[str]) -> int:
@@ -25,23 +22,9 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("run", help="the run's folder; runs/last is the newest")
     parser.add_argument("--trace", metavar="FILE", help=f"both timelines (default: RUN/profile/{TRACE})")
-    parser.add_argument("--json", action="store_true", help="JSON output")
+    add_output_arguments(parser)
     parsed = parser.parse(arguments)
     require_torch("compare")
-    from shardwise.measure.compare.comparison import compare
-    from shardwise.measure.compare.run import profiled_run
-    from shardwise.measure.compare.timeline import timeline
-    from shardwise.report.compare import comparison_data, print_comparison
-
-    profiled = profiled_run(parsed.run)
-    found = compare(profiled)
-    trace = profiled.folder.profile / TRACE if parsed.trace is None else Path(parsed.trace)
-    try:
-        trace.write_text(json.dumps(timeline(profiled.job, profiled.measured)), encoding="utf-8")
-    except OSError as error:
-        raise SpecError("--trace", f"{trace} cannot be written ({error.strerror})", "give another name") from None
-    if parsed.json:
-        print(json.dumps({**comparison_data(found), "trace": str(trace)}, indent=2))
-    else:
-        print_comparison(found, trace)
+    found = compare(parsed.run, trace=parsed.trace)
+    show(parsed, lambda: found.page, found.to_dict)
     return 0

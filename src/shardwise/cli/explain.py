@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import bare
-from shardwise.cli.arguments import add_job_arguments
+from shardwise.api import bare
+from shardwise.cli.arguments import add_job_arguments, given
 from shardwise.cli.explain_network import collective, one_message, topic_parser
 from shardwise.cli.inputs import job_from, model_from, whole
 from shardwise.spec import presets
@@ -175,9 +175,9 @@ _DEFAULTS: dict[str, dict[str, str]] = {
 def _with_job_defaults(parsed: argparse.Namespace, defaults: dict[str, str]) -> argparse.Namespace:
     """A complete small job behind every topic, so that `explain tp` alone already shows numbers."""
     usual: dict[str, Any] = {"training.seq": "4096", "training.global_batch": "64"}
-    if not parsed.job and not bare.gives_model(parsed):
+    if not parsed.job and not bare.gives_model(given(parsed)):
         usual["model"] = defaults.get("model", "llama3-8b")
-    if not parsed.job and not bare.gives_cluster(parsed):
+    if not parsed.job and not bare.gives_cluster(given(parsed)):
         usual["cluster"] = "dgx-h100:2"
     usual |= {name: value for name, value in defaults.items() if name != "model"}
     for name, value in usual.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from shardwise.cli import bare
-from shardwise.cli.arguments import Parser
+from shardwise.api import bare
+from shardwise.cli.arguments import Parser, bare_numbers
 from shardwise.cli.inputs import whole
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
@@ -69,7 +69,7 @@ def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topolog
         parsed.gpus = "2" if kind.value == "send_recv" else "8"
     parsed.bandwidth = parsed.bandwidth or ("450GB/s,50GB/s" if parsed.topology == "hierarchical" else "50GB/s")
     parsed.device = None
-    return network(bare.cluster(parsed)), "textbook"
+    return network(bare.cluster(bare_numbers(parsed))), "textbook"
 
 
 def one_message(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:

@@ -91,7 +91,7 @@ def _price(one: Candidate) -> str:
 
 def _data(exported: Exported, priced: PricedExport) -> dict[str, object]:
     def numbers(one: Candidate | None) -> dict[str, float] | None:
-        return None if one is None else {"step_seconds": one.step_seconds, "memory_bytes": one.memory.total}
+        return None if one is None else {"predicted_seconds": one.step_seconds, "memory_bytes": one.memory.total}
 
     return {
         "target": exported.target,

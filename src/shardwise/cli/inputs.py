@@ -1,312 +1,34 @@
-"""From a file and flags to a `Job`: presets, a user's own files, another framework's configuration, or bare numbers."""
+"""From flags to a `Job`, and what a verb needs before it starts; what was assumed is said on standard error."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli import bare
-from shardwise.cli.arguments import field_overrides
-from shardwise.cli.changes import changed, set_field, with_steps
-from shardwise.interop.jobs import model_from, other_framework, read_job_fields
-from shardwise.planner.automatic import decided
-from shardwise.spec.automatic import without_auto
-from shardwise.spec.clusters import cluster_from
-from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
+from shardwise.api import inputs
+from shardwise.api.inputs import whole
+from shardwise.cli.arguments import given
+from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
-from shardwise.spec.model import Model
 from shardwise.spec.packages import require_packages, torch_notes
-from shardwise.spec.processor import planned_precision_notes
-from shardwise.spec.rules import sequence_note
-from shardwise.spec.stack import stack_from
-from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
-from shardwise.spec.units import parse
 
-__all__ = ["job_from", "model_from", "path_from", "whole"]
-
-DEFAULT_CLUSTER = "dgx-h100"
-EMULATED_ON = "laptop"
-# The algorithm of collectives, what selective recompute names, and what changes the numbers that are computed.
-NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression", "synchronise")
-PLANNED_SEQ = 8192
-PLANNED_BATCH = "4M-tokens"
-_DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
-# What many configurations leave to the training script, and we then have to assume.
-_ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
+__all__ = ["job_from", "model_from", "path_from", "print_notes", "require_torch", "whole"]
 
 
-def job_from(arguments: argparse.Namespace, run: Mapping[str, Any] | None = None, *, runs_here: bool = False) -> Job:
-    """The job that a file and flags describe; flags override the file.
-
-    The file may be another framework's configuration: what of it has no meaning here, and what it leaves open, is
-    said on standard error. It is priced as that framework runs it, unless this project's engine runs it
-    (``runs_here``). ``run`` has the fields of the run that flags give, of a verb that runs it.
-    """
-    emulation = (run or {}).get("emulate")
-    fields, framework, notes = _job_fields(arguments, emulation, runs_here=runs_here or run is not None)
-    given = fields.get("run", None if run is None else {})
-    if isinstance(given, Mapping):
-        fields["run"] = with_steps({**given, **(run or {})}, fields)
-        if framework is not None:
-            fields["run"], cut = _fitting_run(fields["run"])
-            notes += cut
-    _take_shorter_sequences(fields)
-    job = decided(Job.from_dict(fields))
-    if framework is not None:
-        for note in [*notes, *_assumptions(fields, job)]:
-            print(f"note: {note}", file=sys.stderr)
+def job_from(parsed: argparse.Namespace, run: Mapping[str, Any] | None = None, *, runs_here: bool = False) -> Job:
+    """The job that a file and flags describe."""
+    job, notes = inputs.job_from(given(parsed), run, runs_here=runs_here)
+    print_notes(notes)
     return job
 
 
-def planning_job(arguments: argparse.Namespace, framework: str | None = None) -> tuple[Job, list[str]]:
-    """The job whose strategy is to be found, and what was assumed about it.
-
-    Its strategy says only what no search varies (`NOT_SEARCHED`). For a ``framework`` the stack and the precision are
-    its own, unless others are given.
-    """
-    fields, imported, notes = _job_fields(arguments, runs_here=True)
-    if framework is not None:
-        notes += _own_way(fields, framework)
-    given = _part(fields, "strategy")
-    Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # also what is not taken from it
-    notes += _not_taken(arguments)
-    fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
-    training = _part(fields, "training")
-    batch = training.pop("global_batch", None)
-    model: Model = fields["model"]
-    if "seq" not in training:
-        training["seq"] = min(model.max_seq or PLANNED_SEQ, PLANNED_SEQ)
-        notes.append(f"no sequence length given: {training['seq']:,} tokens (--seq)")
-    if batch is None and getattr(arguments, "min_global_batch", None) is None:
-        batch = PLANNED_BATCH
-        notes.append(f"no global batch given: {batch} (--global-batch)")
-    fields["training"] = training
-    if imported is not None and isinstance(fields.get("run"), Mapping):
-        steps = _planned_steps(training, batch)
-        fields["run"], cut = _fitting_run({**fields["run"], **({"steps": steps} if steps else {})})
-        notes += cut
-    job = Job.from_dict(fields)
-    notes += planned_precision_notes(job)
-    notes += filter(None, [sequence_note(job.model, job.training)])
-    try:
-        return job.unchecked(training=replace(job.training, global_batch=batch)), notes
-    except SpecError as error:
-        raise error.under("training") from None
-
-
-def _not_taken(arguments: argparse.Namespace) -> list[str]:
-    """A note for what flags say of the strategy though a plan has it from the stack."""
-    paths = (path for path in field_overrides(arguments) if path.startswith(("strategy.overlap", "strategy.dispatch")))
-    return [f"{path} is not taken: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
-
-
-def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
-    """Steps of a run that counts tokens, where the batch is known before the strategy is."""
-    tokens = training.get("tokens")
-    return -(-tokens // (batch * training["seq"])) if isinstance(tokens, int) and isinstance(batch, int) else None
-
-
-def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from shardwise.interop.frameworks.parts import fitting_run
-
-    return fitting_run(run)
-
-
-def _own_way(fields: dict[str, Any], framework: str) -> list[str]:
-    """Gives ``fields`` the stack and precision of the framework where they say none; says so. Refuses another's."""
-    from shardwise.interop.frameworks import TARGETS, own_stack
-
-    one, notes = TARGETS[framework], []
-    if "stack" in fields:
-        stack = stack_from(fields["stack"])
-        if own_stack(stack, one).name != stack.name:
-            remedy = f"leave --stack out, or use {' or '.join(one.stacks)}"
-            raise SpecError("--stack", f"{stack.name} is not the software of {framework}", remedy)
-    else:
-        fields["stack"] = one.stacks[0]
-    if not _mapping(fields.get("training")).get("precision"):
-        set_field(fields, "training.precision", one.recipe)
-        notes.append(f"for {framework}: {one.recipe} (--precision), priced with the stack {fields['stack']} (--stack)")
-    return notes
-
-
-def _job_fields(
-    arguments: argparse.Namespace, emulation: Emulation | None = None, *, runs_here: bool = False
-) -> tuple[dict[str, Any], str | None, list[str]]:
-    """The fields of a job, the framework whose configuration they come from, and what to tell about that.
-
-    An ``emulation`` is a cluster too, where none is given. What ``runs_here`` has the stack of this project's engine.
-    """
-    overrides = field_overrides(arguments)
-    bare.check_unused(arguments)
-    framework = other_framework(arguments.job) if arguments.job else None
-    fields: dict[str, Any] = {}
-    notes: list[str] = []
-    if framework is not None:
-        fields, notes = _imported(arguments, overrides, framework)
-        if runs_here:
-            fields.pop("stack", None)
-    elif arguments.job:
-        fields = read_job_fields(arguments.job)
-    # Fields of a noun that is named, by a flag or in the file, can only be set once it is known.
-    named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
-    for path, value in overrides.items():
-        if path in named and getattr(arguments, path) is not None:
-            problem = f"{shown(getattr(arguments, path))} and --set {path} are mutually exclusive"
-            raise SpecError(f"--{path}", problem, "give one of them")
-        if path.partition(".")[0] not in named or "." not in path:
-            set_field(fields, path, value)
-    nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
-    if nodes is not None and fields.get("cluster") is None and not _is_named(arguments, fields, "cluster"):
-        fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
-    fields["model"] = changed(_model(arguments, fields), "model", overrides if "model" in named else {})
-    cluster = changed(_cluster(arguments, fields), "cluster", overrides if "cluster" in named else {})
-    if nodes is not None and isinstance(cluster, Cluster) and cluster.levels[-1].name == EMULATED:
-        cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, maybe of another link
-    fields["cluster"] = cluster
-    if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
-        # Whoever names a bare topology wants its textbook algorithm.
-        set_field(fields, "strategy.collective", "textbook")
-    _take_stack_defaults(fields)
-    return fields, framework, notes
-
-
-def _take_shorter_sequences(fields: dict[str, Any]) -> None:
-    """Where no sequence length is given, no longer one than the model has learned positions for."""
-    model, training = fields["model"], fields.get("training") or {}
-    if isinstance(training, Mapping) and "seq" not in training and model.positions == "learned":
-        set_field(fields, "training.seq", min(Training.seq, model.max_seq))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The fields of one part of a job, none if it is left out."""
-    part = fields.get(name) or {}
-    if not isinstance(part, Mapping):
-        raise SpecError(name, f"{shown(part)} should be a mapping of fields", f"write its fields below {name}:")
-    return dict(part)
-
-
-def _is_named(arguments: argparse.Namespace, fields: Mapping[str, Any], kind: str) -> bool:
-    """Whether a model or cluster is given by flags or by name, and not spelled out in the file."""
-    bare_numbers = bare.gives_model(arguments) if kind == "model" else bare.gives_cluster(arguments)
-    return bare_numbers or getattr(arguments, kind) is not None or isinstance(fields.get(kind), str)
-
-
-def _take_stack_defaults(fields: dict[str, Any]) -> None:
-    """A named stack overlaps and dispatches as it does by itself, unless the strategy says otherwise."""
-    strategy = fields.get("strategy") or {}
-    if "stack" not in fields or not isinstance(strategy, Mapping):
-        return
-    try:
-        stack = stack_from(fields["stack"])
-    except SpecError as error:
-        raise error.under("stack") from None
-    for name in ("overlap", "dispatch"):
-        if name not in strategy:
-            set_field(fields, f"strategy.{name}", getattr(stack, name))
-
-
-def _imported(
-    arguments: argparse.Namespace, overrides: Mapping[str, Any], framework: str
-) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a job that another framework's configuration gives, and what to tell the user about it."""
-    from shardwise.interop.frameworks import read
-
-    notes = []
-    known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
-    if not bare.gives_cluster(arguments) and arguments.cluster is None and "cluster" not in known:
-        if arguments.gpus is None:
-            remedy = f"give --gpus 64 for a {DEFAULT_CLUSTER}, or --cluster dgx-h100:8 (`shardwise list clusters`)"
-            raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
-        known["cluster"] = DEFAULT_CLUSTER
-        notes.append(f"no cluster is given: {arguments.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
-    cluster = _cluster(arguments, known)
-    named = arguments.model is not None or bare.gives_model(arguments) or "model" in known
-    model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
-    given = {path: whole(str(overrides[path]), path) for path in _DEGREES if path in overrides}
-    # The first reading only finds the degrees; with the flags' they say how many ranks share the batch.
-    degrees = {**read(arguments.job, framework, model, given=given).fields, **given}
-    others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
-    if degrees.get("strategy.dp") is None and cluster.devices % others == 0:
-        given["strategy.dp"] = cluster.devices // others
-    imported = read(arguments.job, framework, model, cluster, given)
-    fields = {**imported.nested(), **known}
-    if isinstance(fields.get("model"), dict):
-        fields["model"] = {"name": f"from-{framework}", **fields["model"]}
-    notes += [*imported.notes, *(f"{setting} is not used" for setting in imported.unused)]
-    return fields, notes
-
-
-def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
-    """What neither the configuration nor a flag says."""
-    nouns = {"strategy": job.strategy, "training": job.training}
-    paths = [path.split(".") for path in _ASSUMED]
-    return [
-        f"{noun}.{name} is not in the file: {getattr(nouns[noun], name)} is taken"
-        for noun, name in paths
-        if name not in (fields.get(noun) or {})
-    ]
-
-
-def _model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Model:
-    named = fields.get("model") if arguments.model is None else arguments.model
-    if bare.gives_model(arguments):
-        if arguments.model is not None:
-            raise SpecError(
-                "--model", f"{shown(arguments.model)} and bare numbers are mutually exclusive", "give one of them"
-            )
-        strategy = fields.get("strategy")
-        return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
-    if named is None:
-        raise SpecError("model", "is missing", "name one: --model llama3-8b (`shardwise list models`), or --params ...")
-    return model_from(named)
-
-
-def _cluster(arguments: argparse.Namespace, fields: dict[str, Any]) -> Cluster:
-    if bare.gives_cluster(arguments):
-        if arguments.cluster is not None:
-            raise SpecError(
-                "--cluster",
-                f"{shown(arguments.cluster)} and --topology are mutually exclusive",
-                "give one of them",
-            )
-        return bare.cluster(arguments)
-    named = fields.get("cluster") if arguments.cluster is None else arguments.cluster
-    if named is None:
-        raise SpecError(
-            "cluster",
-            "is missing",
-            "name one: --cluster dgx-h100:4 (`shardwise list clusters`), or --topology ... --gpus N",
-        )
-    try:
-        cluster = cluster_from(named)
-    except SpecError as error:
-        raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
-    if arguments.gpus_per_node is not None:
-        cluster = cluster.with_node_devices(whole(arguments.gpus_per_node, "--gpus-per-node"))
-    if arguments.gpus is not None:
-        cluster = cluster.with_devices(whole(arguments.gpus, "--gpus"))
-    return cluster
-
-
-def whole(text: str, field: str) -> int:
-    """A positive whole number given to a flag."""
-    number = parse(text, "count", field)
-    if number != int(number) or number < 1 or number > 10**9:
-        raise SpecError(field, f"{shown(text)} is not a positive whole number", "write one like 64")
-    return int(number)
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def path_from(text: str) -> Path:
@@ -324,5 +46,4 @@ def require_torch(verb: str, *also: str) -> None:
     ``also`` names what the verb needs besides.
     """
     require_packages(verb, "torch", *also)
-    for note in torch_notes():
-        print(f"note: {note}", file=sys.stderr)
+    print_notes(torch_notes())

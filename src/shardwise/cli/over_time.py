@@ -19,24 +19,27 @@ def add_over_time_arguments(parser: argparse.ArgumentParser) -> None:
     inside.add_argument("--memory-picture", metavar="FILE.svg", help="draw what every pipeline rank holds over time")
 
 
+def check_over_time(parsed: argparse.Namespace, job: Job) -> None:
+    """Refuses what would be too long to look at, before anything is computed."""
+    for flag in ("trace", "memory_picture", "memory_over_time"):
+        if getattr(parsed, flag):
+            _check_size("--" + flag.replace("_", "-"), job)
+
+
 def write_over_time(parsed: argparse.Namespace, job: Job) -> list[str]:
     """Writes the files that were asked for; the lines that say so, for when nothing can go wrong any more."""
     lines = []
     if parsed.trace is not None:
         from shardwise.cost.step_trace import step_trace
 
-        _check_size("--trace", job)
         _write("--trace", parsed.trace, json.dumps(step_trace(job), separators=(",", ":")))
         lines.append(f"wrote {parsed.trace}: open in ui.perfetto.dev")
     if parsed.memory_picture is not None:
         from shardwise.cost.memory.timeline import memory_over_time
         from shardwise.report.memory_picture import memory_picture
 
-        _check_size("--memory-picture", job)
         _write("--memory-picture", parsed.memory_picture, memory_picture(memory_over_time(job)))
         lines.append(f"wrote {parsed.memory_picture}")
-    if parsed.memory_over_time:
-        _check_size("--memory-over-time", job)
     return lines
 
 

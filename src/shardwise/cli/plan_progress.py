@@ -25,9 +25,6 @@ class Progress:
         if self._status is not None:
             self._status.__exit__(*error)
 
-    def show(self, priced: int) -> None:
-        self.say(f"searching: {priced:,} strategies priced")
-
     def say(self, text: str) -> None:
         if self._status is not None:
             self._status.update(text)

@@ -74,14 +74,16 @@ def assess(
     scaling: bool = False,
     ranks: bool = False,
     over_time: bool = False,
+    advice: bool = True,
 ) -> Assessment:
+    """``advice`` is what to change; it takes most of the time."""
     job = analysis.job
     return Assessment(
         analysis,
         error_bar(job),
         bottleneck(analysis),
-        best_change(analysis) if analysis.fits else None,
-        None if analysis.fits else what_would_fit(job),
+        best_change(analysis) if advice and analysis.fits else None,
+        what_would_fit(job) if advice and not analysis.fits else None,
         tuple(gradient_times(analysis)),
         StorageUse(checkpoint_bytes(analysis), data_rate(analysis), tuple(storage_costs(analysis))),
         campaign,

@@ -43,6 +43,10 @@ class Candidate:
     def tokens_per_second(self) -> float:
         return self.simulated.tokens_per_second
 
+    def loss_to(self, other: Candidate) -> float:
+        """By how much more time a token takes than with ``other``, as a share."""
+        return self.seconds_per_token / other.seconds_per_token - 1
+
     @property
     def seconds_per_token(self) -> float:
         return self.step_seconds / self.job.tokens_per_step

@@ -34,7 +34,9 @@ def analysis_data(found: Assessment) -> dict[str, Any]:
         "parameters": analysis.parameters,
         "trained_parameters": analysis.trained_parameters,
         "active_parameters": analysis.active_parameters,
-        "dimensions": {name: _dimension(analysis, name) for name in COMMUNICATION if analysis.dimension_traffics(name)},
+        "dimensions": {
+            name: dimension_data(analysis, name) for name in COMMUNICATION if analysis.dimension_traffics(name)
+        },
         "memory": _memory(analysis),
         "flops": _flops(analysis),
         "time": _time(found),
@@ -76,7 +78,7 @@ def _change(job: Job, change: Change) -> dict[str, Any]:
     }
 
 
-def _dimension(analysis: Analysis, name: str) -> dict[str, Any]:
+def dimension_data(analysis: Analysis, name: str) -> dict[str, Any]:
     traffics = analysis.dimension_traffics(name)
     return {
         "pipeline_rank": analysis.dimension_rank(name),

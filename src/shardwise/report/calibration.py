@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Page, Piece
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, readable_seconds, readable_share
@@ -23,9 +25,12 @@ def calibration_data(found: Calibration) -> dict[str, Any]:
     }
 
 
-def print_calibration(found: Calibration, before: Cluster, written: Path) -> None:
-    out = console()
-    out.print(table("Device", ("", "before", "measured"), _device_rows(before, found.cluster)))
+def calibration_page(found: Calibration, before: Cluster, written: Path) -> Page:
+    return Page.of(_calibration_page_pieces(found, before, written))
+
+
+def _calibration_page_pieces(found: Calibration, before: Cluster, written: Path) -> Iterator[Piece | str]:
+    yield table("Device", ("", "before", "measured"), _device_rows(before, found.cluster))
     levels = [
         row
         for old, new in zip(before.levels, found.cluster.levels)
@@ -34,16 +39,16 @@ def print_calibration(found: Calibration, before: Cluster, written: Path) -> Non
     ]  # fmt: skip
     if levels:
         columns = ("level", "whose collectives", "bandwidth", "a step", "a call", "half the bandwidth at")
-        out.print(table("Network", columns, levels, numbers_from=2))
+        yield table("Network", columns, levels, numbers_from=2)
     rows = [
         (one.what, str(one.figures), readable_share(one.median_error), readable_share(one.worst_error))
         for one in found.residuals
     ]
     if rows:
-        out.print(table("How well the model explains what was measured", ("", "figures", "median", "worst"), rows))
+        yield table("How well the model explains what was measured", ("", "figures", "median", "worst"), rows)
     for slow in found.far_off:
-        out.print(f"Slow: {slow}.")
-    out.print(f"Written: {written}. shardwise plan --cluster {written} plans with it.")
+        yield f"Slow: {slow}."
+    yield f"Written: {written}. shardwise plan --cluster {written} plans with it."
 
 
 def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:

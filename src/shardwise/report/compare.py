@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Line, Page, Piece
+from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_difference, readable_seconds
 
 if TYPE_CHECKING:
@@ -87,8 +90,11 @@ def _link_data(slow: SlowLink | None) -> dict[str, Any] | None:
     }
 
 
-def print_comparison(found: Comparison, trace: Path | None) -> None:
-    out = console()
+def comparison_page(found: Comparison, trace: Path | None) -> Page:
+    return Page.of(_comparison_page_pieces(found, trace))
+
+
+def _comparison_page_pieces(found: Comparison, trace: Path | None) -> Iterator[Piece | str]:
     busiest = found.found.busiest
     title = f"A step of rank {busiest.rank}, which waits least, beside its prediction"
     rows = [
@@ -103,44 +109,43 @@ def print_comparison(found: Comparison, trace: Path | None) -> None:
     whole = (found.predicted.step_seconds, found.found.step_seconds)
     rows.append(("step", *map(readable_seconds, whole), readable_difference(whole[1] - whole[0]), "", ""))
     columns = ("part", "predicted", "measured", "difference", "hidden, predicted", "hidden, measured")
-    out.print(table(title, columns, rows, optional=("hidden, measured", "hidden, predicted")))
+    yield table(title, columns, rows, optional=("hidden, measured", "hidden, predicted"))
     if found.usual_seconds:
         first, last = found.found.numbers[0], found.found.numbers[-1]
         usual = readable_seconds(found.usual_seconds)
-        out.print(f"Profiled: steps {first} to {last}. Other steps of the run take {usual} (median).")
+        yield f"Profiled: steps {first} to {last}. Other steps of the run take {usual} (median)."
     if found.memory:
         cells = [
             (one.name, *map(readable_bytes, (one.predicted_bytes, one.measured_bytes)), _ratio(one))
             for one in found.memory
         ]
-        out.print(table("Memory", ("", "predicted", "measured", "measured / predicted"), cells))
+        yield table("Memory", ("", "predicted", "measured", "measured / predicted"), cells)
     if found.sent:
         cells = [
             (", ".join(one.dimensions), f"{one.collectives:,.0f}", *map(readable_bytes, (one.planned, one.recorded)))
             for one in found.sent
         ]
-        out.print(table("Sent in a step, by the backend's own record", _SENT_COLUMNS, cells))
-    _print_ranks(found)
+        yield table("Sent in a step, by the backend's own record", _SENT_COLUMNS, cells)
+    if len(found.found.ranks) > 1:
+        yield _ranks(found)
     if found.differences:
         cells = [
             (_MEANING.get(one.part.name, one.part.name), readable_difference(one.part.difference), one.cause)
             for one in found.differences
         ]
-        out.print(table("Largest differences first", ("part", "a step", "likely cause"), cells, numbers_from=9))
+        yield table("Largest differences first", ("part", "a step", "likely cause"), cells, numbers_from=9)
     for line in verdicts(found):
-        out.print(line, style="bold")
+        yield Line(line, "bold")
     if trace is not None:
-        out.print(f"Both timelines: {trace} (open it in ui.perfetto.dev)")
+        yield f"Both timelines: {trace} (open it in ui.perfetto.dev)"
 
 
-def _print_ranks(found: Comparison) -> None:
+def _ranks(found: Comparison) -> FittedTable:
     ranks = sorted(found.found.ranks, key=lambda one: one.waits)[:_MOST_RANKS]
-    if len(found.found.ranks) == 1:
-        return
     rows = [(str(one.rank), *_rank_cells(one), _slowness(found, one.rank)) for one in ranks]
     title = "Ranks: the others wait for the rank that waits least"
     columns = ("rank", "compute", "waits for others", "a layer forward", "of the usual rank's")
-    console().print(table(title, columns, rows))
+    return table(title, columns, rows)
 
 
 def _rank_cells(one: RankTimes) -> tuple[str, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.mixed import MixedPlan
 from shardwise.planner.mixed_step import KindPart, MixedStep
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Line, Page
 from shardwise.report.tables import FittedTable
 from shardwise.spec.mixed import sized_name
 from shardwise.spec.units import counted, readable_bytes, readable_rate, readable_seconds
@@ -17,10 +18,8 @@ from shardwise.spec.units import counted, readable_bytes, readable_rate, readabl
 SHOWN = 6
 
 
-def print_mixed(plan: MixedPlan) -> None:
-    out = console()
-    for piece in mixed_pieces(plan):
-        out.print(piece, markup=False)
+def mixed_page(plan: MixedPlan, notes: Iterable[str] = ()) -> Page:
+    return Page.of([*(Line(f"note: {note}", "yellow") for note in notes), *mixed_pieces(plan)])
 
 
 def mixed_pieces(plan: MixedPlan) -> Iterator[str | FittedTable]:
@@ -109,7 +108,7 @@ def _step_data(step: MixedStep) -> dict[str, Any]:
     return {
         "strategy": step.arrangement.strategy.to_dict(),
         "order": list(step.arrangement.kinds),
-        "step_seconds": step.step_seconds,
+        "predicted_seconds": step.step_seconds,
         "tokens_per_second": step.tokens_per_second,
         "mfu": step.mfu,
         "kinds": [
@@ -129,7 +128,7 @@ def _step_data(step: MixedStep) -> dict[str, Any]:
 def _alone_data(one: Candidate) -> dict[str, Any]:
     return {
         "strategy": one.job.strategy.to_dict(),
-        "step_seconds": one.step_seconds,
+        "predicted_seconds": one.step_seconds,
         "tokens_per_second": one.tokens_per_second,
         "mfu": one.mfu,
         "memory": one.memory.to_dict(),

@@ -6,25 +6,29 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.cost.validation.residuals import error_bar
+from shardwise.planner.answer import PlanAnswer
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
+from shardwise.planner.explanation import Explanation
 from shardwise.planner.not_run import NotRun
 from shardwise.planner.plan import Family, Plan
 from shardwise.planner.ranking import Row
+from shardwise.planner.what_if import WhatIf
+from shardwise.planner.why_not import WhyNot
 from shardwise.report.campaign import campaign_data
 from shardwise.report.runners import runner_data
 
 
-def plan_data(answer: Any) -> dict[str, Any]:
+def plan_data(answer: PlanAnswer) -> dict[str, Any]:
     """Everything `plan` has to say; times in seconds, memory in bytes, shares as fractions."""
     found: Plan = answer.plan
     result = found.search
     return {
         "job": found.best.job.to_dict(),
-        "candidates": [_ranked(found, one) for one in found.candidates],
-        "layouts": [_ranked(found, one) for one in found.layouts],
+        "candidates": [ranked_data(found, one) for one in found.candidates],
+        "layouts": [ranked_data(found, one) for one in found.layouts],
         "ranking": [_row(number, row) for number, row in enumerate(found.rows, 1)],
-        "families": [_family(one) for one in found.families],
+        "families": [family_data(one) for one in found.families],
         "fastest": strategy_words(found.fastest.job.strategy),
         "noise": {"share": found.noise.share, "basis": found.noise.basis},
         "room": asdict(found.request.room),
@@ -42,13 +46,13 @@ def plan_data(answer: Any) -> dict[str, Any]:
         "not_run": None if answer.not_run is None else _not_run(answer.not_run),
         "why_not": [_why_not(one) for one in answer.why_not],
         "what_if": [_what_if(one) for one in answer.what_if],
-        "pareto": None if answer.pareto is None else [_point(one) for one in answer.pareto],
+        "pareto": _pareto(answer),
         "campaign": None if answer.campaign is None else campaign_data(answer.campaign),
         "notes": list(answer.notes),
     }
 
 
-def _ranked(found: Plan, one: Candidate) -> dict[str, Any]:
+def ranked_data(found: Plan, one: Candidate) -> dict[str, Any]:
     return {"group": found.group_of(one), **candidate_data(one), "left_bytes": found.left_bytes(one)}
 
 
@@ -58,7 +62,7 @@ def _row(number: int, row: Row) -> dict[str, Any]:
     return {"rank": number, "group": row.group, "words": strategy_words(row.best.job.strategy), "like": like}
 
 
-def _family(one: Family) -> dict[str, Any]:
+def family_data(one: Family) -> dict[str, Any]:
     best = None if one.best is None else candidate_data(one.best)
     return {"dimensions": list(one.dimensions), "best": best, "least_memory_bytes": one.least_memory_bytes}
 
@@ -68,9 +72,9 @@ def candidate_data(one: Candidate) -> dict[str, Any]:
     return {
         "strategy": job.strategy.to_dict(),
         "words": strategy_words(job.strategy),
-        "step_seconds": one.step_seconds,
-        "step_seconds_low": one.step_seconds * (1 + band.time_low),
-        "step_seconds_high": one.step_seconds * (1 + band.time_high),
+        "predicted_seconds": one.step_seconds,
+        "predicted_seconds_low": one.step_seconds * (1 + band.time_low),
+        "predicted_seconds_high": one.step_seconds * (1 + band.time_high),
         "error_bar_basis": band.basis,
         "tokens_per_step": job.tokens_per_step,
         "tokens_per_second": one.tokens_per_second,
@@ -88,7 +92,7 @@ def candidate_data(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _explanation(explanation: Any) -> dict[str, Any]:
+def _explanation(explanation: Explanation) -> dict[str, Any]:
     second = explanation.second
     return {
         "sentence": explanation.sentence(),
@@ -103,23 +107,28 @@ def _not_run(one: NotRun) -> dict[str, Any]:
     return {"lacks": [list(finding.techniques) for finding in one.findings], "best": candidate_data(one.best)}
 
 
-def _why_not(one: Any) -> dict[str, Any]:
+def _why_not(one: WhyNot) -> dict[str, Any]:
     best = None if one.best is None else candidate_data(one.best)
     return {"wanted": one.wanted, "verdict": one.verdict, "reason": one.reason, "loss": one.loss, "best": best}
 
 
-def _what_if(one: Any) -> dict[str, Any]:
+def _what_if(one: WhatIf) -> dict[str, Any]:
     best, fastest = None, None
     if isinstance(one.found, Plan):
         best, fastest = candidate_data(one.found.best), candidate_data(one.found.fastest)
     return {"change": one.change, "best": best, "fastest": fastest}
 
 
-def _point(one: Any) -> dict[str, Any]:
-    if isinstance(one, Candidate):
-        return candidate_data(one)
-    return {
-        "devices": one.devices,
-        "device_seconds_per_token": one.device_seconds_per_token,
-        "best": candidate_data(one.best),
-    }
+def _pareto(answer: PlanAnswer) -> list[dict[str, Any]] | None:
+    if answer.memory_front is not None:
+        return [candidate_data(one) for one in answer.memory_front]
+    if answer.sizes is None:
+        return None
+    return [
+        {
+            "devices": one.devices,
+            "device_seconds_per_token": one.device_seconds_per_token,
+            "best": candidate_data(one.best),
+        }
+        for one in answer.sizes
+    ]

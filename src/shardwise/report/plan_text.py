@@ -1,18 +1,11 @@
-"""A plan as text: the best strategies, why the first wins, what else was asked."""
+"""A plan as a page: the best strategies, why the first wins, what else was asked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from rich.console import RenderableType
-
-from shardwise.cost.analysis import analyze
-from shardwise.cost.own_schedules import gradient_times
-from shardwise.cost.sending_less import sending_less
-from shardwise.cost.validation.residuals import error_bar
+from shardwise.planner.answer import PlanAnswer
 from shardwise.planner.candidate import PARTS, Candidate
 from shardwise.planner.describe import (
     offload_words,
@@ -31,8 +24,10 @@ from shardwise.planner.search import Search
 from shardwise.planner.why_not import difference_words, largest_differences
 from shardwise.report.analysis_text import collective_lines
 from shardwise.report.campaign import campaign_pieces
-from shardwise.report.console import bar, console, table
+from shardwise.report.console import bar, table
+from shardwise.report.page import Line, Page, Piece
 from shardwise.report.runners import runner_lines
+from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import sending_less_words
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import (
@@ -61,30 +56,28 @@ _WORDS = {
 }
 
 
-def print_plan(answer: Any, *, written: Path | None, top: int) -> None:
-    """Prints everything `plan` has to say."""
-    out = console()
-    found: Plan = answer.plan
-    out.print(_headline(found), markup=False)
-    for note in [*answer.notes, *_notes(found)]:
-        out.print(f"note: {note}", style="yellow", markup=False)
-    rows = _rows(found, top=top, unfolded=answer.unfolded)
+def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> Page:
+    """Everything `plan` has to say."""
+    return Page.of(_pieces(answer, top=top, unfolded=unfolded))
+
+
+def _pieces(answer: PlanAnswer, *, top: int, unfolded: bool) -> Iterator[Piece | str]:
+    found = answer.plan
+    yield _headline(found)
+    for note in [*answer.notes, *_notes(answer)]:
+        yield Line(f"note: {note}", "yellow")
+    rows = _rows(found, top=top, unfolded=unfolded)
     for group in GROUPS:
         if any(row.group == group for row in rows):
-            out.print(_ranking(found, rows, group))
+            yield _ranking(found, rows, group)
     if any(row.like for row in rows):
-        out.print(_LIKE, markup=False)
-    out.print(_batches([row.best for row in rows]))
-    out.print(_families(found))
-    out.print(_where_time_goes(found.best))
-    for line in _sentences(answer):
-        out.print(line, markup=False)
-    for piece in _asked(answer):
-        out.print(piece, markup=False) if isinstance(piece, str) else out.print(piece)
-    for line in runner_lines(found.best, answer.runners):
-        out.print(line, markup=False)
-    if written is not None:
-        out.print(f"\nWrote {written}: shardwise analyze {written}", style="bold", markup=False)
+        yield _LIKE
+    yield _batches([row.best for row in rows])
+    yield _families(found)
+    yield _where_time_goes(found.best)
+    yield from _sentences(answer)
+    yield from _asked(answer)
+    yield from runner_lines(found.best, answer.runners)
 
 
 def _headline(found: Plan) -> str:
@@ -98,15 +91,15 @@ def _headline(found: Plan) -> str:
     )
 
 
-def _notes(found: Plan) -> Iterator[str]:
+def _notes(answer: PlanAnswer) -> Iterator[str]:
+    found = answer.plan
     if found.narrowing:
         yield "a large space, narrowed to: " + "; ".join(found.narrowing) + " (--thorough searches all of it)"
     note = found.best.job.training.batch_note(found.best.job.strategy.batch_multiple)
     if note:
         yield note
-    less = sending_less(found.best.job)
-    if less:
-        yield sending_less_words(found.best.job, less)
+    if answer.sending_less is not None:
+        yield sending_less_words(found.best.job, answer.sending_less)
 
 
 def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[Row]:
@@ -115,7 +108,7 @@ def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[Row]:
     return found.rows[:top]
 
 
-def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> RenderableType:
+def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> FittedTable:
     titles = {
         "within noise": f"Within noise ({found.noise.share:.1%}) of the fastest: the simplest first",
         "slower": "Slower than noise: by time",
@@ -148,7 +141,7 @@ def _row(number: int, row: Row, found: Plan) -> tuple[str, ...]:
         *(str(x) for x in (strategy.tp, strategy.cp, strategy.pp, strategy.data_parallel, strategy.ep)),
         str(strategy.microbatch),
         readable_seconds(one.step_seconds),
-        "" if one is first else difference_words(_loss(one, first)),
+        "" if one is first else difference_words(one.loss_to(first)),
         f"{one.tokens_per_second:,.0f}",
         readable_share(one.mfu),
         readable_bytes(one.memory.total),
@@ -157,12 +150,7 @@ def _row(number: int, row: Row, found: Plan) -> tuple[str, ...]:
     )
 
 
-def _loss(one: Candidate, first: Candidate) -> float:
-    """By how much more time a token takes."""
-    return one.seconds_per_token / first.seconds_per_token - 1
-
-
-def _batches(candidates: Sequence[Candidate]) -> RenderableType:
+def _batches(candidates: Sequence[Candidate]) -> FittedTable:
     """How the global batch is spent, and the bubble that leaves."""
     rows = []
     for number, one in enumerate(candidates, 1):
@@ -181,7 +169,7 @@ def _batches(candidates: Sequence[Candidate]) -> RenderableType:
     return table("How the batch is spent", columns, rows, numbers_from=2)
 
 
-def _families(found: Plan) -> RenderableType:
+def _families(found: Plan) -> FittedTable:
     """Each set of dimensions against the winner: what it would gain and lose."""
     rows = []
     capacity = readable_bytes(found.request.capacity_bytes)
@@ -195,13 +183,13 @@ def _families(found: Plan) -> RenderableType:
         if one.best is found.best:
             rows.append((name, words, "the plan", ""))
             continue
-        time = difference_words(_loss(one.best, found.best))
+        time = difference_words(one.best.loss_to(found.best))
         rows.append((name, words, largest_differences(found.best, one.best), time))
     title = "The best with each set of dimensions (beside dp), and where it loses and gains"
     return table(title, ("uses", "strategy", "against 1", "time"), rows, numbers_from=3)
 
 
-def _where_time_goes(one: Candidate) -> RenderableType:
+def _where_time_goes(one: Candidate) -> FittedTable:
     rows = [
         (_WORDS[name], bar(one.parts[name] / one.step_seconds), readable_seconds(one.parts[name]),
          readable_share(one.parts[name] / one.step_seconds))
@@ -211,14 +199,14 @@ def _where_time_goes(one: Candidate) -> RenderableType:
                  rows, numbers_from=2)  # fmt: skip
 
 
-def _sentences(answer: Any) -> Iterator[str]:
-    found: Plan = answer.plan
+def _sentences(answer: PlanAnswer) -> Iterator[str]:
+    found = answer.plan
     explanation, rule = answer.explanation, answer.textbook
     yield f"Why 1 wins. {explanation.sentence()}"
     if rule is None:
         yield "The textbook order (fill the node with TP or EP, then PP or ZeRO-3, then DP) does not fit."
     else:
-        loss, words = _loss(rule, found.best), strategy_words(rule.job.strategy)
+        loss, words = rule.loss_to(found.best), strategy_words(rule.job.strategy)
         step = readable_seconds(rule.step_seconds)
         noise = " (within noise)" if found.group_of(rule) == "within noise" else ""
         yield f"The textbook order gives {words}: {step} a step, {difference_words(loss)}{noise}."
@@ -228,13 +216,13 @@ def _sentences(answer: Any) -> Iterator[str]:
         f"{result.fitting:,} run and fit, {result.too_large:,} do not fit, {result.unsupported:,} are not run; "
         f"the best {len(found.candidates)} were simulated."
     )
-    band = error_bar(found.best.job)
-    low, high = (readable_seconds(found.best.step_seconds * (1 + part)) for part in (band.time_low, band.time_high))
+    band = answer.error_bar
+    low, high = map(readable_seconds, (answer.predicted_seconds_low, answer.predicted_seconds_high))
     yield f"Error bars hold 80% of published runs: the step of 1 takes {low} to {high}. {band.basis.capitalize()}."
-    yield _room_words(found.request)
+    yield _room_words(found.request, answer.memory_error_high)
     yield f"Noise: {found.noise.basis}."
     yield f"MFU is of {peak_words(found.best.job)}."
-    yield from collective_lines(gradient_times(analyze(found.best.job)))
+    yield from collective_lines(answer.gradient_times)
     if answer.not_run is not None:
         yield _missing_feature(answer.not_run, found.best)
 
@@ -247,13 +235,12 @@ def _missing_feature(one: NotRun, first: Candidate) -> str:
     )
 
 
-def _room_words(request: Request) -> str:
+def _room_words(request: Request, more: float) -> str:
     """What of a device a plan takes, and why not all of it."""
     room = request.room
     usable = readable_bytes(room.usable_bytes)
     if room.is_capped:
         return f"Memory: up to {usable} of a device, as --max-memory says."
-    more = error_bar(request.job).memory_high
     left = readable_bytes(room.margin_bytes)
     return (
         f"Memory: of {usable} a plan leaves {left} free: tensors may take {more:.0%} more than predicted "
@@ -261,7 +248,7 @@ def _room_words(request: Request) -> str:
     )
 
 
-def _asked(answer: Any) -> Iterator[Any]:
+def _asked(answer: PlanAnswer) -> Iterator[Piece | str]:
     for one in answer.why_not:
         loss = ""
         if one.loss is not None and one.verdict in GROUPS:
@@ -271,13 +258,13 @@ def _asked(answer: Any) -> Iterator[Any]:
             yield f"  Its best is {strategy_words(one.best.job.strategy)}."
     if answer.what_if:
         yield _what_if_table(answer)
-    if answer.pareto is not None:
+    if answer.memory_front is not None or answer.sizes is not None:
         yield _pareto_table(answer)
     if answer.campaign is not None:
         yield from campaign_pieces(answer.campaign)
 
 
-def _what_if_table(answer: Any) -> RenderableType:
+def _what_if_table(answer: PlanAnswer) -> FittedTable:
     """The fastest on every machine: the simplest of one and of another may differ by as much as noise."""
     now = answer.plan.fastest
     rows = [("as it is", strategy_words(now.job.strategy), readable_seconds(now.step_seconds), "")]
@@ -286,25 +273,26 @@ def _what_if_table(answer: Any) -> RenderableType:
             rows.append((one.change, "nothing fits", "", ""))
             continue
         other = one.found.fastest
-        gain = difference_words(now.seconds_per_token / other.seconds_per_token - 1)
+        gain = difference_words(now.loss_to(other))
         rows.append((one.change, strategy_words(other.job.strategy), readable_seconds(other.step_seconds), gain))
     return table("What if", ("change", "fastest strategy", "step", "tokens/s"), rows, numbers_from=2)
 
 
-def _pareto_table(answer: Any) -> RenderableType:
-    found: Plan = answer.plan
-    if answer.pareto and isinstance(answer.pareto[0], Candidate):
+def _pareto_table(answer: PlanAnswer) -> FittedTable:
+    first = answer.plan.best
+    if answer.memory_front is not None:
         rows = [
             (strategy_words(one.job.strategy), readable_bytes(one.memory.total), readable_seconds(one.step_seconds),
-             "" if one is found.best else difference_words(_loss(one, found.best)))
-            for one in answer.pareto
+             "" if one is first else difference_words(one.loss_to(first)))
+            for one in answer.memory_front
         ]  # fmt: skip
         return table("Time against memory", ("strategy", "memory", "step", "time"), rows)
-    most = answer.pareto[0]
+    assert answer.sizes is not None
+    most = answer.sizes[0]
     sized = [
         (f"{one.devices:,}", strategy_words(one.best.job.strategy), readable_seconds(one.best.step_seconds),
          f"{one.best.seconds_per_token / most.best.seconds_per_token:.2f} ×",
          readable_share(one.device_seconds_per_token / most.device_seconds_per_token))
-        for one in answer.pareto
+        for one in answer.sizes
     ]  # fmt: skip
     return table("Time against money", ("devices", "strategy", "step", "time", "cost per token"), sized, numbers_from=2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Page, Piece
 from shardwise.spec.units import readable_seconds
 
 if TYPE_CHECKING:
@@ -28,24 +30,27 @@ def recut_data(found: Recut) -> dict[str, Any]:
     }
 
 
-def print_recut(found: Recut, written: Path) -> None:
-    out = console()
+def recut_page(found: Recut, written: Path) -> Page:
+    return Page.of(_recut_page_pieces(found, written))
+
+
+def _recut_page_pieces(found: Recut, written: Path) -> Iterator[Piece | str]:
     before, after = found.layers
     rows = [
         (str(stage), str(old), str(new), f"{new - old:+d}" if new != old else "")
         for stage, (old, new) in enumerate(zip(before, after))
     ]
-    out.print(table("Layers of every stage", ("stage", "measured run", "new cut", ""), rows))
+    yield table("Layers of every stage", ("stage", "measured run", "new cut", ""), rows)
     slow = [(rank, one) for rank, one in enumerate(found.slowness) if one >= SLOW]
     if slow:
         words = ", ".join(f"rank {rank} {one:.2f} times" for rank, one in slow)
-        out.print(f"Time for a layer, of the usual rank's: {words}.")
+        yield f"Time for a layer, of the usual rank's: {words}."
     if found.job.strategy.order != found.old.strategy.order:
         order = ", ".join(found.job.strategy.order)
-        out.print(f"Ranks are moved: order [{order}] puts slow ranks into the same stages.")
+        yield f"Ranks are moved: order [{order}] puts slow ranks into the same stages."
     if found.job == found.old:
-        out.print("The stages are as even as whole layers allow: another split would gain nothing.")
+        yield "The stages are as even as whole layers allow: another split would gain nothing."
     else:
         old, new = readable_seconds(found.step_seconds), readable_seconds(found.expected_seconds)
-        out.print(f"Step time {old} → {new} expected, {found.gain:.2f} times faster.")
-    out.print(f"Written: {written}")
+        yield f"Step time {old} → {new} expected, {found.gain:.2f} times faster."
+    yield f"Written: {written}"

@@ -40,7 +40,7 @@ def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> str:
 
 
 def _against(best: Candidate, own: Candidate) -> str:
-    slower = own.seconds_per_token / best.seconds_per_token - 1
+    slower = own.loss_to(best)
     more = own.memory.total - best.memory.total
     memory = f"{'+' if more >= 0 else '-'}{readable_bytes(abs(more))}"
     step, held = readable_seconds(own.step_seconds), readable_bytes(own.memory.total)
@@ -57,7 +57,7 @@ def runner_data(one: FrameworkVerdict, best: Candidate) -> dict[str, Any]:
         "differs": list(one.differs),
         "stack": None if own is None else own.job.stack.name,
         "best": None if own is None else strategy_words(own.job.strategy),
-        "loss": None if own is None else own.seconds_per_token / best.seconds_per_token - 1,
+        "loss": None if own is None else own.loss_to(best),
         "memory_bytes": None if own is None else own.memory.total,
         "needed_bytes": one.needed_bytes,
     }

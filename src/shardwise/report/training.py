@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
+from shardwise.launch.outcome import Outcome
 from shardwise.launch.rehearsal import Point
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Page, Piece
+from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds, readable_share
 from shardwise.training.metrics.lines import RunSummary
 
 
-def print_summary(found: RunSummary, data_type: str) -> None:
+def summary_pieces(found: RunSummary, data_type: str) -> Iterator[Piece | str]:
     """``data_type`` is that of the matmuls, to whose peak MFU refers."""
-    out = console()
     rows = [
         ("step time", found.predicted_seconds, found.step_seconds, readable_seconds),
         ("memory of the fullest rank", found.predicted_memory_bytes, found.memory_bytes, readable_bytes),
@@ -21,7 +25,7 @@ def print_summary(found: RunSummary, data_type: str) -> None:
         (name, *("–" if one is None else show(one) for one in (predicted, measured)), _ratio(predicted, measured))
         for name, predicted, measured, show in rows
     ]
-    out.print(table("Predicted beside measured", ("", "predicted", "measured", "measured / predicted"), cells))
+    yield table("Predicted beside measured", ("", "predicted", "measured", "measured / predicted"), cells)
     words = [counted(found.steps, "step")]
     if found.tokens_per_second is not None and found.mfu is not None:
         words.append(f"{readable_count(found.tokens_per_second)} tokens/s")
@@ -31,14 +35,41 @@ def print_summary(found: RunSummary, data_type: str) -> None:
     if found.first_validation is not None and found.last_validation is not None:
         share = found.last_validation / found.first_validation
         words.append(f"validation loss {found.first_validation:.3f} → {found.last_validation:.3f} ({share:.0%})")
-    out.print("; ".join(words))
+    yield "; ".join(words)
     if found.missing_steps:
-        out.print(f"metrics.jsonl has no line for step {found.missing_steps}: the figures above leave them out.")
+        yield f"metrics.jsonl has no line for step {found.missing_steps}: the figures above leave them out."
 
 
-def print_points(points: Sequence[Point]) -> None:
+def training_page(found: RunSummary, job: Job, outcome: Outcome | None) -> Page:
+    """The end of a run; without an ``outcome`` there was nothing to do."""
+    return Page.of(_pieces(found, job, outcome))
+
+
+def _pieces(found: RunSummary, job: Job, outcome: Outcome | None) -> Iterator[Piece | str]:
+    if outcome is None:
+        more = "" if found.steps == job.run.steps else f" of {job.run.steps:,}, where run.stop_at pauses it"
+        yield f"Nothing to do: the run in {job.run.folder} is at its last step, {found.steps:,}{more}."
+        yield "Raise --steps to continue it, or name another --run-folder to start a new run."
+        return
+    if found.step_seconds is not None:
+        yield from summary_pieces(found, job.training.recipe.compute)
+    if outcome.stopped or outcome.status:
+        yield f"Stopped at step {found.steps:,} of {job.run.steps:,}: the same command resumes from there."
+    else:
+        yield f"Done: {job.run.folder}"
+
+
+def training_data(found: RunSummary, outcome: Outcome | None) -> dict[str, Any]:
+    if outcome is None:
+        return {**asdict(found), "status": 0, "attempts": 0}
+    failure = outcome.failure if outcome.status else None
+    figures = {**asdict(found), "status": outcome.status, "attempts": len(outcome.attempts)}
+    return {**figures, "failure": None if failure is None else failure.reason}
+
+
+def points_page(points: Sequence[Point]) -> Page:
     rows = [("pass" if one.passed else "FAIL", one.name, one.figure) for one in points]
-    console().print(table("Rehearsal", ("", "point", "figure"), rows, numbers_from=3))
+    return Page((table("Rehearsal", ("", "point", "figure"), rows, numbers_from=3),))
 
 
 def _ratio(predicted: float | None, measured: float | None) -> str:

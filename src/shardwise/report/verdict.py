@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.sending_less import FasterJob, SendingLess
@@ -56,6 +57,24 @@ def _verdict_rows(found: Assessment) -> Iterator[tuple[str, str]]:
     else:
         yield "What would fit", f"{found.what_would_fit}"
     yield "Floor", f"{readable_seconds(analysis.floor_seconds)}: all matmuls at peak, communication as priced"
+
+
+def prediction_table(data: Mapping[str, Any], job: Job) -> FittedTable:
+    """A prediction alone: step, throughput, memory, floor."""
+    step, low, high, floor = (
+        readable_seconds(data[name])
+        for name in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "floor_seconds")
+    )
+    fits = "fits" if data["fits"] else "DOES NOT FIT"
+    held, usable = readable_bytes(data["memory_bytes"]), readable_bytes(data["usable_bytes"])
+    mfu, peak = readable_share(data["mfu"]), job.training.recipe.compute
+    rows = (
+        ("Predicted step", f"{step}; 80% of published runs: {low} - {high}"),
+        ("Throughput", f"{data['tokens_per_second']:,.0f} tokens/s, MFU {mfu} of the {peak} peak"),
+        ("Memory", f"{fits}: {held} of {usable}"),
+        ("Floor", f"{floor}: all matmuls at peak, communication as priced"),
+    )
+    return table("", ("", ""), rows, numbers_from=2)
 
 
 def memory_words(analysis: Analysis) -> str:

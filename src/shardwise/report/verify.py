@@ -19,7 +19,8 @@ from rich.progress import (
 )
 
 from shardwise.planner.describe import strategy_words
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Page, Piece
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
 
@@ -38,27 +39,28 @@ def verification_data(found: Verification) -> dict[str, Any]:
     }
 
 
-def print_verification(asked: Job, found: Verification) -> None:
+def verification_page(asked: Job, found: Verification) -> Page:
     """A table of the worst deviations; first what was run where it is not what was asked for."""
+    return Page.of(_verification_page_pieces(asked, found))
+
+
+def _verification_page_pieces(asked: Job, found: Verification) -> Iterator[Piece | str]:
     run = found.job
-    out = console()
     if run.strategy.world != asked.strategy.world:
-        out.print(f"{asked.strategy.world} ranks are reduced to {run.strategy.world}: {_degrees(run)}, the same order.")
+        yield f"{asked.strategy.world} ranks are reduced to {run.strategy.world}: {_degrees(run)}, the same order."
     if run.model != asked.model:
-        out.print(
-            f"{asked.model.name} is shrunk to {counted(run.model.layers, 'layer')} of {run.model.hidden} features."
-        )
+        yield (f"{asked.model.name} is shrunk to {counted(run.model.layers, 'layer')} of {run.model.hidden} features.")
     if asked.training.precision != run.training.precision:
-        out.print(f"Precision is {run.training.precision}: {asked.training.precision} would hide what differs.")
+        yield f"Precision is {run.training.precision}: {asked.training.precision} would hide what differs."
     words = strategy_words(run.strategy)
     title = f"{run.model.name}, {words}, against one process, {counted(found.steps, 'step')}"
     rows = [
         (_WORDS[kind], f"{one.value:.1e}", "equal" if one.value <= found.tolerance else "DIFFERS", one.where)
         for kind, one in found.worst.items()
     ]
-    out.print(table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9))
+    yield table(title, ("", "worst deviation", "", "where"), rows, numbers_from=9)
     verdict = "The layout computes what one process computes" if found.ok else "The layout computes a different result"
-    out.print(
+    yield (
         f"{verdict}: tolerance {found.tolerance:g}, relative to the largest element of each tensor, "
         "or one rounding of the largest in its layer."
     )

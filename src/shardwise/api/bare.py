@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
+from shardwise.api.given import JobArguments
 from shardwise.spec.clusters import parse_shape
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -19,15 +19,15 @@ DEFAULT_DEVICE = "h100-sxm"
 DEFAULT_LATENCY = "5us"
 
 
-def gives_model(arguments: argparse.Namespace) -> bool:
+def gives_model(arguments: JobArguments) -> bool:
     return any(getattr(arguments, name) is not None for name in ("params", "layers", "hidden", "heads"))
 
 
-def gives_cluster(arguments: argparse.Namespace) -> bool:
+def gives_cluster(arguments: JobArguments) -> bool:
     return arguments.topology is not None
 
 
-def check_unused(arguments: argparse.Namespace) -> None:
+def check_unused(arguments: JobArguments) -> None:
     """Raises SpecError for a bare number that would silently change nothing."""
     needs: dict[str, str] = {}
     if not gives_model(arguments):
@@ -41,7 +41,7 @@ def check_unused(arguments: argparse.Namespace) -> None:
             raise SpecError(flag, f"{shown(value)} is not used without {needed}", f"add {needed}, or leave {flag} out")
 
 
-def _whole(arguments: argparse.Namespace, name: str, default: int | None = None) -> int:
+def _whole(arguments: JobArguments, name: str, default: int | None = None) -> int:
     text = getattr(arguments, name)
     flag = "--" + name.replace("_", "-")
     if text is None:
@@ -54,7 +54,7 @@ def _whole(arguments: argparse.Namespace, name: str, default: int | None = None)
     return int(number)
 
 
-def model(arguments: argparse.Namespace, tensor_parallel: object = 1) -> Model:
+def model(arguments: JobArguments, tensor_parallel: object = 1) -> Model:
     """A plain decoder with the given numbers; ``--params`` fixes the MLP width that makes them add up."""
     layers, hidden, heads = (_whole(arguments, name) for name in ("layers", "hidden", "heads"))
     kv_heads = _whole(arguments, "kv_heads", heads)
@@ -94,7 +94,7 @@ def _width_for(
     return width
 
 
-def cluster(arguments: argparse.Namespace) -> Cluster:
+def cluster(arguments: JobArguments) -> Cluster:
     """Devices joined by one bare topology, or by a hierarchy of switches."""
     topology = str(arguments.topology).lower().replace("_", "-")
     if topology not in TOPOLOGIES:
@@ -127,9 +127,7 @@ def _listed(text: str, dimension: str, flag: str) -> list[float]:
     return values
 
 
-def _flat(
-    arguments: argparse.Namespace, topology: Any, bandwidths: list[float], latencies: list[float]
-) -> NetworkLevel:
+def _flat(arguments: JobArguments, topology: Any, bandwidths: list[float], latencies: list[float]) -> NetworkLevel:
     if len(bandwidths) != 1:
         raise SpecError(
             "--bandwidth",
@@ -148,7 +146,7 @@ def _flat(
     )
 
 
-def _gpus(arguments: argparse.Namespace) -> int:
+def _gpus(arguments: JobArguments) -> int:
     if arguments.gpus is None:
         raise SpecError("--gpus", "is missing", "give the number of devices")
     return _whole(arguments, "gpus")
@@ -173,7 +171,7 @@ def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[i
     return (rows, devices // rows)
 
 
-def _hierarchy(arguments: argparse.Namespace, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
+def _hierarchy(arguments: JobArguments, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
     """Levels of switches: a node of --gpus-per-node, then the rest; more levels by --shape 8x4x2."""
     devices = _gpus(arguments) if arguments.gpus is not None or arguments.shape is None else None
     if arguments.shape is not None:

@@ -1,11 +1,11 @@
-"""The flags of a whole run (tokens, price, failures), and the campaign they make of a job."""
+"""What is given of a whole run (tokens, price, failures), and the campaign that makes of a job."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import HOUR, Campaign
@@ -21,7 +21,7 @@ RESTART_SECONDS = 600.0
 _LEAST_GOODPUT = 0.01
 _CURRENCY = "$"
 
-_FLAGS = (
+FLAGS = (
     ("--tokens", "15T", "tokens of the whole run (default: the job's training.tokens)"),
     ("--price", "2.5/h", "money per device-hour, in $ unless a currency is given: €2.5/h"),
     ("--mtbf", "50700h", "device-hours per interruption; 50700h is what Llama 3 saw"),
@@ -34,8 +34,19 @@ _PRICE = re.compile(
 
 
 @dataclass(frozen=True)
+class CampaignArguments:
+    """What a caller gives of the whole run: numbers, or text with units, as the flags of the same names take."""
+
+    tokens: Any = None
+    price: Any = None
+    mtbf: Any = None
+    checkpoint_seconds: Any = None
+    restart_seconds: Any = None
+
+
+@dataclass(frozen=True)
 class Terms:
-    """What the user specifies of the whole run; None is left to the job."""
+    """What a user says of the whole run; None is left to the job."""
 
     tokens: float
     price: float | None
@@ -45,37 +56,30 @@ class Terms:
     restart_seconds: float
 
 
-def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags for days, money and failures."""
-    group = parser.add_argument_group("the whole run")
-    for flag, example, help_text in _FLAGS:
-        group.add_argument(flag, metavar=example, help=help_text)
-
-
-def terms_from(parsed: argparse.Namespace, training: Training) -> Terms | None:
+def terms_from(given: CampaignArguments, training: Training) -> Terms | None:
     """The flags as numbers, or None if no length is given; raises SpecError for invalid values."""
-    tokens = training.tokens if parsed.tokens is None else _amount("--tokens", parsed.tokens, "count")
+    tokens = training.tokens if given.tokens is None else _amount("--tokens", given.tokens, "count")
     if tokens is None:
-        _refuse(parsed, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
+        _refuse(given, ("price", "mtbf", "checkpoint_seconds", "restart_seconds"), "--tokens 15T")
         return None
-    if parsed.mtbf is None:
+    if given.mtbf is None:
         idle = ("restart_seconds",) if training.checkpoint_interval else ("checkpoint_seconds", "restart_seconds")
-        _refuse(parsed, idle, "--mtbf 50700h")
-    checkpoint, restart = parsed.checkpoint_seconds, parsed.restart_seconds
-    price, currency = (None, _CURRENCY) if parsed.price is None else _price(parsed.price)
+        _refuse(given, idle, "--mtbf 50700h")
+    checkpoint, restart = given.checkpoint_seconds, given.restart_seconds
+    price, currency = (None, _CURRENCY) if given.price is None else _price(given.price)
     return Terms(
         float(tokens),
         price,
         currency,
-        math.inf if parsed.mtbf is None else _device_hours(parsed.mtbf),
+        math.inf if given.mtbf is None else _device_hours(given.mtbf),
         None if checkpoint is None else _amount("--checkpoint-seconds", checkpoint, "seconds", zero=True),
         RESTART_SECONDS if restart is None else _amount("--restart-seconds", restart, "seconds", zero=True),
     )
 
 
-def campaign_from(parsed: argparse.Namespace, job: Job, predicted_seconds: float) -> Campaign | None:
+def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) -> Campaign | None:
     """The whole run of ``job`` at the predicted time of its step; None if no length is given."""
-    terms = terms_from(parsed, job.training)
+    terms = terms_from(given, job.training)
     if terms is None:
         return None
     step = predicted_seconds
@@ -94,7 +98,7 @@ def campaign_from(parsed: argparse.Namespace, job: Job, predicted_seconds: float
             storage=where,
             currency=terms.currency,
         )
-        if run.interval < step:  # checkpoints are saved between steps
+        if run.interval < step:  # nobody saves in the middle of a step
             run = replace(run, checkpoint_interval=step)
     except SpecError as error:
         raise error.under("training") from None
@@ -138,15 +142,15 @@ def _check_that_it_ends(terms: Terms, step_seconds: float, checkpoint_seconds: f
             raise SpecError(flag, problem, "give a shorter one, or a longer --mtbf")
 
 
-def _refuse(parsed: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:
+def _refuse(given: CampaignArguments, names: tuple[str, ...], needed: str) -> None:
     for name in names:
-        if getattr(parsed, name) is not None:
+        if getattr(given, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise SpecError(flag, f"has no effect without {needed.split()[0]}", f"give {needed} too")
 
 
-def _amount(flag: str, text: str, dimension: str, zero: bool = False) -> float:
-    remedy = "write it like " + next(example for name, example, _ in _FLAGS if name == flag)
+def _amount(flag: str, text: Any, dimension: str, zero: bool = False) -> float:
+    remedy = "write it like " + next(example for name, example, _ in FLAGS if name == flag)
     try:
         number = float(parse(text, dimension, flag))
     except SpecError as error:
@@ -156,14 +160,14 @@ def _amount(flag: str, text: str, dimension: str, zero: bool = False) -> float:
     return number
 
 
-def _price(text: str) -> tuple[float, str]:
+def _price(text: Any) -> tuple[float, str]:
     """Money per device-hour, and its currency."""
-    match = _PRICE.fullmatch(text)
+    match = _PRICE.fullmatch(str(text))
     if match is None:
         raise SpecError("--price", f"{shown(text)} is not money per device-hour", "write it like 2.5/h")
     return _amount("--price", match[2], "count"), match[1] or _CURRENCY
 
 
-def _device_hours(text: str) -> float:
+def _device_hours(text: Any) -> float:
     """Device-hours; a number without a unit is one of them."""
-    return _amount("--mtbf", f"{text}h" if text.strip()[-1:].isdigit() else text, "seconds") / HOUR
+    return _amount("--mtbf", f"{text}h" if str(text).strip()[-1:].isdigit() else text, "seconds") / HOUR

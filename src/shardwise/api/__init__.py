@@ -1,0 +1,54 @@
+"""The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `compare`, `calibrate`, `validate`.
+
+Each takes a job (a Job, a file, keywords) or what the command of that name takes, and returns a `Result`. They are
+imported when first used. The command line calls the same functions; here a mistake is told in keywords, not in flags.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.spec.errors import SpecError
+
+VERBS = {
+    "analyze": "analysis",
+    "predict": "analysis",
+    "plan": "planning",
+    "plan_mixed": "planning",
+    "verify": "verification",
+    "train": "execution",
+    "compare": "comparison",
+    "calibrate": "calibration",
+    "validate": "validation",
+}
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
+_OTHER_NAMES = {"for": "framework", "from": "run", "set": "strategy", "grace": "grace_seconds"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in VERBS:
+        raise AttributeError(f"module 'shardwise.api' has no attribute {name!r}")
+    module = importlib.import_module(f"shardwise.api.{VERBS[name]}")
+    verb = globals()[name] = told_in_keywords(getattr(module, name))
+    return verb
+
+
+def told_in_keywords(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, with keywords in its errors where the command line has flags."""
+
+    @functools.wraps(verb)
+    def told(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return verb(*arguments, **keywords)
+        except SpecError as error:
+            raise type(error)(*map(_in_keywords, (error.field, error.problem, error.remedy))) from None
+
+    return told
+
+
+def _in_keywords(text: str) -> str:
+    return _FLAG.sub(lambda flag: _OTHER_NAMES.get(flag[1], flag[1].replace("-", "_")), text)

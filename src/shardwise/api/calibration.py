@@ -1,0 +1,235 @@
+"""`calibrate`: this machine as a cluster to plan with; the stages of a profiled run cut again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwise.api.inputs import whole
+from shardwise.api.outputs import require_writable
+from shardwise.api.results import Result, Rows
+from shardwise.launch.torchrun import Started, started
+from shardwise.report.calibration import calibration_data, calibration_page
+from shardwise.report.page import Page
+from shardwise.report.recut import recut_data, recut_page
+from shardwise.spec.clusters import cluster_from, cpu_hosts
+from shardwise.spec.emulation import Emulation, cluster_of
+from shardwise.spec.errors import SpecError
+from shardwise.spec.files import dump_yaml
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.packages import require_packages
+
+if TYPE_CHECKING:
+    from shardwise.measure.calibrate.run import Calibration
+    from shardwise.measure.recut import Recut
+
+RECUT, CLUSTER = "recut.yaml", "cluster.yaml"
+
+
+@dataclass(frozen=True)
+class CalibrationResult(Result):
+    """What was measured, as a cluster; ``before`` is what was known of it. ``path`` was written by this process."""
+
+    found: Calibration
+    before: Cluster
+    path: Path
+    is_written: bool = True
+
+    @property
+    def cluster(self) -> Cluster:
+        """To plan with: ``plan(cluster=result.cluster, ...)``."""
+        return self.found.cluster
+
+    @cached_property
+    def page(self) -> Page:
+        return calibration_page(self.found, self.before, self.path)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**calibration_data(self.found), "written": str(self.path)}
+
+    def tables(self) -> Mapping[str, Rows]:
+        return {"residuals": [asdict(one) for one in self.found.residuals]}
+
+
+@dataclass(frozen=True)
+class RecutResult(Result):
+    """A profiled run's pipeline, cut again; ``path`` holds the new job."""
+
+    found: Recut
+    path: Path
+
+    @property
+    def job(self) -> Job:
+        return self.found.job
+
+    @property
+    def predicted_seconds(self) -> float:
+        """A step of the new cut, by the times that were measured."""
+        return self.found.expected_seconds
+
+    @property
+    def measured_seconds(self) -> float:
+        return self.found.step_seconds
+
+    @cached_property
+    def page(self) -> Page:
+        return recut_page(self.found, self.path)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**recut_data(self.found), "written": str(self.path)}
+
+    def tables(self) -> Mapping[str, Rows]:
+        stages = enumerate(zip(*self.found.layers))
+        return {"layers": [{"stage": stage, "before": old, "after": new} for stage, (old, new) in stages]}
+
+
+def calibrate(
+    *,
+    out: str | PathLike[str] = CLUSTER,
+    cluster: str | None = None,
+    processes: int | str | None = None,
+    emulate: str | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    only: str | Sequence[str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> CalibrationResult:
+    """Measures this machine, or the hosts that torchrun has started this on, and writes a cluster file to plan with.
+
+    ``only`` some of device, links and storage. ``tell`` is called with what is measured next.
+    """
+    require_packages("calibrate", "torch")
+    here = started()
+    if here is not None:
+        _refuse({"processes": processes, "emulate": emulate}, "torchrun",
+                "leave it out: torchrun says how many there are")  # fmt: skip
+    from shardwise.launch.emulate.network import require_emulation
+    from shardwise.measure.calibrate import run as measured
+
+    path, writes = Path(out), here is None or here.rank == 0
+    if writes:
+        require_writable(path, "--out")
+    emulation = None if emulate is None else Emulation.parse(emulate, "--emulate")
+    if emulation is not None:
+        require_emulation()
+    kind = _device(device, emulated=emulation is not None)
+    known = _cluster(cluster, processes, kind, emulation) if here is None else started_cluster(cluster, kind, here)
+    threads = max(1, (os.cpu_count() or 1) // (known.devices if here is None else here.ranks_per_host))
+    request = measured.Request(known, kind, threads, path.resolve().parent, emulation, _parts(only), here)
+    found = measured.calibrate(request, tell or (lambda text: None))
+    if writes:
+        path.write_text(dump_yaml(_rounded(found.cluster.to_dict())), encoding="utf-8")
+    return CalibrationResult(found, known, path, writes)
+
+
+def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -> RecutResult:
+    """The times of stages, layers and ranks of a profiled run as a job whose stages are cut again."""
+    require_packages("calibrate", "torch")
+    from shardwise.measure import recut as measured
+    from shardwise.measure.compare.run import profiled_run
+
+    if started() is not None:
+        raise SpecError("--from", "runs in one process", "run it without torchrun")
+    profiled = profiled_run(fspath(run))
+    result = measured.recut(profiled.job, profiled.measured)
+    path = profiled.folder.path / RECUT if out is None else Path(out)
+    try:
+        path.write_text(result.new_run().to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise SpecError("--out", f"{path} cannot be written ({error.strerror})", "give another name") from None
+    return RecutResult(result, path)
+
+
+def _refuse(values: Mapping[str, Any], beside: str, remedy: str) -> None:
+    for name, value in values.items():
+        if value is not None:
+            raise SpecError(f"--{name}", f"cannot be combined with {beside}", remedy)
+
+
+def _device(asked: str, *, emulated: bool) -> str:
+    from shardwise.measure.calibrate.device_samples import gpus
+
+    if asked == "cuda" and not gpus():
+        raise SpecError("--device", "PyTorch finds no GPU here", "use --device cpu")
+    if asked == "auto":
+        return "cuda" if gpus() and not emulated else "cpu"
+    return asked
+
+
+def _cluster(name: str | None, processes: int | str | None, device: str, emulation: Emulation | None) -> Cluster:
+    """What is known before anything is measured: as many devices as there are, or as are asked for."""
+    base = named_cluster(_require_name(name) if device == "cuda" else name or "laptop:1")
+    if emulation is not None:
+        return cluster_of(emulation, base)
+    if device == "cuda":
+        from shardwise.measure.calibrate.device_samples import gpus
+
+        return base.with_devices(gpus())
+    count = (os.cpu_count() or 1) if processes is None else whole(processes, "--processes")
+    return base.with_devices(count) if name is not None else cpu_hosts(1, count)
+
+
+def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
+    """What the hosts are by name, which has to fit the ranks on them; of CPUs a name is not needed."""
+    if name is None and device == "cpu":
+        return cpu_hosts(here.hosts, here.ranks_per_host)
+    name = _require_name(name)
+    if here.hosts == 1:  # a part of a node will do
+        return named_cluster(name).with_devices(here.world)
+    cluster = cluster_of_ranks(name, here.world)
+    if cluster.node_devices != here.ranks_per_host:
+        nodes = f"a node of {cluster.name} has {cluster.node_devices} devices"
+        remedy = "start one rank per device, or give a file with devices_per_node"
+        raise SpecError("--cluster", f"{nodes}, a host here {here.ranks_per_host} ranks", remedy)
+    return cluster
+
+
+def _require_name(name: str | None) -> str:
+    if name is None:
+        raise SpecError("--cluster", "is missing", "name what these GPUs are, such as dgx-h200:1 (`shardwise list`)")
+    return name
+
+
+def _parts(only: str | Sequence[str] | None) -> tuple[str, ...]:
+    from shardwise.measure.calibrate.run import PARTS
+
+    if only is None:
+        return PARTS
+    chosen = tuple(part.strip() for part in (only.split(",") if isinstance(only, str) else only))
+    for part in chosen:
+        if part not in PARTS:
+            raise SpecError("--only", f"{part!r} is not measured", "choose from " + ", ".join(PARTS))
+    return chosen
+
+
+def _rounded(data: Any) -> Any:
+    """Measured numbers with the digits that mean something."""
+    if isinstance(data, dict):
+        return {name: _rounded(value) for name, value in data.items()}
+    if isinstance(data, list):
+        return [_rounded(value) for value in data]
+    return float(f"{data:.4g}") if isinstance(data, float) else data
+
+
+def named_cluster(name: str) -> Cluster:
+    try:
+        return cluster_from(name)
+    except SpecError as error:
+        raise error.under("--cluster") from None
+
+
+def cluster_of_ranks(name: str, ranks: int) -> Cluster:
+    """The cluster of that name, which must have as many devices as there are ranks."""
+    cluster = named_cluster(name)
+    if cluster.devices == ranks:
+        return cluster
+    nodes, rest = divmod(ranks, cluster.levels[0].width)
+    remedy = (
+        f"start a multiple of {cluster.levels[0].width}" if rest else f"name it like {name.partition(':')[0]}:{nodes}"
+    )
+    raise SpecError("--cluster", f"{cluster.name} has {cluster.devices} devices, there are {ranks} ranks", remedy)

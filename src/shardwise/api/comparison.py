@@ -1,0 +1,75 @@
+"""`compare`: a profiled run beside its prediction, part by part, with the likely cause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.api.results import Result, Rows
+from shardwise.report.compare import comparison_data, comparison_page
+from shardwise.report.page import Page
+from shardwise.spec.errors import SpecError
+from shardwise.spec.packages import require_packages
+
+if TYPE_CHECKING:
+    from shardwise.measure.compare.comparison import Comparison
+
+TRACE = "timeline.json"
+
+
+@dataclass(frozen=True)
+class ComparisonResult(Result):
+    """A run's profiled steps beside their prediction; ``trace`` is the file with both timelines."""
+
+    found: Comparison
+    trace: Path
+
+    @property
+    def predicted_seconds(self) -> float:
+        return self.found.predicted.step_seconds
+
+    @property
+    def measured_seconds(self) -> float:
+        """Of a profiled step; profiling makes steps longer."""
+        return self.found.found.step_seconds
+
+    @cached_property
+    def page(self) -> Page:
+        return comparison_page(self.found, self.trace)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**comparison_data(self.found), "trace": str(self.trace)}
+
+    def tables(self) -> Mapping[str, Rows]:
+        data = self.to_dict()
+        return {
+            "parts": [{"part": name, **one} for name, one in data["parts"].items()],
+            "memory": [{"part": name, **one} for name, one in data["memory"].items()],
+            "differences": data["differences"],
+            "ranks": data["ranks"],
+        }
+
+
+def compare(run: str | PathLike[str], *, trace: str | PathLike[str] | None = None) -> ComparisonResult:
+    """Compares a run that was profiled (``train(..., profile="steps=10:12")``) with its prediction.
+
+    ``run`` is its folder, runs/last the newest. Both timelines are written to ``trace`` (default: in the folder).
+    """
+    require_packages("compare", "torch")
+    from shardwise.measure.compare import comparison
+    from shardwise.measure.compare.run import profiled_run
+    from shardwise.measure.compare.timeline import timeline
+
+    profiled = profiled_run(fspath(run))
+    found = comparison.compare(profiled)
+    path = profiled.folder.profile / TRACE if trace is None else Path(trace)
+    try:
+        path.write_text(json.dumps(timeline(profiled.job, profiled.measured)), encoding="utf-8")
+    except OSError as error:
+        raise SpecError("--trace", f"{path} cannot be written ({error.strerror})", "give another name") from None
+    return ComparisonResult(found, path)

@@ -1,0 +1,245 @@
+"""`train`: one call from a job to a trained model on this machine; called again, it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any, Unpack
+
+from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
+from shardwise.api.inputs import job_from, whole
+from shardwise.api.results import Result, Rows
+from shardwise.interop.companions import folder_of_model
+from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
+from shardwise.launch.outcome import Event, Failure, Outcome
+from shardwise.launch.preflight import Preflight, preflight
+from shardwise.launch.resume import finished_at, place_for, require_going_on, require_same_run
+from shardwise.launch.run import Launch, prepare
+from shardwise.report.page import Page
+from shardwise.report.training import training_data, training_page
+from shardwise.spec.emulation import Emulation
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.packages import require_packages
+from shardwise.spec.profile import Profile
+from shardwise.spec.units import parse
+from shardwise.training.metrics.lines import RunSummary
+from shardwise.training.run_folder import RunFolder
+
+GRACE = "30s"
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainingResult(Result):
+    """How a run ended. ``outcome`` is None where all steps had been done before."""
+
+    job: Job
+    summary: RunSummary
+    outcome: Outcome | None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 0
+
+    @property
+    def status(self) -> int:
+        """The command's exit status: 0 done or stopped with a checkpoint, 1 failed, 2 a mistake, 75 stopped without."""
+        return 0 if self.outcome is None else self.outcome.status
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept: checkpoints, metrics, logs."""
+        return Path(str(self.job.run.folder))
+
+    @property
+    def failure(self) -> Failure | None:
+        return None if self.outcome is None or self.ok else self.outcome.failure
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The median of the steps of the run."""
+        return self.summary.step_seconds
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        return self.summary.predicted_seconds
+
+    @cached_property
+    def page(self) -> Page:
+        return training_page(self.summary, self.job, self.outcome)
+
+    def to_dict(self) -> dict[str, Any]:
+        return training_data(self.summary, self.outcome)
+
+    def tables(self) -> Mapping[str, Rows]:
+        from shardwise.training.metrics.lines import read_lines
+
+        return {"metrics": list(read_lines(RunFolder(self.folder).metrics)), "summary": [self.to_dict()]}
+
+
+def train(
+    job: JobSource | None = None,
+    *,
+    steps: int | str | None = None,
+    run_folder: str | PathLike[str] | None = None,
+    data: Sequence[str] = (),
+    go_on: bool = False,
+    grace: Size = GRACE,
+    emulate: str | None = None,
+    profile: str | None = None,
+    debug: bool = False,
+    tell: Told | None = None,
+    **keywords: Unpack[JobKeywords],
+) -> TrainingResult:
+    """Prices the job, starts one process per device, trains, and starts again after a failure.
+
+    What it keeps is in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A run
+    that fails is a result with ``ok`` False, not an error. ``tell`` is called with notes and with what happens.
+    """
+    say = tell or (lambda text: None)
+    ready = ready_run(
+        job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
+        profile=profile, note=say,
+    )  # fmt: skip
+
+    def tell_event(event: Event) -> None:
+        say(f"{event.kind}: {event.text}")
+
+    return trained(ready, lambda launch: launch.supervised(tell_event), grace=grace, debug=debug)
+
+
+@dataclass(frozen=True)
+class ReadyRun:
+    """A job that was checked, in its folder; ``named_model`` is how its model was given."""
+
+    job: Job
+    folder: RunFolder
+    checked: Preflight
+    named_model: Any
+    go_on: bool
+    note: Told
+
+    def finished_step(self, *, here: bool = True) -> int | None:
+        """Makes the folder ready to begin or to resume; or, where all steps are done, the last of them."""
+        for note in require_same_run(self.job, self.folder, go_on=self.go_on):
+            self.note(note)
+        step = finished_at(self.job, self.folder)
+        if step is None:
+            if here:
+                require_going_on(self.job, self.folder)
+            prepare(self.job, self.folder, self.checked, folder_of_model(self.named_model))
+        return step
+
+
+def trained(ready: ReadyRun, run: Callable[[Launch], Outcome], *, grace: Size, debug: bool) -> TrainingResult:
+    """``run`` supervises what is launched."""
+    grace_seconds = float(parse(grace, "seconds", "--grace"))
+    with ready.folder.checkpoints.locked():
+        step = ready.finished_step()
+        outcome = run(Launch(ready.job, ready.folder, grace_seconds, debug)) if step is None else None
+    return TrainingResult(ready.job, run_summary(ready.folder), outcome)
+
+
+def ready_run(
+    given: JobArguments,
+    *,
+    steps: int | str | None = None,
+    run_folder: str | PathLike[str] | None = None,
+    data: Sequence[str] = (),
+    go_on: bool = False,
+    emulate: str | None = None,
+    profile: str | None = None,
+    here: bool = True,
+    note: Told,
+) -> ReadyRun:
+    """The job with its run complete, checked and placed; what it leaves open is tried, unless it runs elsewhere."""
+    fields: dict[str, Any] = {} if steps is None else {"steps": whole(steps, "--steps")}
+    if emulate is not None:
+        fields["emulate"] = Emulation.parse(emulate, "--emulate")
+    described, notes = job_from(given, fields)
+    for text in notes:
+        note(text)
+    job = _completed(described, run_folder, data, profile)
+    require_packages("train", "torch", "safetensors")
+    if job.run.emulate is not None:
+        _check_emulation(job, here=here, note=note)
+    checked = preflight(job, here=here)
+    job = _placed(job, given, go_on=go_on, note=note)
+    folder = RunFolder(Path(str(job.run.folder)))
+    if here:
+        from shardwise.launch.preflight import confirmed
+
+        found = confirmed(job, folder, note)
+        job, checked = found, checked if found == job else preflight(found)
+    for text in (*checked.notes, *_weights_left(given.model, job)):
+        note(text)
+    return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
+
+
+def run_summary(folder: RunFolder) -> RunSummary:
+    from shardwise.training.metrics.lines import read_lines, summarise
+
+    return summarise(read_lines(folder.metrics))
+
+
+def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[str], profile: str | None) -> Job:
+    """The job with a folder, and paths that hold wherever a worker starts."""
+    changes: dict[str, object] = {"folder": str(run_folder) if run_folder else job.run.folder}
+    if profile is not None:
+        changes["profile"] = Profile.parse(profile, "--profile")
+    known = job.run.data
+    shards = _absolute((data,) if isinstance(data, str) else tuple(data) or known.shards)
+    if job.run.start_from is not None:
+        changes["start_from"] = str(Path(job.run.start_from).resolve())
+    try:
+        changes["data"] = replace(known, shards=shards, validation=_absolute(known.validation))
+        return replace(job, run=replace(job.run, **changes))  # type: ignore[arg-type]
+    except SpecError as error:
+        raise error.under("run") from None
+
+
+def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(str(Path(path).resolve()) for path in paths)
+
+
+def _weights_left(named: Any, job: Job) -> list[str]:
+    """A note for a folder with weights of which only the shape is used: the user may have meant both."""
+    if named is None or job.run.start_from is not None or not isinstance(named, str) or not is_folder(named):
+        return []
+    if not any(Path(named).glob("*.safetensors")):
+        return []
+    return [f"weights are random; --set run.start_from={named} begins with those in the folder"]
+
+
+def _check_emulation(job: Job, *, here: bool, note: Told) -> None:
+    from shardwise.launch.emulate.network import require_emulation
+
+    emulation = job.run.emulate
+    assert emulation is not None
+    if not here:
+        raise SpecError("--print-torchrun", "starts no virtual nodes", "leave --emulate out")
+    require_emulation()
+    if job.cluster.node_devices != emulation.ranks_per_node:
+        there = f"{job.cluster.name} has nodes of {job.cluster.node_devices}"
+        note(f"{there}: the prediction is not for {emulation}")
+
+
+def _placed(job: Job, given: JobArguments, *, go_on: bool, note: Told) -> Job:
+    """The job in its folder; a default folder never belongs to a different job."""
+    if job.run.folder is not None:
+        return job
+    default = Path("runs") / (Path(given.job).stem if given.job else job.model.name or "run")
+    path, why = (default, []) if go_on else place_for(job, default)
+    if why:
+        note(f"{default} has the run of another job ({why[0]}): this one is in {path}")
+    return replace(job, run=replace(job.run, folder=str(path)))
+
+
+def _named_model(given: JobArguments) -> Any:
+    if given.model is None and given.job and other_framework(given.job) is None:
+        return read_job_fields(given.job).get("model")
+    return given.model if given.model is not None else (given.fields or {}).get("model")

@@ -1,0 +1,160 @@
+"""What a caller gives of a job: a file, a job or its fields, and keywords or flags that override them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from os import PathLike, fspath
+from typing import Any, TypedDict
+
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.hardware import Cluster, Device
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.stack import Stack
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+
+# Keywords of strategy and training under other names, or of another part.
+_PATHS = {"batch": "training.global_batch", "expert_tp": "strategy.expert_tp", "stack": "stack"}
+_PARTS = ("strategy", "training", "run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobArguments:
+    """What is given of a job, before anything of it is looked up.
+
+    ``job`` is the path of a file, ``fields`` are those of a job that is not in one; ``overrides`` are values by the
+    path of their field (``strategy.tp``). The rest has the names and meanings of the command line's flags.
+    """
+
+    job: str | None = None
+    fields: Mapping[str, Any] | None = None
+    model: Any = None
+    cluster: Any = None
+    gpus: Any = None
+    gpus_per_node: Any = None
+    params: Any = None
+    layers: Any = None
+    hidden: Any = None
+    heads: Any = None
+    kv_heads: Any = None
+    ffn: Any = None
+    vocab: Any = None
+    topology: Any = None
+    shape: Any = None
+    bandwidth: Any = None
+    latency: Any = None
+    device: Any = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+JobSource = Job | JobArguments | Mapping[str, Any] | str | PathLike[str]
+Size = int | float | str
+
+
+class JobKeywords(TypedDict, total=False):
+    """Keywords that describe a job or override one; a plan takes bounds for those of the strategy: ``tp="2..8"``."""
+
+    model: str | Model | Mapping[str, Any]
+    cluster: str | Cluster | Mapping[str, Any]
+    gpus: int
+    gpus_per_node: int
+    stack: str | Stack | Mapping[str, Any]
+    strategy: Mapping[str, Any]
+    training: Mapping[str, Any]
+    run: Mapping[str, Any]
+    dp: int | str
+    tp: int | str
+    pp: int | str
+    cp: int | str
+    ep: int | str
+    expert_tp: int | str
+    zero: int | str
+    shard_group: int | str
+    order: Sequence[str] | str
+    microbatch: int | str
+    schedule: str
+    interleave: int | str
+    stage_layers: Sequence[int] | str
+    recompute: str
+    recompute_layers: int | str
+    sequence_parallel: bool
+    context_method: str
+    dispatch: str
+    overlap: Mapping[str, bool]
+    collective: str
+    compression: str | Mapping[str, Any]
+    synchronise: str | Mapping[str, Any]
+    global_batch: int | str
+    batch: int | str
+    seq: int
+    precision: str
+    optimizer: str
+    attention: str
+    dropout: bool
+    params: Size
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    topology: str
+    shape: str
+    bandwidth: Size
+    latency: Size
+    device: str | Device
+
+
+def job_arguments(job: JobSource | None, keywords: Mapping[str, Any]) -> JobArguments:
+    """What a caller of the API gives; raises SpecError for a keyword that is none."""
+    if isinstance(job, JobArguments):
+        return job
+    plain = {one.name for one in fields(JobArguments)} - {"job", "fields", "overrides"}
+    given: dict[str, Any] = {name: value for name, value in keywords.items() if name in plain}
+    overrides: dict[str, Any] = {}
+    for name, value in keywords.items():
+        if value is None or name in plain:
+            continue
+        if name in _PARTS:
+            overrides |= {f"{name}.{inner}": inside for inner, inside in _mapping(name, value).items()}
+        else:
+            overrides[_path(name, plain)] = _plain(value)
+    return JobArguments(**_source(job), **given, overrides=overrides)
+
+
+def _source(job: JobSource | None) -> dict[str, Any]:
+    if job is None:
+        return {}
+    if isinstance(job, Job):
+        return {"fields": job.to_dict()}
+    if isinstance(job, Mapping):
+        return {"fields": job}
+    if isinstance(job, (str, PathLike)):
+        return {"job": fspath(job)}
+    raise SpecError("job", f"{shown(job)} is not a job", "give a Job, the path of a job file, or a mapping of fields")
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if isinstance(value, (Strategy, Training)):
+        return value.to_dict()
+    if not isinstance(value, Mapping):
+        raise SpecError(name, f"{shown(value)} should be a mapping of fields", f"give {name}=dict(...)")
+    return value
+
+
+def _path(name: str, plain: set[str]) -> str:
+    """The path of the field that a keyword sets."""
+    known = {one.name: f"strategy.{one.name}" for one in fields(Strategy)}
+    known |= {one.name: f"training.{one.name}" for one in fields(Training)} | _PATHS
+    if name not in known:
+        raise SpecError(name, "is not a keyword of a job", nearest_name(name, [*known, *plain, *_PARTS]))
+    return known[name]
+
+
+def _plain(value: Any) -> Any:
+    """A sequence as a file has it; parts of a strategy as their fields."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value.to_dict() if hasattr(value, "to_dict") else value

@@ -1,0 +1,308 @@
+"""`plan`: the best strategies for a model, a cluster and a batch, and what was asked about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Unpack
+
+from shardwise.api.campaign import CampaignArguments, campaign_of, terms_from
+from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
+from shardwise.api.inputs import planning_job, whole
+from shardwise.api.results import Result, Rows
+from shardwise.planner import plan as planner
+from shardwise.planner.answer import PlanAnswer, Questions, answer
+from shardwise.planner.candidate import Candidate
+from shardwise.planner.constraints import FIELDS, Allowed, Constraints, allowed, parse_constraints
+from shardwise.planner.frameworks import check_framework, plan_for, request_for
+from shardwise.planner.mixed import MixedPlan
+from shardwise.planner.plan import Plan
+from shardwise.planner.request import Request
+from shardwise.planner.supported import model_note
+from shardwise.planner.what_if import changed
+from shardwise.report.mixed import mixed_data, mixed_page
+from shardwise.report.page import Page
+from shardwise.report.plan_json import candidate_data, family_data, plan_data, ranked_data
+from shardwise.report.plan_text import plan_page
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.job import Job
+from shardwise.spec.mixed import parse_mixed
+from shardwise.spec.units import parse
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlanResult(Result):
+    """The best strategy as a job, and everything it was compared with; ``top`` layouts are printed."""
+
+    answer: PlanAnswer
+    top: int = 8
+    unfolded: bool = False
+
+    @property
+    def job(self) -> Job:
+        """The plan: a job that `analyze` prices and `train` runs; ``job.to_yaml()`` is its file."""
+        return self.answer.plan.best.job
+
+    @property
+    def predicted_seconds(self) -> float:
+        """How long a step of the plan should take."""
+        return self.answer.plan.best.step_seconds
+
+    @property
+    def predicted_seconds_low(self) -> float:
+        return self.answer.predicted_seconds_low
+
+    @property
+    def predicted_seconds_high(self) -> float:
+        return self.answer.predicted_seconds_high
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.answer.plan.best.tokens_per_second
+
+    @property
+    def mfu(self) -> float:
+        return self.answer.plan.best.mfu
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.answer.plan.best.memory.total
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All strategies that were simulated, the best first."""
+        return self.answer.plan.candidates
+
+    @property
+    def why(self) -> str:
+        """Why the first wins, in a few sentences."""
+        return self.answer.explanation.sentence()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.answer.notes
+
+    @cached_property
+    def page(self) -> Page:
+        return plan_page(self.answer, top=self.top, unfolded=self.unfolded)
+
+    def to_dict(self) -> dict[str, Any]:
+        return plan_data(self.answer)
+
+    def tables(self) -> Mapping[str, Rows]:
+        found = self.answer.plan
+        return {
+            "layouts": [_flat(ranked_data(found, one)) for one in found.layouts],
+            "candidates": [_flat(ranked_data(found, one)) for one in found.candidates],
+            "families": [_flat({**family_data(one), **(family_data(one)["best"] or {})}) for one in found.families],
+            "parts": [
+                {"part": name, "seconds": seconds}
+                for name, seconds in candidate_data(found.best)["parts_seconds"].items()
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class MixedPlanResult(Result):
+    """A plan for several kinds of nodes, which is priced only."""
+
+    plan: MixedPlan
+    notes: tuple[str, ...] = ()
+
+    @property
+    def predicted_seconds(self) -> float:
+        return self.plan.best.step_seconds
+
+    @cached_property
+    def page(self) -> Page:
+        return mixed_page(self.plan, self.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return mixed_data(self.plan)
+
+    def tables(self) -> Mapping[str, Rows]:
+        return {name: rows for name, rows in self.to_dict().items() if isinstance(rows, list)}
+
+
+def plan(
+    job: JobSource | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    max_memory: Size | None = None,
+    min_global_batch: int | str | None = None,
+    offload: bool | str | None = None,
+    any_priced: bool = False,
+    framework: str | None = None,
+    thorough: bool = False,
+    time_limit: Size | None = None,
+    why_not: Sequence[str] = (),
+    what_if: Sequence[str] = (),
+    pareto: Literal["memory", "money"] | None = None,
+    tokens: Size | None = None,
+    price: Size | None = None,
+    mtbf: Size | None = None,
+    checkpoint_seconds: Size | None = None,
+    restart_seconds: Size | None = None,
+    top: int | str = 8,
+    unfolded: bool = False,
+    tell: Told | None = None,
+    **keywords: Unpack[JobKeywords],
+) -> PlanResult:
+    """The best way to split a training job: ``plan(model="llama3-8b", cluster="dgx-h100:2", global_batch=512)``.
+
+    Keywords of the strategy bound the search: ``tp=8``, ``tp="2,4,8"``, ``pp="1..16"``. The others are those of the
+    command; ``offload`` is True or kinds (always), False (never) or None (if nothing else fits). ``tell`` is called
+    with what is being done. Raises DoesNotFit where nothing fits.
+    """
+    asked, bounds = bounded(job_arguments(job, keywords))
+    if isinstance(asked.cluster, str) and parse_mixed(asked.cluster) is not None:
+        raise SpecError("cluster", f"{shown(asked.cluster)} has several kinds of nodes", "use plan_mixed")
+    chosen = None if framework is None else check_framework(framework)
+    least = _minimum(min_global_batch)
+    wanted, notes = planning_job(asked, None if chosen == "ddp" else chosen, batch_from=least)
+    notes += filter(None, [model_note(wanted)])
+    request = Request(
+        wanted,
+        constraints(bounds, exclude, offload),
+        minimum_batch=least,
+        memory_bytes=_memory(max_memory, wanted.cluster.device.usable_memory),
+        offload=None if offload is None else bool(offload),
+        any_priced=any_priced,
+        thorough=thorough,
+        time_limit_seconds=_time_limit(time_limit),
+    ).started()
+    questions = Questions(
+        chosen, tuple((text, parse_constraints(text)) for text in _listed(why_not)), _listed(what_if), pareto
+    )
+    run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
+    # An error in a further question should not wait for the search.
+    terms_from(run, wanted.training)
+    for change in questions.what_if:
+        changed(wanted.cluster, change)
+    shown_rows = whole(top, "--top")
+    found = _searched(request, chosen, tell)
+    if tell is not None:
+        tell("explaining")
+    answered = answer(found, questions, notes, lambda best: campaign_of(run, best.job, best.step_seconds))
+    return PlanResult(answered, shown_rows, unfolded)
+
+
+def _searched(request: Request, framework: str | None, tell: Told | None) -> Plan:
+    if framework is not None:
+        found = plan_for(request, framework)
+        return planner.required(found, request if isinstance(found, Plan) else request_for(request, framework))
+
+    def show(priced: int) -> None:
+        if tell is not None:
+            tell(f"searching: {priced:,} strategies priced")
+
+    return planner.required(planner.plan(request, show), request)
+
+
+def plan_mixed(
+    job: JobSource | None = None,
+    *,
+    exclude: Sequence[str] = (),
+    max_memory: Size | None = None,
+    min_global_batch: int | str | None = None,
+    any_priced: bool = False,
+    time_limit: Size | None = None,
+    **keywords: Unpack[JobKeywords],
+) -> MixedPlanResult:
+    """The plan for several kinds of nodes, such as ``cluster="dgx-h100:1+dgx-a100:1"``; it is priced only."""
+    from shardwise.planner.mixed import plan_mixed as plan_kinds
+
+    asked, bounds = bounded(job_arguments(job, keywords))
+    mixed = None if asked.cluster is None else parse_mixed(asked.cluster)
+    if mixed is None:
+        raise SpecError("cluster", f"{shown(asked.cluster)} has one kind of nodes", "use plan")
+    # What is asked of one cluster is asked of the first kind.
+    least = _minimum(min_global_batch)
+    wanted, notes = planning_job(replace(asked, cluster=mixed.kinds[0]), batch_from=least)
+    found = plan_kinds(
+        wanted.model,
+        mixed,
+        wanted.training,
+        wanted.stack,
+        strategy=wanted.strategy,
+        constraints=constraints(bounds, exclude, None),
+        minimum_batch=least,
+        memory_bytes=_memory(max_memory, min(kind.device.usable_memory for kind in mixed.kinds)),
+        any_priced=any_priced,
+        time_limit_seconds=_time_limit(time_limit),
+    )
+    return MixedPlanResult(found, (*notes, *filter(None, [model_note(wanted)])))
+
+
+def bounded(asked: JobArguments) -> tuple[JobArguments, dict[str, Allowed]]:
+    """What is given of the strategy as bounds, and the rest, so that the job does not get them as values."""
+    bounds: dict[str, Allowed] = {}
+    rest: dict[str, Any] = {}
+    for path, value in asked.overrides.items():
+        part, _, name = path.partition(".")
+        if part == "strategy" and name in FIELDS and _text(value).strip():
+            bounds[name] = allowed(name, _text(value))
+        else:
+            rest[path] = value
+    return replace(asked, overrides=rest), bounds
+
+
+def constraints(bounds: Mapping[str, Allowed], exclude: Sequence[str], offload: bool | str | None) -> Constraints:
+    own = dict(bounds)
+    if isinstance(offload, str) and offload != "any":
+        own["offload"] = allowed("offload", offload)
+    return Constraints(own, tuple(parse_constraints(text) for text in _listed(exclude)))
+
+
+def _text(value: Any) -> str:
+    """A bound as the command line has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple, range)):
+        return ",".join(str(one) for one in value)
+    return str(value)
+
+
+def _listed(texts: Sequence[str]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def _minimum(batch: int | str | None) -> int | None:
+    return None if batch is None else whole(batch, "--min-global-batch")
+
+
+def _time_limit(value: Size | None) -> float | None:
+    if value is None:
+        return None
+    seconds = float(parse(value, "seconds", "--time-limit"))
+    if seconds <= 0:
+        raise SpecError("--time-limit", f"{shown(value)} is not a time", "give one such as 10min")
+    return seconds
+
+
+def _memory(value: Size | None, there: float) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value.strip().endswith("%"):
+        share = parse(value.strip()[:-1], "count", "--max-memory") / 100
+        if not 0 < share <= 1:
+            raise SpecError(
+                "--max-memory", f"{shown(value)} is not a share or a size", "write 1% to 100%, or a size such as 70GB"
+            )
+        return share * there
+    return float(parse(value, "bytes", "--max-memory"))
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table: what is nested goes under its own names, longer structures stay out."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            if name in ("batch", "memory"):
+                flat |= {inner: one for inner, one in value.items() if not isinstance(one, (Mapping, list))}
+        elif not isinstance(value, list) or name == "dimensions":
+            flat[name] = value
+    return flat

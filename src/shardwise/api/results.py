@@ -1,0 +1,50 @@
+"""What every result of the API can do: print itself, show itself in a notebook, become plain data or a data frame."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from shardwise.report.page import Page
+from shardwise.spec.errors import SpecError, nearest_name
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Result(ABC):
+    """What a verb has found. Seconds, bytes and shares are plain numbers; ``print`` shows it as the command does."""
+
+    @cached_property
+    @abstractmethod
+    def page(self) -> Page:
+        """Its lines and tables, also as ``page.markdown()`` and ``page.csv()``."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The same as the command's ``--json``."""
+
+    @abstractmethod
+    def tables(self) -> Mapping[str, Rows]:
+        """Its tables by name, rows of plain numbers; the first is the one that a frame is of."""
+
+    def to_frame(self, table: str | None = None) -> Any:
+        """A pandas DataFrame of one of its tables; raises SpecError where pandas is not installed."""
+        tables = self.tables()
+        name = next(iter(tables)) if table is None else table
+        if name not in tables:
+            raise SpecError("table", f"there is no {name!r}", nearest_name(name, tables))
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            remedy = "pip install pandas, or use tables(), which needs nothing"
+            raise SpecError("to_frame", "pandas is not installed", remedy) from None
+        return pandas.DataFrame(list(tables[name]))
+
+    def __str__(self) -> str:
+        return self.page.text()
+
+    def _repr_html_(self) -> str:
+        return self.page.html()

@@ -1,0 +1,97 @@
+"""`validate`: the cost model scored on a table of training runs, of collectives, or of pipeline bubbles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from os import PathLike, fspath
+from typing import Any, Literal
+
+from shardwise.api.results import Result, Rows
+from shardwise.cost.validation import bubbles, collectives, runs
+from shardwise.cost.validation.bubbles import ScoredBubble, score_bubbles
+from shardwise.cost.validation.collectives import ScoredRow, score_all_reduces
+from shardwise.cost.validation.errors import ErrorSummary, summarize_errors
+from shardwise.cost.validation.ranges import predicted_range
+from shardwise.cost.validation.runs import read_runs
+from shardwise.cost.validation.scores import Score, Summary, score, summarize
+from shardwise.cost.validation.scores import summary as summary_of
+from shardwise.cost.validation.table import FOLDER, SCORED, columns_of, table_path
+from shardwise.report.page import Page
+from shardwise.report.validation import bubbles_page, collectives_page, errors_data, runs_data, runs_page
+from shardwise.spec.errors import SpecError
+
+Kind = Literal["runs", "bubbles", "collectives"]
+_COLUMNS: dict[Kind, Any] = {"runs": runs.COLUMNS, "bubbles": bubbles.COLUMNS, "collectives": collectives.COLUMNS}
+
+
+@dataclass(frozen=True)
+class RunScores(Result):
+    """Training runs, scored: every row, and the errors of every device; ``total`` of all rows that count."""
+
+    rows: tuple[Score, ...]
+    by_device: Mapping[str, Summary]
+    total: Summary | None
+    kind: Kind = "runs"
+
+    @cached_property
+    def page(self) -> Page:
+        return runs_page(self.rows, self.by_device, self.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        return runs_data(self.rows, self.by_device, self.total)
+
+    def tables(self) -> Mapping[str, Rows]:
+        by_device = [{"device": device, **asdict(one)} for device, one in self.by_device.items()]
+        return {"rows": [asdict(one) for one in self.rows], "by_device": by_device}
+
+
+@dataclass(frozen=True)
+class ErrorScores(Result):
+    """Collectives or pipeline bubbles, scored: every row, and the absolute errors of every group and of all."""
+
+    kind: Kind
+    rows: tuple[ScoredRow, ...] | tuple[ScoredBubble, ...]
+    summary: Mapping[str, ErrorSummary]
+
+    @cached_property
+    def page(self) -> Page:
+        if self.kind == "collectives":
+            return collectives_page([one for one in self.rows if isinstance(one, ScoredRow)], self.summary)
+        return bubbles_page([one for one in self.rows if isinstance(one, ScoredBubble)], self.summary)
+
+    def to_dict(self) -> dict[str, Any]:
+        return errors_data(self.rows, self.summary)
+
+    def tables(self) -> Mapping[str, Rows]:
+        summary = [{"group": name, **asdict(one)} for name, one in self.summary.items()]
+        return {"rows": self.to_dict()["rows"], "summary": summary}
+
+
+def validate(table: str | PathLike[str] = SCORED[0]) -> RunScores | ErrorScores:
+    """Scores the cost model on a table: one of the package's (`SCORED`), or a CSV in the layout of one of them."""
+    path = str(table_path(fspath(table)))
+    kind = _kind(path)
+    if kind == "runs":
+        scores = [score(one, predicted_range(one)) for one in list(read_runs(path))]
+        counted = [one for one in scores if not one.set_aside]
+        return RunScores(tuple(scores), summarize(scores), summary_of(counted) if counted else None)
+    if kind == "collectives":
+        reduced = tuple(score_all_reduces(path))
+        return ErrorScores(kind, reduced, _summary((row.machine, row.error) for row in reduced))
+    idle = tuple(score_bubbles(path))
+    return ErrorScores(kind, idle, _summary((row.schedule, row.error) for row in idle))
+
+
+def _summary(errors: Any) -> dict[str, ErrorSummary]:
+    pairs = list(errors)
+    if not pairs:
+        raise SpecError("table", "has no rows that can be scored", f"compare it with {FOLDER}")
+    return summarize_errors(pairs)
+
+
+def _kind(path: str) -> Kind:
+    """What the table holds: the layout that shares most columns with it."""
+    present = set(columns_of(path))
+    return max(_COLUMNS, key=lambda name: len(present.intersection(_COLUMNS[name])) / len(_COLUMNS[name]))

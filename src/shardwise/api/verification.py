@@ -1,0 +1,90 @@
+"""`verify`: a layout against the single process, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from shardwise.api.given import JobKeywords, JobSource, job_arguments
+from shardwise.api.inputs import job_from
+from shardwise.api.results import Result, Rows
+from shardwise.report.page import Page
+from shardwise.report.verify import verification_data, verification_page
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.packages import require_packages
+
+if TYPE_CHECKING:
+    from shardwise.measure.verify import Verification
+
+STEPS, PROCESSES, TOLERANCE = 3, 8, 1e-5
+LARGEST_SEED = 10**12  # data draws from a million times as much, in 64 bits
+
+
+@dataclass(frozen=True)
+class VerificationResult(Result):
+    """How far a layout is from one process; ``asked`` is the job as given, ``found.job`` the one that ran."""
+
+    asked: Job
+    found: Verification
+
+    @property
+    def ok(self) -> bool:
+        """Whether the layout computes what one process computes."""
+        return self.found.ok
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The largest relative deviation of the loss, the gradients, and the weights at the end."""
+        return {kind: one.value for kind, one in self.found.worst.items()}
+
+    @cached_property
+    def page(self) -> Page:
+        return verification_page(self.asked, self.found)
+
+    def to_dict(self) -> dict[str, Any]:
+        return verification_data(self.found)
+
+    def tables(self) -> Mapping[str, Rows]:
+        worst = self.found.worst.items()
+        return {"worst": [{"what": kind, "deviation": one.value, "where": one.where} for kind, one in worst]}
+
+
+def verify(
+    job: JobSource | None = None,
+    *,
+    steps: int = STEPS,
+    tolerance: float = TOLERANCE,
+    max_processes: int = PROCESSES,
+    shrink: bool = False,
+    on: Literal["cpu", "cuda"] = "cpu",
+    seed: int = 0,
+    watch: Callable[[str, Callable[[], int]], None] | None = None,
+    **keywords: Unpack[JobKeywords],
+) -> VerificationResult:
+    """Runs a layout and the single process side by side in fp32: loss, every gradient, every weight after ``steps``.
+
+    A layout of more than ``max_processes`` ranks is reduced to the smallest of its kind; ``shrink`` takes fewer layers
+    and smaller widths. ``watch`` is called with each phase and a function that says how many of its steps are done.
+    """
+    for flag, value in (("--steps", steps), ("--max-processes", max_processes)):
+        if value < 1:
+            raise SpecError(flag, f"{value}", "use 1 or more")
+    if not tolerance >= 0:
+        raise SpecError("--tolerance", f"{tolerance:g} is no deviation", "use 0 or more, such as 1e-5")
+    if abs(seed) > LARGEST_SEED:
+        raise SpecError("--seed", f"{seed} is out of range", f"use a number up to {LARGEST_SEED:,}")
+    asked = job if isinstance(job, Job) and not keywords else job_from(job_arguments(job, keywords), runs_here=True)[0]
+    require_packages("verify", "torch")
+
+    from shardwise.measure import verify as measured
+    from shardwise.measure.smaller import on_fewer_ranks, with_small_model
+
+    run = on_fewer_ranks(asked, max_processes)
+    if shrink:
+        run = with_small_model(run)
+    quiet = watch or (lambda phase, done: None)
+    found = measured.verify(run, steps=steps, seed=seed, tolerance=tolerance, device=on, watch=quiet)
+    return VerificationResult(asked, found)

@@ -1,0 +1,30 @@
+"""How a verb prints what it has found: text, JSON, Markdown or CSV, by the flags that all verbs share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+from shardwise.report.page import Page
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """--json, --markdown and --csv, of which one may be given."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--json", action="store_true", help="JSON output")
+    group.add_argument("--markdown", action="store_true", help="tables as Markdown, to paste")
+    group.add_argument("--csv", action="store_true", help="only the tables, as CSV")
+
+
+def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:
+    return "markdown" if parsed.markdown else "csv" if parsed.csv else "text"
+
+
+def show(parsed: argparse.Namespace, page: Callable[[], Page], data: Callable[[], Any]) -> None:
+    """Prints a page, or the data in its place."""
+    if parsed.json:
+        print(json.dumps(data(), indent=2))
+    else:
+        page().print(form_of(parsed))

@@ -1,0 +1,158 @@
+"""How far the cost model is off on published or measured runs, as a page and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shardwise.report.console import table
+from shardwise.report.page import Page, Piece
+from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
+
+if TYPE_CHECKING:
+    from shardwise.cost.validation.bubbles import ScoredBubble
+    from shardwise.cost.validation.collectives import ScoredRow
+    from shardwise.cost.validation.errors import ErrorSummary
+    from shardwise.cost.validation.scores import Score, Summary
+
+# -- training runs -----------------------------------------------------------------------------------------
+
+
+def runs_page(scores: Sequence[Score], by_device: Mapping[str, Summary], total: Summary | None) -> Page:
+    return Page.of(_run_pieces(scores, by_device, total))
+
+
+def _run_pieces(
+    scores: Sequence[Score], by_device: Mapping[str, Summary], total: Summary | None
+) -> Iterator[Piece | str]:
+    yield table("Step time and memory", _COLUMNS, map(_row, scores), numbers_from=2, optional=("from", "range"))
+    yield table("Per device", _SUMMARY, [_summary_row(device, one) for device, one in by_device.items()])
+    yield from _remarks(scores, total)
+
+
+def runs_data(scores: Sequence[Score], by_device: Mapping[str, Summary], total: Summary | None) -> dict[str, Any]:
+    ranges = {"rows": total.ranged_rows, "in_range": total.in_range} if total else {"rows": 0, "in_range": None}
+    return {
+        "rows": [asdict(one) for one in scores],
+        "summary": {device: asdict(one) for device, one in by_device.items()},
+        "ranges": ranges,
+    }
+
+
+_COLUMNS = ("row", "from", "reported", "predicted", "error", "range", "memory", "memory predicted", "memory error")
+_SUMMARY = ("device", "rows", "time, mean", "worst", "bias", "memory, mean", "memory, worst", "ranged", "in range")
+
+
+def _row(one: Score) -> tuple[str, ...]:
+    between, memory = "", ("", "", "")
+    if one.predicted_seconds_low is not None and one.predicted_seconds_high is not None:
+        between = _between(one.predicted_seconds_low, one.predicted_seconds_high) + ("" if one.in_range else " !")
+    if one.reported_memory_bytes is not None and one.memory_error is not None:
+        memory = (
+            readable_bytes(one.reported_memory_bytes),
+            readable_bytes(one.predicted_memory_bytes),
+            readable_change(one.memory_error),
+        )
+    return (
+        one.row_id + (" *" if one.set_aside else ""),
+        one.reported_from,
+        readable_seconds(one.reported_seconds),
+        readable_seconds(one.predicted_seconds),
+        readable_change(one.time_error),
+        between,
+        *memory,
+    )
+
+
+def _between(low: float, high: float) -> str:
+    """ "1.20-1.45 s": the unit once where both have the same."""
+    (least, unit), (most, same) = readable_seconds(low).split(), readable_seconds(high).split()
+    return f"{least}-{most} {unit}" if unit == same else f"{least} {unit}-{most} {same}"
+
+
+def _summary_row(device: str, summary: Summary) -> tuple[str, ...]:
+    def share(value: float | None, form: str = ".1%") -> str:
+        return "" if value is None else f"{value:{form}}"
+
+    return (
+        device,
+        str(summary.rows),
+        share(summary.time_mape),
+        share(summary.time_worst),
+        "" if summary.time_bias is None else readable_change(summary.time_bias),
+        share(summary.memory_mape),
+        share(summary.memory_worst),
+        str(summary.ranged_rows) if summary.ranged_rows else "",
+        share(summary.in_range, ".0%"),
+    )
+
+
+def _remarks(scores: Sequence[Score], total: Summary | None) -> Iterable[str]:
+    if total and total.in_range is not None:
+        yield (
+            f"ranges over what the source does not print: {total.in_range:.0%} of {total.ranged_rows} rows contain the "
+            "report (! where not)"
+        )
+    for one in scores:
+        if not one.fits:
+            yield f"does not fit in memory as predicted: {one.row_id}"
+    for one in scores:
+        if one.set_aside:
+            yield f"scored apart (*): {one.row_id}: {one.set_aside}"
+
+
+# -- collectives and bubbles -------------------------------------------------------------------------------
+
+
+def collectives_page(rows: Sequence[ScoredRow], summary: Mapping[str, ErrorSummary]) -> Page:
+    columns = ("machine", "algorithm", "devices", "size", "measured", "predicted", "error")
+    return _errors_page("All-reduces from 1 MiB", columns, map(_collective_row, rows), summary)
+
+
+def _collective_row(row: ScoredRow) -> tuple[str, ...]:
+    return (
+        row.machine,
+        row.predicted_algorithm,
+        str(row.devices),
+        readable_bytes(row.size_bytes),
+        readable_seconds(row.measured_seconds),
+        readable_seconds(row.predicted_seconds),
+        readable_change(row.error),
+    )
+
+
+def bubbles_page(rows: Sequence[ScoredBubble], summary: Mapping[str, ErrorSummary]) -> Page:
+    columns = ("model", "schedule", "microbatches", "reported", "simulated", "difference")
+    return _errors_page("Bubble rates", columns, map(_bubble_row, rows), summary)
+
+
+def _bubble_row(row: ScoredBubble) -> tuple[str, ...]:
+    return (
+        row.model,
+        row.schedule,
+        str(row.microbatches),
+        f"{row.reported:.2%}",
+        f"{row.simulated:.2%}",
+        readable_change(row.error, 2),
+    )
+
+
+def _errors_page(
+    title: str, columns: tuple[str, ...], lines: Iterable[tuple[str, ...]], summary: Mapping[str, ErrorSummary]
+) -> Page:
+    """Every row, then the absolute errors of every group and of all."""
+    shares = [(name, str(one.rows), f"{one.mean:.2%}", f"{one.worst:.2%}") for name, one in summary.items()]
+    return Page(
+        (
+            table(title, columns, lines, numbers_from=2),
+            table("Absolute error", ("group", "rows", "mean", "worst"), shares),
+        )
+    )
+
+
+def errors_data(rows: Sequence[Any], summary: Mapping[str, ErrorSummary]) -> dict[str, Any]:
+    return {
+        "rows": [{**asdict(row), "error": row.error} for row in rows],
+        "summary": {name: asdict(one) for name, one in summary.items()},
+    }
