@@ -1,4 +1,4 @@
-"""What a collective is, what it costs on a network, and proof that its schedule does what it says.
+"""What a collective is, what it costs on a network, and a proof that its schedule is correct.
 
 Prices are imported at once; schedules and what is done with them only when they are first used.
 """

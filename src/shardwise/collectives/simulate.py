@@ -1,4 +1,4 @@
-"""When a schedule ends if nobody waits for a round to end: what the executor does, message by message.
+"""When a schedule ends without barriers between rounds: what the executor does, message by message.
 
 `price_schedule` lets every round wait for its slowest message, as the closed forms do. A rank of the executor waits
 only for what it needs: of a ring through fast and slow links every chunk meets each of them in turn, and the fast ones

@@ -9,7 +9,7 @@ def kept_bytes(strategy: Strategy) -> float:
     """Bytes that a device keeps for each of its parameters from one step to the next.
 
     Error feedback: what a rank's codes left out, and what the codes of the sum did of the piece that it adds up.
-    DiLoCo: the weights of the last meeting and the outer momentum. Asynchronous: fp32 sums that are under way.
+    DiLoCo: the weights of the last synchronisation and the outer momentum. Asynchronous: fp32 sums in flight.
     """
     compression, ranks, meeting = strategy.compression, strategy.gradient_group, strategy.synchronise
     if not meeting.every_step and ranks > 1:

@@ -1,6 +1,6 @@
 """What a collective or a transfer of a step carries: its role, its pass and whose it is, and the words for all three.
 
-Prices depend on the fields. The words are for people and for nobody else: to reword a table, change them here.
+Prices depend on the fields. The words are for display only: to reword a table, change them here.
 """
 
 from __future__ import annotations

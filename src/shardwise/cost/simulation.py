@@ -39,7 +39,7 @@ class SimulatedStep:
 
     @cached_property
     def message_seconds(self) -> float:
-        """What the pipeline would be quicker by if messages between its stages took no time."""
+        """What the pipeline would save if messages between its stages took no time."""
         if self.is_closed_form:
             return self.prediction.bubble_seconds - self.prediction.bubble_with(0.0)
         if self.prediction.job.strategy.pp == 1:

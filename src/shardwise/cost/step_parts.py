@@ -24,7 +24,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
     """Seconds of each of ``STEP_PARTS``.
 
     What the microbatches take is that of the busiest pipeline rank, what comes once a step that of the rank that is
-    longest at it. ``pp`` is what the pipeline would be quicker by if messages took no time.
+    longest at it. ``pp`` is what the pipeline would save if messages took no time.
     """
     prediction, job = step.prediction, step.prediction.job
     stages = busiest_stages(prediction)

@@ -1,6 +1,6 @@
 """`torch.compile` of every layer by itself: equal layers share one graph, and parameters keep their names.
 
-A layer that talks to nobody is compiled whole, recompute included. One that does is not cut by the compiler at its
+A layer without communication is compiled whole, recompute included. One that does is not cut by the compiler at its
 collectives, which would leave it no recompute and no overlap: its parts between them are compiled, each as a whole.
 """
 

@@ -59,7 +59,7 @@ class GradientNorm:
 
 
 def clip_factor(norm: Tensor, maximum: float) -> Tensor:
-    """What all gradients are to be multiplied by; 1 where their norm is small enough."""
+    """The factor that clips all gradients; 1 if their norm is small enough."""
     return (maximum / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
 
 

@@ -1,7 +1,7 @@
 """The names in a profile, written and read here and nowhere else.
 
 A profiler knows a range by one string. The engine says what a range is (a step, a layer, a pass, a collective) and this
-module makes the string; whoever reads a profile gets the same back as fields of a `Label`, and parses nothing.
+module makes the string; a reader of a profile gets it back as the fields of a `Label`, and parses nothing.
 """
 
 from __future__ import annotations

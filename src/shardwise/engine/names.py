@@ -31,7 +31,7 @@ def sent(dimension: str, what: str, tensor: torch.Tensor) -> AbstractContextMana
 
 
 def waited(dimension: str, what: str) -> AbstractContextManager[object]:
-    """Marks where this rank's host stands still for a collective that it began before, or for another rank's message.
+    """Marks where this rank's host is blocked on a collective that it started before, or on another rank's message.
 
     ``what`` is the collective's own name, or the message's; the waits of one name come in the order of its beginnings.
     """

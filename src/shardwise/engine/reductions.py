@@ -167,8 +167,7 @@ class _Scratch:
         self.lent: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
 
     def lend(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Comes back when the tensor that is returned has been let go; looked for here, not by a callback, which would
-        run on whatever thread lets go last."""
+        """Reclaimed once the returned tensor is freed; polled, since a callback could run on any thread."""
         if elements * dtype.itemsize > TEMPORARY_BYTES // 2:
             return torch.empty(elements, dtype=dtype)
         back = [buffer for lent, buffer in self.lent if lent() is None]

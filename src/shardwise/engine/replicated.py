@@ -47,7 +47,7 @@ class Replicated:
         self._has_started = False
         self._will_finish = False
         self._beside: Any = None  # the stream that reduces, on a GPU
-        self._open: dict[nn.Module, int] = {}  # forward passes of a layer whose backward passes are to come
+        self._open: dict[nn.Module, int] = {}  # forward passes of a layer with a backward pass still to come
 
     def start(self) -> None:
         """Once the parameters have their first values: those that are computed with in 16 bits get fp32 masters."""

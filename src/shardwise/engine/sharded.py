@@ -1,4 +1,4 @@
-"""ZeRO-1, 2 and 3 and hybrid sharding: `fully_shard` per layer, told when to gather, to reduce and to let go."""
+"""ZeRO-1, 2 and 3 and hybrid sharding: `fully_shard` per layer, with control over gathering, reducing and freeing."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Sharded:
         self._set(last or self.reduces_always, last or not self.keeps_parameters, last)
 
     def after_step(self) -> None:
-        """Gradients are let go; the shards that the optimizer has updated are gathered by the next forward pass."""
+        """Frees the gradients; the shards that the optimizer has updated are gathered by the next forward pass."""
         for parameter in self.units[-1].parameters():
             parameter.grad = None
         for reduction in self.reductions:
@@ -191,7 +191,7 @@ def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], Non
 
 
 def _loss_through_head(root: nn.Module, units: Sequence[Unit]) -> None:
-    """A loss that reads the head's weight instead of calling the head: FSDP has to hear of it all the same."""
+    """A loss that reads the head's weight instead of calling the head: FSDP's hooks must run all the same."""
     head, loss = getattr(root, "head", None), getattr(root, "loss_function", None)
     if loss is None or all(unit.module is not head for unit in units):
         return

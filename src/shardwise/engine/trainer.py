@@ -38,8 +38,9 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors on the device, equal on every rank: reading them waits for the step, so do it seldom. Where workers do
-    not meet in every step, the loss is that of this worker's part of the batch, and the norm that of what moved it.
+    """Tensors on the device, equal on every rank: reading them waits for the step, so do it seldom. If workers do not
+    synchronise in every step, the loss is that of this worker's part of the batch, and the norm that of its own
+    gradient.
 
     Where gradients were not finite anywhere, the norm is not finite on any rank, and minus infinity where the loss was
     above its limit; then no weight has moved on any.
@@ -81,7 +82,7 @@ class Trainer(ABC, Generic[Given]):
         if self.optimizer.stored is not None:
             data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
         self.outer, self.late = self._meetings()
-        # Workers that do not meet in every step are worlds of their own.
+        # Workers that do not synchronise in every step are separate worlds.
         self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
         together = None if self.workers == 1 else mesh.group("worker")
         copies = [ranks_with_copy(one.part, mesh) / self.workers for one in self.parameters]
@@ -168,7 +169,7 @@ class Trainer(ABC, Generic[Given]):
         self.optimizer.learnt_steps = compression.exact_steps if now and compression.of_momentum else None
 
     def _meetings(self) -> tuple[OuterSteps | None, LateSums | None]:
-        """How this worker meets the others, where it does not in every step."""
+        """How this worker synchronises with the others, if not in every step."""
         synchronise = self.job.strategy.synchronise
         if synchronise.every_step or self.mesh.size("dp") == 1:
             return None, None

@@ -135,7 +135,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs)
-        ctx.weight = weight  # not saved: what comes back under recompute is another tensor, whose gradient nobody reads
+        ctx.weight = weight  # not saved: recompute restores another tensor, whose gradient is never read
         return F.linear(inputs, weight, bias)
 
     @staticmethod

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 def joined(
     rank: int, world: int, meeting: str | Store | None, *, device: str = "cpu", seconds: float = 120
 ) -> Iterator[None]:
-    """The default process group of ``world`` processes that meet in a file or a store, left again at the end.
-
-    Without either they meet where MASTER_ADDR and MASTER_PORT say.
-
-    A CPU backend is always there, beside NCCL on GPUs: checkpoints and small agreements use it.
+    """The default process group of ``world`` processes that rendezvous in a file or a store, destroyed at the end.
+    Without either they rendezvous at MASTER_ADDR and MASTER_PORT. A CPU backend is always there, next to NCCL on GPUs:
+    checkpoints and small agreements use it.
     """
     store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

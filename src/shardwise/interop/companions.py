@@ -1,7 +1,7 @@
-"""The small files of a Hugging Face folder beside its weights: what they need to be the same model elsewhere.
+"""The small files of a Hugging Face folder besides its weights, which make them the same model elsewhere.
 
-A folder of checkpoints keeps them in ``huggingface/`` for weights that came from such a folder, so that what came in
-goes out: the family, the ids of special tokens, how text is generated, the tokenizer.
+A folder of checkpoints keeps them in ``huggingface/`` for weights that came from such a folder, so that a conversion
+can restore them: the family, the ids of special tokens, how text is generated, the tokenizer.
 """
 
 from __future__ import annotations

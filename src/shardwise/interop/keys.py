@@ -1,4 +1,4 @@
-"""How one `Model` field is said in a ``config.json``, and what makes a family of such configs."""
+"""How one `Model` field is written in a ``config.json``, and what makes a family of such configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers and writers of what a config and a `Model` say differently.
+"""Readers and writers for fields that a config and a `Model` express differently.
 
 A reader takes the config's value and the whole config, with the library's defaults filled in; a writer takes
 the field's value and the whole model.

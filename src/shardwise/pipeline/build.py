@@ -59,7 +59,7 @@ def build(
 
 @lru_cache(maxsize=256)
 def _taken(record: ScheduleRecord) -> frozenset[str]:
-    """What a builder is to be told beside ranks and microbatches."""
+    """The further arguments that a builder takes besides ranks and microbatches."""
     return frozenset(inspect.signature(imported(record.builder)).parameters)
 
 

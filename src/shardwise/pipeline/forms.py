@@ -11,7 +11,7 @@ class EqualStages(NamedTuple):
     """A pipeline of equal stages: p ranks, m microbatches, v chunks per rank, and the seconds of one stage.
 
     F, I and W are its forward pass and its input and weight gradients, c a message between two stages. ``released`` is
-    the share of an activation that the input gradient lets go. All but the last may be numpy arrays.
+    the share of an activation that the input gradient frees. All but the last may be numpy arrays.
     """
 
     p: Any

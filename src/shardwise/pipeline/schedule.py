@@ -14,7 +14,7 @@ class ActionKind(StrEnum):
     F = "F"  # forward
     B = "B"  # full backward: input and weight gradients together
     I = "I"  # input gradient: what the stage before waits for  # noqa: E741
-    W = "W"  # weight gradient: nobody waits for it but the optimizer
+    W = "W"  # weight gradient: only the optimizer waits for it
 
 
 class Action(NamedTuple):

@@ -26,10 +26,10 @@ def simulate(
 ) -> Timeline:
     """The timeline of a ``schedule`` that the verifier accepts.
 
-    ``comm_seconds``: a message between neighbouring stages on different ranks (one number, or one per
-    boundary); as long, its link carries no other. Overlapped, the sender goes on at once and the receiver waits for
-    the arrival; ``blocking``, the sender waits too. ``overhead_seconds`` is added to every action (launching it), and
-    is not busy time.
+    ``comm_seconds``: a message between neighbouring stages on different ranks (one number, or one per boundary); as
+    long, its link carries no other. Overlapped, the sender continues at once and the receiver waits for the arrival;
+    ``blocking``, the sender waits too. ``overhead_seconds`` is added to every action (launching it), and is not busy
+    time.
     """
     comm = boundary_seconds(schedule, comm_seconds)
     if times.stages != schedule.stages:
@@ -98,7 +98,7 @@ class _Run:
             )
 
     def _advance(self, rank: int) -> None:
-        """Run ``rank`` until it waits for a message that nobody has sent yet."""
+        """Run ``rank`` until it waits for a message that has not been sent yet."""
         ready, waiting, seconds, overhead = self.ready, self.waiting, self.seconds, self.overhead
         starts, ends, arrivals = self.starts[rank], self.ends[rank], self.arrivals[rank]
         now, busy = self.free[rank], self.busy[rank]

@@ -70,7 +70,7 @@ class Timeline:
         """One training step with its optimizer.
 
         ``synchronized``: the gradient norm of all ranks comes first, so every optimizer starts at the end of
-        the makespan. Otherwise every rank goes on alone and the norm is checked afterwards
+        the makespan. Otherwise every rank continues alone and the norm is checked afterwards
         (post-validation: Qi et al. 2023, section 4).
         """
         ranks = self.schedule.ranks

@@ -80,7 +80,7 @@ def _first_missing(schedule: PipelineSchedule, kind: ActionKind, stage: int) -> 
 
 
 def _check_runs(schedule: PipelineSchedule) -> None:
-    """Let every rank go as far as it can, again and again; whoever stops early waits for ever."""
+    """Let every rank go as far as it can, repeatedly; one that stops early is deadlocked."""
     done: set[Action] = set()
     position = [0] * schedule.ranks
     waiting: dict[Action, list[int]] = {}

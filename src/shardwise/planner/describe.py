@@ -81,7 +81,7 @@ def schedule_words(strategy: Strategy) -> str:
 
 
 def less_communication_words(strategy: Strategy) -> list[str]:
-    """How gradients are compressed and how often workers meet, where that is not the plain way."""
+    """How gradients are compressed and how often workers synchronise, if not the default."""
     meeting, words = strategy.synchronise, []
     if strategy.compression.is_used:
         chosen = _unusual(strategy.compression, "method")

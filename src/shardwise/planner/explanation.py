@@ -16,7 +16,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
 
-_MOST = 16.0  # a factor beyond which nobody builds
+_MOST = 16.0  # an unrealistic factor
 
 
 @dataclass(frozen=True)

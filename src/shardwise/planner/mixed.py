@@ -27,7 +27,7 @@ __all__ = ["MixedCluster", "MixedPlan", "parse_mixed", "plan_mixed"]
 
 MOST_SIMULATED = 64
 POLISHED = 4  # of the fastest, whose neighbouring divisions are tried too
-TIE = 0.005  # strategies this close are told apart by how simple they are
+TIE = 0.005  # strategies this close are ranked by simplicity
 BEYOND = 1.02  # strategies whose floor is this much slower than the best one are not looked at
 
 

@@ -1,4 +1,4 @@
-"""The least offload with which a job fits: what a run that does not fit is told (`launch.preflight`).
+"""The smallest offload with which a job fits: the remedy for a run that does not fit (`launch.preflight`).
 
 Optimizer states go first, since they move once a step; then what moves with every microbatch: gradients and weights
 where ZeRO has divided them, and activations.

@@ -20,7 +20,7 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes
 
-SEARCH_SECONDS = 5.0  # for an answer that nobody asked for by name; `plan` looks longer
+SEARCH_SECONDS = 5.0  # for unsolicited advice; `plan` searches longer
 
 
 def what_would_fit(job: Job) -> str:

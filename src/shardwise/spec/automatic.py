@@ -1,7 +1,7 @@
 """`auto` in a strategy: what a job leaves to the planner, written where its value would stand.
 
-A strategy holds values alone, so that whoever prices or runs it has them: `microbatch: auto` becomes the smallest, and
-`run.automatic` remembers that it was asked for.
+A strategy holds values alone, so that the planner and the engine always have them: `microbatch: auto` becomes the
+smallest, and `run.automatic` remembers that it was asked for.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _rate_text(rate: float) -> str:
 
 
 def cluster_of(emulation: Emulation, base: Cluster) -> Cluster:
-    """What the emulated nodes are to the planner: the devices and the innermost network of ``base`` inside a node.
+    """The emulated nodes as a cluster for the planner: the devices and the innermost network of ``base`` inside a node.
 
     Between nodes there is one port per node, which all of its ranks share. How messages use such a link is as ``base``
     says where it has been calibrated on one, of whatever rate and delay.

@@ -1,6 +1,6 @@
-"""Ways to send less between data-parallel ranks: smaller numbers, fewer pieces, fewer meetings.
+"""Ways to communicate less between data-parallel ranks: compression, larger buckets, fewer synchronisations.
 
-Unlike every other choice of a strategy these change what is computed, so no search makes them by itself.
+Unlike other choices of a strategy, some of these change what is computed, so no search chooses them by itself.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ SynchroniseMethod = Literal["every-step", "local-sgd", "diloco", "async"]
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronise(Spec):
-    """When data-parallel workers meet.
+    """When data-parallel workers synchronise.
 
     ``every-step`` sums gradients. With ``local-sgd`` each worker trains for ``inner_steps`` by itself, then all take
-    the mean of their weights; with ``diloco`` they take the mean way they have gone as the gradient of an outer step,
+    the mean of their weights; with ``diloco`` the mean change of their weights is the gradient of an outer step,
     SGD with Nesterov momentum (Douillard et al. 2023). With ``async`` the sum of a step's gradients moves the weights
     ``staleness`` steps later, and travels meanwhile.
     """
@@ -110,7 +110,7 @@ class Synchronise(Spec):
 
     @property
     def seldom(self) -> bool:
-        """Whether workers have weights of their own between two meetings."""
+        """Whether workers have different weights between two synchronisations."""
         return self.method in ("local-sgd", "diloco")
 
     @property

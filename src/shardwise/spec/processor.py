@@ -1,4 +1,4 @@
-"""What the processor of this machine multiplies at a sensible speed, told by Linux without loading PyTorch."""
+"""Which formats this machine's CPU multiplies at a sensible speed, read from Linux without loading PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEEDS = {
 
 
 def slow_formats(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
-    """The formats whose products take many times as long as those of fp32 here; none if that is not told."""
+    """The formats whose matmuls are many times slower than fp32's here; none if unknown."""
     features = _features(cpuinfo)
     return tuple(name for name, sets in _NEEDS.items() if features and not any(one <= features for one in sets))
 

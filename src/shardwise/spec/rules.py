@@ -55,7 +55,7 @@ def check_emulation(emulation: Emulation | None, strategy: Strategy) -> None:
 
 
 def check_workers(run: Run, strategy: Strategy) -> None:
-    """Raises SpecError if ranks would have to agree in every step though they do not meet in every step."""
+    """Raises SpecError if ranks would have to agree in every step though they do not synchronise in every step."""
     if strategy.synchronise.every_step or strategy.data_parallel == 1:
         return
     if run.spikes.factor is not None or run.non_finite.policy != "skip":

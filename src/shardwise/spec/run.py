@@ -43,7 +43,7 @@ class Logging(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Spec):
-    """``folder`` keeps everything of the run: started again with the same one, it goes on where it was.
+    """``folder`` keeps everything of the run: started again with the same one, it resumes where it was.
 
     ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run, and of the
     optimizer's offload what memory is measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or

@@ -13,7 +13,7 @@ class Checkpoints(Spec):
     """One every ``steps`` steps, one when ``seconds`` have passed since the last, whichever is given; one at the end.
 
     The ``keep`` newest stay, and those of steps that ``keep_every`` divides. ``asynchronous``: written while training
-    goes on. A disk that is full leaves the last good one; then training will ``continue`` or ``stop``.
+    continues. A disk that is full leaves the last good one; then training will ``continue`` or ``stop``.
     """
 
     steps: int | None = count(None)

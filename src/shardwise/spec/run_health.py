@@ -12,7 +12,7 @@ Policy = Literal["skip", "roll-back", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite(Spec):
-    """A step whose gradients are not finite moves no weight. Then: go on (``skip``), load the newest checkpoint and
+    """A step with non-finite gradients updates nothing. Then: continue (``skip``), load the newest checkpoint and
     leave that batch out (``roll-back``), or ``stop``. After ``in_a_row`` of them one after the other a run stops.
 
     In fp16 such steps are how the scale of the loss is found: there only ``in_a_row`` applies.

@@ -40,7 +40,7 @@ class Schedule(Spec):
         begin = self.warmup if self.kind != "wsd" else max(self.warmup, steps - math.ceil(self.decay * steps))
         if step < begin:
             return 1.0
-        # The last update, step - 1, has the final rate; a run that goes on beyond it keeps that.
+        # The last update, step - 1, has the final rate; a run that continues beyond it keeps that.
         done = min(1.0, (step - begin + 1) / max(1, steps - begin))
         fallen = (1 - math.cos(math.pi * done)) / 2 if self.kind == "cosine" else done
         return 1 - (1 - self.final) * fallen

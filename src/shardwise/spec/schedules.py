@@ -46,7 +46,7 @@ class ScheduleRecord:
     complexity: int = 2  # how much more there is to get right than in the simplest; the planner prefers less
     searched: bool = True
     in_jobs: bool = True  # may be a job's; the others are for comparison
-    # The order of actions repeats: with every microbatch (or round); after some (found by simulation); or nobody knows.
+    # The order of actions repeats: with every microbatch (or round); after some (found by simulation); or unknown.
     repeats: Literal["always", "sometime", "unknown"] = "unknown"
     lag: int = 2  # pipeline depths by which a microbatch's passes may be apart
 
@@ -203,7 +203,7 @@ def schedule_records() -> tuple[ScheduleRecord, ...]:
 
 
 def registered_schedules() -> tuple[ScheduleRecord, ...]:
-    """The schedules that this process has met so far: those of this project, and of any job that was read."""
+    """The schedules that this process has seen so far: those of this project, and of any job that was read."""
     return tuple(_RECORDS.values())
 
 
@@ -213,7 +213,7 @@ def own_schedules() -> tuple[ScheduleRecord, ...]:
 
 
 def other_schedules() -> tuple[ScheduleRecord, ...]:
-    """The schedules of other packages that this process has met so far."""
+    """The schedules of other packages that this process has seen so far."""
     return registered_schedules()[len(_TABLE) :]
 
 
@@ -230,7 +230,7 @@ def searched_schedules(*, any_priced: bool = False) -> tuple[str, ...]:
 
 
 def hiding_schedule() -> str:
-    """The schedule to use where the exchange of experts is to be hidden."""
+    """The schedule to use to overlap the expert exchange."""
     return next(one.name for one in _TABLE if one.hides_exchange and one.runs)
 
 

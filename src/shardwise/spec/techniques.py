@@ -38,7 +38,7 @@ def _kv_heads_per_rank(s: Strategy, m: Model) -> int:
 
 
 def _repeats(operator: str) -> Uses:
-    """Whether selective recompute is told to run an operator again."""
+    """Whether selective recompute includes an operator."""
     return lambda s, t, m: (s.recompute == "selective") & (operator in s.recompute_operators)
 
 

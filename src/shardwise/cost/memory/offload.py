@@ -29,7 +29,7 @@ class Travel:
         return self.saved * self.in_flight
 
     def on_device(self, activations: Any, share: float, moment: Moment) -> Any:
-        """What is left of all ``activations`` at a moment; where no moments are told apart, nothing travels."""
+        """What remains on the device of all ``activations`` at a moment; without moments, nothing is offloaded."""
         if moment == "together":
             return activations * (1 - share)
         return activations - share * (self.away - self.here(moment))

@@ -35,7 +35,7 @@ def waiting_bytes(job: Job, contents: RankContents) -> float:
     """Freed tensors that cannot be used again yet, because a collective's stream may still read them.
 
     The host runs ahead of the device by a queue of launches. Of the layers in between, the whole outputs of the two
-    row-parallel products wait for their reduce-scatter (ProcessGroupNCCL records streams unless told otherwise). A
+    row-parallel matmuls wait for their reduce-scatter (ProcessGroupNCCL records streams unless told otherwise). A
     message to the next stage waits for the device, so no more layers than a stage has.
     """
     strategy = job.strategy

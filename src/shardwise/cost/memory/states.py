@@ -98,7 +98,7 @@ def state_bytes(
 ) -> StateBytes:
     """Bytes for ``matrices`` + ``others`` parameters whose states ZeRO divides over ``shards`` devices.
 
-    ``others`` (embeddings, head, norms) are told apart because Muon keeps other states for them, and because they stay
+    ``others`` (embeddings, head, norms) are separate because Muon keeps other states for them, and because they stay
     wide where matrices have FP8 or FP4 forms.
     """
     recipe = RECIPES[precision] if isinstance(precision, str) else precision

@@ -1,7 +1,7 @@
-"""Transient memory of a pass: logits, gradients on their way, communication buffers, gathered layers.
+"""Transient memory of a pass: logits, gradients in flight, communication buffers, gathered layers.
 
-Where a stack makes gradients as they come, a pass has two moments, at the loss and inside a layer; they never meet, so
-the fuller of them counts. Those terms are what this project's engine holds, operator by operator; `shardwise dryrun`
+Where a stack makes gradients as they come, a pass has two moments, at the loss and inside a layer; they never coincide,
+so the larger of them counts. Those terms are what this project's engine holds, operator by operator; `shardwise dryrun`
 traces it and compares.
 """
 
@@ -178,7 +178,7 @@ def _layer_bytes(job: Job, moe: bool) -> float:
 def gathered_bytes(
     contents: RankContents, sharding: Sharding, recipe: Recipe, moment: Moment = "together", *, tied: bool = False
 ) -> Any:
-    """Whole layers that sharded data parallelism holds for a moment.
+    """Transient memory of whole layers under sharded data parallelism.
 
     ZeRO-3 gathers the layer in use and prefetches the next; ZeRO-2 and 3 hold one layer's whole gradient until
     it is reduced (FSDP2: one unit in use, one in flight). Embedding and head stay gathered between the passes: FSDP2
@@ -238,7 +238,7 @@ def _travelling(unit: Units, sharding: Sharding, moment: Moment) -> Any:
 
 
 def left_over(unit: Units, sharding: Sharding, recipe: Recipe) -> Any:
-    """The last whole gradient that a backward pass reduces, which FSDP lets go with the first of the next pass."""
+    """The last whole gradient that a backward pass reduces, which FSDP frees with the first of the next pass."""
     if not (recipe.fp32_shards and sharding.gradients_sharded):
         return 0.0
     last = select(unit.has_embedding, unit.end, unit.layer)

@@ -1,7 +1,7 @@
 """How gradients are summed: by the backend's own collective, or by the schedule that `strategy.collective` names.
 
-"auto" takes the backend's own unless the cluster's description says that a schedule of ours is quicker for this size on
-the network that the group spans.
+"auto" takes the backend's own unless the cluster's description says that one of our schedules is faster for this size
+on the network that the group spans.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GradientSums:
 
 
 class _WrittenByWait:
-    """Others may use ``output`` until somebody waits for it."""
+    """``output`` must not be read before `wait`."""
 
     def __init__(self, communicator: Communicator, schedule: Schedule, input: Tensor, output: Tensor) -> None:
         self.output, self.summed = output, torch.empty_like(output)

@@ -63,7 +63,7 @@ class ExchangedSum:
         del self.flat, self.codes, self.received, self.work
 
     def _encoded(self, name: str, values: Tensor) -> Tensor:
-        """The codes of what is to be sent and of what was left out before; the rest is for the next time."""
+        """The codes of the gradient plus the error feedback; the new rounding error is kept for the next step."""
         error = self.states.get(name)
         if error is None:
             return self.codec.encode(values)

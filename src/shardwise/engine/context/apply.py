@@ -17,7 +17,7 @@ from shardwise.spec.strategy import Strategy
 
 
 def apply_context(module: nn.Module, mesh: Mesh, strategy: Strategy, choose: KernelChoice = kernel_for) -> None:
-    """Sets ``attend`` on every submodule that has one; tokens are to be cut by `cut_sequence` from then on."""
+    """Sets ``attend`` on every submodule that has one; tokens must be split by `cut_sequence` from then on."""
     if strategy.cp == 1:
         return
     group, overlap = mesh.group("cp"), strategy.overlap.cp

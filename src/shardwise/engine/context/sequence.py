@@ -1,7 +1,7 @@
 """Which tokens of a sequence a context-parallel rank holds.
 
 - ring and all-gather: of 2·cp equal chunks, rank r holds chunks r and 2·cp−1−r (zig-zag). Under a causal mask a token
-  sees all before it, so that a cheap early and a dear late chunk make every rank's work the same. Without a mask
+  sees all before it, so that a cheap early and an expensive late chunk balance the work of every rank. Without a mask
   any cut is balanced, and this one no worse than another: one rule for all models.
 - ulysses: one contiguous piece each. Attention runs on whole sequences by heads, so there is nothing to balance, and
   the exchanged pieces stand in the order of time as they arrive.

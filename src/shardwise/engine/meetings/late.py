@@ -1,6 +1,6 @@
 """Asynchronous SGD with bounded staleness: the sum of a step's gradients moves the weights some steps later.
 
-A worker begins to send its gradients and goes on; it waits only for sums that are ``staleness`` steps old, so workers
+A worker starts to send its gradients and continues; it waits only for sums that are ``staleness`` steps old, so workers
 may be that many steps apart. All of them apply the same sums in the same order: weights stay equal to the last bit.
 """
 

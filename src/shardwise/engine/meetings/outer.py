@@ -1,7 +1,8 @@
-"""Local SGD and DiLoCo: workers train by themselves, and meet every so many steps.
+"""Local SGD and DiLoCo: workers train on their own, and synchronise every so many steps.
 
 Local SGD takes the mean of the weights. DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) takes the mean
-way from the last meeting to the workers' weights as a gradient, and SGD with Nesterov momentum as an outer optimizer.
+change of the workers' weights since the last synchronisation as a gradient, and SGD with Nesterov momentum as an outer
+optimizer.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class OuterSteps:
     """Of one worker: ``values`` are the fp32 weights that it trains, in the order of all workers of ``group``.
 
     `after_step` follows each step of the inner optimizer and says whether the weights have moved to those of all
-    workers. ``anchors`` (the weights of the last meeting) and ``momenta`` are the same on all workers, and empty for
-    local SGD; ``steps`` are those since the last meeting.
+    workers. ``anchors`` (the weights of the last synchronisation) and ``momenta`` are the same on all workers, and
+    empty for local SGD; ``steps`` are those since the last meeting.
     """
 
     def __init__(self, values: Sequence[Tensor], group: dist.ProcessGroup, synchronise: Synchronise) -> None:

@@ -150,7 +150,7 @@ class _LayerPass:
 class _Sent:
     """One storage that went away; here again from `fetch` until the last of its users has come.
 
-    Autograd may ask twice for a tensor: then it is read once more. The region is free when nobody can ask any more.
+    Autograd may ask twice for a tensor: then it is read once more. The region is free after the last use.
     """
 
     def __init__(self, layer: _LayerPass, size: int, device: torch.device) -> None:

@@ -1,7 +1,6 @@
 """Where offloaded tensors are: host memory, pinned where there is a GPU, or a file of this rank on a disk.
 
-A region is a run of bytes in either. The file has no name: it is gone when nobody has it open any more, however the
-process ends.
+A region is a run of bytes in either. The file is unlinked: it disappears with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def _all_of(tensor: Tensor, start: int, move: Callable[[Any, int], int]) -> None:
     """A disk may take a part of what it is given."""
-    # Not `tensor.numpy()`, after which a storage can never be let go by its size.
+    # Not `tensor.numpy()`, after which a storage can never be freed by resizing it.
     left = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
     while left:
         done = move(left, start)

@@ -44,7 +44,7 @@ class TravellingWeights:
 class _Shards:
     """Those of a unit whose weights are in the store.
 
-    FSDP has no public way to be told before it gathers, so that two methods of its record of the unit are replaced.
+    FSDP has no public hook before it gathers, so two methods of its per-unit state are replaced.
     """
 
     def __init__(self, group: Any, away: Sequence[Any], stored: StoredStates) -> None:
@@ -72,7 +72,7 @@ class _Shards:
         return None
 
     def wait_for_unshard(self) -> None:
-        """A rank that shares with nobody copies here what it would have gathered."""
+        """A rank that shards with no other copies here what it would have gathered."""
         pending = self.group._all_gather_result is not None
         self._wait_for_unshard()
         if pending and self._is_alone:
@@ -91,7 +91,7 @@ class _Shards:
             moved[Payload(Role.WEIGHTS_FROM_HOST, Phase.BACKWARD if is_backward else Phase.FORWARD)] += shard.nbytes
 
     def let_go(self, reader: Any = None) -> None:
-        """``reader``: the stream of a GPU that was told to read them last."""
+        """``reader``: the GPU stream that reads them last."""
         self._arrive()
         if not self._is_here:
             return

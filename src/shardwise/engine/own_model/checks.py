@@ -1,4 +1,4 @@
-"""What of a network that somebody else wrote cannot be done right: one line, before anything is cut."""
+"""What cannot be done correctly with a user's own network: one-line errors, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _expected(patterns: Patterns) -> Iterator[tuple[str, str, type[nn.Module]]]:
 
 
 def _require_attributes(module: nn.Module, patterns: Patterns) -> None:
-    """What is to be changed, or read, is there."""
+    """Checks that the attributes to read or change exist."""
     places = [("layer_lists", module, path) for path in patterns.layer_lists]
     places += [("logit_cap", module, f"config.{patterns.logit_cap}")] if patterns.logit_cap else []
     for pattern, paths in patterns.divided.items():

@@ -1,4 +1,4 @@
-"""The job of a network that somebody else wrote, where the user gives only a strategy and a training."""
+"""The job of a user's own network, given only a strategy and training settings."""
 
 from __future__ import annotations
 

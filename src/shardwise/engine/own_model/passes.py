@@ -1,4 +1,4 @@
-"""One pass of a microbatch through a network that somebody else wrote: what goes in, and the one tensor that comes out.
+"""One pass of a microbatch through a user's own network: what goes in, and the one tensor that comes out.
 
 The network's ``forward`` is replaced by one that gives a loss or hidden states when it is called with a `Pass`, and
 does what it did otherwise. Data parallelism thus sees a plain tensor leave the network, whatever its author returns.

@@ -1,4 +1,4 @@
-"""Stages of a pipeline from a network that somebody else wrote: what is not here is passed by, not called.
+"""Pipeline stages of a user's own network: absent modules are skipped.
 
 The network's own forward pass runs in every stage. Where the embedding was, hidden states go through instead of tokens;
 where norm and head were, they come out. Layers keep their names, so that parameters do too.

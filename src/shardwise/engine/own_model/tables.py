@@ -132,7 +132,7 @@ def supplied_table(module: nn.Module) -> Patterns | None:
 
 
 def found_layers(module: nn.Module) -> Patterns:
-    """For a network that nobody described: its blocks, which data parallelism and recompute take one by one."""
+    """The blocks of a network without a table, which data parallelism and recompute treat one by one."""
     blocks = {id(block) for block in find_layers(module)}
     names = [name for name, one in module.named_modules() if id(one) in blocks]
     layers = f"{names[0].rpartition('.')[0]}.*".lstrip(".") if names else ""

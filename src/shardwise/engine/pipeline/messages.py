@@ -27,7 +27,7 @@ class Message:
 
 
 class Mailbox:
-    """Sends and receives of one rank; a tensor is let go when it has left.
+    """Sends and receives of one rank; a tensor is freed once it has been sent.
 
     The runtime would keep every sent tensor until the step ends: two per microbatch and stage.
     """

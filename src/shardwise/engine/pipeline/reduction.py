@@ -1,4 +1,4 @@
-"""What a pipeline tells data parallelism, which decides when gradients are reduced and parameters let go.
+"""What a pipeline tells data parallelism, which decides when gradients are reduced and parameters freed.
 
 PyTorch's runtime reduces a stage's gradients after its last microbatch, in a pass of their own, and knows no other
 way; and FSDP's hooks would not wait for weight gradients that are computed apart (pytorch#144530).

@@ -138,7 +138,7 @@ class Stage(_PipelineStageBase):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self.output_gradients[mb_index] = Arrival(next_stage_bwd_outputs)
 
-    # What the base class wants to have and nobody calls: the shapes are known.
+    # Required by the base class and never called: the shapes are known.
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

@@ -1,8 +1,8 @@
 """A layer that keeps its input and the results of some operators, and computes the rest again.
 
-It runs under PyTorch's selective checkpoint. By itself that is TorchTitan's default recompute, every second product:
-of seven query, value and gate stay, and what attention has made; the last one's output is read by nobody. Where the
-compiler takes a whole layer, all that is costly stays: left alone, it keeps whatever a product reads.
+It runs under PyTorch's selective checkpoint. By itself that is TorchTitan's default recompute, every second matmul: of
+seven, query, value and gate stay, and the attention output; the last one's output is never read. Where the compiler
+takes a whole layer, all that is costly stays: left alone, it keeps whatever a product reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outputs of cheap functions that nobody keeps between the passes: the function runs again when they are needed.
+"""Outputs of cheap functions that are not saved between the passes: the function runs again when they are needed.
 
 PyTorch's selective checkpoint runs a whole layer again, its collectives too, and sends every operator through Python.
 Here autograd is only told to save something else: wherever it would save such an output, it saves the function and
@@ -52,7 +52,7 @@ class Forgotten:
     def forgetting(self, function: Function) -> Function:
         """``function`` of tensors, of which the first tells the device; its outputs are tensors that it made.
 
-        What runs, and runs again, is the result's attribute ``again``: whoever compiles it puts the new one there.
+        What runs, and runs again, is the result's attribute ``again``: compiling replaces it.
         """
 
         @wraps(function)
@@ -121,7 +121,7 @@ class _Call:
         self._outputs: tuple[Tensor, ...] = ()
 
     def gave(self, tensor: Tensor) -> bool:
-        """Whether the tensor is (part of) an input: then nothing is to be won."""
+        """Whether the tensor is (part of) an input: then nothing can be saved."""
         storage = tensor.untyped_storage()._cdata
         return any(one.untyped_storage()._cdata == storage for one in self.inputs if isinstance(one, Tensor))
 

@@ -1,4 +1,4 @@
-"""Column-parallel products of one region: hidden states gathered for the products, kept only in part.
+"""Column-parallel matmuls of one region: hidden states gathered for the matmuls, saved only in part.
 
 What is saved for the backward pass is each rank's own part of the sequence; the rest is gathered once more while the
 input gradients are computed, and these are summed while the weight gradients are (Korthikanti et al. 2022, section

@@ -1,6 +1,6 @@
-"""Jobs in the words of other training frameworks, and back.
+"""Jobs in the configuration formats of other training frameworks, and back.
 
-`TARGETS` holds one entry per framework: ``export(job)`` writes its configuration and says what that does not carry,
+`TARGETS` holds one entry per framework: ``export(job)`` writes its configuration and lists what that cannot express,
 ``read(text, ...)`` understands one. A new framework is one file with a table, its option names under ``options/``,
 and a line here.
 """

@@ -69,7 +69,7 @@ def recognise(path: Path | str, targets: Mapping[str, Target]) -> Target | None:
         try:
             settings = one.format.parse(text, str(path), one.names)
         except SpecError:
-            # A DeepSpeed file that does not parse should say so as one.
+            # A DeepSpeed file that does not parse should be reported as one.
             if any(f'"{key.partition(".")[0]}"' in text for key in _TELLING[name]) and name != "colossalai":
                 return one
             continue

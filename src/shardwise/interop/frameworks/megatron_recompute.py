@@ -1,4 +1,4 @@
-"""What Megatron-LM's selective recomputation makes again, in the operators that have a price here.
+"""What Megatron-LM's selective recomputation recomputes, in the operators that are priced here.
 
 Megatron-LM's ``transformer_layer.py`` recomputes a norm where it is a module of its own: Transformer Engine fuses the
 norm before attention into the product after it unless attention is latent, and that before a dense MLP. ``experts.py``

@@ -44,7 +44,7 @@ class Names:
         if name in self:
             return
         if self.is_section(name):
-            if value not in ({}, None):  # an empty section says nothing, but is no mistake
+            if value not in ({}, None):  # an empty section is valid
                 raise SpecError(name, f"{shown(value)} should be a mapping of settings", f"see {self.version}")
         else:
             remedy = nearest_name(name, self.exact) or f"{self.version} does not know it"

@@ -45,7 +45,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Exported:
-    """A job in a target's own words: its files by name, and what they do not say."""
+    """A job in a target's own format: its files by name, and what they cannot express."""
 
     target: str
     version: str
@@ -60,7 +60,7 @@ class Exported:
 
     @property
     def elsewhere(self) -> tuple[Lost, ...]:
-        """What the user's training script or launcher has to say."""
+        """What the user's training script or launcher must set."""
         return tuple(one for one in self.lost if one.elsewhere)
 
     def strict(self) -> Exported:

@@ -1,4 +1,4 @@
-"""What a job says: every field that matters for it, in one comparable form.
+"""Which fields of a job matter, in one comparable form.
 
 A field that has no effect (the pipeline schedule of a job without a pipeline, the expert degrees of a dense
 model) is left out, so that no target is blamed for not carrying it.

@@ -22,7 +22,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
 _UNSET: Any = object()
-# Fields a user has to say somewhere, whatever their value.
+# Fields that must be set somewhere, whatever their value.
 _ESSENTIAL = (
     "training.seq",
     "training.global_batch",
@@ -278,7 +278,7 @@ class Target:
             elif path == "strategy.dp" and path not in returned:
                 continue  # the devices that the other degrees leave
             elif path == "training.tokens" and value is None:
-                continue  # a job that says no length is not contradicted by one
+                continue  # a job without a length is not contradicted by one
             elif path == "run.steps" and _follows(path, back):
                 if -(-back.fields["training.tokens"] // job.tokens_per_step) != value:
                     lost.append(Lost(path, value, self._reason(path, job)))

@@ -47,7 +47,7 @@ _SCHEDULES = {
 }
 _HIDE_EXCHANGE = ("dualpipev",)
 _CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}
-# Its per-operator policy keeps attention and every second product (distributed/activation_checkpoint.py).
+# Its per-operator policy keeps attention and every second matmul (distributed/activation_checkpoint.py).
 _SELECTIVE = ("alternate-products",)
 
 

@@ -1,4 +1,4 @@
-"""How the weights move, in every framework's words: learning rate and its schedule, decay, clipping, loss scale.
+"""The optimization settings of every framework: learning rate and its schedule, decay, clipping, loss scale.
 
 A job has them in `training.optimization`, `run.schedule` and the run's length; what both sides have is carried both
 ways. Writers give settings, readers fill fields by dotted path.

@@ -1,4 +1,4 @@
-"""Weight gradients put where a rank would wait: nobody needs them soon, so they fill the bubbles.
+"""Weight gradients scheduled where a rank would wait: they are not needed soon, so they fill the bubbles.
 
 Given the order of forwards and input gradients on every rank, the actions are run in time (as the simulator
 would), and a pending weight gradient goes in when the next action is not ready yet or when memory is full.
