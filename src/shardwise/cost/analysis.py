@@ -79,7 +79,7 @@ class Analysis:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOP/s of the whole cluster in the format of the matrix products."""
+        """Peak FLOP/s of the whole cluster in the format of the matmuls."""
         return self.job.cluster.devices * self.job.cluster.device.peak_flops(self.job.training.recipe.compute)
 
     def flops_per_token(self, convention: str = "causal") -> float:

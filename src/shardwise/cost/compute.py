@@ -44,7 +44,7 @@ class StageCompute:
 
 
 def at_peak(job: Job) -> Job:
-    """The same job on a device whose products run at its peak: what the floor lets communication hide beside."""
+    """The same job on a device whose matmuls run at its peak: what the floor lets communication hide beside."""
     device = job.cluster.device
     perfect = replace(
         device.efficiency,
@@ -57,7 +57,7 @@ def at_peak(job: Job) -> Job:
 
 
 def stage_compute(job: Job, contents: RankContents) -> StageCompute:
-    """Ideal seconds per microbatch; low-precision recipes speed up layer products only, not attention or head."""
+    """Ideal seconds per microbatch; low-precision recipes speed up layer matmuls only, not attention or head."""
     device, recipe = job.cluster.device, job.training.recipe
     narrow_peak, wide_peak = device.peak_flops(recipe.compute), device.peak_flops(recipe.wide)
     tokens = job.microbatch_tokens / job.strategy.tp
@@ -77,7 +77,7 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
 
 
 def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
-    """Share of a layer's products, or of its attention, that recompute runs again."""
+    """Share of a layer's matmuls, or of its attention, that recompute runs again."""
     own = [operator for operator in operators if operator.kind == kind]
     again = sum(operator.flops * share_run_again(job, operator, full_share) for operator in own)
     return again / sum(operator.flops for operator in own)

@@ -15,7 +15,7 @@ from shardwise.spec.parameters import active_parameter_count, embedding_paramete
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Forward FLOPs of one layer per token: matrix products, and attention over the sequence."""
+    """Forward FLOPs of one layer per token: matmuls, and attention over the sequence."""
 
     matrices: float
     attention: float
@@ -74,7 +74,7 @@ def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool
 
 
 def head_forward_flops(model: Model) -> float:
-    """Forward FLOPs per token of the output projection (tied or not, the product is made)."""
+    """Forward FLOPs per token of the output projection (tied or not, it is computed)."""
     return 2 * model.head_matrix.inputs * model.head_matrix.outputs
 
 

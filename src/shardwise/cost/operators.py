@@ -64,7 +64,7 @@ class Operator:
     wide: bool = False  # stays in 16 bit in every recipe
     split: Split = "none"  # by tensor parallelism
     recomputed_by: str = ""
-    alternate: float = 0.0  # share that recomputing every second product runs again
+    alternate: float = 0.0  # share that recomputing every second matmul runs again
     ends_layer: bool = False  # only the residual addition reads its result
 
     @property
@@ -180,7 +180,7 @@ def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Oper
 
 
 def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
-    """Router, permutation and grouped products of the experts on this device, with balanced load."""
+    """Router, permutation and grouped matmuls of the experts on this device, with balanced load."""
     assert model.moe
     moe = model.moe
     # Tensor-parallel ranks share the tokens out even where all of them hold the same (no sequence parallelism).

@@ -69,7 +69,7 @@ def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
 
 
 def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
-    """Dense and mixture-of-experts layers whose last product, and its sum over ranks, full recompute does not repeat.
+    """Dense and mixture-of-experts layers whose last matmul, and its sum over ranks, full recompute does not repeat.
 
     Only the residual addition reads its result, which no gradient needs. PyTorch's checkpoint without reentry stops
     at the last tensor that the backward pass reads (torch.utils.checkpoint.set_checkpoint_early_stop).

@@ -121,14 +121,14 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
     )
 
 
-# Bytes per score that Megatron-LM's unfused attention moves in 16 bit. Forward: the product writes 2, the fused scale,
-# mask and softmax reads and writes 4, dropout 4 and a mask of 1, the second product reads 2. Backward: 2 and 2 around
-# the second product, dropout 5, softmax 6, and the first product's two gradients read 2 each.
+# Bytes per score that Megatron-LM's unfused attention moves in 16 bit. Forward: the matmul writes 2, the fused scale,
+# mask and softmax reads and writes 4, dropout 4 and a mask of 1, the second matmul reads 2. Backward: 2 and 2 around
+# the second matmul, dropout 5, softmax 6, and the first matmul's two gradients read 2 each.
 _SCORE_BYTES = (13, 19)
 
 
 def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
-    """Two batched products over all keys, and the score matrix read and written by mask, softmax and dropout."""
+    """Two batched matmuls over all keys, and the score matrix read and written by mask, softmax and dropout."""
     efficiency = device.efficiency
     wide = recipe.wide
     rate = device.peak_flops(wide) * efficiency.gemm_share(wide)

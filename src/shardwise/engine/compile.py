@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.spec.strategy import Strategy
 
-# Functions of the models' modules that compute between their products.
+# Functions of the models' modules that compute between their matmuls.
 _BETWEEN_PRODUCTS = ("activation", "positioned", "expand")
 
 

@@ -46,7 +46,7 @@ def install(module: nn.Module, unfinished: Unfinished, sums: GradientSums) -> li
 
 
 class ParameterAllGather:
-    """``lent``: from memory that is used again and again."""
+    """``lent``: from memory that is reused."""
 
     def __init__(self, lent: bool) -> None:
         self.lent = lent

@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024): the momentum of a matrix, made orthogonal by five Newton-Schulz steps.
 
-Matrices of one shape go through the products together. A matrix that ZeRO-1 has cut into rows is gathered first, since
+Matrices of one shape go through the matmuls together. A matrix that ZeRO-1 has cut into rows is gathered first, since
 orthogonal is a property of the whole (Liu et al. 2025, arXiv 2502.16982, section 2.3); every rank then computes all.
 """
 

@@ -20,7 +20,7 @@ from shardwise.spec.model import Model
 class Patterns:
     """Roles of the modules of one family of networks.
 
-    ``regions`` take hidden states as their first argument and contain cut linear maps; ``columns`` are cut by their
+    ``regions`` take hidden states as their first argument and contain cut linear layers; ``columns`` are cut by their
     outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
     ``rows`` by their inputs. ``fused`` are columns that hold several maps one behind the other, as wide as the named
     attributes of the job's model are to each other. ``wide_norms`` are root-mean-square norms over the outputs of cut

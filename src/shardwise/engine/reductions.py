@@ -160,7 +160,7 @@ def _add_rows(output: torch.Tensor, rows: list[torch.Tensor]) -> None:
 
 
 class _Scratch:
-    """Memory for received pieces that is used again and again: fresh pages cost as much as the exchange."""
+    """Memory for received pieces that is reused: fresh pages cost as much as the exchange."""
 
     def __init__(self) -> None:
         self.free: list[torch.Tensor] = []

@@ -2,7 +2,7 @@
 
 PyTorch's own split (`torch.distributed.pipelining._backward`) asks autograd once for every group of weights: under
 recompute each question runs the layer again, all activations wait for W, and before 2.13 the gradients of a function
-with several outputs are mixed up. Here the products themselves are put off: the inputs of a linear map and the
+with several outputs are mixed up. Here the matmuls themselves are deferred: the inputs of a linear layer and the
 gradient of its outputs wait, everything else is free after I. What is no such product (norms, biases, a function
 that does not know of this) is computed in I, which is early but never wrong.
 """
@@ -40,7 +40,7 @@ def put_off() -> Iterator[Waiting]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Of forward passes inside no weight gradient is put off: a layer that is recomputed would keep all for it."""
+    """Of forward passes inside no weight gradient is deferred: a layer that is recomputed would keep all for it."""
     global _at_once
     before, _at_once = _at_once, True
     try:
@@ -55,7 +55,7 @@ def may_be_put_off() -> bool:
 
 
 def later(compute_now: Compute, *weights: Tensor) -> Sequence[Tensor | None]:
-    """For the backward of a function: the gradients of ``weights``, or Nones where they are put off.
+    """For the backward of a function: the gradients of ``weights``, or Nones where they are deferred.
 
     ``weights`` are the parameters themselves, not what `ctx.saved_tensors` gives back for them.
     """
@@ -72,7 +72,7 @@ def are_put_off() -> bool:
 
 @torch.no_grad()
 def compute(waiting: Waiting) -> None:
-    """Computes what was put off and adds it to the gradients, as autograd would have; the list is empty after."""
+    """Computes what was deferred and adds it to the gradients, as autograd would have; the list is empty after."""
     while waiting:
         weights, gradients_of = waiting.pop(0)  # each frees what it needed before the next begins
         for weight, gradient in zip(weights, gradients_of()):
@@ -83,11 +83,11 @@ def compute(waiting: Waiting) -> None:
 
 
 class Deferrable(TorchFunctionMode):
-    """Forward passes inside use linear maps whose weight gradients can be put off.
+    """Forward passes inside use linear layers whose weight gradients can be deferred.
 
     Also to be entered around backward passes: a layer that is recomputed there has to do what it did before. Such a
     pass begins at a `GradientEdge`; begun at a tensor, it would be one call of a function that modes do not enter.
-    ``exempt`` are modules whose own ``weight`` is never put off.
+    ``exempt`` are modules whose own ``weight`` is never deferred.
     """
 
     def __init__(self, exempt: Iterable[nn.Module] = ()) -> None:

@@ -124,7 +124,7 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
 
 
 def unfused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
-    """The same by plain products: the scores of all pairs of tokens exist, and their softmax is kept."""
+    """The same by plain matmuls: the scores of all pairs of tokens exist, and their softmax is kept."""
     return _attended_from(query, key, value, arguments, 0)
 
 

@@ -58,9 +58,9 @@ def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor
     return product + owned @ biases
 
 
-# -- grouped product -------------------------------------------------------------------------------
+# -- grouped matmul -------------------------------------------------------------------------------
 #
-# One matrix product for each group of rows, all in one call, without the host knowing the sizes of the groups.
+# One matmul for each group of rows, all in one call, without the host knowing the sizes of the groups.
 #
 # In bf16 it is torch's own, which the compiler knows. In other formats torch computes it but refuses to compile it,
 # and its backward refuses a gradient that a broadcast has made: a small operator of our own stands in.

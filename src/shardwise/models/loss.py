@@ -103,7 +103,7 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a product to an fp32 ``total``; on a GPU in one pass, without rounding the product first."""
+    """Adds a matmul to an fp32 ``total``; on a GPU in one pass, without rounding it first."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     elif left.is_cuda:

@@ -80,9 +80,9 @@ class MLP(nn.Module):
 
 # -- project ---------------------------------------------------------------------------------------
 #
-# Several linear maps of the same hidden states, as one replaceable call.
+# Several linear layers of the same hidden states, as one replaceable call.
 #
-# Who knows more than a single device does (that the inputs can be fetched again, that one large product beats three
+# Who knows more than a single device does (that the inputs can be fetched again, that one large matmul beats three
 # small ones) puts another function of this signature in its place.
 
 

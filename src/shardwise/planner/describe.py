@@ -164,6 +164,6 @@ def _unusual(spec: Any, *said: str) -> list[str]:
 
 
 def peak_words(job: Job) -> str:
-    """The peak that utilisation is measured against: that of the data type of the matrix products."""
+    """The peak that utilisation is measured against: that of the data type of the matmuls."""
     data_type = job.training.recipe.compute
     return f"the {data_type} peak, {readable_flops(job.cluster.device.peak_flops(data_type))}/s a device"

@@ -15,9 +15,9 @@ GENERIC_GEMM = FrozenMapping({"fp32": 0.80, "fp16": 0.60, "bf16": 0.60, "fp8": 0
 class Efficiency(Spec):
     """One description per device; `calibrate` replaces it by a measured one.
 
-    ``gemm`` is the share of the peak that matrix products sustain in a long step, per data type;
+    ``gemm`` is the share of the peak that matmuls sustain in a long step, per data type;
     ``gemm_rolloff`` the inner dimension at which half of it is left. ``operand_traffic`` is the share of the
-    operands' bytes that is not hidden under the product. ``attention_*`` are shares of the 16-bit peak that a
+    operands' bytes that is not hidden under the matmul. ``attention_*`` are shares of the 16-bit peak that a
     fused kernel of the newest class reaches; ``older_attention`` is what the class before it reaches of that. A score
     costs ``score_flops`` besides its products (its exponential): on CPUs much, where heads are narrow.
     ``exchange`` is the share of a link's bandwidth that an all-to-all of expert tokens reaches;

@@ -18,13 +18,13 @@ class Stack(Spec):
     """What a training framework does by itself: kernels it fuses, what it overlaps, in which format it reduces.
 
     ``overlap`` is what a job on this stack hides unless its strategy says otherwise. ``tp_overlap`` tells how:
-    "decomposed" cuts the product into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
-    ``tp_gradients`` says whether the collectives of a split product's backward pass run "beside" the one of its two
+    "decomposed" cuts the matmul into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
+    ``tp_gradients`` says whether the collectives of a split matmul's backward pass run "beside" the one of its two
     products that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
 
-    ``full_recompute`` repeats a "whole" layer, or "as needed" only what the backward pass reads, which its last product
+    ``full_recompute`` repeats a "whole" layer, or "as needed" only what the backward pass reads, which its last matmul
     is not.
 
     What it keeps in memory: ``loss`` is a cross entropy split over the vocabulary ("parallel"), the same on an fp32

@@ -72,7 +72,7 @@ def _ragged(s: Strategy, m: Model) -> bool:
 
 
 def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
-    """torch's grouped product: "strides should be multiple of 16 bytes"."""
+    """torch's grouped matmul: "strides should be multiple of 16 bytes"."""
     if m.moe is None:
         return False
     elements = 4 if t.precision == "fp32" else 8
@@ -129,7 +129,7 @@ TECHNIQUES: dict[str, Uses] = {
     "tp": lambda s, t, m: s.tp > 1,
     "sp": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 1),
     "tp-plain": lambda s, t, m: (s.tp > 1) & (s.sequence_parallel == 0),
-    "tp-overlap": lambda s, t, m: (s.tp > 1) & (s.overlap.tp == 1),  # under the products that need it
+    "tp-overlap": lambda s, t, m: (s.tp > 1) & (s.overlap.tp == 1),  # under the matmuls that need it
     "repeated-kv-heads": lambda s, t, m: (s.tp > m.key_value_heads) & (m.mla is None),
     # context
     "cp-ring": _context("ring"),

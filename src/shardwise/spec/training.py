@@ -21,7 +21,7 @@ class Recipe:
     """Bytes per parameter and per activation element of a precision recipe."""
 
     name: str
-    compute: str  # data type of the matrix products
+    compute: str  # data type of the matmuls
     weight: float  # the weights the model computes with or casts from
     copies: float  # extra low-precision copies of the weights that stay in memory
     gradient: float

@@ -37,7 +37,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     region = job.microbatch_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
     again = fully_recomputed_share(job, contents)
-    # DeepSeek-V3 dispatches in the 8-bit format that the expert's first product reads; combining stays in 16 bit.
+    # DeepSeek-V3 dispatches in the 8-bit format that the expert's first matmul reads; combining stays in 16 bit.
     narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
     sizes = {Role.DISPATCH: narrow, Role.COMBINE: recipe.communication}
     traffics = []

@@ -59,7 +59,7 @@ def _joined(job: Job) -> bool:
 
 
 def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
-    """Collectives around the split products of the layers."""
+    """Collectives around the split matmuls of the layers."""
     blocks, again = _blocks(job, contents), fully_recomputed_share(job, contents)
     reading = _reading_hidden_states(job, contents)
     inputs = tuple(number * (1 + again) for number in reading)
@@ -135,7 +135,7 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
 
 @dataclass(frozen=True)
 class _Line:
-    """A collective of every block, and the pass of the split product that it can run beside.
+    """A collective of every block, and the pass of the split matmul that it can run beside.
 
     ``times``: how often it runs for a microbatch, in the dense and in the mixture-of-experts layers; ``once``: the same
     without what recompute repeats.
@@ -150,16 +150,16 @@ class _Line:
 
     @property
     def independent(self) -> bool:
-        """Whether that product neither makes nor reads what is sent."""
+        """Whether that matmul neither makes nor reads what is sent."""
         return self.payload.role in (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 
 
 def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Products) -> Traffic:
-    """A line of which nothing hides but what fits beside its product.
+    """A line of which nothing hides but what fits beside its matmul.
 
-    Megatron-LM starts the collectives that the next product does not depend on before it, and waits for them after
+    Megatron-LM starts the collectives that the next matmul does not depend on before it, and waits for them after
     (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication); TransformerEngine and nanotron too.
-    The others hide only where the product is cut into tp pieces, of which one has nothing to run under (Wang et al.
+    The others hide only where the matmul is cut into tp pieces, of which one has nothing to run under (Wang et al.
     2022).
     """
     strategy = job.strategy
@@ -178,7 +178,7 @@ def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Pr
 
 
 class _Products:
-    """Seconds of the split products of a rank's layers, by how they are split."""
+    """Seconds of the split matmuls of a rank's layers, by how they are split."""
 
     def __init__(self, job: Job, contents: RankContents) -> None:
         device, recipe, shape = job.cluster.device, job.training.recipe, layer_shape(job)
@@ -191,7 +191,7 @@ class _Products:
             self._layers.append(by_split)
 
     def share_beside(self, line: _Line, seconds: float) -> float:
-        """Share of the line's collectives, of the given length, that fits beside their products."""
+        """Share of the line's collectives, of the given length, that fits beside their matmuls."""
         fitting = 0.0
         for times, by_split in zip(line.times, self._layers):
             shares = [min(1.0, getattr(one, line.beside) / seconds) for one in by_split[line.split]]

@@ -217,7 +217,7 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
 
 
 def _alternate_products_bytes(job: Job) -> float:
-    """TorchTitan's op-level recompute: the layer's input, every second product's output, attention's output.
+    """TorchTitan's op-level recompute: the layer's input, every second matmul's output, attention's output.
 
     Kept of seven products: query, value, gate (or up) and down; key, output and the second wide one run again
     (torchtitan distributed/activation_checkpoint.py). Nothing reads the output of down in the backward pass: a

@@ -160,7 +160,7 @@ def _layer_bytes(job: Job, moe: bool) -> float:
     model, strategy, element = job.model, job.strategy, job.training.recipe.activation
     tokens, tp = job.microbatch_tokens, job.strategy.tp
     region = tokens / tp if strategy.sequence_parallel else tokens
-    # Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last product and
+    # Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last matmul and
     # its gradient have been exchanged for each other.
     more = 4 if model.gated else 1
     wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp

@@ -72,7 +72,7 @@ def _chunks(run: Run) -> list[Cells]:
 
 
 def _precision(run: Run) -> list[Cells]:
-    """The width of the products is printed; what gradients accumulate in, and what FP8 scales by, may not be."""
+    """The width of the matmuls is printed; what gradients accumulate in, and what FP8 scales by, may not be."""
     name = run.job.training.precision
     if name in ("fp16", "bf16", "bf16-fp32-grads"):
         return _each("precision", "bf16, bf16 grad", "bf16, fp32 grad")  # fp16 costs what bf16 does

@@ -35,7 +35,7 @@ class Source:
     vocab: int = 32_000
     context_method: str = "ring"
     machines: Mapping[str, str] = field(default_factory=dict)  # clusters in place of a device's usual one
-    stages_by_cost: bool = False  # a pipeline stage ends with the layer that passes its share of the products
+    stages_by_cost: bool = False  # a pipeline stage ends with the layer that passes its share of the matmuls
     memory: Literal["as printed", "reserved, first rank"] = "as printed"  # what a figure of memory counts
     variants: tuple[Variant, ...] = ()
 

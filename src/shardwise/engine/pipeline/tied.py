@@ -31,7 +31,7 @@ class TiedEnds:
 
     @property
     def borrowers(self) -> tuple[nn.Module, ...]:
-        """The head that has no parameter of its own. Its gradient is never put off: the first stage reduces it."""
+        """The head that has no parameter of its own. Its gradient is never deferred: the first stage reduces it."""
         return (self.head,) if self.embedding and self.head else ()
 
     def follow(self) -> None:

@@ -34,7 +34,7 @@ _COSTLY = (
 
 
 def every_second_product(layer: nn.Module) -> Function:
-    """The layer's forward pass, which keeps its input and every second product but the last."""
+    """The layer's forward pass, which keeps its input and every second matmul but the last."""
     last = sum(isinstance(one, nn.Linear) for one in layer.modules()) - 1
     return _keeping(layer.forward, lambda number, shape: number % 2 == 0 and number < last)
 

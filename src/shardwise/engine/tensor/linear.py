@@ -1,4 +1,4 @@
-"""Linear maps cut over the ranks; they keep their names, so that a module which uses them does not notice."""
+"""Linear layers cut over the ranks; they keep their names, so that a module which uses them does not notice."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardwise.layout.sharding import kv_copies, part_held
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Also Hugging Face's ``Conv1D``, a linear map whose weight is [inputs, outputs]."""
+    """Also Hugging Face's ``Conv1D``, a linear layer whose weight is [inputs, outputs]."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def sizes(linear: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear map."""
+    """Inputs and outputs of a linear layer."""
     outputs, inputs = linear.weight.shape if isinstance(linear, nn.Linear) else linear.weight.shape[::-1]
     return inputs, outputs
 
@@ -63,7 +63,7 @@ def keep_runs(module: nn.Module, name: str, dimension: int, runs: Sequence[tuple
 
 
 class RowLinear(nn.Module):
-    """A linear map that holds the weights of its own inputs: products are summed over the ranks, then the bias added.
+    """A linear layer that holds the weights of its own inputs: products are summed over the ranks, then the bias added.
 
     Under sequence parallelism each rank adds the bias to its own tokens, so that the bias's gradient is partial.
     """

@@ -8,7 +8,7 @@
 | scatter: reduce-scatter along the sequence | gather |
 | join the last dimension | own part: what follows is the same on every rank |
 
-A column-parallel product needs nothing after it, a row-parallel one nothing before it.
+A column-parallel matmul needs nothing after it, a row-parallel one nothing before it.
 """
 
 from __future__ import annotations

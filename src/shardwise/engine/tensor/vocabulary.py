@@ -75,7 +75,7 @@ class CutEmbedding(nn.Module):
 
 
 class CutHead(nn.Module):
-    """The head, for who asks for logits: all of them, on every rank. Training goes through `cut_loss` instead."""
+    """The head for callers that want logits: all of them, on every rank. Training goes through `cut_loss` instead."""
 
     def __init__(self, head: nn.Linear, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """What Megatron-LM's selective recomputation recomputes, in the operators that are priced here.
 
 Megatron-LM's ``transformer_layer.py`` recomputes a norm where it is a module of its own: Transformer Engine fuses the
-norm before attention into the product after it unless attention is latent, and that before a dense MLP. ``experts.py``
+norm before attention into the matmul after it unless attention is latent, and that before a dense MLP. ``experts.py``
 recomputes the activation function of routed experts and of nothing else. ``transformer_config.py`` refuses both with
 the delayed scaling of FP8, and says that ``core_attn`` is of no use where attention is fused.
 """

@@ -57,13 +57,13 @@ class Calibration:
     far_off: tuple[FarOff, ...] = ()
 
 
-def calibrate(asked: Request, tell: Callable[[str], None]) -> Calibration:
-    """``tell`` hears what is measured next."""
+def calibrate(asked: Request, report: Callable[[str], None]) -> Calibration:
+    """Calls ``report`` with what is measured next."""
     cluster, residuals, slow = asked.cluster, list[Residual](), list[FarOff]()
     with _ranks(asked) as (ranks, network):
         hosts = hosts_of(ranks)
         if "device" in asked.parts:
-            tell(f"device: products, attention, memory and steps on {cluster.devices} at once")
+            report(f"device: matmuls, attention, memory and steps on {cluster.devices} at once")
             samples = ranks.run(measure_device, asked.device, asked.threads)
             device, found = _device(asked, samples)
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
@@ -71,15 +71,15 @@ def calibrate(asked: Request, tell: Callable[[str], None]) -> Calibration:
             if samples[0].host_copies:
                 cluster = replace(cluster, host_link=_host_link(samples))
         if "links" in asked.parts and cluster.devices > 1:
-            links = _measured_links(asked, ranks, network, tell)
+            links = _measured_links(asked, ranks, network, report)
             cluster, found = _with_links(asked, cluster, links)
             residuals += found
             slow += [one for index, level in enumerate(cluster.levels) if level.width > 1
                      for one in far_off_links(links[0].of_ranks, index, level.name, hosts)]  # fmt: skip
-            tell("overlap: products beside an all-reduce")
+            report("overlap: matmuls during an all-reduce")
             cluster = _with_overlap(cluster, max(ranks.run(measure_overlap, asked.device, asked.threads)))
         if "storage" in asked.parts and cluster.storage:
-            tell(f"storage: the disk of {asked.folder}")
+            report(f"storage: the disk of {asked.folder}")
             cluster = with_storage(cluster, ranks.run(measure_disk, asked.folder), hosts)
     source = _provenance(asked, hosts, residuals, slow)
     return Calibration(replace(cluster, name=_name(asked), source=source), tuple(residuals), tuple(slow))
@@ -120,20 +120,22 @@ class _Links:
     delay: float = 0.0
 
 
-def _measured_links(asked: Request, ranks: Ranks, network: Network | None, tell: Callable[[str], None]) -> list[_Links]:
+def _measured_links(
+    asked: Request, ranks: Ranks, network: Network | None, report: Callable[[str], None]
+) -> list[_Links]:
     widths = tuple(level.width for level in asked.cluster.levels)
 
     def measured() -> Sequence[Sequence[LinkSample]]:
         return ranks.run(measure_links, widths, asked.device, asked.threads)
 
     if network is None:
-        tell("links: collectives of every level")
+        report("links: collectives of every level")
         return [_Links(measured())]
     found, wire = [], network.emulation
     for times in _DELAYS if wire.delay else (1.0,):
         delay = times * wire.delay
         network.reshape(delay=delay)
-        tell(f"links: collectives of every level, {readable_seconds(delay)} one way")
+        report(f"links: collectives of every level, {readable_seconds(delay)} one way")
         found.append(_Links(measured(), wire.rate, delay))
     return found
 

@@ -121,7 +121,7 @@ def _claim(engine: Engine, memory: MemoryLog) -> None:
     memory.claim("weights", (local(one.parameter) for one in engine.parameters))
 
     def accumulated(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:  # else its gradient was put off
+        if parameter.grad is not None:  # else its gradient was deferred
             memory.claim("gradients", [local(parameter.grad)])
 
     for one in engine.parameters:
