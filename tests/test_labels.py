@@ -1,9 +1,10 @@
-"""Words are for people: to reword every description moves no price, no memory, no rank of a plan and no comparison, and
-no code of the packages that decide reads a description."""
+"""Words are for people: to reword every description moves no price, no memory, no rank of a plan and no comparison.
+
+That no code of the packages that decide reads a description is one of the rules in `source_rules`.
+"""
 
 from __future__ import annotations
 
-import ast
 import functools
 import sys
 from collections.abc import Iterator
@@ -33,9 +34,6 @@ from shardwise.spec.stack import Stack
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 DESCRIPTIONS: tuple[type[Enum], ...] = (Role, Phase, Share, SavedRole, OperatorRole, MatrixRole)
 HOST = {"host_link": {"bandwidth": 1e9, "latency": 1e-6}}
-
-
-# -- rewording -------------------------------------------------------------------------------------------
 
 
 def forget() -> None:
@@ -115,90 +113,3 @@ def test_rewording_moves_no_rank_of_a_plan(reworded: Any) -> None:
     before = planned()
     reworded()
     assert planned() == before
-
-
-# -- searching -------------------------------------------------------------------------------------------
-
-DECIDE = ("cost", "layout", "pipeline", "planner", "measure", "report")
-_PARSING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit"}
-_FOR_PEOPLE = {"what", "words", "subject", "title"}
-# Text that is not ours, or that a user typed: where it comes in.
-FOREIGN_TEXT = {
-    "cost/validation": "published tables",
-    "planner/constraints.py": "options of the command line",
-    "planner/what_if.py": "options of the command line",
-    "measure/calibrate": "names of clusters and processors",
-    "measure/deviation.py": "names of parameters",
-    "measure/doctor": "the operating system's answers",
-    "measure/dryrun/collectives.py": "names of PyTorch's operators",
-    "measure/verify.py": "/proc/meminfo",
-    "report/tables.py": "text that is folded to a width",
-    "report/page.py": "text that is cut into lines",
-    "report/collectives_picture.py": "a figure without its zeros",
-}
-
-
-def parsed_labels(source: str) -> list[str]:
-    """Where a module takes text apart, or compares the words of a description."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            method, owner = node.func.attr, node.func.value
-            library = isinstance(owner, ast.Name) and owner.id in ("np", "torch", "numpy")
-            regular = isinstance(owner, ast.Name) and owner.id == "re"
-            if regular or (method in _PARSING and not library):
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            described = any(isinstance(one, ast.Attribute) and one.attr in _FOR_PEOPLE for one in sides)
-            if described and any(_has_text(one) for one in sides):
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
-
-
-def _has_text(node: ast.AST) -> bool:
-    if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        return any(map(_has_text, node.elts))
-    named = isinstance(node, ast.Name) and node.id.isupper()
-    return named or isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def test_no_code_that_decides_takes_a_label_apart() -> None:
-    found = {}
-    for package in DECIDE:
-        for path in sorted((SOURCE / package).rglob("*.py")):
-            name = path.relative_to(SOURCE).as_posix()
-            excused = any(name.startswith(foreign) for foreign in FOREIGN_TEXT)
-            if not excused and (lines := parsed_labels(path.read_text(encoding="utf-8"))):
-                found[name] = lines
-    assert found == {}
-
-
-def test_what_may_read_text_still_does() -> None:
-    """A place that no longer reads text of others leaves the list."""
-    for name in FOREIGN_TEXT:
-        paths = [SOURCE / name] if name.endswith(".py") else sorted((SOURCE / name).rglob("*.py"))
-        assert any(parsed_labels(path.read_text(encoding="utf-8")) for path in paths), name
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'traffic.what.endswith("forward")',
-        'traffic.what in ("input gradients, backward", "saved inputs, backward")',
-        "traffic.what in _NOT_DECOMPOSED".replace("_NOT_DECOMPOSED", "NOT_DECOMPOSED"),
-        '"gradients" not in traffic.what',
-        'name, _, stage = one.name.partition(" of stage ")',
-        "re.fullmatch(pattern, name)",
-        'line.what == "loss"',
-    ],
-)
-def test_the_search_finds_what_it_looks_for(source: str) -> None:
-    assert parsed_labels(source)
-
-
-@pytest.mark.parametrize(
-    "source", ["traffic.payload.role is Role.LOSS", "np.split(array, 2)", 'f"{one.what}, hidden"', "one.what == what"]
-)
-def test_the_search_leaves_fields_alone(source: str) -> None:
-    assert parsed_labels(source) == []

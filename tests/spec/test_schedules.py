@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-import shardwise
 from shardwise.pipeline import ActionKind, bubble_is_exact, bubble_seconds, build, peak_chunks_in_flight
 from shardwise.pipeline.builders.one_f_one_b import one_f_one_b
 from shardwise.spec import schedules
@@ -91,43 +86,3 @@ def test_what_a_job_may_name() -> None:
         Strategy(pp=2, schedule="sequential")
     with pytest.raises(SpecError, match="schedule: 'zb-h3' is not a pipeline schedule; did you mean"):
         Strategy(pp=2, schedule="zb-h3")
-
-
-# -- nobody asks for names ---------------------------------------------------------------------------
-
-SOURCE = Path(shardwise.__file__).parent
-NAMES = {one.name for one in schedule_records()}
-QUOTED = re.compile("[\"'](" + "|".join(map(re.escape, NAMES)) + ")[\"']")
-# The table; what builds each; what other people call them.
-DATA = ("spec/schedules.py", "pipeline/builders/", "interop/frameworks/", "cost/validation/")
-
-
-def _constants(node: ast.AST) -> Iterator[str]:
-    return (one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str))
-
-
-def _asked(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Schedule names in comparisons, in patterns, and as the beginnings or ends of a text."""
-    for node in ast.walk(tree):
-        ends = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        ends = ends and node.func.attr in ("startswith", "endswith", "removeprefix", "removesuffix")
-        if isinstance(node, ast.Compare | ast.MatchValue) or ends:
-            yield from ((node.lineno, name) for name in _constants(node) if name in NAMES)
-
-
-def test_no_condition_has_the_name_of_a_schedule() -> None:
-    found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        place, text = path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8")
-        if not QUOTED.search(text):
-            continue
-        tree = ast.parse(text)
-        found += [f"{place}:{line}: {name}" for line, name in _asked(tree)]
-        if not place.startswith(DATA):
-            found += [f"{place}: {name}" for name in _constants(tree) if name in NAMES]
-    assert found == [], "ask the record of the schedule (`spec.schedules`)"
-
-
-def test_the_search_for_names_finds_them() -> None:
-    code = 'a == "zbv"\nb in ("1f1b", "gpipe")\nmatch c:\n    case "v-min":\n        pass\nd.startswith("dualpipe")'
-    assert {name for _, name in _asked(ast.parse(code))} == {"zbv", "1f1b", "gpipe", "v-min", "dualpipe"}

@@ -1,0 +1,220 @@
+"""What the source may not do: each rule searches one module, which is read and parsed once for all of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+from shardwise.spec.schedules import schedule_records
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "shardwise"
+MOST_LINES = 500
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module by its place in the package, such as ``cost/network.py``."""
+
+    name: str
+    text: str
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(self.text)))
+
+    @property
+    def package(self) -> str:
+        """The package it is in; "" for the modules of the root, which only hand on."""
+        return self.name.partition("/")[0] if "/" in self.name else ""
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    return tuple(
+        Module(path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted(SOURCE.rglob("*.py"))
+    )
+
+
+# -- imports point downwards ---------------------------------------------------------------------------
+
+
+@cache
+def packages() -> dict[str, bool]:
+    """The packages that `docs/architecture.md` lists, lowest first, and whether each may import torch."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("## Packages")[2].partition("\n## ")[0]
+    return {name: torch == "yes" for name, torch in re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", table, re.MULTILINE)}
+
+
+def imported(module: Module) -> Iterator[str]:
+    """The dotted name of everything that any import statement names, wherever it stands."""
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = ("shardwise", *module.name.split("/")[:-1])
+                base = ".".join([*here[: len(here) - node.level + 1], *([base] if base else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imports_from_above(module: Module) -> Iterator[str]:
+    """Each package imports only itself and what stands before it; torch belongs to some."""
+    order, package = list(packages()), module.package
+    for name in sorted(set(imported(module))):
+        top, _, rest = name.partition(".")
+        other = rest.partition(".")[0]
+        if top == "torch" and not packages().get(package):
+            yield f"{name} ({package or 'the root'} does without torch)"
+        if top == "shardwise" and package and other in order and order.index(other) > order.index(package):
+            yield f"{name} ({package} stands below {other})"
+
+
+# -- labels are fields -----------------------------------------------------------------------------------
+
+DECIDE = ("cost", "layout", "pipeline", "planner", "measure", "report")
+_PARSING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split", "rsplit"}
+_FOR_PEOPLE = {"what", "words", "subject", "title"}
+# Text that is not ours, or that a user typed: where it comes in.
+FOREIGN_TEXT = {
+    "cost/validation": "published tables",
+    "planner/constraints.py": "options of the command line",
+    "planner/what_if.py": "options of the command line",
+    "measure/calibrate": "names of clusters and processors",
+    "measure/deviation.py": "names of parameters",
+    "measure/doctor": "the operating system's answers",
+    "measure/dryrun/collectives.py": "names of PyTorch's operators",
+    "measure/verify.py": "/proc/meminfo",
+    "report/tables.py": "text that is folded to a width",
+    "report/page.py": "text that is cut into lines",
+    "report/collectives_picture.py": "a figure without its zeros",
+    "report/validation.py": "a figure and its unit",
+}
+
+
+def parsed_labels(module: Module) -> Iterator[str]:
+    """Where a module takes text apart, or compares the words of a description."""
+    for node in module.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            method, owner = node.func.attr, node.func.value
+            library = isinstance(owner, ast.Name) and owner.id in ("np", "torch", "numpy")
+            regular = isinstance(owner, ast.Name) and owner.id == "re"
+            if regular or (method in _PARSING and not library):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            described = any(isinstance(one, ast.Attribute) and one.attr in _FOR_PEOPLE for one in sides)
+            if described and any(_has_text(one) for one in sides):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def _has_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(map(_has_text, node.elts))
+    named = isinstance(node, ast.Name) and node.id.isupper()
+    return named or isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def labels_taken_apart(module: Module) -> Iterator[str]:
+    """In the packages that decide, which read no text but that of others."""
+    if module.package in DECIDE and not module.name.startswith(tuple(FOREIGN_TEXT)):
+        yield from parsed_labels(module)
+
+
+# -- rank arithmetic is in `layout` ----------------------------------------------------------------------
+
+# These number ranks of their own: the steps of an algorithm, the order of actions, the placement a schedule is made of.
+OWN_NUMBERS = ("layout/", "collectives/", "pipeline/builders/", "spec/schedules.py")
+
+
+def is_rank(node: ast.AST) -> bool:
+    """Whether an expression stands for the number of a rank, by its name."""
+    while isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)):
+        node = node.left
+    if isinstance(node, ast.Subscript):
+        return ast.unparse(node.value).rpartition(".")[2] in ("members", "ranks")
+    if not isinstance(node, (ast.Name, ast.Attribute, ast.Call)):
+        return False
+    owner, _, name = ast.unparse(node).removesuffix("()").rpartition(".")
+    return (name.endswith("rank") and name != "per_rank") or (owner, name) == ("rank", "number")
+
+
+def is_mirror(node: ast.BinOp) -> bool:
+    """Whether a rank is counted from the other end: p - 1 - rank."""
+    end = ast.unparse(node.left)
+    return is_rank(node.right) and (end.endswith(" - 1") or end == "last")
+
+
+def rank_arithmetic(module: Module) -> Iterator[str]:
+    if module.name.startswith(OWN_NUMBERS):
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.BinOp):
+            divided = isinstance(node.op, (ast.FloorDiv, ast.Mod)) and is_rank(node.left)
+            if divided or (isinstance(node.op, ast.Sub) and is_mirror(node)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.AugAssign):
+            if isinstance(node.op, (ast.FloorDiv, ast.Mod)) and is_rank(node.target):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] == "stride":
+            yield ast.unparse(node)  # of a dimension; a tensor's has no arguments
+
+
+# -- what a schedule is like is asked of its record -------------------------------------------------------
+
+NAMES = {one.name for one in schedule_records()}
+QUOTED = re.compile("[\"'](" + "|".join(map(re.escape, NAMES)) + ")[\"']")
+# The table; what builds each; what other people call them.
+SCHEDULE_DATA = ("spec/schedules.py", "pipeline/builders/", "interop/frameworks/", "cost/validation/")
+
+
+def _constants(*nodes: ast.AST) -> Iterator[str]:
+    return (one.value for one in nodes if isinstance(one, ast.Constant) and isinstance(one.value, str))
+
+
+def schedule_names_asked(module: Module) -> Iterator[str]:
+    """Schedule names in comparisons, in patterns and as the beginnings or ends of a text; any at all but in data."""
+    if not QUOTED.search(module.text):
+        return
+    for node in module.nodes:
+        ends = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        ends = ends and node.func.attr in ("startswith", "endswith", "removeprefix", "removesuffix")
+        if isinstance(node, ast.Compare | ast.MatchValue) or ends:
+            yield from (f"line {node.lineno}: {name}" for name in _constants(*ast.walk(node)) if name in NAMES)
+    if not module.name.startswith(SCHEDULE_DATA):
+        yield from (name for name in _constants(*module.nodes) if name in NAMES)
+
+
+# -- and the rest ----------------------------------------------------------------------------------------
+
+
+def too_long(module: Module) -> Iterator[str]:
+    """A module can be read in one sitting."""
+    if (lines := len(module.text.splitlines())) > MOST_LINES:
+        yield f"{lines} lines"
+
+
+def says_nothing(module: Module) -> Iterator[str]:
+    """Its first line says what it knows."""
+    tree = module.nodes[0]
+    assert isinstance(tree, ast.Module)
+    if tree.body and not ast.get_docstring(tree):
+        yield "has no docstring"
+
+
+RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
+    imports_from_above,
+    labels_taken_apart,
+    rank_arithmetic,
+    schedule_names_asked,
+    too_long,
+    says_nothing,
+)
