@@ -1,4 +1,4 @@
-"""`calibrate`: this machine as a cluster to plan with; the stages of a profiled run cut again."""
+"""`calibrate`: this machine as a cluster to plan with; the stages of a profiled run rebalanced."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CalibrationResult(Result):
 
 @dataclass(frozen=True)
 class RecutResult(Result):
-    """A profiled run's pipeline, cut again; ``path`` holds the new job."""
+    """A profiled run's pipeline, rebalanced; ``path`` holds the new job."""
 
     found: Recut
     path: Path
@@ -97,11 +97,11 @@ def calibrate(
     emulate: str | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     only: str | Sequence[str] | None = None,
-    tell: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> CalibrationResult:
     """Measures this machine, or the hosts that torchrun has started this on, and writes a cluster file to plan with.
 
-    ``only`` some of device, links and storage. ``tell`` is called with what is measured next.
+    ``only`` some of device, links and storage. ``on_progress`` is called with what is measured next.
     """
     require_packages("calibrate", "torch")
     here = started()
@@ -121,14 +121,14 @@ def calibrate(
     known = _cluster(cluster, processes, kind, emulation) if here is None else started_cluster(cluster, kind, here)
     threads = max(1, (os.cpu_count() or 1) // (known.devices if here is None else here.ranks_per_host))
     request = measured.Request(known, kind, threads, path.resolve().parent, emulation, _parts(only), here)
-    found = measured.calibrate(request, tell or (lambda text: None))
+    found = measured.calibrate(request, on_progress or (lambda text: None))
     if writes:
         path.write_text(dump_yaml(_rounded(found.cluster.to_dict())), encoding="utf-8")
     return CalibrationResult(found, known, path, writes)
 
 
 def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -> RecutResult:
-    """The times of stages, layers and ranks of a profiled run as a job whose stages are cut again."""
+    """The job of a profiled run with its stages rebalanced by the measured times of stages, layers and ranks."""
     require_packages("calibrate", "torch")
     from shardwise.measure import recut as measured
     from shardwise.measure.compare.run import profiled_run
@@ -175,11 +175,11 @@ def _cluster(name: str | None, processes: int | str | None, device: str, emulati
 
 
 def started_cluster(name: str | None, device: str, here: Started) -> Cluster:
-    """What the hosts are by name, which has to fit the ranks on them; of CPUs a name is not needed."""
+    """The named cluster, which must match the ranks on the hosts; CPUs need no name."""
     if name is None and device == "cpu":
         return cpu_hosts(here.hosts, here.ranks_per_host)
     name = _require_name(name)
-    if here.hosts == 1:  # a part of a node will do
+    if here.hosts == 1:  # part of a node is enough
         return named_cluster(name).with_devices(here.world)
     cluster = cluster_of_ranks(name, here.world)
     if cluster.node_devices != here.ranks_per_host:
@@ -208,7 +208,7 @@ def _parts(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _rounded(data: Any) -> Any:
-    """Measured numbers with the digits that mean something."""
+    """Measured numbers with their significant digits."""
     if isinstance(data, dict):
         return {name: _rounded(value) for name, value in data.items()}
     if isinstance(data, list):

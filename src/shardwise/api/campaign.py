@@ -1,4 +1,4 @@
-"""What is given of a whole run (tokens, price, failures), and the campaign that makes of a job."""
+"""The inputs of a whole run (tokens, price, failures), and the campaign of a job with them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CampaignArguments:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a user says of the whole run; None is left to the job."""
+    """What the user specifies of the whole run; None is left to the job."""
 
     tokens: float
     price: float | None
@@ -98,7 +98,7 @@ def campaign_of(given: CampaignArguments, job: Job, predicted_seconds: float) ->
             storage=where,
             currency=terms.currency,
         )
-        if run.interval < step:  # nobody saves in the middle of a step
+        if run.interval < step:  # checkpoints are saved between steps
             run = replace(run, checkpoint_interval=step)
     except SpecError as error:
         raise error.under("training") from None

@@ -1,4 +1,4 @@
-"""`compare`: a profiled run beside its prediction, part by part, with the likely cause."""
+"""`compare`: a profiled run against its prediction, part by part, with likely causes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACE = "timeline.json"
 
 @dataclass(frozen=True)
 class ComparisonResult(Result):
-    """A run's profiled steps beside their prediction; ``trace`` is the file with both timelines."""
+    """A run's profiled steps against their prediction; ``trace`` is the file with both timelines."""
 
     found: Comparison
     trace: Path

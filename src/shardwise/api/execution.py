@@ -30,7 +30,7 @@ from shardwise.training.metrics.lines import RunSummary
 from shardwise.training.run_folder import RunFolder
 
 GRACE = "30s"
-Told = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,22 @@ def train(
     emulate: str | None = None,
     profile: str | None = None,
     debug: bool = False,
-    tell: Told | None = None,
+    on_progress: OnProgress | None = None,
     **keywords: Unpack[JobKeywords],
 ) -> TrainingResult:
-    """Prices the job, starts one process per device, trains, and starts again after a failure.
+    """Prices the job, starts one process per device, trains, and restarts after a failure.
 
     What it keeps is in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A run
-    that fails is a result with ``ok`` False, not an error. ``tell`` is called with notes and with what happens.
+    that fails is a result with ``ok`` False, not an error. ``on_progress`` is called with notes and with what happens.
     """
-    say = tell or (lambda text: None)
+    report = on_progress or (lambda text: None)
     ready = ready_run(
         job_arguments(job, keywords), steps=steps, run_folder=run_folder, data=data, go_on=go_on, emulate=emulate,
-        profile=profile, note=say,
+        profile=profile, note=report,
     )  # fmt: skip
 
     def tell_event(event: Event) -> None:
-        say(f"{event.kind}: {event.text}")
+        report(f"{event.kind}: {event.text}")
 
     return trained(ready, lambda launch: launch.supervised(tell_event), grace=grace, debug=debug)
 
@@ -121,10 +121,10 @@ class ReadyRun:
     checked: Preflight
     named_model: Any
     go_on: bool
-    note: Told
+    note: OnProgress
 
     def finished_step(self, *, here: bool = True) -> int | None:
-        """Makes the folder ready to begin or to resume; or, where all steps are done, the last of them."""
+        """Prepares the folder to begin or to resume; returns the last step if all are done."""
         for note in require_same_run(self.job, self.folder, go_on=self.go_on):
             self.note(note)
         step = finished_at(self.job, self.folder)
@@ -154,7 +154,7 @@ def ready_run(
     emulate: str | None = None,
     profile: str | None = None,
     here: bool = True,
-    note: Told,
+    note: OnProgress,
 ) -> ReadyRun:
     """The job with its run complete, checked and placed; what it leaves open is tried, unless it runs elsewhere."""
     fields: dict[str, Any] = {} if steps is None else {"steps": whole(steps, "--steps")}
@@ -215,7 +215,7 @@ def _weights_left(named: Any, job: Job) -> list[str]:
     return [f"weights are random; --set run.start_from={named} begins with those in the folder"]
 
 
-def _check_emulation(job: Job, *, here: bool, note: Told) -> None:
+def _check_emulation(job: Job, *, here: bool, note: OnProgress) -> None:
     from shardwise.launch.emulate.network import require_emulation
 
     emulation = job.run.emulate
@@ -228,7 +228,7 @@ def _check_emulation(job: Job, *, here: bool, note: Told) -> None:
         note(f"{there}: the prediction is not for {emulation}")
 
 
-def _placed(job: Job, given: JobArguments, *, go_on: bool, note: Told) -> Job:
+def _placed(job: Job, given: JobArguments, *, go_on: bool, note: OnProgress) -> Job:
     """The job in its folder; a default folder never belongs to a different job."""
     if job.run.folder is not None:
         return job

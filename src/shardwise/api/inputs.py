@@ -98,7 +98,7 @@ def planning_job(
 
 
 def _not_taken(arguments: JobArguments) -> list[str]:
-    """A note for what flags say of the strategy though a plan has it from the stack."""
+    """A note on strategy flags that a plan takes from the stack instead."""
     paths = (path for path in arguments.overrides if path.startswith(("strategy.overlap", "strategy.dispatch")))
     return [f"{path} is not taken: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
 
@@ -116,7 +116,7 @@ def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _own_way(fields: dict[str, Any], framework: str) -> list[str]:
-    """Gives ``fields`` the stack and precision of the framework where they say none; says so. Refuses another's."""
+    """Gives ``fields`` the framework's stack and precision unless set, with a note; rejects another framework's."""
     from shardwise.interop.frameworks import TARGETS, own_stack
 
     one, notes = TARGETS[framework], []

@@ -30,7 +30,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.mixed import parse_mixed
 from shardwise.spec.units import parse
 
-Told = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ def plan(
     restart_seconds: Size | None = None,
     top: int | str = 8,
     unfolded: bool = False,
-    tell: Told | None = None,
+    on_progress: OnProgress | None = None,
     **keywords: Unpack[JobKeywords],
 ) -> PlanResult:
     """The best way to split a training job: ``plan(model="llama3-8b", cluster="dgx-h100:2", global_batch=512)``.
 
     Keywords of the strategy bound the search: ``tp=8``, ``tp="2,4,8"``, ``pp="1..16"``. The others are those of the
-    command; ``offload`` is True or kinds (always), False (never) or None (if nothing else fits). ``tell`` is called
-    with what is being done. Raises DoesNotFit where nothing fits.
+    command; ``offload`` is True or kinds (always), False (never) or None (if nothing else fits). ``on_progress`` gets
+    what is being done. Raises DoesNotFit if nothing fits.
     """
     asked, bounds = bounded(job_arguments(job, keywords))
     if isinstance(asked.cluster, str) and parse_mixed(asked.cluster) is not None:
@@ -183,21 +183,21 @@ def plan(
     for change in questions.what_if:
         changed(wanted.cluster, change)
     shown_rows = whole(top, "--top")
-    found = _searched(request, chosen, tell)
-    if tell is not None:
-        tell("explaining")
+    found = _searched(request, chosen, on_progress)
+    if on_progress is not None:
+        on_progress("explaining")
     answered = answer(found, questions, notes, lambda best: campaign_of(run, best.job, best.step_seconds))
     return PlanResult(answered, shown_rows, unfolded)
 
 
-def _searched(request: Request, framework: str | None, tell: Told | None) -> Plan:
+def _searched(request: Request, framework: str | None, on_progress: OnProgress | None) -> Plan:
     if framework is not None:
         found = plan_for(request, framework)
         return planner.required(found, request if isinstance(found, Plan) else request_for(request, framework))
 
     def show(priced: int) -> None:
-        if tell is not None:
-            tell(f"searching: {priced:,} strategies priced")
+        if on_progress is not None:
+            on_progress(f"searching: {priced:,} strategies priced")
 
     return planner.required(planner.plan(request, show), request)
 

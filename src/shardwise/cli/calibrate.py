@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
             emulate=parsed.emulate,
             device=parsed.device,
             only=parsed.only,
-            tell=lambda text: status.update(f"Measuring {text}"),
+            on_progress=lambda text: status.update(f"Measuring {text}"),
         )
     if found.is_written:
         show(parsed, lambda: found.page, found.to_dict)

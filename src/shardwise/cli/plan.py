@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
             pareto=parsed.pareto,
             top=parsed.top,
             unfolded=parsed.all,
-            tell=progress.say,
+            on_progress=progress.say,
             **campaign_keywords(parsed),
         )
     if output is not None:

@@ -1,6 +1,6 @@
 """Where in a step a rank is: which pass, which stage, which layer.
 
-Told by hooks on the modules for the forward pass and on the tensors between them for the backward pass.
+Tracked by hooks on the modules for the forward pass and on the tensors between them for the backward pass.
 """
 
 from __future__ import annotations
