@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from shardwise.planner.request import Request
-from shardwise.planner.search import search
+from shardwise.planner.search.search import search
 from shardwise.spec.job import Job
 from shardwise.spec.training import Training
 

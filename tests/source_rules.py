@@ -87,7 +87,7 @@ _FOR_PEOPLE = {"what", "words", "subject", "title"}
 FOREIGN_TEXT = {
     "cost/validation": "published tables",
     "planner/constraints.py": "options of the command line",
-    "planner/what_if.py": "options of the command line",
+    "planner/advice/what_if.py": "options of the command line",
     "measure/calibrate": "names of clusters and processors",
     "measure/deviation.py": "names of parameters",
     "measure/doctor": "the operating system's answers",

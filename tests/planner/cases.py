@@ -13,7 +13,7 @@ from cost.jobs import CLUSTERS
 from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.planner.constraints import Allowed, Constraints, allowed
 from shardwise.planner.request import Request
-from shardwise.planner.supported import findings_of
+from shardwise.planner.search.supported import findings_of
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.cases import MODELS, NETWORKS, job_of, within
-from planner.test_cells import priced
+from planner.search.test_cells import priced
 from planner.test_offers import EXCLUDED, TEXTS, has, matters
 from shardwise.planner.constraints import (
     OFFLOADS,
@@ -19,9 +19,9 @@ from shardwise.planner.constraints import (
     parse_constraints,
     shown_value,
 )
-from shardwise.planner.masks import Mask
 from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
+from shardwise.planner.search.masks import Mask
 from shardwise.spec.errors import SpecError
 
 

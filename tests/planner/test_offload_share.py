@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.cost.memory.device import peak_memory
-from shardwise.planner.offload_share import STEPS, smallest_offload
+from shardwise.planner.automatic import STEPS, smallest_offload
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 

@@ -11,13 +11,12 @@ import pytest
 
 from planner.cases import MODELS, job_of, within
 from shardwise.cost.validation.residuals import noise_of, residuals
+from shardwise.planner.advice.explanation import explain
+from shardwise.planner.advice.why_not import difference_words
 from shardwise.planner.candidate import Candidate, candidate, complexity
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.explanation import explain
-from shardwise.planner.plan import Plan, plan
-from shardwise.planner.ranking import ranked, said_by_a_framework
+from shardwise.planner.plan import Plan, plan, ranked, said_by_a_framework
 from shardwise.planner.request import Request
-from shardwise.planner.why_not import difference_words
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Offload, Overlap, Strategy
 

@@ -13,7 +13,7 @@ from shardwise.api.inputs import job_from
 from shardwise.api.results import Result, Rows
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.verdict import Change
-from shardwise.planner.assessment import Assessment, assess
+from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.report.analysis_json import analysis_data, dimension_data
 from shardwise.report.analysis_text import analysis_page
 from shardwise.report.page import Page

@@ -12,15 +12,15 @@ from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_
 from shardwise.api.inputs import planning_job, whole
 from shardwise.api.results import Result, Rows
 from shardwise.planner import plan as planner
-from shardwise.planner.answer import PlanAnswer, Questions, answer
+from shardwise.planner.advice.answer import PlanAnswer, Questions, answer
+from shardwise.planner.advice.frameworks import check_framework, plan_for, request_for
+from shardwise.planner.advice.what_if import changed
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.constraints import FIELDS, Allowed, Constraints, allowed, parse_constraints
-from shardwise.planner.frameworks import check_framework, plan_for, request_for
-from shardwise.planner.mixed import MixedPlan
+from shardwise.planner.mixed.plan import MixedPlan
 from shardwise.planner.plan import Plan
 from shardwise.planner.request import Request
-from shardwise.planner.supported import model_note
-from shardwise.planner.what_if import changed
+from shardwise.planner.search.supported import model_note
 from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.report.page import Page
 from shardwise.report.plan_json import candidate_data, family_data, plan_data, ranked_data
@@ -213,7 +213,7 @@ def plan_mixed(
     **keywords: Unpack[JobKeywords],
 ) -> MixedPlanResult:
     """The plan for several kinds of nodes, such as ``cluster="dgx-h100:1+dgx-a100:1"``; it is priced only."""
-    from shardwise.planner.mixed import plan_mixed as plan_kinds
+    from shardwise.planner.mixed.plan import plan_mixed as plan_kinds
 
     asked, bounds = bounded(job_arguments(job, keywords))
     mixed = None if asked.cluster is None else parse_mixed(asked.cluster)

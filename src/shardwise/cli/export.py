@@ -9,8 +9,8 @@ from pathlib import Path
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.interop.frameworks import TARGETS, Exported, target
+from shardwise.planner.advice.exported import PricedExport, priced_export
 from shardwise.planner.candidate import Candidate
-from shardwise.planner.exported import PricedExport, priced_export
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import readable_bytes, readable_seconds
 

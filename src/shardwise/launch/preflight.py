@@ -16,9 +16,9 @@ from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Failure
+from shardwise.planner.advice.remedy import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
-from shardwise.planner.remedy import what_would_fit
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job

@@ -19,8 +19,7 @@ from shardwise.measure.compare.stragglers import rank_slowness
 from shardwise.pipeline import Place, StageTimes, stage_times
 from shardwise.pipeline.steady import simulated_pipeline
 from shardwise.planner.candidate import candidate
-from shardwise.planner.pieces import Piece, Pieces, pieces_of, room_for_pieces
-from shardwise.planner.stages import divisions, fits
+from shardwise.planner.search.stages import Piece, Pieces, divisions, fits, pieces_of, room_for_pieces
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts

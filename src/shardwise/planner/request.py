@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.cost.memory.room import Room, room_of
 from shardwise.planner.constraints import Constraints, has
-from shardwise.planner.deadline import THOROUGH_SECONDS, USUAL_SECONDS, Deadline
-from shardwise.planner.space import Space
-from shardwise.planner.supported import offers_priced, require_offered
+from shardwise.planner.search.deadline import THOROUGH_SECONDS, USUAL_SECONDS, Deadline
+from shardwise.planner.search.space import Space
+from shardwise.planner.search.supported import offers_priced, require_offered
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job

@@ -10,7 +10,7 @@ from shardwise.cost.flops import CONVENTIONS
 from shardwise.cost.step_parts import COMMUNICATION
 from shardwise.cost.traffic import Traffic
 from shardwise.cost.verdict import Change
-from shardwise.planner.assessment import Assessment
+from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import change_words
 from shardwise.report.campaign import campaign_data
 from shardwise.report.memory_timeline import memory_over_time_data

@@ -10,7 +10,7 @@ from shardwise.cost.scaling import ScalingRow
 from shardwise.cost.step_parts import COMMUNICATION, STEP_PARTS
 from shardwise.cost.traffic import Traffic
 from shardwise.layout.mesh import RankPlace
-from shardwise.planner.assessment import Assessment
+from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import less_communication_words
 from shardwise.report.campaign import campaign_pieces
 from shardwise.report.console import bar, spoken, table

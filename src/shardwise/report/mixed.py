@@ -7,8 +7,8 @@ from typing import Any
 
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.mixed import MixedPlan
-from shardwise.planner.mixed_step import KindPart, MixedStep
+from shardwise.planner.mixed.plan import MixedPlan
+from shardwise.planner.mixed.step import KindPart, MixedStep
 from shardwise.report.console import table
 from shardwise.report.page import Line, Page
 from shardwise.report.tables import FittedTable

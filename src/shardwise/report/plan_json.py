@@ -6,15 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.cost.validation.residuals import error_bar
-from shardwise.planner.answer import PlanAnswer
+from shardwise.planner.advice.answer import PlanAnswer
+from shardwise.planner.advice.explanation import Explanation
+from shardwise.planner.advice.what_if import WhatIf
+from shardwise.planner.advice.why_not import NotRun, WhyNot
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.explanation import Explanation
-from shardwise.planner.not_run import NotRun
-from shardwise.planner.plan import Family, Plan
-from shardwise.planner.ranking import Row
-from shardwise.planner.what_if import WhatIf
-from shardwise.planner.why_not import WhyNot
+from shardwise.planner.plan import Family, Plan, Row
 from shardwise.report.campaign import campaign_data
 from shardwise.report.runners import runner_data
 

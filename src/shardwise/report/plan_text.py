@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shardwise.planner.answer import PlanAnswer
+from shardwise.planner.advice.answer import PlanAnswer
+from shardwise.planner.advice.why_not import NotRun, difference_words, largest_differences
 from shardwise.planner.candidate import PARTS, Candidate
 from shardwise.planner.describe import (
     offload_words,
@@ -16,12 +17,9 @@ from shardwise.planner.describe import (
     sharding_words,
     strategy_words,
 )
-from shardwise.planner.not_run import NotRun
-from shardwise.planner.plan import Plan
-from shardwise.planner.ranking import GROUPS, Group, Row
+from shardwise.planner.plan import GROUPS, Group, Plan, Row
 from shardwise.planner.request import Request
-from shardwise.planner.search import Search
-from shardwise.planner.why_not import difference_words, largest_differences
+from shardwise.planner.search.search import Search
 from shardwise.report.analysis_text import collective_lines
 from shardwise.report.campaign import campaign_pieces
 from shardwise.report.console import bar, table

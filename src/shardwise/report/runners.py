@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shardwise.planner.advice.frameworks import FrameworkVerdict
+from shardwise.planner.advice.why_not import difference_words
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.frameworks import FrameworkVerdict
-from shardwise.planner.why_not import difference_words
 from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes, readable_seconds
 

@@ -9,7 +9,7 @@ from shardwise.cost.analysis import Analysis
 from shardwise.cost.sending_less import FasterJob, SendingLess
 from shardwise.cost.step_parts import COMMUNICATION
 from shardwise.cost.verdict import EXPOSED_LIMIT, Bottleneck, Cause
-from shardwise.planner.assessment import Assessment
+from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import change_words
 from shardwise.report.console import table
 from shardwise.report.tables import FittedTable

@@ -17,9 +17,8 @@ from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, room_of
 from shardwise.cost.validation.residuals import error_bar, residuals
 from shardwise.cost.verdict import fitting_change
-from shardwise.planner.automatic import decided
+from shardwise.planner.automatic import decided, smallest_offload
 from shardwise.planner.candidate import candidate
-from shardwise.planner.offload_share import smallest_offload
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.spec import presets

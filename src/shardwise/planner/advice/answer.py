@@ -1,0 +1,121 @@
+"""A plan with all that was asked about it: why it wins, why not another, what if, who can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.cost.analysis import analyze
+from shardwise.cost.campaign import Campaign
+from shardwise.cost.own_schedules import GradientTime, gradient_times
+from shardwise.cost.sending_less import SendingLess, sending_less
+from shardwise.cost.validation.residuals import ErrorBar, error_bar
+from shardwise.planner.advice.explanation import Explanation, explain, textbook
+from shardwise.planner.advice.frameworks import FrameworkVerdict, who_can_run
+from shardwise.planner.advice.what_if import Size, WhatIf, sizes, what_if
+from shardwise.planner.advice.why_not import NotRun, WhyNot, judged, not_run, wish
+from shardwise.planner.candidate import Candidate
+from shardwise.planner.constraints import Allowed
+from shardwise.planner.plan import Plan
+from shardwise.spec.units import readable_duration
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked besides the plan; ``why_not`` has each wish as it was written and as bounds."""
+
+    framework: str | None = None
+    why_not: tuple[tuple[str, Mapping[str, Allowed]], ...] = ()
+    what_if: tuple[str, ...] = ()
+    pareto: Literal["memory", "money"] | None = None
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """``plan`` has all that was simulated for an answer; ``notes`` are what was assumed or left out."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+    framework: str | None
+    explanation: Explanation
+    textbook: Candidate | None
+    runners: tuple[FrameworkVerdict, ...]
+    why_not: tuple[WhyNot, ...]
+    what_if: tuple[WhatIf, ...]
+    memory_front: tuple[Candidate, ...] | None
+    sizes: tuple[Size, ...] | None
+    not_run: NotRun | None
+    error_bar: ErrorBar
+    memory_error_high: float
+    gradient_times: tuple[GradientTime, ...]
+    sending_less: SendingLess | None
+    campaign: Campaign | None = None
+
+    @property
+    def predicted_seconds_low(self) -> float:
+        return self.plan.best.step_seconds * (1 + self.error_bar.time_low)
+
+    @property
+    def predicted_seconds_high(self) -> float:
+        return self.plan.best.step_seconds * (1 + self.error_bar.time_high)
+
+
+def answer(
+    found: Plan, asked: Questions, notes: Sequence[str], campaign: Callable[[Candidate], Campaign | None]
+) -> PlanAnswer:
+    """``campaign`` makes the whole run of the best."""
+    # What is simulated to answer a question may be the best of its kind: all tables are about all that is known.
+    deadline, left_out = found.request.deadline, []
+    wishes = []
+    for text, wanted in asked.why_not:
+        if deadline.leaves_out():
+            left_out.append(f"--why-not {text}")
+        else:
+            wishes.append(wish(found, wanted))
+    rule = textbook(found.request)
+    found = found.joined([one for own in wishes for one in own.candidates])
+    if rule is not None and found.request.allows(rule.job.strategy):
+        found = found.joined([rule])
+    best = found.best
+    front = found.front if asked.pareto == "memory" else None
+    sized = sizes(found) if asked.pareto == "money" else None
+    explanation, runners = explain(found), who_can_run(found, near=asked.framework is None)
+    others = []
+    for change in asked.what_if:
+        if deadline.leaves_out():
+            left_out.append(f"--what-if {change}")
+        else:
+            others.append(what_if(found.request, change))
+    lacking = not_run(found)
+    return PlanAnswer(
+        plan=found,
+        notes=(*notes, *_stopped_notes(found, left_out)),
+        framework=asked.framework,
+        explanation=explanation,
+        textbook=rule,
+        runners=runners,
+        why_not=tuple(judged(found, one) for one in wishes),
+        what_if=tuple(others),
+        memory_front=front,
+        sizes=sized,
+        not_run=lacking,
+        error_bar=error_bar(best.job),
+        memory_error_high=error_bar(found.request.job).memory_high,
+        gradient_times=tuple(gradient_times(analyze(best.job))),
+        sending_less=sending_less(best.job),
+        campaign=campaign(best),
+    )
+
+
+def _stopped_notes(found: Plan, left_out: list[str]) -> list[str]:
+    """Notes that a search, or a further question, was cut short."""
+    limit, priced = f"the time limit of {readable_duration(found.request.seconds)}", found.search.priced
+    notes = []
+    if found.search.was_stopped:
+        notes.append(f"stopped at {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)")
+    elif found.request.deadline.was_hit:
+        notes.append(f"some answers besides the plan were cut short by {limit} (--time-limit)")
+    if left_out:
+        notes.append(f"not answered within {limit}: {', '.join(left_out)}")
+    return notes

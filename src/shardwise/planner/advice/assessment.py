@@ -1,0 +1,99 @@
+"""One analysis with all that is said of it: error bar, bottleneck, what to change, storage, scaling, the whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.cost.analysis import Analysis
+from shardwise.cost.campaign import Campaign
+from shardwise.cost.own_schedules import GradientTime, gradient_times
+from shardwise.cost.scaling import ScalingRow, scaling_table
+from shardwise.cost.storage import StorageCost, checkpoint_bytes, data_rate, storage_costs
+from shardwise.cost.validation.residuals import ErrorBar, error_bar
+from shardwise.cost.verdict import Bottleneck, Change, best_change, bottleneck
+from shardwise.layout.mesh import RankPlace, rank_places
+from shardwise.planner.advice.remedy import what_would_fit
+from shardwise.spec.job import Job
+
+if TYPE_CHECKING:
+    from shardwise.cost.memory.timeline import MemoryOverTime
+
+SCALING_KINDS = ("strong", "weak")
+
+
+@dataclass(frozen=True)
+class StorageUse:
+    """What the job writes and reads, and how long each level of the cluster's storage takes for it."""
+
+    checkpoint_bytes: float
+    data_bytes_per_second: float
+    levels: tuple[StorageCost, ...]
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """``best_change`` is of a job that fits, ``what_would_fit`` of one that does not; the last four only if asked for.
+
+    ``predicted_seconds_low`` and ``high`` are the ends of the error bar.
+    """
+
+    analysis: Analysis
+    error_bar: ErrorBar
+    bottleneck: Bottleneck
+    best_change: Change | None
+    what_would_fit: str | None
+    gradient_times: tuple[GradientTime, ...]
+    storage: StorageUse
+    campaign: Campaign | None = None
+    scaling: dict[str, list[ScalingRow]] | None = None
+    ranks: list[RankPlace] | None = None
+    memory_over_time: MemoryOverTime | None = None
+
+    @property
+    def predicted_seconds_low(self) -> float:
+        return self.analysis.predicted_seconds * (1 + self.error_bar.time_low)
+
+    @property
+    def predicted_seconds_high(self) -> float:
+        return self.analysis.predicted_seconds * (1 + self.error_bar.time_high)
+
+    @property
+    def change_gain(self) -> float:
+        """The share of the time per token that the best change saves; 0 without one."""
+        if self.best_change is None:
+            return 0.0
+        analysis = self.analysis
+        return 1 - self.best_change.seconds_per_token * analysis.job.tokens_per_step / analysis.predicted_seconds
+
+
+def assess(
+    analysis: Analysis,
+    *,
+    campaign: Campaign | None = None,
+    scaling: bool = False,
+    ranks: bool = False,
+    over_time: bool = False,
+    advice: bool = True,
+) -> Assessment:
+    """``advice`` is what to change; it takes most of the time."""
+    job = analysis.job
+    return Assessment(
+        analysis,
+        error_bar(job),
+        bottleneck(analysis),
+        best_change(analysis) if advice and analysis.fits else None,
+        what_would_fit(job) if advice and not analysis.fits else None,
+        tuple(gradient_times(analysis)),
+        StorageUse(checkpoint_bytes(analysis), data_rate(analysis), tuple(storage_costs(analysis))),
+        campaign,
+        {kind: scaling_table(job, kind) for kind in SCALING_KINDS} if scaling else None,
+        rank_places(job) if ranks else None,
+        _memory_over_time(job) if over_time else None,
+    )
+
+
+def _memory_over_time(job: Job) -> MemoryOverTime:
+    from shardwise.cost.memory.timeline import memory_over_time
+
+    return memory_over_time(job)

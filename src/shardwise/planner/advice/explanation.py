@@ -1,0 +1,241 @@
+"""Why the first strategy wins, what would have to change for the second to win, and what a textbook would choose.
+
+A textbook fills the node with TP, then takes PP or ZeRO-3 across nodes until it fits, then DP; for mixtures of experts
+EP takes the place of TP (Narayanan et al. 2021, arXiv 2104.04473, section 3, takeaways 1 and 2; the rules of thumb
+of Megatron-LM's and TorchTitan's guides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.prediction import predict
+from shardwise.cost.validation.residuals import Noise
+from shardwise.planner.advice.why_not import TIE, largest_differences
+from shardwise.planner.candidate import Candidate, candidate
+from shardwise.planner.describe import strategy_words
+from shardwise.planner.plan import Group, Plan, why_behind
+from shardwise.planner.request import Request
+from shardwise.planner.search.space import plain_strategy
+from shardwise.planner.search.supported import findings_of
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.rules import divisors
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.units import readable_bytes
+
+_MOST = 16.0  # an unrealistic factor
+
+
+@dataclass(frozen=True)
+class Turning:
+    """A change of the machine or the batch that makes the second strategy as fast as the first."""
+
+    what: str
+    factor: float
+
+    def __str__(self) -> str:
+        return f"{self.what} × {self.factor:.3g}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The plan's first strategy against the next idea; ``within`` layouts take as long as the fastest, within noise."""
+
+    first: Candidate
+    second: Candidate | None
+    fastest: Candidate
+    within: int
+    noise: Noise
+    group: Group
+    differences: str
+    turnings: tuple[Turning, ...] | None  # None if there was no time to look for them
+
+    @property
+    def loss(self) -> float:
+        assert self.second is not None
+        return self.second.seconds_per_token / self.first.seconds_per_token - 1
+
+    def sentence(self) -> str:
+        """Why it is first, and where the next one loses."""
+        return f"{self._standing()} {self._next()}"
+
+    def _standing(self) -> str:
+        if self.within == 1:
+            return f"It is the only layout within noise ({self.noise.share:.1%}) of the fastest."
+        gap = self.fastest.seconds_per_token / self.first.seconds_per_token - 1
+        fastest = "itself" if self.fastest is self.first else f"{strategy_words(self.fastest.job.strategy)}"
+        margin = "" if abs(gap) < TIE else f", {gap:+.1%}"
+        return (
+            f"It is the simplest of {self.within} layouts within noise ({self.noise.share:.1%}) of the fastest "
+            f"({fastest}{margin})."
+        )
+
+    def _next(self) -> str:
+        if self.second is None:
+            return "No other layout fits."
+        text = f"The next, {strategy_words(self.second.job.strategy)}, "
+        if self.group == "within noise":
+            more = self.second.margin_bytes - self.first.margin_bytes
+            left = f"; it leaves {readable_bytes(more)} more" if more > 0 else ""
+            return f"{text}{_takes(self.loss)} ({self.differences}) and {why_behind(self.first, self.second)}{left}."
+        text += f"takes {self.loss:+.1%}: {self.differences}"
+        if self.turnings is None:
+            return f"{text}."
+        if not self.turnings:
+            return f"{text}; no link, device or batch up to {_MOST:g} times as fast or large would reverse that."
+        return f"{text}; it would win with {' or '.join(str(one) for one in self.turnings)}."
+
+
+def _takes(loss: float) -> str:
+    return "ties" if abs(loss) < TIE else f"takes {loss:+.1%}"
+
+
+def explain(found: Plan) -> Explanation:
+    """The plan's first strategy against the next that is another idea."""
+    first, second = found.best, next((row.best for row in found.rows[1:]), None)
+    within = sum(found.group_of(one) == "within noise" for one in found.layouts)
+    standing = (first, second, found.fastest, within, found.noise)
+    if second is None:
+        return Explanation(*standing, "slower", "", ())
+    group = found.group_of(second)
+    deadline = found.request.deadline.part()
+    turned = tuple(deadline.until(turnings(first, second))) if group == "slower" else ()
+    differences = largest_differences(first, second)
+    return Explanation(*standing, group, differences, None if deadline.was_hit else turned)
+
+
+def turnings(first: Candidate, second: Candidate) -> Iterator[Turning]:
+    """The smallest change of each link's speed, of the arithmetic or of the batch that makes the second win."""
+    for index, level in enumerate(first.job.cluster.levels):
+        if level.width > 1:
+            yield from _turning(first, second, f"{level.name} bandwidth", _with_link(index))
+    yield from _turning(first, second, "arithmetic", _with_arithmetic)
+    yield from _turning(first, second, "global batch", _with_batch, whole=True)
+
+
+Change = Callable[[Job, float], Job]
+
+
+def _turning(
+    first: Candidate, second: Candidate, what: str, change: Change, *, whole: bool = False
+) -> Iterator[Turning]:
+    def ahead(factor: float) -> bool:
+        """Whether the second is at least as fast with the change."""
+        try:
+            seconds = [_seconds_per_token(change(one.job, factor)) for one in (first, second)]
+        except SpecError:
+            return False
+        return seconds[1] <= seconds[0]
+
+    if ahead(1.0):
+        return  # the closed form sees it the other way round already: nothing to say
+    for direction in (1,) if whole else (1, -1):
+        factor = 1.0
+        while factor < _MOST:
+            factor *= 2
+            if ahead(factor**direction):
+                yield Turning(what, factor if whole else _refined(ahead, factor, direction))
+                break
+
+
+def _refined(ahead: Callable[[float], bool], factor: float, direction: int) -> float:
+    """The smallest factor between half of this one and itself, to a few percent."""
+    low, high = factor / 2, factor
+    for _ in range(5):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if ahead(middle**direction) else (middle, high)
+    return float(high**direction)
+
+
+def _seconds_per_token(job: Job) -> float:
+    return predict(job).step_seconds / job.tokens_per_step
+
+
+def _with_link(index: int) -> Change:
+    def change(job: Job, factor: float) -> Job:
+        level = job.cluster.levels[index]
+        faster = level.with_speed(level.bandwidth_per_direction * factor, level.wire_latency)
+        return job.unchecked(cluster=job.cluster.with_level(index, faster))
+
+    return change
+
+
+def _with_arithmetic(job: Job, factor: float) -> Job:
+    device = job.cluster.device
+    peak = {name: flops * factor for name, flops in device.peak.items()}
+    return job.unchecked(cluster=replace(job.cluster, device=replace(device, peak=peak)))
+
+
+def _with_batch(job: Job, factor: float) -> Job:
+    return replace(job, training=replace(job.training, global_batch=int(job.sequences * factor)))
+
+
+_RECOMPUTES = ("none", "selective", "full")
+
+
+def textbook(request: Request) -> Candidate | None:
+    """The better of the pipeline and the ZeRO-3 variant; None if neither fits."""
+    inner = _inside_the_node(request.job)
+    ways = (_by_pipeline(request, inner), _by_zero3(request, inner))
+    found = [_first_that_fits(request, options) for options in ways]
+    priced = [candidate(job) for job in found if job is not None]
+    return min(priced, key=lambda one: one.seconds_per_token, default=None)
+
+
+def _inside_the_node(job: Job) -> Strategy:
+    """As much of TP, or of EP for experts, as one node has room for."""
+    width = min(job.cluster.levels[0].width, job.cluster.devices)
+    model = job.model
+    plain = plain_strategy(job)
+    if model.moe:
+        ep = max(degree for degree in divisors(model.moe.experts) if degree <= width and width % degree == 0)
+        return replace(plain, ep=ep, expert_tp=1)
+    for tp in sorted(divisors(width), reverse=True):
+        try:
+            replace(job, strategy=replace(plain, tp=tp), training=replace(job.training, global_batch=None))
+            return replace(plain, tp=tp)
+        except SpecError:
+            continue
+    return plain
+
+
+def _by_pipeline(request: Request, inner: Strategy) -> Iterator[Strategy]:
+    """Ever longer pipelines with ZeRO-1, each without, with selective and with full recompute."""
+    layers, devices = request.job.model.layers, request.job.cluster.devices // inner.tp
+    for pp in (degree for degree in divisors(devices) if degree <= layers):
+        split = "even" if layers % pp == 0 else "balanced"
+        for recompute in _RECOMPUTES:
+            zero = int(devices > pp)  # one rank has nothing to divide
+            yield replace(inner, pp=pp, zero=zero, recompute=recompute, stage_layers=split)  # type: ignore[arg-type]
+
+
+def _by_zero3(request: Request, inner: Strategy) -> Iterator[Strategy]:
+    if request.job.cluster.devices == inner.tp:
+        return
+    for recompute in _RECOMPUTES:
+        yield replace(inner, zero=3, recompute=recompute, stage_layers="even")  # type: ignore[arg-type]
+
+
+def _first_that_fits(request: Request, strategies: Iterator[Strategy]) -> Job | None:
+    for strategy in strategies:
+        job = _job(request, strategy)
+        if job is None or findings_of(job, any_priced=request.any_priced):
+            continue
+        if peak_memory(job).total <= request.capacity_bytes:
+            return job
+    return None
+
+
+def _job(request: Request, strategy: Strategy) -> Job | None:
+    job, minimum = request.job, request.minimum_batch
+    try:
+        whole = job.unchecked(strategy=strategy, training=replace(job.training, global_batch=None))
+        completed = replace(whole, strategy=strategy)
+        multiple = completed.strategy.batch_multiple
+        batch = -(-minimum // multiple) * multiple if minimum is not None else job.training.global_batch
+        return replace(completed, training=replace(job.training, global_batch=batch))
+    except SpecError:
+        return None

@@ -1,0 +1,127 @@
+"""What another machine would buy: the same search on a changed cluster, or on fewer devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.planner.candidate import Candidate
+from shardwise.planner.plan import Plan, plan
+from shardwise.planner.request import Request
+from shardwise.planner.search.search import Search
+from shardwise.spec import presets, units
+from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.hardware import Cluster, Device, UnitsTaken
+
+_ALIASES = {"ib": "infiniband", "network": "infiniband"}
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change, and the plan with it."""
+
+    change: str
+    request: Request
+    found: Plan | Search
+
+
+def what_if(request: Request, change: str) -> WhatIf:
+    """``change``: "ib=800Gb/s", "memory=192GB", "nvlink-size=72", "device=b200", "sm-free"; several with commas."""
+    other = request.on(changed(request.job.cluster, change))
+    return WhatIf(change, other, plan(other))
+
+
+def changed(cluster: Cluster, change: str) -> Cluster:
+    """The cluster with all that ``change`` names, separated by commas."""
+    for part in change.split(","):
+        cluster = changed_cluster(cluster, part.strip())
+    return cluster
+
+
+def changed_cluster(cluster: Cluster, change: str) -> Cluster:
+    """The cluster with one thing changed; raises SpecError for what cannot be changed."""
+    name, equals, value = change.partition("=")
+    name = name.strip().lower()
+    if name == "sm-free" and not equals:
+        return replace(cluster, device=replace(cluster.device, units_taken=UnitsTaken()))
+    if not equals or not value.strip():
+        raise SpecError("--what-if", f"{shown(change)} is not NAME=VALUE", "write ib=800Gb/s, memory=192GB or sm-free")
+    if name == "memory":
+        return replace(cluster, device=replace(cluster.device, memory=units.parse(value, "bytes", "--what-if memory")))
+    if name == "device":
+        return replace(cluster, device=presets.resolve("device", Device, value.strip()))
+    if name == "host-memory":
+        return replace(cluster, host_memory=units.parse(value, "bytes", "--what-if host-memory"))
+    level, _, what = name.partition("-")
+    index = _level(cluster, level)
+    if what == "size":
+        return _with_domain(cluster, index, value)
+    if what not in ("", "latency"):
+        raise SpecError("--what-if", f"{shown(name)} cannot be changed", f"{level}, {level}-latency or {level}-size")
+    old = cluster.levels[index]
+    if what == "latency":
+        new = old.with_speed(old.bandwidth_per_direction, units.parse(value, "seconds", f"--what-if {name}"))
+    else:
+        new = old.with_speed(units.parse(value, "bytes/s", f"--what-if {name}"), old.wire_latency)
+    return cluster.with_level(index, new)
+
+
+def _level(cluster: Cluster, name: str) -> int:
+    names = [level.name for level in cluster.levels]
+    wanted = _ALIASES.get(name, name)
+    if wanted not in names and wanted == "infiniband":
+        wanted = names[-1]
+    if wanted not in names:
+        known = [*names, "memory", "device", "host-memory", "sm-free"]
+        raise SpecError("--what-if", f"{cluster.name} has no {shown(name)}", nearest_name(name, known) or known[0])
+    return names.index(wanted)
+
+
+def _with_domain(cluster: Cluster, index: int, value: str) -> Cluster:
+    """A level with another number of members, the next one with as many as keep the devices the same."""
+    if index + 1 >= len(cluster.levels):
+        raise SpecError("--what-if", f"{cluster.levels[index].name} is the outermost level", "give --cluster a size")
+    level, above = cluster.levels[index], cluster.levels[index + 1]
+    size = int(units.parse(value, "count", "--what-if size"))
+    if level.shape or above.shape:
+        raise SpecError("--what-if", "a torus has a shape, not a size", "give --cluster another shape")
+    members = level.width * above.width
+    if size < 1 or members % size:
+        raise SpecError("--what-if", f"{size} does not divide {members:,} devices", "choose a divisor")
+    wider = cluster.with_level(index, replace(level, size=size))
+    return wider.with_level(index + 1, replace(above, size=members // size))
+
+
+_MOST_SIZES = 5
+
+
+@dataclass(frozen=True)
+class Size:
+    """The fastest strategy on some of the devices."""
+
+    devices: int
+    best: Candidate
+
+    @property
+    def device_seconds_per_token(self) -> float:
+        """What money is proportional to."""
+        return self.devices * self.best.seconds_per_token
+
+
+def sizes(found: Plan) -> tuple[Size, ...]:
+    """All devices, half of them, a quarter, ... while something fits; those that cost no less are left out."""
+    result = [Size(found.request.job.cluster.devices, found.fastest)]
+    cluster = found.request.job.cluster
+    while len(result) < _MOST_SIZES and not found.request.deadline.leaves_out():
+        try:
+            cluster = cluster.with_devices(cluster.devices // 2)
+        except SpecError:
+            break
+        other = plan(found.request.on(cluster))
+        if not isinstance(other, Plan):
+            break
+        result.append(Size(cluster.devices, other.fastest))
+    front: list[Size] = []
+    for one in result:
+        if not front or one.device_seconds_per_token < front[-1].device_seconds_per_token:
+            front.append(one)
+    return tuple(front)

@@ -1,0 +1,179 @@
+"""Why not another strategy: what rules it out, or by how much it loses; and what a feature costs that we do not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.planner.advice.missing import what_is_missing
+from shardwise.planner.candidate import PARTS, Candidate
+from shardwise.planner.constraints import Allowed, has
+from shardwise.planner.describe import strategy_words
+from shardwise.planner.plan import Plan, plan
+from shardwise.planner.request import Request
+from shardwise.planner.search.search import Found, Search, search
+from shardwise.planner.search.supported import findings_of
+from shardwise.spec.errors import SpecError
+from shardwise.spec.schedules import schedule_records
+from shardwise.spec.support import Finding
+from shardwise.spec.units import readable_bytes
+
+TIE = 0.0005  # what prints as 0.0%
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """``verdict``: "does not divide", "not supported", "does not fit", "within noise", "slower" or "the plan itself".
+
+    ``best`` is the best strategy with these values that could be priced at all.
+    """
+
+    wanted: str
+    verdict: str
+    reason: str
+    best: Candidate | None = None
+    loss: float | None = None  # by how much its time per token is longer
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Strategies with certain values, searched by themselves: what was found, or why nothing can be."""
+
+    words: str
+    wanted: Mapping[str, Allowed]
+    request: Request
+    found: Plan | Search | None
+    problem: str = ""
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self.found.candidates if isinstance(self.found, Plan) else ()
+
+    def holds_for(self, one: Candidate) -> bool:
+        strategy = one.job.strategy
+        return all(has(strategy, name, values, idle=False) for name, values in self.wanted.items())
+
+
+def wish(found: Plan, wanted: Mapping[str, Allowed]) -> Wish:
+    """The search for strategies with the ``wanted`` values; what it simulates belongs to the plan (`Plan.joined`)."""
+    words = ", ".join(f"{name} {one}" for name, one in wanted.items())
+    request = found.request
+    try:
+        constraints = request.constraints.with_allowed(wanted)
+    except SpecError as error:
+        return Wish(words, wanted, request, None, f"{error.problem}: the request rules it out")
+    # Offload as the plan may: a wish is not to be saved by what the plan did not need.
+    offload = request.offload if request.offload is not None else found.best.job.strategy.offload.any
+    restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
+    return Wish(words, wanted, restricted, plan(restricted))
+
+
+def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
+    """What keeps strategies with the ``wanted`` values from being the plan."""
+    asked = wish(found, wanted)
+    return judged(found.joined(asked.candidates), asked)
+
+
+def judged(found: Plan, asked: Wish) -> WhyNot:
+    """The answer to a wish whose strategies are among those of the plan."""
+    if isinstance(asked.found, Plan):
+        own = {one.job for one in asked.candidates}
+        best = next(one for one in found.candidates if one.job in own or asked.holds_for(one))
+        return _behind(asked.words, found, best)
+    if asked.found is None:
+        return WhyNot(asked.words, "does not divide", asked.problem)
+    return _ruled_out(asked.words, asked.found, asked.request)
+
+
+def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
+    if not other.wanted:
+        problem, remedy = what_is_missing(other, request)
+        return WhyNot(words, "does not divide", f"{problem}; {remedy}" if remedy else problem)
+    if other.least_memory is None:
+        free = plan(replace(request, any_priced=True, memory_bytes=None))
+        example = free.best if isinstance(free, Plan) else None
+        findings = findings_of(example.job) if example else []
+        reason = findings[0].reason if findings else "this project's engine does not run it"
+        return WhyNot(words, "not supported", reason, example)
+    least = other.least_memory
+    need, there = readable_bytes(least.memory_bytes), readable_bytes(request.capacity_bytes)
+    reason = f"needs at least {need} per device ({strategy_words(least.strategy())}), a plan may use up to {there}"
+    return WhyNot(words, "does not fit", reason)
+
+
+def _behind(words: str, found: Plan, other: Candidate) -> WhyNot:
+    first = found.best
+    loss = other.seconds_per_token / first.seconds_per_token - 1
+    if other is first:
+        return WhyNot(words, "the plan itself", "that is what the plan does", other, 0.0)
+    verdict = "slower" if found.group_of(other) == "slower" else "within noise"
+    return WhyNot(words, verdict, largest_differences(first, other), other, loss)
+
+
+def largest_differences(first: Candidate, other: Candidate) -> str:
+    """In which parts of the step the other loses and gains, per token, as shares of the first's step."""
+    scale = first.job.tokens_per_step / other.job.tokens_per_step
+    whole = first.step_seconds
+    deltas = {part: (other.parts[part] * scale - first.parts[part]) / whole for part in PARTS}
+    ordered = sorted(deltas.items(), key=lambda item: -abs(item[1]))
+    shown = [f"{part} {delta:+.1%}" for part, delta in ordered if abs(delta) >= TIE][:4]
+    return ", ".join(shown) or "no part differs by 0.1%"
+
+
+def difference_words(loss: float) -> str:
+    """How much longer something takes: "+1.3%", or "ties" for what would print as 0.0%."""
+    return "ties" if abs(loss) < TIE else f"{loss:+.1%}"
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A strategy that this project's engine does not run and that is faster than all it runs by more than noise."""
+
+    best: Candidate
+    findings: tuple[Finding, ...]
+
+    @property
+    def lacks(self) -> str:
+        """What stands in its way, in the words of the support matrix."""
+        return " and ".join(" with ".join(one.techniques) for one in self.findings)
+
+
+def not_run(found: Plan) -> NotRun | None:
+    """The first that `--any` would list, where it gains more than noise; None if nothing does."""
+    request = found.request
+    if request.offers_priced or request.deadline.leaves_out() or not _may_gain(found):
+        return None
+    other = plan(replace(request, any_priced=True))
+    if not isinstance(other, Plan):
+        return None
+    limit = found.fastest.seconds_per_token / (1 + found.noise.share)
+    for row in other.rows:
+        findings = tuple(findings_of(row.best.job))
+        if findings and row.best.seconds_per_token < limit:
+            return NotRun(row.best, findings)
+    return None
+
+
+def _may_gain(found: Plan) -> bool:
+    """Whether the tables see something not run that is faster than all that is by more than noise."""
+    fastest = min(one.seconds_per_sequence for one in found.search.best)
+    return any(one.seconds_per_sequence * (1 + found.noise.share) < fastest for one in _seen(found))
+
+
+def _seen(found: Plan) -> Iterator[Found]:
+    if found.search.best_not_run is not None:
+        yield found.search.best_not_run
+    if found.request.job.model.moe:
+        yield from _with_hidden_exchange(found.request)
+
+
+def _with_hidden_exchange(request: Request) -> list[Found]:
+    """The best of the schedules that hide the exchange of experts under another microbatch, in an engine that can."""
+    hiding = tuple(one.name for one in schedule_records() if one.hides_exchange)
+    try:
+        constraints = request.constraints.with_allowed({"schedule": Allowed(hiding)})
+    except SpecError:
+        return []
+    wider = replace(request, constraints=constraints, any_priced=True)
+    space, capacity = wider.space(offload=False), request.capacity_bytes
+    return search(space, memory_bytes=capacity, any_priced=True, kept=1, deadline=request.deadline.part()).best

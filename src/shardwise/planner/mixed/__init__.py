@@ -1,0 +1,1 @@
+"""Clusters of several kinds of nodes: their strategies, their step, their plan."""

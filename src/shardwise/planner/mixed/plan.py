@@ -1,0 +1,249 @@
+"""A plan for a cluster of several kinds of nodes: priced only, this project's engine does not run it yet.
+
+Layers go to the stages of every kind by its speed and its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from shardwise.cost.memory.device import memory_of_rank
+from shardwise.cost.memory.in_flight import microbatches_in_flight
+from shardwise.layout.stages import stages_of_rank
+from shardwise.pipeline import Place
+from shardwise.planner.candidate import Candidate, complexity
+from shardwise.planner.constraints import Constraints
+from shardwise.planner.mixed.space import MixedRequest, MixedSpace, estimated
+from shardwise.planner.mixed.step import Arrangement, MixedStep, mixed_step
+from shardwise.planner.plan import Plan, plan
+from shardwise.planner.request import Request
+from shardwise.planner.search.deadline import USUAL_SECONDS, Deadline
+from shardwise.planner.search.stages import Pieces, divisions, pieces_of, room_for_pieces
+from shardwise.planner.search.supported import require_offered
+from shardwise.spec.errors import DoesNotFit, SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.mixed import MixedCluster, parse_mixed
+from shardwise.spec.model import Model
+from shardwise.spec.stack import Stack, default_stack
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+from shardwise.spec.units import readable_bytes
+
+_SIMULATED = 200_000  # passes, in which neighbours of one division are tried
+_MOST_TRIED = 48
+_GAIN = 1e-4
+
+
+def divided(request: MixedRequest, arrangement: Arrangement, pieces: dict[int, Pieces]) -> list[Arrangement]:
+    """The arrangement with layers per stage by the speed and the memory of each kind, where that fits."""
+    ranks = range(arrangement.strategy.pp)
+    own = _in_one_measure(arrangement, pieces)
+    speeds = _speeds(arrangement, pieces)
+    rooms = [_room(request, arrangement, own, rank) for rank in ranks]
+    places = [
+        Place(speeds[kind], max(1.0, rooms[rank]), microbatches_in_flight(arrangement.job, rank))
+        for rank, kind in enumerate(arrangement.kind_of_rank)
+    ]
+    ways = [arrangement.with_strategy(stage_layers=counts) for counts in divisions(arrangement.job, own, places)]
+    return [way for way in ways if fits_kinds(request, way)]
+
+
+def _speeds(arrangement: Arrangement, pieces: dict[int, Pieces]) -> dict[int, float]:
+    """Of each kind, beside the first stage's."""
+    first = pieces[arrangement.kinds[0]].mean_layer.seconds
+    return {kind: first / own.mean_layer.seconds for kind, own in pieces.items()}
+
+
+def _in_one_measure(arrangement: Arrangement, pieces: dict[int, Pieces]) -> Pieces:
+    """The pieces in seconds of the first kind; the head is as slow as it is on the kind that has it."""
+    last = arrangement.kind_of_rank[arrangement.head_rank]
+    sharded = pieces_of(arrangement.joined(arrangement.kinds[0]), timed=pieces[arrangement.kinds[0]])
+    seconds = pieces[last].head.seconds * _speeds(arrangement, pieces)[last]
+    return replace(sharded, head=replace(sharded.head, seconds=seconds))
+
+
+def _room(request: MixedRequest, arrangement: Arrangement, pieces: Pieces, rank: int) -> float:
+    kind = arrangement.kind_of_rank[rank]
+    return room_for_pieces(arrangement.on(kind), pieces, rank, request.capacity_bytes(kind))
+
+
+def fits_kinds(request: MixedRequest, arrangement: Arrangement) -> bool:
+    """Whether every stage in the middle has a layer, and every device holds what its rank puts there."""
+    counts = arrangement.strategy.stage_layers
+    if not isinstance(counts, tuple) or 0 in counts[1:-1] or min(counts) < 0:
+        return False
+    return all(
+        memory_of_rank(arrangement.on(kind), rank).total <= request.capacity_bytes(kind)
+        for rank, kind in enumerate(arrangement.kind_of_rank)
+    )
+
+
+def polished(request: MixedRequest, step: MixedStep) -> MixedStep:
+    """The step with single layers moved while that helps.
+
+    The partitioner makes the slowest stage as fast as can be. Of the divisions with the same slowest stage the best is
+    one with short stages beside it: two that are equally slow also wait for each other's messages.
+    """
+    arrangement = step.arrangement
+    passes = arrangement.job.microbatches * arrangement.strategy.stages
+    left = min(_MOST_TRIED, _SIMULATED // passes)
+    moves = _moves(step)
+    while left > 0 and (move := next(moves, None)) is not None:
+        way = _moved(step.arrangement, *move)
+        if not fits_kinds(request, way):
+            continue
+        left -= 1
+        other = mixed_step(way)
+        if other.step_seconds < step.step_seconds * (1 - _GAIN):
+            step, moves = other, _moves(other)
+    return step
+
+
+def _moves(step: MixedStep) -> Iterator[tuple[int, int]]:
+    """From a stage of one of the slowest ranks to one of the fastest."""
+    job = step.arrangement.job
+    by_time = sorted(range(job.strategy.pp), key=lambda rank: -step.ranks[rank].microbatch_seconds)
+    for slow, fast in product(by_time[:3], by_time[:-4:-1]):
+        if by_time.index(slow) < by_time.index(fast):
+            yield from product(stages_of_rank(job, slow), stages_of_rank(job, fast))
+
+
+def _moved(arrangement: Arrangement, source: int, target: int) -> Arrangement:
+    assert isinstance(arrangement.strategy.stage_layers, tuple)
+    counts = list(arrangement.strategy.stage_layers)
+    counts[source] -= 1
+    counts[target] += 1
+    return arrangement.with_strategy(stage_layers=tuple(counts))
+
+
+__all__ = ["MixedCluster", "MixedPlan", "parse_mixed", "plan_mixed"]
+
+MOST_SIMULATED = 64
+POLISHED = 4  # of the fastest, whose neighbouring divisions are tried too
+TIE = 0.005  # strategies this close are ranked by simplicity
+BEYOND = 1.02  # strategies whose floor is this much slower than the best one are not looked at
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """``candidates``: all that were simulated, best first; ``alone``: the best on each kind by itself, if asked for."""
+
+    request: MixedRequest
+    tried: int
+    candidates: tuple[MixedStep, ...]
+    alone: tuple[Candidate | None, ...]
+    was_stopped: bool = False  # by its limit of time: these are the best so far
+
+    status = "priced only"
+    note = "a job on several kinds of nodes cannot be written as a job file or run yet"
+
+    @property
+    def best(self) -> MixedStep:
+        return self.candidates[0]
+
+    @property
+    def best_alone(self) -> Candidate | None:
+        return max(filter(None, self.alone), key=lambda one: one.tokens_per_second, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second over those of the best kind alone; None if nothing fits on one alone."""
+        return self.best.tokens_per_second / self.best_alone.tokens_per_second if self.best_alone else None
+
+
+def plan_mixed(
+    model: Model,
+    mixed: MixedCluster,
+    training: Training,
+    stack: Stack | None = None,
+    *,
+    strategy: Strategy | None = None,
+    constraints: Constraints | None = None,
+    minimum_batch: int | None = None,
+    memory_bytes: float | None = None,
+    any_priced: bool = False,
+    time_limit_seconds: float | None = None,
+    alone: bool = True,
+) -> MixedPlan:
+    """The best strategies with the pipeline across the kinds, and the best plan on each kind alone.
+
+    ``strategy`` says what no search varies; for the others see `Request`.
+    """
+    one = Job(model=model, cluster=mixed.kinds[0], training=replace(training, global_batch=None))
+    job = one.unchecked(strategy=strategy or Strategy(), training=training, stack=stack or default_stack())
+    asked = (constraints or Constraints(), minimum_batch, memory_bytes, any_priced, time_limit_seconds)
+    request = MixedRequest(mixed, job, *asked)
+    if minimum_batch is None and training.global_batch is None:
+        raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
+    require_offered(job, any_priced=any_priced)
+    space = MixedSpace(request)
+    space.check()
+    deadline = Deadline(USUAL_SECONDS if time_limit_seconds is None else time_limit_seconds)
+    tried, found = _search(space, deadline.part())
+    steps = _ranked(found)
+    better = [polished(request, step) for step in deadline.part().until(steps[:POLISHED])]
+    steps = _ranked(better + steps[len(better) :])
+    apart = _alone(request, deadline) if alone else ()
+    return MixedPlan(request, tried, tuple(steps), apart, deadline.was_hit)
+
+
+def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
+    """By time; first the simplest of those that the fastest does not clearly beat."""
+    by_time = sorted(steps, key=lambda one: one.seconds_per_token)
+    tied = [one for one in by_time if one.seconds_per_token <= by_time[0].seconds_per_token * (1 + TIE)]
+    first = min(tied, key=lambda one: (complexity(one.arrangement.strategy), one.seconds_per_token))
+    return [first, *(one for one in by_time if one is not first)]
+
+
+def _alone(request: MixedRequest, deadline: Deadline) -> tuple[Candidate | None, ...]:
+    """The best plan on each kind by itself."""
+    found: list[Candidate | None] = []
+    for kind in request.mixed.kinds:
+        own = Request(
+            request.job.unchecked(cluster=kind),
+            request.constraints,
+            request.minimum_batch,
+            request.memory_bytes,
+            any_priced=request.any_priced,
+            running=deadline,
+        )
+        result = plan(own)
+        found.append(result.fastest if isinstance(result, Plan) else None)
+    return tuple(found)
+
+
+def _search(space: MixedSpace, deadline: Deadline) -> tuple[int, list[MixedStep]]:
+    """Strategies in the order of a floor of their time, until no other can be faster than the best that fits."""
+    floors = sorted(deadline.part().until(estimated(space)), key=lambda one: one.seconds_per_token)
+    found: list[MixedStep] = []
+    fastest = float("inf")
+    for one in deadline.until(floors):
+        if len(found) >= MOST_SIMULATED or one.seconds_per_token > fastest * BEYOND:
+            break
+        steps = [mixed_step(way) for way in divided(space.request, one.arrangement, one.pieces)]
+        if steps:
+            found.append(min(steps, key=lambda step: step.seconds_per_token))
+            fastest = min(fastest, found[-1].seconds_per_token)
+    if not found:
+        raise _what_is_missing(space, stopped=deadline.was_hit)
+    return len(floors), found
+
+
+def _what_is_missing(space: MixedSpace, *, stopped: bool) -> SpecError:
+    request = space.request
+    if stopped:
+        problem, remedy = "nothing that fits was found within the time limit", "give it longer (--time-limit 10min)"
+        return SpecError("plan", problem, remedy)
+    if next(space.arrangements(), None) is None:
+        sizes = " and ".join(f"{kind.devices:,}" for kind in request.mixed.kinds)
+        problem = f"no tp·cp·dp divides {sizes} devices into stages of {request.job.model.layers} layers and the batch"
+        remedy = "use numbers of nodes with a common divisor, or a batch in tokens, which is rounded"
+        return SpecError("plan", problem, remedy)
+    there = " and ".join(
+        f"{readable_bytes(request.capacity_bytes(number))} per {kind.device.name}"
+        for number, kind in enumerate(request.mixed.kinds)
+    )
+    problem = f"no strategy with the pipeline across the kinds fits in {there}"
+    return DoesNotFit("plan", problem, "use more nodes of either kind")

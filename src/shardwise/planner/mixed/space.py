@@ -1,0 +1,321 @@
+"""Which strategies a mixed cluster is tried with, and in what order: the pipeline across the kinds, every other
+dimension inside one; the quickest first, by an estimate made before layers are placed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, permutations, product
+from typing import Any
+
+from shardwise.cost.memory.in_flight import microbatches_in_flight
+from shardwise.cost.memory.room import room_of
+from shardwise.pipeline import bubble_seconds as idle_seconds
+from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
+from shardwise.planner.mixed.step import Arrangement
+from shardwise.planner.search.space import MOST_MICROBATCH_TOKENS, plain_strategy
+from shardwise.planner.search.stages import NOTHING, Pieces, pieces_of
+from shardwise.planner.search.supported import findings_of, offers_priced
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.mixed import MixedCluster
+from shardwise.spec.rules import check_model_fits, divisors
+from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
+from shardwise.spec.strategy import DIMENSIONS, Strategy
+
+INTERLEAVES = (2, 3, 4, 6)
+MICROBATCHES = (1, 2, 4, 8)
+FEWEST_CONTEXT_TOKENS = 8192  # a context-parallel rank keeps at least this much of a sequence
+# The least sharding that fits is taken: a pipeline pays for more in every microbatch.
+SHARDINGS = ((0, False), (1, False), (2, False), (3, True), (3, False))
+# What this search does not vary, and the one value that it has.
+FIXED: dict[str, Any] = {
+    "shard_group": None,
+    "accumulate": "sharded",
+    "offload": OFFLOADS["none"],
+    "order": DIMENSIONS,
+    "recompute_layers": None,
+}
+
+
+@dataclass(frozen=True)
+class MixedRequest:
+    """What is asked for: as `Request`, on a mixed cluster. ``job`` says all but the cluster."""
+
+    mixed: MixedCluster
+    job: Job
+    constraints: Constraints = Constraints()
+    minimum_batch: int | None = None
+    memory_bytes: float | None = None
+    any_priced: bool = False
+    time_limit_seconds: float | None = None
+
+    def capacity_bytes(self, kind: int) -> float:
+        """What the predicted memory of a plan may take of a device of this kind."""
+        return self._capacities[kind]
+
+    @cached_property
+    def _capacities(self) -> tuple[float, ...]:
+        jobs = (self.job.unchecked(cluster=kind) for kind in self.mixed.kinds)
+        return tuple(room_of(job, self.memory_bytes).planned_bytes for job in jobs)
+
+
+@dataclass(frozen=True)
+class MixedSpace:
+    """The strategies of a request; how states are divided and layers placed is decided for each."""
+
+    request: MixedRequest
+
+    def check(self) -> None:
+        """Raises SpecError for a constraint on something that is not varied."""
+        constraints = self.request.constraints
+        for name, value in FIXED.items():
+            if value not in constraints.candidates(name, (value,)):
+                raise SpecError(name, "is not varied on a mixed cluster", f"leave it out: it is {shown_value(value)}")
+        if constraints.names("stage_layers"):
+            raise SpecError("stage_layers", "follow from the kinds on a mixed cluster", "leave it out")
+
+    def arrangements(self) -> Iterator[Arrangement]:
+        """Every strategy that divides and is supported, on every order of the kinds."""
+        mixed = self.request.mixed
+        distinct = dict.fromkeys(permutations(range(len(mixed.kinds))))
+        orders = [order for order in distinct if not self._repeats(order)]
+        for strategy in self._strategies():
+            job = self._job(strategy)
+            if job is not None:
+                yield from (Arrangement(mixed, order, job) for order in orders)
+
+    def _repeats(self, order: tuple[int, ...]) -> bool:
+        """Whether an order only swaps equal kinds."""
+        kinds = self.request.mixed.kinds
+        return any(first > second and kinds[first] == kinds[second] for first, second in pairwise(order))
+
+    def shardings(self, strategy: Strategy) -> list[tuple[int, bool]]:
+        """Ways to divide the states, least divided first: ZeRO stage, and whether gathered parameters are kept."""
+        allowed = self.request.constraints.candidates
+        zeros = allowed("zero", (1, 2, 3) if strategy.gradient_group > 1 else (0,))
+        kept = allowed("keep_parameters", (False, True))
+        return [(zero, keep) for zero, keep in SHARDINGS if zero in zeros and keep in kept]
+
+    def supported(self, arrangement: Arrangement) -> bool:
+        """Whether an engine of ours runs each part of it, and the user did not exclude the combination."""
+        strategy, excluded = arrangement.strategy, self.request.constraints.excluded
+        if any(all(field_value(strategy, name) in values for name, values in one.items()) for one in excluded):
+            return False
+        key = strategy.unchecked(microbatch=1)
+        if key not in self._verdicts:
+            self._verdicts[key] = not findings_of(arrangement.job, any_priced=self.request.any_priced)
+        return self._verdicts[key]
+
+    def _strategies(self) -> Iterator[Strategy]:
+        allowed, seq = self.request.constraints.candidates, self.request.job.training.seq
+        for degrees in self._degrees():
+            microbatches = [size for size in MICROBATCHES if size == 1 or size * seq <= MOST_MICROBATCH_TOKENS]
+            choices = product(
+                allowed("context_method", ("ring", "all-gather", "ulysses")) if degrees["cp"] > 1 else ("ring",),
+                allowed("sequence_parallel", (True,)) if degrees["tp"] > 1 else (True,),
+                allowed("microbatch", microbatches),
+                allowed("recompute", ("none", "selective", "full")),
+                self._schedules(degrees["pp"]),
+            )
+            for method, sp, microbatch, recompute, (schedule, interleave) in choices:
+                yield self._plain.unchecked(
+                    context_method=method,
+                    sequence_parallel=sp,
+                    microbatch=microbatch,
+                    recompute=recompute,
+                    schedule=schedule,
+                    interleave=interleave,
+                    **degrees,
+                )
+
+    def _degrees(self) -> Iterator[dict[str, Any]]:
+        """tp·cp·dp devices make a stage of every kind, so they divide the devices of each."""
+        mixed, job = self.request.mixed, self.request.job
+        allowed = self.request.constraints.candidates
+        inner = min(kind.levels[0].width for kind in mixed.kinds)
+        for stage in divisors(math.gcd(*(kind.devices for kind in mixed.kinds))):
+            pp = mixed.devices // stage
+            if pp > job.model.layers or pp not in allowed("pp", (pp,)):
+                continue
+            for tp in allowed("tp", [degree for degree in divisors(stage) if degree <= inner]):
+                most = max(1, job.training.seq // FEWEST_CONTEXT_TOKENS)
+                for cp in allowed("cp", [degree for degree in divisors(stage) if degree <= most]):
+                    dp = stage // (tp * cp)
+                    if stage % (tp * cp) or dp not in allowed("dp", (dp,)):
+                        continue
+                    for ep, expert_tp in self._experts(stage):
+                        yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
+
+    def _experts(self, stage: int) -> list[tuple[int, int | None]]:
+        moe, allowed = self.request.job.model.moe, self.request.constraints.candidates
+        if moe is None:
+            return [(ep, None) for ep in allowed("ep", (1,)) if ep == 1]
+        return [
+            (ep, split)
+            for split in allowed("expert_tp", (1,))
+            for ep in allowed("ep", divisors(moe.experts))
+            if moe.experts % ep == 0 and moe.ffn % split == 0 and stage % (ep * split) == 0
+        ]
+
+    def _schedules(self, pp: int) -> list[tuple[str, int]]:
+        allowed, layers = self.request.constraints.candidates, self.request.job.model.layers
+        found = []
+        for name in allowed("schedule", searched_schedules()):
+            record = schedule_record(name)
+            # A second copy of a stage would be on a rank of another kind; all activations at once are too many.
+            if record.two_copies or record.forwards_first:
+                continue
+            for interleave in allowed("interleave", INTERLEAVES if record.chooses_chunks else (1,)):
+                if (interleave == 1) == record.chooses_chunks:
+                    continue
+                strategy = self._plain.unchecked(pp=pp, schedule=name, interleave=interleave)
+                if pp * strategy.chunks_per_rank <= layers:
+                    found.append((name, interleave))
+        return found
+
+    @cached_property
+    def _plain(self) -> Strategy:
+        return plain_strategy(self.request.job)
+
+    def _job(self, strategy: Strategy) -> Job | None:
+        """The job of a strategy; None if the model or the batch does not divide."""
+        job, minimum, multiple = self.request.job, self.request.minimum_batch, strategy.batch_multiple
+        if not self._model_fits(strategy):
+            return None
+        sequences = job.training.sequences(multiple) if minimum is None else -(-minimum // multiple) * multiple
+        if sequences % multiple:
+            return None
+        ours = job.stack.is_own and not offers_priced(job, self.request.any_priced)
+        hides = strategy.ep > 1 and strategy.schedule_record.hides_exchange and not ours
+        overlap = strategy.overlap.unchecked(ep=hides)
+        training = job.training.unchecked(global_batch=sequences)
+        return job.unchecked(strategy=strategy.unchecked(overlap=overlap), training=training)
+
+    def _model_fits(self, strategy: Strategy) -> bool:
+        key = (strategy.tp, strategy.cp, strategy.sequence_parallel, strategy.context_method)
+        if key not in self._fits:
+            try:
+                plain = strategy.unchecked(pp=1, schedule=PLAIN, interleave=1)
+                check_model_fits(self.request.job.model, plain, self.request.job.training)
+                self._fits[key] = True
+            except SpecError:
+                self._fits[key] = False
+        return self._fits[key]
+
+    @cached_property
+    def _verdicts(self) -> dict[Strategy, bool]:
+        return {}
+
+    @cached_property
+    def _fits(self) -> dict[Any, bool]:
+        return {}
+
+
+_BETTER = 0.99  # states are divided further only for a gain
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """An arrangement, its pieces as each kind times them, and a floor of its time per token."""
+
+    arrangement: Arrangement
+    pieces: dict[int, Pieces]
+    seconds_per_token: float
+
+
+def estimated(space: MixedSpace) -> Iterator[Estimated]:
+    """Every arrangement with as little sharding as its memory asks for; what cannot fit is left out."""
+    known = _Known()
+    for arrangement in space.arrangements():
+        best = float("inf")
+        for zero, keep in space.shardings(arrangement.strategy):
+            sharded = arrangement.with_strategy(zero=zero, keep_parameters=keep)
+            most = _most_layers(space, sharded, known.held(sharded))
+            if sum(most.values()) < sharded.job.model.layers or not space.supported(sharded):
+                continue
+            timed = known.timed(sharded)
+            seconds = _floor_seconds(sharded, timed, most) if timed else float("inf")
+            if seconds < _BETTER * best:
+                best = seconds
+                yield Estimated(sharded, timed, seconds / sharded.job.tokens_per_step)
+
+
+@dataclass
+class _Known:
+    """Pieces that many arrangements share: bytes whatever the schedule, seconds whatever the sharding."""
+
+    bytes: dict[Strategy, Pieces] = field(default_factory=dict)
+    seconds: dict[Strategy, dict[int, Pieces]] = field(default_factory=dict)
+    ends: dict[Any, Pieces] = field(default_factory=dict)
+
+    def held(self, arrangement: Arrangement) -> Pieces:
+        """The pieces with their bytes, which are the same on all kinds."""
+        alike = _alike(arrangement)
+        if alike.strategy not in self.bytes:
+            untimed = Pieces(NOTHING, (NOTHING,) * alike.job.model.layers, NOTHING)
+            self.bytes[alike.strategy] = pieces_of(alike.job, untimed)
+        return self.bytes[alike.strategy]
+
+    def timed(self, arrangement: Arrangement) -> dict[int, Pieces]:
+        """The pieces with their seconds on every kind; empty if the degrees have no place on a kind's network."""
+        alike = _alike(arrangement, zero=0, keep_parameters=False)
+        if alike.strategy not in self.seconds:
+            try:
+                self.seconds[alike.strategy] = {kind: self._timed(alike, kind) for kind in arrangement.kinds}
+            except SpecError:
+                self.seconds[alike.strategy] = {}
+        return self.seconds[alike.strategy]
+
+    def _timed(self, alike: Arrangement, kind: int) -> Pieces:
+        strategy, prediction = alike.strategy, alike.job.model.mtp_layers
+        # Prediction modules beside the head have layers; without them the ends know of no expert and no recompute.
+        key = (strategy if prediction else strategy.unchecked(ep=1, recompute="none", overlap=None), kind)
+        found = pieces_of(alike.joined(kind), timed_ends=self.ends.get(key))
+        self.ends.setdefault(key, found)
+        return found
+
+
+def _alike(arrangement: Arrangement, **changes: Any) -> Arrangement:
+    return arrangement.with_strategy(schedule=PLAIN, interleave=1, **changes)
+
+
+def _most_layers(space: MixedSpace, arrangement: Arrangement, pieces: Pieces) -> dict[int, float]:
+    """Layers that each kind has room for if nothing but them, the ends and the allowance fills its memory."""
+    layer, most = pieces.mean_layer, {}
+    for kind in arrangement.kinds:
+        ranks = arrangement.ranks_of(kind)
+        room = space.request.capacity_bytes(kind) - arrangement.mixed.kinds[kind].device.framework_memory
+        held = (layer.bytes + microbatches_in_flight(arrangement.job, rank) * layer.activation_bytes for rank in ranks)
+        ends = (0 in ranks) * pieces.embedding.bytes + (arrangement.head_rank in ranks) * pieces.head.bytes
+        most[kind] = max(0.0, sum(room / each for each in held) - ends / layer.bytes)
+    return most
+
+
+def _floor_seconds(arrangement: Arrangement, pieces: dict[int, Pieces], most: dict[int, float]) -> float:
+    """All microbatches through a stage of the best balance, with layers divisible, and the schedule's idle time."""
+    job, strategy = arrangement.job, arrangement.strategy
+    layer = {kind: own.mean_layer.seconds for kind, own in pieces.items()}
+    ranks = {kind: len(arrangement.ranks_of(kind)) for kind in pieces}
+    ends = dict.fromkeys(pieces, 0.0)
+    ends[arrangement.kinds[0]] += pieces[arrangement.kinds[0]].embedding.seconds
+    last = arrangement.kind_of_rank[arrangement.head_rank]
+    ends[last] += pieces[last].head.seconds
+    left, free, counts = float(job.model.layers), set(pieces), dict(most)
+    while True:
+        work = left + sum(ends[kind] / layer[kind] for kind in free)
+        stage = work / sum(ranks[kind] / layer[kind] for kind in free)
+        wanted = {kind: (stage * ranks[kind] - ends[kind]) / layer[kind] for kind in free}
+        full = {kind for kind in free if most[kind] < wanted[kind]}
+        if not full or full == free:
+            break
+        left -= sum(most[kind] for kind in full)
+        free -= full
+    counts.update(wanted)
+    busy = sum(counts[kind] * layer[kind] + ends[kind] for kind in pieces)
+    m, chunks = job.microbatches, strategy.chunks_per_rank
+    part = busy / strategy.pp / chunks / 3  # one of three passes of one chunk
+    return m * stage + float(idle_seconds(strategy.schedule, strategy.pp, m, chunks, part, part, part))

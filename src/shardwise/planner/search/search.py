@@ -1,0 +1,283 @@
+"""The search: every strategy of a space priced, the best kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cost.memory.room import room_of
+from shardwise.cost.sweep.group import Group
+from shardwise.cost.sweep.price import Block, Piece, TablePricer
+from shardwise.planner.candidate import Degrees, degrees_of
+from shardwise.planner.search.deadline import Deadline
+from shardwise.planner.search.masks import Mask
+from shardwise.planner.search.space import Space
+from shardwise.planner.search.supported import Supported
+from shardwise.spec.strategy import Offload, Strategy
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+    Layouts = tuple[Array, list[Degrees]]
+
+KEPT = 100
+MEMORY_STEPS = 64  # of the front of time against memory
+GROUPS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Found:
+    """One strategy of the space as the tables price it."""
+
+    seconds_per_sequence: float
+    step_seconds: float
+    memory_bytes: float
+    host_bytes: float
+    block: Block
+    column: int
+    row: int
+    offload: Offload
+
+    @property
+    def sequences(self) -> int:
+        return int(self.block.rows.sequences[self.row])
+
+    def strategy(self) -> Strategy:
+        group = self.block.group
+        choice = group.shards[int(self.block.columns.numbers[self.column])]
+        return group.strategy(self.block.rows.row(group, self.row), choice, self.offload)
+
+
+@dataclass
+class Search:
+    """What a search found. Time and memory were computed of ``priced`` strategies.
+
+    ``excluded`` of them were not wanted, ``unsupported`` do not run, ``too_large`` do not fit; the others are
+    ``fitting``. ``was_stopped``: not all of the space was looked at.
+    """
+
+    priced: int = 0
+    excluded: int = 0
+    unsupported: int = 0
+    too_large: int = 0
+    seconds: float = 0.0
+    was_stopped: bool = False
+    best: list[Found] = field(default_factory=list)
+    of_degrees: dict[Degrees, Found] = field(default_factory=dict)
+    front: list[Found] = field(default_factory=list)  # best time at every step of memory
+    best_not_run: Found | None = None  # the fastest that fits and is only priced
+    least_memory: Found | None = None
+    least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
+
+    @property
+    def wanted(self) -> int:
+        return self.priced - self.excluded
+
+    @property
+    def fitting(self) -> int:
+        return self.wanted - self.unsupported - self.too_large
+
+
+def search(
+    space: Space,
+    *,
+    memory_bytes: float | None = None,
+    any_priced: bool = False,
+    kept: int = KEPT,
+    progress: Callable[[int], None] | None = None,
+    deadline: Deadline | None = None,
+) -> Search:
+    """Prices every strategy of ``space`` and keeps the ``kept`` best that run and fit in ``memory_bytes``.
+
+    At the ``deadline`` it stops with what it has.
+    """
+    deadline = deadline or Deadline(None)
+    cluster = space.job.cluster
+    capacity = room_of(space.job).planned_bytes if memory_bytes is None else memory_bytes
+    keeper = _Keeper(Search(), capacity, cluster.host_memory_per_device, kept)
+    pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
+    priced = Supported(space.job, any_priced=True)
+    excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
+    for groups in _batches(deadline.until(space.groups())):
+        for piece in deadline.until(pricer.pieces(groups)):
+            allowed, left_out = supported.allowed(piece), _excluded(piece, excluded)
+            if allowed is not None and not any_priced:
+                keeper.take_not_run(piece, priced.allowed(piece), allowed, left_out)
+            keeper.take(piece, allowed, left_out)
+            if progress is not None:
+                progress(keeper.result.priced)
+    keeper.result.seconds, keeper.result.was_stopped = deadline.spent_seconds, deadline.was_hit
+    return keeper.finished()
+
+
+def _batches(groups: Iterator[Group]) -> Iterator[list[Group]]:
+    batch: list[Group] = []
+    for group in groups:
+        batch.append(group)
+        if len(batch) == GROUPS_AT_ONCE:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _excluded(piece: Piece, masks: list[Mask]) -> Array | None:
+    """The cells that some mask leaves out; None if none does."""
+    excluded: Array | None = None
+    for mask in masks:
+        cells = mask.cells(piece)
+        if cells is not None:
+            excluded = cells if excluded is None else excluded | cells
+    return excluded
+
+
+def _layouts(piece: Piece) -> Layouts:
+    """Where each block's rows start, which stand together, and what degrees it has."""
+    import numpy as np
+
+    starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
+    return starts, [degrees_of(piece.blocks[block].group.base) for block in piece.block_of_row[starts].tolist()]
+
+
+class _Keeper:
+    """The best of all pieces so far."""
+
+    def __init__(self, result: Search, capacity: float, host: float, kept: int) -> None:
+        import numpy as np
+
+        self.result, self.capacity, self.host, self.kept = result, capacity, host, kept
+        self.threshold = np.inf
+        self.front_seconds = np.full(MEMORY_STEPS, np.inf)
+        self.front: list[Found | None] = [None] * MEMORY_STEPS
+        self.least = np.inf
+
+    def take_not_run(self, piece: Piece, priced: Array | None, allowed: Array, excluded: Array | None) -> None:
+        """Of the cells that are priced and not run, the fastest that fits."""
+        import numpy as np
+
+        wanted = ~allowed if priced is None else priced & ~allowed
+        if excluded is not None:
+            wanted &= ~excluded
+        wanted &= self._fits(piece)
+        known = self.result.best_not_run
+        score = np.where(wanted, piece.step_seconds / piece.sequences, np.inf)
+        flat = int(score.argmin())
+        if score.flat[flat] < (np.inf if known is None else known.seconds_per_sequence):
+            self.result.best_not_run = self._found(piece, score, flat)
+
+    def _fits(self, piece: Piece) -> Array:
+        import numpy as np
+
+        fits: Array = piece.memory_bytes <= self.capacity
+        if piece.offload.any and np.isfinite(self.host):
+            fits &= piece.host_bytes <= self.host
+        return fits
+
+    def take(self, piece: Piece, allowed: Array | None, excluded: Array | None) -> None:
+        import numpy as np
+
+        result = self.result
+        result.priced += piece.step_seconds.size
+        fits = self._fits(piece)
+        memory = piece.memory_bytes
+        if excluded is not None:
+            out = int(np.count_nonzero(excluded))
+            result.excluded += out
+            result.unsupported -= out
+            allowed = ~excluded if allowed is None else allowed & ~excluded
+        if allowed is not None:
+            result.unsupported += int(allowed.size - np.count_nonzero(allowed))
+            result.too_large += int(np.count_nonzero(allowed & ~fits))
+            fits &= allowed
+            memory = np.where(allowed, memory, np.inf)
+        else:
+            result.too_large += int(fits.size - np.count_nonzero(fits))
+        layouts = _layouts(piece)
+        self._least_memory(piece, memory, layouts)
+        if not fits.any():
+            return
+        score = np.where(fits, piece.step_seconds / piece.sequences, np.inf)
+        self._best(piece, score)
+        self._of_degrees(piece, score, layouts)
+        self._front(piece, score)
+
+    def _found(self, piece: Piece, score: Array, flat: int) -> Found:
+        column, row = divmod(int(flat), score.shape[1])
+        return Found(
+            float(score[column, row]),
+            float(piece.step_seconds[column, row]),
+            float(piece.memory_bytes[column, row]),
+            float(piece.host_bytes[column, row]) if piece.offload.any else 0.0,
+            piece.blocks[int(piece.block_of_row[row])],
+            column,
+            int(piece.row_numbers[row]),
+            piece.offload,
+        )
+
+    def _least_memory(self, piece: Piece, memory: Array, layouts: Layouts) -> None:
+        import numpy as np
+
+        starts, degrees = layouts
+        of_row = memory.min(axis=0)
+        least = self.result.least_of_degrees
+        for key, held in zip(degrees, np.minimum.reduceat(of_row, starts).tolist()):
+            if held < least.get(key, np.inf):
+                least[key] = held
+        flat = int(memory.argmin())
+        if memory.flat[flat] < self.least:
+            self.least = float(memory.flat[flat])
+            score = np.broadcast_to(piece.step_seconds / piece.sequences, memory.shape)
+            self.result.least_memory = self._found(piece, score, flat)
+
+    def _best(self, piece: Piece, score: Array) -> None:
+        import numpy as np
+
+        better = np.flatnonzero(score < self.threshold)
+        if not len(better):
+            return
+        if len(better) > self.kept:
+            better = better[np.argpartition(score.flat[better], self.kept)[: self.kept]]
+        best = [*self.result.best, *(self._found(piece, score, flat) for flat in better.tolist())]
+        best.sort(key=lambda one: one.seconds_per_sequence)
+        self.result.best = best[: self.kept]
+        if len(self.result.best) == self.kept:
+            self.threshold = self.result.best[-1].seconds_per_sequence
+
+    def _of_degrees(self, piece: Piece, score: Array, layouts: Layouts) -> None:
+        """The best of every layout."""
+        import numpy as np
+
+        starts, degrees = layouts
+        of_row = score.min(axis=0)
+        stops = [*starts[1:].tolist(), len(of_row)]
+        for key, start, stop, seconds in zip(degrees, starts, stops, np.minimum.reduceat(of_row, starts).tolist()):
+            known = self.result.of_degrees.get(key)
+            if seconds < (np.inf if known is None else known.seconds_per_sequence):
+                row = int(start + of_row[start:stop].argmin())
+                flat = int(score[:, row].argmin()) * score.shape[1] + row
+                self.result.of_degrees[key] = self._found(piece, score, flat)
+
+    def _front(self, piece: Piece, score: Array) -> None:
+        """The best at every step of memory."""
+        import numpy as np
+
+        steps = np.minimum(piece.memory_bytes * (MEMORY_STEPS / self.capacity), MEMORY_STEPS - 1).astype(np.uint8)
+        flat = np.flatnonzero(score < self.front_seconds[steps])
+        if not len(flat):
+            return
+        order = flat[np.argsort(score.flat[flat], kind="stable")]
+        for step, place in zip(*np.unique(steps.flat[order], return_index=True)):
+            found = self._found(piece, score, int(order[place]))
+            self.front[int(step)] = found
+            self.front_seconds[int(step)] = found.seconds_per_sequence
+
+    def finished(self) -> Search:
+        """The result, with the front reduced to what nothing beats in both time and memory."""
+        points = sorted((one for one in self.front if one is not None), key=lambda one: one.memory_bytes)
+        front: list[Found] = []
+        for one in points:
+            if not front or one.seconds_per_sequence < front[-1].seconds_per_sequence:
+                front.append(one)
+        self.result.front = front
+        return self.result

@@ -1,0 +1,405 @@
+"""Every way to split the work that the planner looks at, as groups of strategies (`cost.sweep.group`).
+
+A group's rows are layer choices, schedules, recompute and batches; its columns are ZeRO stages and the groups of ranks
+that they divide states over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from shardwise.cost.network import spanned
+from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
+from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
+from shardwise.layout.sharding import dense_ranks, expert_ranks
+from shardwise.layout.stages import rank_kinds
+from shardwise.planner.constraints import OFFLOADS, Constraints
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.rules import check_model_fits, divisors
+from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
+from shardwise.spec.strategy import DIMENSIONS, Offload, Strategy
+from shardwise.spec.training import Training
+
+MOST_MICROBATCH = 16
+MOST_MICROBATCH_TOKENS = 65_536
+BATCH_TOLERANCE = 0.05  # a batch in tokens is rounded to what a layout divides, by no more than this
+MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: a larger one always looks better, and trains differently
+
+
+@dataclass(frozen=True)
+class Batches:
+    """``minimum`` asks for the smallest batch that divides and is at least so large; else it is the training's."""
+
+    training: Training
+    constraints: Constraints
+    minimum: int | None
+
+    @cached_property
+    def microbatches(self) -> tuple[int, ...]:
+        """The sizes that are tried."""
+        seq = self.training.seq
+        usual = [2**k for k in range(10) if 2**k <= MOST_MICROBATCH]
+        usual = [size for size in usual if size == 1 or size * seq <= MOST_MICROBATCH_TOKENS]
+        return self.constraints.candidates("microbatch", usual)
+
+    def sequences(self, base: Strategy, schedules: list[str]) -> dict[int, tuple[int, ...]]:
+        """By microbatch size: sequences of a step under each schedule, or 0 if the batch does not divide."""
+        rounds = [schedule_record(name).rounds(base.pp) for name in schedules]
+        sizes = {size: base.data_parallel * size for size in self.microbatches}
+        return {size: tuple(self.batch(each * times) for times in rounds) for size, each in sizes.items()}
+
+    def batch(self, multiple: int) -> int:
+        """The batch that is a whole number of ``multiple`` sequences and near what was asked for, or 0."""
+        if multiple not in self._known:
+            self._known[multiple] = self._rounded(multiple)
+        return self._known[multiple]
+
+    @cached_property
+    def _known(self) -> dict[int, int]:
+        return {}
+
+    def _rounded(self, multiple: int) -> int:
+        if self.minimum is not None:
+            least = -(-self.minimum // multiple) * multiple
+            return least if least <= MOST_ABOVE_MINIMUM * self.minimum else 0
+        training = self.training
+        sequences = training.sequences(multiple)
+        asked, in_tokens = training.batch_request() or (sequences, False)
+        if in_tokens and abs(sequences * training.seq / asked - 1) > BATCH_TOLERANCE:
+            return 0
+        return sequences if sequences % multiple == 0 else 0
+
+
+SHARD_GROUPS = 5  # sizes of a hybrid shard group that are tried beside all ranks
+# ZeRO stage, parameters kept, gradients accumulated.
+SHARDINGS = ((0, False, "sharded"), (1, False, "sharded"), (2, False, "sharded"), (3, False, "sharded"),
+             (3, True, "sharded"), (3, True, "local"))  # fmt: skip
+LEAVING = ((2, False, "sharded"), (3, False, "sharded"))
+LOCAL = ((2, False, "local"), (3, False, "local"))  # only where gradients are asked to be accumulated so
+
+
+def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_leave: bool) -> tuple[ShardChoice, ...]:
+    """Every way to divide the states of the layout ``base``.
+
+    Over one rank all are the same, but that ZeRO-2 and 3 let gradients and weights leave, where ``states_leave``.
+    """
+    group = base.gradient_group
+    sizes = constraints.candidates("shard_group", (*shard_groups(base), group))
+    shardable = [size for size in sizes if _shardable(job, base, size)]
+    undivided = (None,) if not constraints.names("shard_group") or None in shardable else ()
+    stages = constraints.candidates("zero", (0, 1, 2, 3))
+    kept = constraints.candidates("keep_parameters", (False, True))
+    accumulated = constraints.candidates("accumulate", ("sharded", "local"))
+    wanted = [
+        (zero, keeps, accumulate)
+        for zero, keeps, accumulate in (*SHARDINGS, *(LOCAL if constraints.names("accumulate") else ()))
+        if zero in stages and keeps in kept and accumulate in accumulated
+    ]
+    if group == 1:
+        wanted = [*wanted[:1], *(one for one in wanted[1:] if states_leave and one in LEAVING)]
+    choices = [
+        ShardChoice(zero, None if size == group else size, keeps, accumulate)
+        for zero, keeps, accumulate in wanted
+        for size in (shardable if zero else undivided)
+    ]
+    return tuple(dict.fromkeys(choices))
+
+
+def shard_groups(base: Strategy) -> tuple[int | None, ...]:
+    """All ranks that hold the same parameters, and parts of them: spread evenly over the possible sizes."""
+    group = base.gradient_group
+    sizes = [size for size in divisors(group) if 1 < size < group]
+    if len(sizes) >= SHARD_GROUPS:
+        sizes = [sizes[len(sizes) * part // SHARD_GROUPS] for part in range(SHARD_GROUPS)]
+    return (None, *sizes)
+
+
+def _shardable(job: Job, base: Strategy, size: int | None) -> bool:
+    """Whether a shard group of this size lies on the network."""
+    shards = size or base.gradient_group
+    if base.gradient_group % shards:
+        return False
+    try:
+        held = [dense_ranks(base, shards), *([expert_ranks(base, shards)] if job.model.moe else [])]
+        for ranks in held:
+            spanned(job.cluster, ranks.sharded, "strategy.shard_group")
+            spanned(job.cluster, ranks.replicas, "strategy.shard_group")
+    except SpecError:
+        return False
+    return True
+
+
+FEWEST_CONTEXT_TOKENS = 1024  # a context-parallel rank keeps at least this much of a sequence
+MOST_TENSOR = 64
+ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
+INTERLEAVES = (2, 3, 4, 6, 8)
+RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
+# How a space that is too large is made smaller, one step after the other.
+NARROWINGS = (
+    "rank order tp-cp-dp-pp only",
+    "sequence parallelism wherever tp is, and whole experts (expert_tp 1)",
+    "tp within the innermost network level",
+    "at least 4,096 tokens of a sequence per context-parallel rank",
+)
+
+
+def plain_strategy(job: Job) -> Strategy:
+    """What all strategies of a search share: the stack's overlap and dispatch, and what the job says of the rest."""
+    return Strategy(
+        stage_layers="balanced",
+        overlap=replace(job.stack.overlap, ep=False),
+        dispatch=job.stack.dispatch,
+        recompute_operators=job.strategy.recompute_operators,
+        collective=job.strategy.collective,
+        bucket=job.strategy.bucket,
+        compression=job.strategy.compression,
+        synchronise=job.strategy.synchronise,
+    )
+
+
+@dataclass(frozen=True)
+class Space:
+    """The strategies of a job description within constraints.
+
+    ``job`` says everything but the strategy. ``minimum_batch`` asks for the smallest batch, in sequences, that divides
+    and is at least so large; without it the batch is the training's. Degrees that do not divide are never made.
+    ``any_priced`` adds what is priced and not run.
+    """
+
+    job: Job
+    constraints: Constraints = Constraints()
+    minimum_batch: int | None = None
+    offload: bool = True
+    any_priced: bool = False
+    narrowed: int = 0
+
+    @property
+    def narrowing(self) -> tuple[str, ...]:
+        """What is left out of the usual values, in words."""
+        return NARROWINGS[: self.narrowed]
+
+    def within(self, groups: int) -> Space:
+        """The space itself, or so much narrower that it has about ``groups`` groups at most."""
+        for narrowed in range(self.narrowed, len(NARROWINGS) + 1):
+            space = replace(self, narrowed=narrowed)
+            if space.estimated_groups <= groups:
+                break
+        return space
+
+    @property
+    def estimated_groups(self) -> int:
+        """About how many groups there are: layouts, times the kinds of schedules with stages of their own."""
+        return sum((1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees)) for degrees in self._degrees())
+
+    def groups(self) -> Iterator[Group]:
+        """All groups, innermost dimensions last."""
+        for base in self._bases():
+            yield from self._groups_of(base)
+
+    # -- degrees -------------------------------------------------------------------------------------
+
+    def _bases(self) -> Iterator[Strategy]:
+        for degrees in self._degrees():
+            yield from self._placed(**degrees)
+
+    def _degrees(self) -> Iterator[dict[str, Any]]:
+        job, constraints = self.job, self.constraints
+        devices, layers = job.cluster.devices, job.model.layers
+        sizes = self._batches.microbatches
+        fewest = FEWEST_CONTEXT_TOKENS if self.narrowed < 4 else 4 * FEWEST_CONTEXT_TOKENS
+        for pp in self._dividing("pp", devices, layers):
+            for tp in self._dividing("tp", devices // pp, self._most_tensor):
+                for cp in self._dividing("cp", devices // pp // tp, max(1, job.training.seq // fewest)):
+                    dp = devices // pp // tp // cp
+                    if dp not in constraints.candidates("dp", (dp,)):
+                        continue
+                    if not any(self._batches.batch(dp * size) for size in sizes):
+                        continue
+                    for ep, expert_tp in self._experts(tp, tp * cp * dp):
+                        yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
+
+    @cached_property
+    def _plain(self) -> Strategy:
+        return plain_strategy(self.job)
+
+    def _dividing(self, name: str, devices: int, most: int) -> list[int]:
+        usual = [degree for degree in divisors(devices) if degree <= most]
+        return [degree for degree in self.constraints.candidates(name, usual) if devices % degree == 0]
+
+    @property
+    def _most_tensor(self) -> int:
+        """Twice the innermost network level: beyond it tensor parallelism only shows that it should not."""
+        return min(MOST_TENSOR, (2 if self.narrowed < 3 else 1) * self.job.cluster.levels[0].width)
+
+    def _experts(self, tp: int, ranks: int) -> list[tuple[int, int | None]]:
+        moe = self.job.model.moe
+        if moe is None:
+            return [(ep, None) for ep in self.constraints.candidates("ep", (1,)) if ep == 1]
+        splits = self.constraints.candidates("expert_tp", dict.fromkeys((1, tp) if self.narrowed < 2 else (1,)))
+        return [
+            (ep, expert_tp)
+            for expert_tp in splits
+            if ranks % expert_tp == 0 and moe.ffn % expert_tp == 0
+            for ep in self.constraints.candidates("ep", divisors(moe.experts))
+            if moe.experts % ep == 0 and ranks % (ep * expert_tp) == 0
+        ]
+
+    def _orders(self, **degrees: Any) -> list[tuple[Any, ...]]:
+        """Orders that differ where it matters: dimensions of degree 1 are nowhere."""
+        distinct: dict[tuple[str, ...], tuple[Any, ...]] = {}
+        for order in self.constraints.candidates("order", ORDERS[:1] if self.narrowed else ORDERS):
+            distinct.setdefault(tuple(name for name in order if degrees[name] > 1), order)
+        return list(distinct.values())
+
+    def _placed(self, **degrees: Any) -> Iterator[Strategy]:
+        """The degrees in every rank order that puts some group of ranks elsewhere on the network."""
+        seen = []
+        for order in self._orders(**degrees):
+            base = self._plain.unchecked(order=order, **degrees)
+            try:
+                networks = self._networks(base)
+            except SpecError:
+                continue  # the degrees cut across the network
+            if networks not in seen:
+                seen.append(networks)
+                yield base
+
+    def _networks(self, base: Strategy) -> list[Any]:
+        """What every group of ranks spans; raises SpecError if one cannot be placed."""
+        runs = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
+        runs += [dense_ranks(base, size or base.gradient_group).sharded for size in (1, *shard_groups(base))]
+        runs += [dense_ranks(base, 1).replicas]
+        if self.job.model.moe:
+            runs += [expert_runs(base), expert_tensor_runs(base), expert_ranks(base, 1).replicas]
+        return [spanned(self.job.cluster, one, "strategy") for one in runs]
+
+    # -- axes ----------------------------------------------------------------------------------------
+
+    def _groups_of(self, base: Strategy) -> Iterator[Group]:
+        layers = self._layers(base)
+        offloads = self._offloads
+        leaves = any(one.gradients or one.weights for one in offloads)
+        shards = shard_choices(self.job, self.constraints, base, states_leave=leaves)
+        if not layers or not shards or not offloads:
+            return
+        alike_by: dict[Any, list[ScheduleChoice]] = {}
+        for choice in self._schedules(base.pp):
+            record = schedule_record(choice.schedule)
+            hides = base.ep > 1 and record.hides_exchange and self._hides_exchange
+            shared = choice.schedule if record.two_copies else PLAIN
+            alike_by.setdefault((hides, shared, self._rank_kinds(base, choice)), []).append(choice)
+        for (hides, shared, kinds), alike in alike_by.items():
+            own = base.unchecked(schedule=shared, overlap=base.overlap.unchecked(ep=hides))
+            sequences = self._batches.sequences(base, [one.schedule for one in alike])
+            batches = {layer: sequences[layer.microbatch] for layer in layers if any(sequences[layer.microbatch])}
+            recomputes = self._recomputes(max(contents.layers for contents, _ in kinds))
+            if batches and recomputes:
+                ranks, members = zip(*kinds)
+                yield Group(own, tuple(batches), tuple(alike), recomputes, shards, offloads, ranks, members,
+                            tuple(batches.values()))  # fmt: skip
+
+    @property
+    def _hides_exchange(self) -> bool:
+        """DualPipe hides the exchange of expert tokens under another microbatch, but not in this project's engine."""
+        return self.any_priced or not self.job.stack.is_own
+
+    def _layers(self, base: Strategy) -> tuple[LayerChoice, ...]:
+        constraints = self.constraints
+        plain = constraints.candidates("sequence_parallel", (True, False) if self.narrowed < 2 else (True,))
+        if base.tp == 1:
+            plain = (True,)
+        methods = constraints.candidates("context_method", ("ring", "all-gather", "ulysses"))
+        if base.cp == 1:
+            methods = ("ring",)
+        return tuple(
+            LayerChoice(sp, method, size)
+            for sp in plain
+            for method in methods
+            if self._model_fits(base.tp, base.cp, sp, method)
+            for size in self._batches.microbatches
+        )
+
+    def _model_fits(self, tp: int, cp: int, sequence_parallel: bool, method: Any) -> bool:
+        key = (tp, cp, sequence_parallel, method)
+        if key not in self._fits:
+            strategy = self._plain.unchecked(tp=tp, cp=cp, sequence_parallel=sequence_parallel, context_method=method)
+            try:
+                check_model_fits(self.job.model, strategy, self.job.training)
+                self._fits[key] = True
+            except SpecError:
+                self._fits[key] = False
+        return self._fits[key]
+
+    @cached_property
+    def _fits(self) -> dict[Any, bool]:
+        return {}
+
+    def _schedules(self, pp: int) -> list[ScheduleChoice]:
+        if pp not in self._schedules_of:
+            self._schedules_of[pp] = self._all_schedules(pp)
+        return self._schedules_of[pp]
+
+    @cached_property
+    def _schedules_of(self) -> dict[int, list[ScheduleChoice]]:
+        return {}
+
+    def _all_schedules(self, pp: int) -> list[ScheduleChoice]:
+        constraints, layers = self.constraints, self.job.model.layers
+        if pp == 1:
+            known = constraints.candidates("schedule", (PLAIN,))
+            plain = (PLAIN in known or not known) and 1 in constraints.candidates("interleave", (1,))
+            return [ScheduleChoice(PLAIN, 1, "even")] if plain else []
+        choices = []
+        for name in constraints.candidates("schedule", searched_schedules(any_priced=self.any_priced)):
+            record = schedule_record(name)
+            for interleave in constraints.candidates("interleave", INTERLEAVES if record.chooses_chunks else (1,)):
+                if (interleave == 1) == record.chooses_chunks:
+                    continue
+                stages = pp * record.chunks_per_rank(pp, interleave)
+                split = "even" if layers % stages == 0 else "balanced"
+                if stages <= layers and split in constraints.candidates("stage_layers", ("even", "balanced")):
+                    choices.append(ScheduleChoice(name, interleave, split))
+        return choices
+
+    def _rank_kinds(self, base: Strategy, choice: ScheduleChoice) -> Any:
+        """One rank of every kind with the ranks like it, as a key that schedules with equal stages share."""
+        strategy = base.unchecked(
+            schedule=choice.schedule, interleave=choice.interleave, stage_layers=choice.stage_layers
+        )
+        placed = strategy.schedule_record.placement
+        key = (base.tp, base.ep, base.expert_tp, base.pp, strategy.chunks_per_rank, placed, choice.stage_layers)
+        if key not in self._kinds:
+            kinds = rank_kinds(self.job.unchecked(strategy=strategy), range(base.pp))
+            self._kinds[key] = tuple(kinds.items())
+        return self._kinds[key]
+
+    @cached_property
+    def _kinds(self) -> dict[Any, Any]:
+        return {}
+
+    @cached_property
+    def _batches(self) -> Batches:
+        return Batches(self.job.training, self.constraints, self.minimum_batch)
+
+    def _recomputes(self, layers: int) -> tuple[RecomputeChoice, ...]:
+        constraints = self.constraints
+        choices: list[RecomputeChoice] = []
+        for mode in constraints.candidates("recompute", ("none", "selective", "full")):
+            if mode != "full":
+                choices.append(RecomputeChoice(mode))
+                continue
+            parts = sorted({layers * part // RECOMPUTED_PARTS for part in range(1, RECOMPUTED_PARTS)} - {0, layers})
+            for count in constraints.candidates("recompute_layers", (None, *parts)):
+                choices.append(RecomputeChoice(mode, count))
+        return tuple(choices)
+
+    @property
+    def _offloads(self) -> tuple[Offload, ...]:
+        usable = self.offload and self.job.cluster.host_link is not None
+        usual = OFFLOADS.values() if usable else (OFFLOADS["none"],)
+        allowed = self.constraints.candidates("offload", usual)
+        return tuple(one for one in allowed if usable or not one.any)

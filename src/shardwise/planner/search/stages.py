@@ -1,0 +1,236 @@
+"""Stages by what they cost: the pieces of a model (embedding, layers, head) divided by time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwise.cost.memory.device import activation_bytes, memory_of_rank
+from shardwise.cost.memory.in_flight import microbatches_in_flight
+from shardwise.cost.memory.states import rank_state_bytes, sharding_of
+from shardwise.cost.memory.transient import gathered_bytes
+from shardwise.cost.prediction import rank_prediction
+from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
+from shardwise.pipeline import Layers, Place, layers_of, partition_over
+from shardwise.planner.candidate import Candidate, candidate
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.parameters import layer_parameters
+from shardwise.spec.rules import stage_layer_counts
+from shardwise.spec.schedules import PLAIN
+from shardwise.spec.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``seconds`` of one microbatch, all passes, exposed communication included; bytes that stay the whole step, and
+    bytes per microbatch in flight."""
+
+    seconds: float
+    bytes: float
+    activation_bytes: float
+
+    def __add__(self, other: Piece) -> Piece:
+        return Piece(
+            self.seconds + other.seconds, self.bytes + other.bytes, self.activation_bytes + other.activation_bytes
+        )
+
+    def __truediv__(self, count: int) -> Piece:
+        return Piece(self.seconds / count, self.bytes / count, self.activation_bytes / count)
+
+
+NOTHING = Piece(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a stage costs is what its pieces cost."""
+
+    embedding: Piece
+    layers: tuple[Piece, ...]
+    head: Piece
+
+    @cached_property
+    def mean_layer(self) -> Piece:
+        return sum(self.layers, NOTHING) / len(self.layers)
+
+    @property
+    def row(self) -> Layers:
+        """For the partitioner, with the ends as pieces of their own: an end stage may hold nothing else."""
+        row = (self.embedding, *self.layers, self.head)
+        columns = zip(*((one.seconds, one.bytes, one.activation_bytes) for one in row))
+        return layers_of(*columns)
+
+    def stage(self, counts: tuple[int, ...], stage: int) -> Piece:
+        """What one stage of a division holds."""
+        first = sum(counts[:stage])
+        held = sum(self.layers[first : first + counts[stage]], NOTHING)
+        held = held + self.embedding if stage == 0 else held
+        return held + self.head if stage == len(counts) - 1 else held
+
+    def of_rank(self, job: Job, rank: int) -> Piece:
+        """What a rank holds of a job that says how many layers each stage has."""
+        counts = stage_layer_counts(job.model, job.strategy)
+        return sum((self.stage(counts, stage) for stage in stages_of_rank(job, rank)), NOTHING)
+
+
+def layer_counts(row_counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers per stage of a division of ``Pieces.row``: the ends are no layers."""
+    return (row_counts[0] - 1, *row_counts[1:-1], row_counts[-1] - 1)
+
+
+def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None = None) -> Pieces:
+    """The pieces of a job with a pipeline, as its device and network run them.
+
+    ``timed``: those of a job that divides its states otherwise and is the same else, whose seconds are taken;
+    ``timed_ends``: those of one whose layers may differ too.
+    """
+    model, ends = job.model, timed or timed_ends
+    apart = job.unchecked(strategy=_plain(job, 3, (0, model.layers, 0)))
+    embedding = _piece(job, rank_contents(apart, 0), ends.embedding if ends else None)
+    head = _piece(job, rank_contents(apart, 2), ends.head if ends else None)
+    if (
+        not job.strategy.schedule_record.forwards_first
+    ):  # the loss of a microbatch is followed at once by its backward pass
+        head = Piece(head.seconds, head.bytes + head.activation_bytes, 0.0)
+    kinds: dict[bool, Piece] = {}
+    for index, moe in enumerate(map(model.is_moe_layer, range(model.layers))):
+        if moe not in kinds:
+            kinds[moe] = _layer(job, moe, timed.layers[index] if timed else None)
+    return Pieces(embedding, tuple(kinds[model.is_moe_layer(index)] for index in range(model.layers)), head)
+
+
+def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
+    return job.strategy.unchecked(pp=pp, schedule=PLAIN, interleave=1, stage_layers=counts)
+
+
+def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
+    """One layer among as many as a rank has: recompute may be of some of them."""
+    strategy, count = job.strategy, max(1, job.model.layers // job.strategy.pp)
+    each = layer_parameters(
+        job.model,
+        moe=moe,
+        tensor_parallel=strategy.tp,
+        expert_parallel=strategy.ep,
+        expert_tensor_parallel=strategy.expert_tensor_parallel,
+    )
+    parameters = (count * (each.dense - each.norms), count * each.norms, count * each.experts)
+    all_of_them = RankContents(1, 0 if moe else count, count if moe else 0, False, False, *parameters)
+    one = _piece(job, all_of_them, timed) / count
+    return one if timed is None else replace(one, seconds=timed.seconds)
+
+
+def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
+    training, strategy, sharding = job.training, job.strategy, sharding_of(job.strategy)
+    stay = float(rank_state_bytes(contents, sharding, training.precision, training.optimizer))
+    if strategy.keep_parameters:  # else a rank gathers a layer at a time, however many it has
+        stay += float(gathered_bytes(contents, sharding, training.recipe))
+    one_microbatch = job.unchecked(strategy=_plain(job, 1, (job.model.layers,)))
+    kept = activation_bytes(one_microbatch, contents) * (1 - strategy.offload.activations)
+    seconds = _seconds(job, contents) if timed is None else timed.seconds
+    return Piece(seconds, stay, kept)
+
+
+def _seconds(job: Job, contents: RankContents) -> float:
+    """Without what the calls of a rank cost whatever it holds (`stage_seconds`)."""
+    calls = 2 * job.strategy.chunks_per_rank * job.cluster.device.efficiency.stage_call_seconds
+    contents = replace(contents, rank=min(contents.rank, job.strategy.pp - 1))
+    return max(0.0, rank_prediction(job, contents).microbatch_seconds - calls)
+
+
+def room_for_pieces(job: Job, pieces: Pieces, rank: int, capacity_bytes: float) -> float:
+    """What is left to the pieces of a rank: the device without what is there whatever the rank holds."""
+    held = pieces.of_rank(job, rank)
+    own = held.bytes + microbatches_in_flight(job, rank) * held.activation_bytes
+    return capacity_bytes - (memory_of_rank(job, rank).total - own)
+
+
+MOST_CELLS = 20_000_000  # of the partitioner's tables, layers²·stages: about a second; deeper models keep even stages
+WORTH = 0.001  # a division of its own has to be this much faster than an even one
+
+
+def with_best_stages(found: Candidate, capacity_bytes: float) -> Candidate:
+    """The same strategy with stages of its own where its simulated step is faster and fits; else ``found`` itself."""
+    best = found
+    for job in _proposals(found.job, capacity_bytes):
+        other = candidate(job)
+        if other.step_seconds < best.step_seconds - WORTH * found.step_seconds and fits(job, capacity_bytes):
+            best = other
+    return best
+
+
+def fits(job: Job, capacity_bytes: float) -> bool:
+    """Whether every rank's device, and its part of the host, holds what the job puts there."""
+    memories = [memory_of_rank(job, rank) for rank in range(job.strategy.pp)]
+    host_bytes = job.cluster.host_memory_per_device
+    return all(one.total <= capacity_bytes and one.host <= host_bytes for one in memories)
+
+
+def _proposals(job: Job, capacity_bytes: float) -> Iterator[Job]:
+    """The same job with other stages, whose slowest rank takes less time for a microbatch."""
+    ranks = range(job.strategy.pp)
+    if len(ranks) == 1 or job.model.layers**2 * job.strategy.stages > MOST_CELLS:
+        return
+    pieces = pieces_of(job)
+    rooms = [room_for_pieces(job, pieces, rank, capacity_bytes) for rank in ranks]
+    places = [Place(1.0, max(1.0, room), microbatches_in_flight(job, rank)) for rank, room in zip(ranks, rooms)]
+    now = max(pieces.of_rank(job, rank).seconds for rank in ranks)
+    for counts in divisions(job, pieces, places):
+        try:
+            other = replace(job, strategy=replace(job.strategy, stage_layers=counts))
+        except SpecError:
+            continue  # a stage in the middle has no layer
+        if max(pieces.of_rank(other, rank).seconds for rank in ranks) < now:
+            yield other
+
+
+def divisions(job: Job, pieces: Pieces, places: Sequence[Place]) -> list[tuple[int, ...]]:
+    """Layers per stage, from one place per rank: by stage, and where a rank has several stages also by rank."""
+    ways = (_by_stage, _by_rank) if job.strategy.chunks_per_rank > 1 else (_by_stage,)
+    found: list[tuple[int, ...]] = []
+    for divide in ways:
+        try:
+            found.append(divide(job, pieces, places))
+        except SpecError:
+            continue  # fewer layers than stages, or nothing fits
+    return list(dict.fromkeys(found))
+
+
+def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
+    """The slowest stage as fast as can be. Several stages of one rank share its memory: then that is left aside."""
+    if job.strategy.chunks_per_rank > 1:
+        speeds = {stage: place.speed for rank, place in enumerate(places) for stage in stages_of_rank(job, rank)}
+        places = [Place(speeds[stage]) for stage in range(len(speeds))]
+    return layer_counts(partition_over(pieces.row, places).layer_counts)
+
+
+def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
+    """The slowest rank as fast as can be, over all of its stages; layers that differ count as their mean."""
+    layer, count = pieces.mean_layer, len(pieces.layers)
+    folded = job.strategy.schedule_record.ends_meet  # the first rank has the last stage too
+    first, last = (pieces.embedding + pieces.head, NOTHING) if folded else (pieces.embedding, pieces.head)
+    row = layers_of(
+        [layer.seconds] * count,
+        [layer.bytes] * count,
+        [layer.activation_bytes] * count,
+        first_extra_seconds=first.seconds,
+        last_extra_seconds=last.seconds,
+        first_extra_bytes=first.bytes + places[0].in_flight * first.activation_bytes,
+        last_extra_bytes=last.bytes,
+    )
+    return _over_chunks(job, pieces, partition_over(row, places).layer_counts)
+
+
+def _over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of every stage from those of every rank: each of its stages takes about as long as the others."""
+    counts = [0] * job.strategy.stages
+    ends = {0: pieces.embedding.seconds, len(counts) - 1: pieces.head.seconds}
+    for rank, layers in enumerate(of_ranks):
+        stages = stages_of_rank(job, rank)
+        for stage in stages:
+            counts[stage] = 0 if stage in ends else 1
+        for _ in range(layers - sum(counts[stage] for stage in stages)):
+            seconds = [ends.get(stage, 0.0) + counts[stage] * pieces.mean_layer.seconds for stage in stages]
+            counts[stages[seconds.index(min(seconds))]] += 1
+    return tuple(counts)

@@ -1,0 +1,189 @@
+"""What a search leaves out: the support matrix (`spec.support`) as rows, and as bits for the cells of a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cost.sweep.group import Group, ShardChoice
+from shardwise.cost.sweep.price import Block, Piece
+from shardwise.planner.search.masks import CellBook
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.schedules import job_schedules
+from shardwise.spec.strategy import Offload, Strategy
+from shardwise.spec.support import Finding, matrix, not_built, techniques, techniques_of, verdict
+from shardwise.spec.techniques import GIVEN, OF_STACK
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+# Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
+_LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks")
+_SCHEDULE = ("own-stages", "tied-ends-on-one-rank")  # and its name
+_RECOMPUTE = ("recompute-selective", "recompute-full", "repeated-products", "repeated-attention",
+              "repeated-up-projection")  # fmt: skip
+_SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
+_OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
+            "offload-nvme", "offload-in-turn", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
+_CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
+
+
+def not_built_here(job: Job) -> tuple[Finding, ...]:
+    """What this project's engine lacks of the job's model, where the job is for that engine."""
+    return tuple(one for one in not_built(job.model) if one.status == "priced only") if job.stack.is_own else ()
+
+
+def offers_priced(job: Job, any_priced: bool) -> bool:
+    """Whether a search also offers what is priced only: where that is asked for, or no strategy of the model runs."""
+    return any_priced or bool(not_built_here(job))
+
+
+def rows_against(job: Job, *, any_priced: bool = False) -> tuple[Finding, ...]:
+    """The rows of the matrix by which a search leaves strategies of a job out.
+
+    What is priced only is about our engine: on another stack only what a search would choose of it is left out.
+    """
+    if offers_priced(job, any_priced):
+        return tuple(one for one in matrix() if one.status != "priced only")
+    if job.stack.is_own:
+        return matrix()
+    ours_alone = GIVEN | OF_STACK
+    return tuple(one for one in matrix() if one.status != "priced only" or not ours_alone.issuperset(one.techniques))
+
+
+def require_offered(job: Job, *, any_priced: bool = False) -> None:
+    """Raises SpecError if every strategy is left out, because of what no search varies."""
+    used = set(techniques_of(job))
+    for one in rows_against(job, any_priced=any_priced):
+        if GIVEN.issuperset(one.techniques) and used.issuperset(one.techniques):
+            priced = ", or --any for a price alone" if one.status == "priced only" else ""
+            raise SpecError(one.field, f"{' with '.join(one.techniques)}: {one.reason}", one.remedy + priced)
+
+
+def model_note(job: Job) -> str | None:
+    """What to know where no strategy of a model runs on our engine, so that all are only priced."""
+    lacking = not_built_here(job)
+    if not lacking:
+        return None
+    reasons = "; ".join(f"{one.reason} ({one.remedy} would run)" for one in lacking)
+    return f"this project's engine does not run {job.model.name}: {reasons}. These are prices for engines that do."
+
+
+class Supported:
+    """Tells the cells of a piece that run from those that do not."""
+
+    def __init__(self, job: Job, *, any_priced: bool = False) -> None:
+        """``any_priced`` also lets through what is priced only."""
+        self.job = job
+        self._techniques = techniques()
+        self._schedule_names = (*job_schedules(), *_SCHEDULE)
+        findings = [one for one in rows_against(job, any_priced=any_priced) if self._may_hold(one)]
+        named = dict.fromkeys(name for one in findings for name in one.techniques)
+        self._bit = {name: 1 << number for number, name in enumerate(named)}
+        assert len(self._bit) < 63, "more techniques than bits"
+        self._masks = [self._bits_of(one.techniques) for one in findings]
+        self._book = CellBook(self._block_bits)
+        self._of_offload: dict[Offload, int] = {}
+        self._of_group: dict[int, tuple[Group, tuple[Any, ...]]] = {}
+        self._of_shards: dict[int, tuple[tuple[ShardChoice, ...], Array]] = {}
+
+    def _may_hold(self, finding: Finding) -> bool:
+        """Not where it is about another model or training: no search changes these."""
+        fixed = (name for name in finding.techniques if name in GIVEN)
+        return all(self._techniques[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
+
+    def allowed(self, piece: Piece) -> Array | None:
+        """Column × row: whether a cell runs; None if all do."""
+        import numpy as np
+
+        rows, columns = self._book.of(piece)
+        offload = self._offload_bits(piece.offload)
+        everything = int(np.bitwise_or.reduce(rows)) | int(np.bitwise_or.reduce(columns, axis=None)) | offload
+        masks = [mask for mask in self._masks if mask & everything == mask]
+        if not masks:
+            return None
+        bits = columns.take(piece.block_of_row, -1) | (rows | offload)
+        forbidden = np.zeros(bits.shape, dtype=bool)
+        for mask in masks:
+            forbidden |= (bits & mask) == mask
+        allowed: Array = ~forbidden
+        return allowed
+
+    def _block_bits(self, block: Block) -> tuple[Array, Array]:
+        """Bits of the rows, and of the columns, of a block."""
+        base, layers, schedules, recomputes = self._group_bits(block.group)
+        index = block.rows.index
+        rows = base | layers[index[:, 0]] | schedules[index[:, 1]] | recomputes[index[:, 2]]
+        return rows, self._shard_bits(block.group)[block.columns.numbers]
+
+    def _group_bits(self, group: Group) -> tuple[Any, ...]:
+        """Of what a group's strategies share, and of its layer choices, schedules and recompute choices."""
+        known = self._of_group.get(id(group))
+        if known is None or known[0] is not group:
+            known = self._of_group[id(group)] = (group, self._new_group_bits(group))
+        return known[1]
+
+    def _new_group_bits(self, group: Group) -> tuple[Any, ...]:
+        base = group.base
+        chosen = _CHOSEN.union(self._schedule_names)
+        rest = tuple(name for name in self._bit if name not in chosen)
+        layers = [
+            base.unchecked(sequence_parallel=one.sequence_parallel, context_method=one.context_method)
+            for one in group.layers
+        ]
+        schedules = [
+            base.unchecked(schedule=one.schedule, interleave=one.interleave, stage_layers=one.stage_layers)
+            for one in group.schedules
+        ]
+        recomputes = [base.unchecked(recompute=one.recompute) for one in group.recomputes]
+        return (
+            self._used(base, rest),
+            self._bits(layers, _LAYER),
+            self._bits(schedules, self._schedule_names),
+            self._bits(recomputes, _RECOMPUTE),
+        )
+
+    def _shard_bits(self, group: Group) -> Array:
+        """Groups of one layout that differ in their schedules have the same ``shards``, which are many."""
+        known = self._of_shards.get(id(group.shards))
+        if known is None or known[0] is not group.shards:
+            strategies = [
+                group.base.unchecked(
+                    zero=one.zero,
+                    shard_group=one.shard_group,
+                    keep_parameters=one.keep_parameters,
+                    accumulate=one.accumulate,
+                )
+                for one in group.shards
+            ]
+            known = self._of_shards[id(group.shards)] = (group.shards, self._bits(strategies, _SHARDS))
+        return known[1]
+
+    def _bits(self, strategies: list[Strategy], names: tuple[str, ...]) -> Array:
+        import numpy as np
+
+        return np.array([self._used(one, names) for one in strategies], dtype=np.int64)
+
+    def _used(self, strategy: Strategy, names: tuple[str, ...]) -> int:
+        job = self.job
+        used = (n for n in names if n in self._bit and self._techniques[n](strategy, job.training, job.model))
+        return self._bits_of(tuple(used))
+
+    def _bits_of(self, names: tuple[str, ...]) -> int:
+        total = 0
+        for name in names:
+            total |= self._bit[name]
+        return total
+
+    def _offload_bits(self, offload: Offload) -> int:
+        if offload not in self._of_offload:
+            self._of_offload[offload] = self._used(Strategy().unchecked(offload=offload), _OFFLOAD)
+        return self._of_offload[offload]
+
+
+def findings_of(job: Job, *, any_priced: bool = False) -> list[Finding]:
+    """What keeps one job from being offered, worst first."""
+    rows = rows_against(job, any_priced=any_priced)
+    return [one for one in verdict(job).findings if one in rows]
