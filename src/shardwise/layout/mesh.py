@@ -40,7 +40,7 @@ def mesh_shapes(strategy: Strategy, key_value_heads: int | None = None) -> dict[
         "sequence": along(strategy, "tp", "cp"),
         "kv_copies": GroupShape(("tp",), 1, kv_copies(strategy.tp, key_value_heads)),
         **_sharded("", along(strategy, "cp", "dp"), shards),
-        **_sharded("expert_", expert_data_shape(strategy), int(expert_shards(strategy, shards))),
+        **_sharded("expert_", expert_data_shape(strategy), expert_shards(strategy, shards)),
         "ep": expert_shape(strategy),
         "expert_tp": expert_tensor_shape(strategy),
         **({} if strategy.synchronise.every_step else {"worker": along(strategy, "tp", "cp", "pp")}),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.layout.groups import RankRun, expert_data_runs, group_runs, part_of
+from shardwise.spec.rules import divisors
 from shardwise.spec.strategy import Strategy
 
 
@@ -15,11 +16,14 @@ def divided_over(strategy: Strategy) -> int:
     return strategy.sharding_group if strategy.zero else 1
 
 
-def expert_shards(strategy: Strategy, shards: int) -> float:
-    """Devices that share one copy of expert states: expert data parallelism, cut like the ``shards`` of the dense."""
-    if shards == 1:
-        return 1.0
-    return max(1.0, strategy.expert_data_parallel * shards / strategy.gradient_group)
+def expert_shards(strategy: Strategy, shards: int) -> int:
+    """Devices that share one copy of expert states: expert data parallelism, cut like the ``shards`` of the dense.
+
+    Where that is no whole part of it (ep 2 with groups of 3 among 12 ranks), the next smaller one that is.
+    """
+    copies = strategy.expert_data_parallel
+    most = copies * shards // strategy.gradient_group if shards > 1 else 1
+    return max(divisor for divisor in divisors(copies) if divisor <= max(1, most))
 
 
 def sums_once(strategy: Strategy, shards: int) -> bool:
@@ -53,7 +57,7 @@ def dense_ranks(strategy: Strategy, shards: int) -> SharedRanks:
 
 def expert_ranks(strategy: Strategy, shards: int) -> SharedRanks:
     """Of the routed experts: expert data parallelism, cut like the ``shards`` of the dense parts."""
-    return _shared(expert_data_runs(strategy), round(expert_shards(strategy, shards)))
+    return _shared(expert_data_runs(strategy), expert_shards(strategy, shards))
 
 
 @lru_cache(maxsize=65536)  # asked for again for every schedule of a layout
