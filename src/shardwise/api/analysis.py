@@ -12,6 +12,8 @@ from shardwise.api.given import JobKeywords, JobSource, Size, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.results import Result, Rows
 from shardwise.cost.analysis import analyze as analyze_job
+from shardwise.cost.memory.device import DeviceMemory
+from shardwise.cost.memory.room import Fit
 from shardwise.cost.verdict import Change
 from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.report.analysis_json import analysis_data, dimension_data
@@ -72,9 +74,19 @@ class AnalysisResult(Result):
         return self.assessment.analysis.fits
 
     @property
+    def fit(self) -> Fit:
+        """Whether it fits, fits without the margin that plans keep ("tight"), or does not fit."""
+        return self.assessment.analysis.fit
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The fullest device, part by part."""
+        return self.assessment.analysis.memory
+
+    @property
     def memory_bytes(self) -> float:
         """What the fullest device holds."""
-        return self.assessment.analysis.memory.total
+        return self.memory.total
 
     @property
     def free_bytes(self) -> float:

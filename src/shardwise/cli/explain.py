@@ -11,6 +11,7 @@ from shardwise.api import bare
 from shardwise.cli.arguments import add_job_arguments, given
 from shardwise.cli.explain_network import collective, one_message, topic_parser
 from shardwise.cli.inputs import job_from, model_from, whole
+from shardwise.cli.output import form_of
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Device
@@ -31,13 +32,11 @@ def run(arguments: list[str]) -> int:
         print(_overview())
         return 0
     topic, *rest = arguments
-    explanation, as_json = _topic(topic)(topic, rest)
-    if as_json:
+    explanation, parsed = _topic(topic)(topic, rest)
+    if parsed.json:
         print(json.dumps(explanation.to_dict(), indent=2, ensure_ascii=False))
-        return 0
-    from shardwise.report.console import console
-
-    explanation.print(console())
+    else:
+        explanation.page().print(form_of(parsed))
     return 0
 
 
@@ -51,7 +50,7 @@ def _overview() -> str:
     )
 
 
-def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, bool]]:
+def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, argparse.Namespace]]:
     if name in TOPICS:
         return TOPICS[name][0]
     from shardwise.collectives import CollectiveKind
@@ -66,7 +65,7 @@ def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, bool]]:
     return collective
 
 
-def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.report.explain.memory import explain_zero
     from shardwise.spec.parameters import parameter_count
     from shardwise.spec.training import Training
@@ -85,10 +84,10 @@ def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
         parameters = float(parse(parsed.params or "7.5e9", "count", "--params"))
     if not 0 < parameters < 1e18:
         raise SpecError("--params", f"{shown(parsed.params)} is out of range", "use a number such as 7.5e9")
-    return explain_zero(parameters, whole(parsed.dp, "--dp"), checked.precision, checked.optimizer), parsed.json
+    return explain_zero(parameters, whole(parsed.dp, "--dp"), checked.precision, checked.optimizer), parsed
 
 
-def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.report.explain.compute import explain_flops
 
     parser = topic_parser(
@@ -105,10 +104,10 @@ def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     if tokens <= 0:
         raise SpecError("--tokens", f"{shown(parsed.tokens)} is not positive", "use a number such as 300B")
     device = presets.resolve("device", Device, parsed.device)
-    return explain_flops(model_from(parsed.model), whole(parsed.seq, "--seq"), tokens, device), parsed.json
+    return explain_flops(model_from(parsed.model), whole(parsed.seq, "--seq"), tokens, device), parsed
 
 
-def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.report.explain.compute import explain_bubble
 
     parser = topic_parser(
@@ -120,10 +119,10 @@ def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     parser.add_argument("--schedule", help="draw the timeline of this one")
     parsed = parser.parse(arguments)
     numbers = [whole(getattr(parsed, name), f"--{name}") for name in ("pp", "microbatches", "interleave")]
-    return explain_bubble(*numbers, drawn=parsed.schedule), parsed.json
+    return explain_bubble(*numbers, drawn=parsed.schedule), parsed
 
 
-def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.cost.analysis import analyze
     from shardwise.cost.flops import recomputed_flops_per_token
     from shardwise.report.explain.compute import explain_mfu
@@ -143,10 +142,10 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     analysis = analyze(job)
     strategy = job.strategy
     again = recomputed_flops_per_token(job.model, job.training.seq, strategy.recompute, job.recomputed_operators)
-    return explain_mfu(job, seconds, analysis.flops_per_step(), again * job.tokens_per_step), parsed.json
+    return explain_mfu(job, seconds, analysis.flops_per_step(), again * job.tokens_per_step), parsed
 
 
-def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.report.explain.compute import explain_scaling
 
     example = "shardwise explain scaling --n 8 --t1 10s --strong 1.5s --weak 11s"
@@ -159,7 +158,7 @@ def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     times = [float(parse(getattr(parsed, name), "seconds", f"--{name}")) for name in ("t1", "strong", "weak")]
     if min(times) <= 0:
         raise SpecError("--t1", "a step time must be positive", "use times such as 10s")
-    return explain_scaling(whole(parsed.n, "--n"), *times), parsed.json
+    return explain_scaling(whole(parsed.n, "--n"), *times), parsed
 
 
 _DEFAULTS: dict[str, dict[str, str]] = {
@@ -186,16 +185,16 @@ def _with_job_defaults(parsed: argparse.Namespace, defaults: dict[str, str]) -> 
     return parsed
 
 
-def _activations(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def _activations(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.report.explain.memory import explain_activations
 
     parser = topic_parser(topic, "What a layer keeps for its backward pass.", _EXAMPLES.splitlines()[3])
     add_job_arguments(parser)
     parsed = _with_job_defaults(parser.parse(arguments), _DEFAULTS[topic])
-    return explain_activations(job_from(parsed)), parsed.json
+    return explain_activations(job_from(parsed)), parsed
 
 
-def _dimension(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def _dimension(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.cost.analysis import analyze
     from shardwise.report.explain.dimension import explain_dimension
 
@@ -206,10 +205,10 @@ def _dimension(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     )
     add_job_arguments(parser)
     parsed = _with_job_defaults(parser.parse(arguments), _DEFAULTS[topic])
-    return explain_dimension(topic, analyze(job_from(parsed))), parsed.json
+    return explain_dimension(topic, analyze(job_from(parsed))), parsed
 
 
-TOPICS: dict[str, tuple[Callable[[str, list[str]], tuple[Explanation, bool]], str]] = {
+TOPICS: dict[str, tuple[Callable[[str, list[str]], tuple[Explanation, argparse.Namespace]], str]] = {
     "p2p": (one_message, "one message over one link"),
     "zero": (_zero, "model states under ZeRO 0 to 3"),
     "activations": (_activations, "what a layer keeps for its backward pass, tensor by tensor"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardwise.api import bare
 from shardwise.cli.arguments import Parser, bare_numbers
 from shardwise.cli.inputs import whole
+from shardwise.cli.output import add_output_arguments
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.network import Link
@@ -23,11 +24,11 @@ _EXAMPLE = "shardwise explain allreduce --topology torus --n 64 --size 1GiB --ba
 def topic_parser(topic: str, description: str, example: str) -> Parser:
     """Of every topic."""
     parser = Parser(f"explain {topic}", description, example)
-    parser.add_argument("--json", action="store_true", help="JSON output")
+    add_output_arguments(parser)
     return parser
 
 
-def collective(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def collective(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.collectives import CollectiveKind
     from shardwise.report.explain.collective import explain_collective
 
@@ -47,7 +48,7 @@ def collective(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
     size = float(parse(parsed.size, "bytes", "--size"))
     if size < 0:
         raise SpecError("--size", f"{shown(parsed.size)} is negative", "use 0 or more")
-    return explain_collective(kind, size, topology, parsed.algorithm or usual), parsed.json
+    return explain_collective(kind, size, topology, parsed.algorithm or usual), parsed
 
 
 def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
@@ -72,7 +73,7 @@ def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topolog
     return network(bare.cluster(bare_numbers(parsed))), "textbook"
 
 
-def one_message(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
+def one_message(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     """One message over one link."""
     from shardwise.collectives import p2p_latency
     from shardwise.report.explain.explanation import Explanation
@@ -110,4 +111,4 @@ def one_message(topic: str, arguments: list[str]) -> tuple[Explanation, bool]:
         ),
         source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
     )
-    return explanation, parsed.json
+    return explanation, parsed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from shardwise.cli.arguments import Parser
+from shardwise.cli.output import add_output_arguments, show
+from shardwise.report.page import Page
+from shardwise.report.tables import Column, FittedTable
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name
 from shardwise.spec.hardware import Cluster, Device
@@ -27,7 +29,7 @@ def run(arguments: list[str]) -> int:
         "shardwise list clusters",
     )
     parser.add_argument("what", help=", ".join(WHAT))
-    parser.add_argument("--json", action="store_true", help="JSON output")
+    add_output_arguments(parser)
     parser.add_argument("--sources", action="store_true", help="where each entry comes from")
     parsed = parser.parse(arguments)
     if parsed.what not in WHAT:
@@ -41,20 +43,15 @@ def run(arguments: list[str]) -> int:
         "schedules": _schedules,
         "collectives": _collectives,
     }[parsed.what]()
-    if parsed.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    _print(rows, () if parsed.sources else ("source",))
+    hidden = () if parsed.sources else ("source",)
+    show(parsed, lambda: _page(rows, hidden), lambda: rows)
     return 0
 
 
-def _print(rows: Rows, hidden: tuple[str, ...]) -> None:
-    from shardwise.report.console import console
-    from shardwise.report.tables import Column, FittedTable
-
+def _page(rows: Rows, hidden: tuple[str, ...]) -> Page:
     names = [name for name in rows[0] if name not in hidden]
     columns = tuple(Column(name, numeric=all(isinstance(row[name], int) for row in rows)) for name in names)
-    console().print(FittedTable("", columns, tuple(tuple(str(row[name]) for name in names) for row in rows), _OPTIONAL))
+    return Page((FittedTable("", columns, tuple(tuple(str(row[name]) for name in names) for row in rows), _OPTIONAL),))
 
 
 def _models() -> Rows:

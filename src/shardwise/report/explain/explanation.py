@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-
 from shardwise.report.console import table
 from shardwise.report.explain.quantity import Quantity
+from shardwise.report.page import Line, Page, Piece
 from shardwise.report.tables import Bar, Cell
 
 Value = str | Quantity | Bar
@@ -63,22 +63,24 @@ class Explanation:
             "source": list(self.source),
         }
 
-    def print(self, out: Console) -> None:
-        out.print(self.title, style="bold", markup=False)
-        _lines(out, "formula", self.formula)
+    def page(self) -> Page:
+        return Page.of(self._pieces())
+
+    def _pieces(self) -> Iterator[Piece | str]:
+        yield Line(self.title, "bold")
+        yield from _lines("formula", self.formula)
         if self.numbers:
             rows = [(symbol, meaning, value.text) for symbol, meaning, value in self.numbers]
-            out.print(table("numbers", ("symbol", "meaning", "value"), rows, numbers_from=2))
+            yield table("numbers", ("symbol", "meaning", "value"), rows, numbers_from=2)
         if self.result:
-            out.print(table("result", ("what", "value"), [(what, value.text) for what, value in self.result]))
+            yield table("result", ("what", "value"), [(what, value.text) for what, value in self.result])
         for grid in self.tables:
             cells = [[_cell(value) for value in row] for row in grid.rows]
-            out.print(table(grid.title, grid.columns, cells, numbers_from=grid.words, optional=grid.optional))
-        _lines(out, "remarks", self.remarks)
+            yield table(grid.title, grid.columns, cells, numbers_from=grid.words, optional=grid.optional)
+        yield from _lines("remarks", self.remarks)
         if self.drawing:
-            out.print(self.drawing, markup=False, no_wrap=True, overflow="ignore", crop=False)
-            out.print()
-        _lines(out, "source", self.source)
+            yield Line(self.drawing + "\n", fixed=True)
+        yield from _lines("source", self.source)
 
 
 def _cell(value: Value) -> Cell:
@@ -89,9 +91,7 @@ def _data(value: Value) -> str | int | float:
     return value.data if isinstance(value, Quantity) else str(value)
 
 
-def _lines(out: Console, heading: str, lines: tuple[str, ...]) -> None:
+def _lines(heading: str, lines: tuple[str, ...]) -> Iterator[Piece]:
     if lines:
-        out.print(heading, style="italic")
-        for line in lines:
-            out.print(f"  {line}", markup=False)
-        out.print()
+        yield Line(heading, "italic")
+        yield Line("\n".join(f"  {line}" for line in lines) + "\n")
