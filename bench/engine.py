@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardwise.engine.batch import Batch
-from shardwise.engine.build_optimizer import decays
 from shardwise.engine.engine import Engine
+from shardwise.engine.optim.optimizer import decays
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.models import Decoder, initialise

@@ -21,8 +21,7 @@ import torch
 
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload.rows import local
-from shardwise.engine.offload.states import MASTER
+from shardwise.engine.offload.states import MASTER, local
 from shardwise.engine.world import joined
 from shardwise.measure.sample import sample_batch
 from shardwise.spec.job import Job

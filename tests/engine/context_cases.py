@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.documents import WholeDocuments
 from shardwise.engine.context.gather import GatheredAttention
 from shardwise.engine.context.kernels import KernelChoice, kernel_for
 from shardwise.engine.context.ring import RingAttention
-from shardwise.engine.context.sequence import cut_sequence
+from shardwise.engine.context.sequence import WholeDocuments, cut_sequence
 from shardwise.engine.context.ulysses import Attend, UlyssesAttention
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 

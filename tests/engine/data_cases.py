@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.build_optimizer import build_optimizer
-from shardwise.engine.data import apply_data
+from shardwise.engine.data.apply import apply_data
 from shardwise.engine.experts import apply_experts
-from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.optimizer import local
-from shardwise.engine.parts import parts_of
-from shardwise.engine.precision import FP32, Precision
+from shardwise.engine.optim.gradient_norm import GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.optim.optimizer import build_optimizer, local
+from shardwise.engine.optim.precision import FP32, Precision
+from shardwise.engine.parameters import parts_of
 from shardwise.models import Decoder, initialise, moe
 from shardwise.spec.model import MixtureOfExperts, Model
 from shardwise.spec.optimization import Optimization
@@ -195,7 +194,7 @@ def held_bytes(module: nn.Module) -> dict[str, int]:
 def _records(module: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
-    from shardwise.engine.fsdp_collectives import parameter_groups
+    from shardwise.engine.data.fsdp_collectives import parameter_groups
 
     units = [one for one in module.modules() if isinstance(one, FSDPModule)]
     return [record for unit in units for group in parameter_groups(unit) for record in group.fsdp_params]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.engine.build_optimizer import decays
+from shardwise.engine.optim.optimizer import decays
 from shardwise.engine.parallelize import Parallel, gather_state_dict, parallelize
 from shardwise.engine.patterns import Patterns
 from shardwise.measure.deviation import Deviation, deviation, global_norm, negligible, relative
@@ -314,7 +314,7 @@ def _gradients(parallel: Parallel, expected: dict[str, Tensor], at: str) -> list
 
 def _gathered(parallel: Parallel, plain: Plain, rounding: frozenset[str], norm: float) -> list[Deviation]:
     """The state dict that a user saves: complete, and equal."""
-    from shardwise.engine.parts import Part
+    from shardwise.engine.parameters import HeldPart
 
     state = gather_state_dict(parallel)
     if dist.get_rank():
@@ -322,6 +322,6 @@ def _gathered(parallel: Parallel, plain: Plain, rounding: frozenset[str], norm: 
     if state.keys() != plain.weights.keys():
         return [Deviation(float("inf"), str(sorted(state.keys() ^ plain.weights.keys())))]
     return [
-        deviation(name, one, Part(tuple(one.shape)), plain.weights[name], norm if name in rounding else None)
+        deviation(name, one, HeldPart(tuple(one.shape)), plain.weights[name], norm if name in rounding else None)
         for name, one in state.items()
     ]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, decoder_of, gradients, hidden_of, job_of, layer_call
 from engine.workers import on_ranks
 from shardwise.cost.memory.activations import layer_activation_bytes
-from shardwise.engine.compile import apply_compile
+from shardwise.engine.engine import apply_compile
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER

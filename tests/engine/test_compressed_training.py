@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.workers import on_ranks
 from shardwise.cost.communication import step_traffic
+from shardwise.engine.data.replicated import Replicated
 from shardwise.engine.engine import Engine
-from shardwise.engine.replicated import Replicated
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job

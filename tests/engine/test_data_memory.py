@@ -9,7 +9,7 @@ import torch
 
 from engine.data_cases import UNEVEN, Case, Trained, together
 from engine.workers import on_ranks
-from shardwise.engine.precision import FP32, Precision
+from shardwise.engine.optim.precision import FP32, Precision
 from shardwise.models import Decoder
 from shardwise.spec.strategy import Strategy
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.workers import on_ranks
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.parts import parts_of
+from shardwise.engine.parameters import parts_of
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import MixtureOfExperts as Experts

@@ -15,7 +15,7 @@ from engine.test_expert_exchange import short
 from engine.workers import on_ranks
 from shardwise.engine.experts import apply_experts, expert_load, update_balance
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.parts import Part, parts_of
+from shardwise.engine.parameters import HeldPart, parts_of
 from shardwise.models import Decoder, initialise
 from shardwise.models.moe import MoELayer
 from shardwise.spec import presets
@@ -101,7 +101,7 @@ def summed(found: list[dict[str, Any]], name: str, shape: torch.Size) -> Tensor:
     """A gradient summed over all ranks, each giving what it holds."""
     total = torch.zeros(shape)
     for one in found:
-        part: Part = one["parts"][name]
+        part: HeldPart = one["parts"][name]
         held = torch.zeros(shape)
         part.put(one["gradients"][name], held)
         total += held

@@ -10,7 +10,7 @@ import torch
 
 from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import local
+from shardwise.engine.optim.optimizer import local
 from shardwise.measure.sample import sample_batch
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job

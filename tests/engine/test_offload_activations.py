@@ -11,7 +11,7 @@ from engine.workers import on_ranks
 from shardwise.cost.communication.offload import offload_traffic
 from shardwise.cost.payload import Role, sent_backward, sent_forward
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload.rows import local
+from shardwise.engine.offload.states import local
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job

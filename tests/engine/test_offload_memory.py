@@ -12,11 +12,11 @@ import torch
 
 from engine.workers import on_ranks
 from shardwise.cost.memory.device import memory_of_rank
-from shardwise.engine import reductions
+from shardwise.engine.collectives import reductions
+from shardwise.engine.collectives.reductions import SCRATCH
+from shardwise.engine.data.fsdp_collectives import IN_FLIGHT
 from shardwise.engine.engine import Engine
-from shardwise.engine.fsdp_collectives import IN_FLIGHT
-from shardwise.engine.offload.rows import local
-from shardwise.engine.reductions import SCRATCH
+from shardwise.engine.offload.states import local
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.parameters import layer_parameters

@@ -14,7 +14,7 @@ from engine.workers import on_ranks
 from shardwise.cost.payload import Payload
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
-from shardwise.engine.offload.rows import local
+from shardwise.engine.offload.states import local
 from shardwise.engine.offload.store import Store
 from shardwise.measure.sample import sample_batch
 from shardwise.spec import Job

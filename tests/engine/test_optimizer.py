@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engine.workers import on_ranks
-from shardwise.engine.build_optimizer import build_optimizer, decays
-from shardwise.engine.gradient_norm import GradientNorm, clip_factor, scale_gradients
-from shardwise.engine.muon import orthogonal
-from shardwise.engine.optimizer import LocalOptimizer, local
+from shardwise.engine.optim.gradient_norm import GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.optim.muon import orthogonal
+from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
 from shardwise.spec.errors import SpecError
 from shardwise.spec.optimization import Optimization
 from shardwise.spec.training import Training

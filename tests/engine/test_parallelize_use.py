@@ -16,9 +16,9 @@ import shardwise
 from engine.own_models import SEQ, VOCAB, WRITER, Case, build, make_batch, plain_run, summed_loss
 from engine.workers import on_ranks
 from shardwise.engine.own_model.checks import require_trainable
-from shardwise.engine.own_model.jobs import job_for
+from shardwise.engine.own_model.tables import job_for
 from shardwise.engine.parallelize import gather_state_dict, parallelize
-from shardwise.engine.parts import Part
+from shardwise.engine.parameters import HeldPart
 from shardwise.engine.patterns import Patterns
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload, Strategy
@@ -323,7 +323,7 @@ def test_the_names_are_public() -> None:
 @pytest.mark.parametrize("part", range(2))
 def test_a_part_of_blocks_is_taken_and_put_back(part: int) -> None:
     whole = torch.arange(2 * 8 * 3).view(2, 8, 3)
-    described = Part(tuple(whole.shape)).cut(0, 1, 2).cut(1, 2 * part, 2 * part + 2, 2)
+    described = HeldPart(tuple(whole.shape)).cut(0, 1, 2).cut(1, 2 * part, 2 * part + 2, 2)
     local = described.of(whole)
     assert torch.equal(local, whole[1:2, [2 * part, 2 * part + 1, 4 + 2 * part, 5 + 2 * part]])
     assert described.local_shape == tuple(local.shape)

@@ -15,7 +15,7 @@ from cost.builders import preset
 from engine import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
-from shardwise.engine.parts import Part
+from shardwise.engine.parameters import HeldPart
 from shardwise.engine.pipeline import Message, PipelineRunner, keep_stage, schedule_of, tie_ends
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.deviation import deviation, global_norm, negligible
@@ -144,7 +144,7 @@ def check(job: Job, packed: bool = False, steps: int = 1) -> list[dict[str, Any]
 
 
 def compare(name: str, found: Tensor, whole: dict[str, Tensor], scale: float | None) -> None:
-    assert deviation(name, found, Part(tuple(found.shape)), whole[name], scale).value < 1e-5, name
+    assert deviation(name, found, HeldPart(tuple(found.shape)), whole[name], scale).value < 1e-5, name
 
 
 @pytest.mark.parametrize("schedule", RUN)

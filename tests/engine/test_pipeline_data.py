@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from engine import toy_pipeline as toy
 from engine.workers import on_ranks
-from shardwise.engine.data import apply_data
-from shardwise.engine.gradients import local
+from shardwise.engine.collectives.reductions import all_reduce_sum
+from shardwise.engine.data.apply import apply_data
 from shardwise.engine.mesh import build_mesh
+from shardwise.engine.optim.precision import precision_of
+from shardwise.engine.parameters import local
 from shardwise.engine.pipeline import tie_ends
-from shardwise.engine.precision import precision_of
-from shardwise.engine.reductions import all_reduce_sum
 from shardwise.spec.schedules import job_schedules
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.pipeline import PipelineRunner, tie_ends
-from shardwise.engine.pipeline.stage import Stage
+from shardwise.engine.pipeline.stage import PipelineStage
 from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.schedules import job_schedules
 
@@ -39,19 +39,19 @@ def step(runner: PipelineRunner) -> torch.Tensor:
 def most_held(name: str, microbatches: int) -> tuple[int, int]:
     """Microbatches times chunks between forward and last backward pass at the peak, and what is left after the step."""
     runner, peak = runner_for(name, microbatches), 0
-    forward = Stage.forward_one_chunk
+    forward = PipelineStage.forward_one_chunk
 
-    def watched(stage: Stage, *arguments: Any, **more: Any) -> torch.Tensor:
+    def watched(stage: PipelineStage, *arguments: Any, **more: Any) -> torch.Tensor:
         nonlocal peak
         output = forward(stage, *arguments, **more)
         peak = max(peak, sum(len(one.kept) + len(one.weights_to_do) for one in runner.stages))
         return output
 
-    Stage.forward_one_chunk = watched  # type: ignore[method-assign]
+    PipelineStage.forward_one_chunk = watched  # type: ignore[method-assign]
     try:
         step(runner)
     finally:
-        Stage.forward_one_chunk = forward  # type: ignore[method-assign]
+        PipelineStage.forward_one_chunk = forward  # type: ignore[method-assign]
     left = sum(
         len(held)
         for one in runner.stages

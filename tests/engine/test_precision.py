@@ -7,7 +7,7 @@ import torch
 
 from engine.data_cases import UNEVEN, Case, Trained, alone, together
 from engine.workers import on_ranks
-from shardwise.engine.precision import FP32, LossScaler, Precision, precision_of
+from shardwise.engine.optim.precision import FP32, LossScaler, Precision, precision_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.optimization import LossScaling
 from shardwise.spec.strategy import Strategy

@@ -10,7 +10,7 @@ import torch
 
 from cost.builders import job
 from shardwise.cost.memory.activations import layer_activation_bytes
-from shardwise.engine.compile import apply_compile
+from shardwise.engine.engine import apply_compile
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute
 from shardwise.models.decoder import Decoder

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.workers import on_ranks
-from shardwise.engine import reductions
-from shardwise.engine.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
+from shardwise.engine.collectives import reductions
+from shardwise.engine.collectives.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.workers import on_ranks
+from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.mesh import build_mesh
-from shardwise.engine.parts import parts_of
+from shardwise.engine.parameters import parts_of
 from shardwise.engine.patterns import DECODER
-from shardwise.engine.reductions import all_reduce_sum
 from shardwise.engine.tensor import apply_tensor
 from shardwise.measure.deviation import deviation, global_norm, negligible
 from shardwise.models.decoder import Decoder

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts.counts import Assumed
+from shardwise.engine.experts.loads import Assumed
 from shardwise.measure.dryrun.elsewhere import nothing_moves
 from shardwise.measure.dryrun.trace import _batch, _pose, _structure_is_real
 from shardwise.measure.dryrun.world import fake_tensors, posing_as

@@ -134,7 +134,7 @@ def burn(seconds: float) -> None:
 @contextmanager
 def late_messages(seconds: float) -> Iterator[None]:
     """What another stage sends arrives this much later."""
-    from shardwise.engine.pipeline.messages import Mailbox
+    from shardwise.engine.pipeline.stage import Mailbox
 
     receive = Mailbox.receive
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardwise.collectives import CollectiveKind
-from shardwise.engine.names import named, sent
-from shardwise.engine.reductions import all_gather, reduce_scatter_sum
+from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
+from shardwise.engine.profiler_names import named, sent
 from shardwise.layout.ranks import coordinates
 from shardwise.measure.dryrun.collectives import CollectiveLog
 from shardwise.measure.dryrun.compare import traced_bytes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.workers import on_ranks
-from shardwise.engine.gradient_norm import REFUSED
+from shardwise.engine.optim.gradient_norm import REFUSED
 from shardwise.launch.pool import WorkerError
 from shardwise.spec import Job
 from shardwise.training.data.loader import rows_of

@@ -27,7 +27,7 @@ LIBRARIES: dict[str, dict[CollectiveKind, tuple[str, ...]]] = {
         CollectiveKind.ALL_TO_ALL: ("direct",),
     },
     # gloo/allreduce.cc (ring), allgather.cc (ring), broadcast.cc (binomial), reduce.cc (ring), alltoall.cc, gather.cc
-    # and scatter.cc (all at once); the engine's reduce-scatter is an all-to-all and a sum (engine/reductions.py).
+    # and scatter.cc (at once); the engine's reduce-scatter is all-to-all, then sum (engine/collectives/reductions.py).
     "gloo": {
         CollectiveKind.SEND_RECV: ("direct",),
         CollectiveKind.BROADCAST: ("binomial",),

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.data import apply_data
+from shardwise.engine.data.apply import apply_data
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.offload.states import MASTER
+from shardwise.engine.optim.precision import precision_of
+from shardwise.engine.own_model.apply import Initialise, cut_stages, fill_stages, tie_stages
 from shardwise.engine.own_model.checks import (
     drops,
     is_cut,
@@ -26,14 +28,23 @@ from shardwise.engine.own_model.checks import (
     require_trainable,
     require_world,
 )
-from shardwise.engine.own_model.cut import Initialise, cut_stages, fill_stages, tie_stages
-from shardwise.engine.own_model.inputs import in_microbatches, on_device, rows_of, token_batch, usual_call, usual_count
-from shardwise.engine.own_model.jobs import job_for
-from shardwise.engine.own_model.passes import Call, Loss, TokenPass, answer_passes, any_pass, call_stage
-from shardwise.engine.own_model.tables import found_layers, supplied_table
-from shardwise.engine.own_model.whole import Piece, kept_buffers, second_names, whole_tensors
+from shardwise.engine.own_model.forward import (
+    Call,
+    Loss,
+    TokenPass,
+    answer_passes,
+    any_pass,
+    call_stage,
+    in_microbatches,
+    on_device,
+    rows_of,
+    token_batch,
+    usual_call,
+    usual_count,
+)
+from shardwise.engine.own_model.tables import found_layers, job_for, supplied_table
+from shardwise.engine.own_model.unsharded import HeldPiece, kept_buffers, second_names, whole_tensors
 from shardwise.engine.patterns import Patterns
-from shardwise.engine.precision import precision_of
 from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.trainer import Trainer
@@ -162,13 +173,13 @@ class Parallel(Trainer[Any]):
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the undivided network on rank 0, one at a time; all ranks have to iterate to the end."""
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, HeldPiece] = {}
         for stage in self.stages.values():
             pieces |= kept_buffers(stage)
         for one in self.parameters:
             if one.part.counted:
                 dtype = self.optimizer.dtype(one.parameter, MASTER)
-                pieces[one.name] = Piece(one.part, dtype, partial(self.weight, one))
+                pieces[one.name] = HeldPiece(one.part, dtype, partial(self.weight, one))
         yield from whole_tensors(pieces, self.aliases)
 
     def microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:

@@ -11,25 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
-from shardwise.engine.build_optimizer import build_optimizer
+from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.context import cut_sequence
-from shardwise.engine.data import DataParallel
-from shardwise.engine.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
-from shardwise.engine.gradients import Held, held, local, ranks_with_copy, sum_partial
+from shardwise.engine.data.apply import DataParallel
+from shardwise.engine.data.synchronisation import LateSums, OuterSteps
 from shardwise.engine.labels import Called, StepPhase, pass_name
-from shardwise.engine.meetings import LateSums, OuterSteps
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.names import named, sent
 from shardwise.engine.offload.activations import offload_activations
 from shardwise.engine.offload.folder import may_offload
 from shardwise.engine.offload.states import GRADIENT, MASTER
 from shardwise.engine.offload.store import Store
+from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
+from shardwise.engine.optim.optimizer import build_optimizer
+from shardwise.engine.optim.precision import LossScaler, precision_of
+from shardwise.engine.parameters import Held, as_divided, held, local, ranks_with_copy, sum_partial
 from shardwise.engine.patterns import Patterns
 from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
 from shardwise.engine.pipeline.stage import Call
-from shardwise.engine.precision import LossScaler, precision_of
-from shardwise.engine.reductions import all_reduce_sum
-from shardwise.engine.values import as_divided
+from shardwise.engine.profiler_names import named, sent
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

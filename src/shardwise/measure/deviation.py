@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.engine.gradients import local
-from shardwise.engine.parts import Part
-from shardwise.engine.values import divided_as
+from shardwise.engine.parameters import HeldPart, divided_as, local
 from shardwise.spec.optimization import Optimization
 
 TOLERANCE = 1e-5
@@ -82,7 +80,9 @@ def _layer(name: str) -> str:
     return numbered[0] if numbered else name
 
 
-def deviation(name: str, found: Tensor, part: Part, whole: Tensor, absolute_scale: float | None = None) -> Deviation:
+def deviation(
+    name: str, found: Tensor, part: HeldPart, whole: Tensor, absolute_scale: float | None = None
+) -> Deviation:
     """max|a-b| / max|b|, b being the whole reference; or / ``absolute_scale``, which does not ask how large b is.
 
     Where data parallelism divides ``found``, a is what this rank holds of it.

@@ -16,8 +16,8 @@ import torch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.offload.states import MASTER
+from shardwise.engine.parameters import divided_as
 from shardwise.engine.refuse import require_devices, require_runs
-from shardwise.engine.values import divided_as
 from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
 from shardwise.launch.pool import Pool, WorkerPlace

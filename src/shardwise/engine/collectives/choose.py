@@ -15,8 +15,8 @@ from shardwise.collectives.schedule import Schedule
 from shardwise.cost.gradient_price import UNNAMED
 from shardwise.cost.own_schedules import choose, gradient_groups
 from shardwise.engine.collectives.communicator import Communicator
+from shardwise.engine.collectives.reductions import Pending, all_reduce_sum, backend_of, reduce_scatter_sum
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.reductions import Pending, all_reduce_sum, backend_of, reduce_scatter_sum
 from shardwise.layout.groups import RankRun
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

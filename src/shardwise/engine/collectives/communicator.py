@@ -11,10 +11,24 @@ from torch import Tensor
 
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule
-from shardwise.engine.collectives.layout import IN_PLACE, INPUT, OUTPUT, STAGING, Region
-from shardwise.engine.collectives.order import Add, Arrived, Post, Sent, Start, Step, ordered
-from shardwise.engine.collectives.program import OwnRound, Program, program_of
-from shardwise.engine.reductions import NARROW, Pending, backend_of
+from shardwise.engine.collectives.program import (
+    IN_PLACE,
+    INPUT,
+    OUTPUT,
+    STAGING,
+    Add,
+    Arrived,
+    OwnRound,
+    Post,
+    PostedSend,
+    Program,
+    Start,
+    Step,
+    TensorRegion,
+    ordered,
+    program_of,
+)
+from shardwise.engine.collectives.reductions import NARROW, Pending, backend_of
 
 MOST_PROGRAMS = 256
 KEPT_STAGING_BYTES = 128 * 2**20
@@ -54,7 +68,7 @@ class Communicator:
         on_cpu = next(iter(tensors.values())).device.type == "cpu"
         if not on_cpu or backend_of(self.group, "cpu") != "gloo":
             self._in_rounds(prepared.program, tensors)
-            return _Done() if async_op else None
+            return _CompletedRun() if async_op else None
         self._count += 1
         tag = FIRST_TAG + self._count % COLLECTIVES * MESSAGES
         if not async_op and (self._last is None or self._last.done()):
@@ -101,7 +115,7 @@ class Communicator:
                     case Start(send):
                         source = [_packed(buffers, send.source, send.packed)]
                         works[send] = self.group.send(source, send.peer, tag + send.number % MESSAGES), source
-                    case Arrived(one) | Sent(one):
+                    case Arrived(one) | PostedSend(one):
                         works.pop(one)[0].wait()
                     case Add(target, sources):
                         _add(_part(buffers, target), [_part(buffers, one) for one in sources])
@@ -160,7 +174,7 @@ class _Running:
         self.future.result()
 
 
-class _Done:
+class _CompletedRun:
     def wait(self) -> None:
         """It is on the stream."""
 
@@ -182,11 +196,11 @@ def _elements(schedule: Schedule, tensors: dict[str, Tensor]) -> int:
     return elements // schedule.n if kind is CollectiveKind.ALL_TO_ALL else elements
 
 
-def _part(buffers: dict[str, Tensor], region: Region) -> Tensor:
+def _part(buffers: dict[str, Tensor], region: TensorRegion) -> Tensor:
     return buffers[region.buffer][region.start : region.stop]
 
 
-def _packed(buffers: dict[str, Tensor], source: Region, pieces: tuple[Region, ...]) -> Tensor:
+def _packed(buffers: dict[str, Tensor], source: TensorRegion, pieces: tuple[TensorRegion, ...]) -> Tensor:
     part = _part(buffers, source)
     if pieces:
         torch.cat([_part(buffers, piece) for piece in pieces], out=part)

@@ -1,16 +1,125 @@
-"""A schedule as one rank sees it: what it sends, receives and adds in every round, by elements of its tensors.
-
-What is received lies where it has to end if nothing that is still needed is there; else, and before it is added, in
-staging memory of its own, so that the receive can be posted before the first round.
-"""
+"""A schedule as one rank runs it: where its chunks lie, what it sends, receives and adds, and in which order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Round, Schedule, Transfer
-from shardwise.engine.collectives.layout import STAGING, Layout, Region, joined, layout_of
+from shardwise.collectives.verifier import goals, starts
+
+INPUT, OUTPUT, STAGING = "input", "output", "staging"
+IN_PLACE = (CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRegion:
+    """Elements ``start`` to ``stop`` of a flat buffer."""
+
+    buffer: str
+    start: int
+    stop: int
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
+
+    def overlaps(self, other: TensorRegion) -> bool:
+        return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
+
+
+def joined(regions: Iterable[TensorRegion]) -> tuple[TensorRegion, ...]:
+    """The same regions, with those made one that follow on one another."""
+    runs: list[TensorRegion] = []
+    for region in regions:
+        if runs and runs[-1].buffer == region.buffer and runs[-1].stop == region.start:
+            runs[-1] = TensorRegion(region.buffer, runs[-1].start, region.stop)
+        else:
+            runs.append(region)
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """``first``: where each chunk that a rank holds at the beginning is; ``home``: where it has to end.
+
+    ``order`` is the order of chunks in a message, ``sizes`` their elements.
+    """
+
+    first: dict[int, TensorRegion]
+    home: dict[int, TensorRegion]
+    order: list[int]
+    sizes: list[int]
+
+
+def layout_of(schedule: Schedule, rank: int, elements: int) -> ChunkLayout:
+    """``elements`` are those of the tensor (all-reduce, broadcast, reduce) or of one rank's block of it.
+
+    What does not divide evenly is cut into chunks that differ by one element; some may be empty.
+    """
+    held, wanted = starts(schedule)[rank], dict(enumerate(goals(schedule))).get(rank, {})
+    if schedule.kind in IN_PLACE:
+        count = schedule.chunk_count
+        order = _neighbours(schedule)
+        bounds = [slot * elements // count for slot in range(count + 1)]
+        at = {chunk: TensorRegion(OUTPUT, bounds[slot], bounds[slot + 1]) for slot, chunk in enumerate(order)}
+        sizes = [at[chunk].elements for chunk in range(count)]
+        return ChunkLayout({c: at[c] for c in held}, {c: at[c] for c in wanted}, _inverse(order), sizes)
+    blocks = schedule.n**2 if schedule.kind is CollectiveKind.ALL_TO_ALL else schedule.n
+    split = schedule.chunk_count // blocks
+    bounds = [part * elements // split for part in range(split + 1)]
+
+    def region(buffer: str, block: int, chunk: int) -> TensorRegion:
+        part = chunk % split
+        return TensorRegion(buffer, block * elements + bounds[part], block * elements + bounds[part + 1])
+
+    sizes = [bounds[chunk % split + 1] - bounds[chunk % split] for chunk in range(schedule.chunk_count)]
+    into, out_of = _blocks(schedule)
+    return ChunkLayout(
+        {chunk: region(INPUT, into(chunk // split), chunk) for chunk in held},
+        {chunk: region(OUTPUT, out_of(chunk // split), chunk) for chunk in wanted},
+        list(range(schedule.chunk_count)),
+        sizes,
+    )
+
+
+def _blocks(schedule: Schedule) -> tuple[Callable[[int], int], Callable[[int], int]]:
+    """Which block of the input and of the output a block of the schedule is."""
+    n, kind = schedule.n, schedule.kind
+    if kind is CollectiveKind.ALL_TO_ALL:
+        return lambda block: block % n, lambda block: block // n
+    whole_input = kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.SCATTER)
+    whole_output = kind in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
+    return lambda block: block * whole_input, lambda block: block * whole_output
+
+
+def _neighbours(schedule: Schedule) -> list[int]:
+    """Chunks of a whole tensor in an order in which those that travel together lie together: then they are sent from
+    where they are. Every rank finds the same order, and no other promise is made about which chunk is which part."""
+    travels: list[list[int]] = [[] for _ in range(schedule.chunk_count)]
+    number = 0
+    for one in schedule.rounds:
+        for t in one:
+            for chunk in t.chunks:
+                travels[chunk].append(number)
+            number += 1
+    return sorted(range(schedule.chunk_count), key=travels.__getitem__)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    places = [0] * len(order)
+    for place, chunk in enumerate(order):
+        places[chunk] = place
+    return places
+
+
+# -- program ---------------------------------------------------------------------------------------
+#
+# A schedule as one rank sees it: what it sends, receives and adds in every round, by elements of its tensors.
+#
+# What is received lies where it has to end if nothing that is still needed is there; else, and before it is added, in
+# staging memory of its own, so that the receive can be posted before the first round.
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +128,11 @@ class Send:
 
     peer: int
     number: int
-    source: Region
-    packed: tuple[Region, ...] = ()
+    source: TensorRegion
+    packed: tuple[TensorRegion, ...] = ()
 
     @property
-    def reads(self) -> tuple[Region, ...]:
+    def reads(self) -> tuple[TensorRegion, ...]:
         return self.packed or (self.source,)
 
 
@@ -33,30 +142,30 @@ class Receive:
 
     peer: int
     number: int
-    region: Region
+    region: TensorRegion
     post_round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReceivedChunk:
     """Once ``receives`` are there, the sum of ``sources``, in order, goes to ``target`` (none: it is there)."""
 
     receives: tuple[Receive, ...]
-    target: Region
-    sources: tuple[Region, ...] = ()
+    target: TensorRegion
+    sources: tuple[TensorRegion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRound:
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[ReceivedChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    target: Region
-    source: Region
+class LocalCopy:
+    target: TensorRegion
+    source: TensorRegion
 
 
 @dataclass(frozen=True)
@@ -64,7 +173,7 @@ class Program:
     """``copies`` are of what a rank gives itself; ``staging_elements`` is the staging memory it takes."""
 
     rounds: tuple[OwnRound, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[LocalCopy, ...]
     staging_elements: int
 
 
@@ -74,7 +183,7 @@ def program_of(schedule: Schedule, rank: int, elements: int) -> Program:
 
 
 class _Translation:
-    def __init__(self, schedule: Schedule, rank: int, layout: Layout) -> None:
+    def __init__(self, schedule: Schedule, rank: int, layout: ChunkLayout) -> None:
         self.schedule, self.rank, self.layout = schedule, rank, layout
         self.place = dict(layout.first)
         self.staged = 0
@@ -86,13 +195,13 @@ class _Translation:
         home, sizes = self.layout.home, self.layout.sizes
         away = [chunk for chunk in home if sizes[chunk] and self.place[chunk] != home[chunk]]
         copies = [(home[chunk], (self.place[chunk],)) for chunk in away]
-        return Program(rounds, tuple(Copy(target, *sources) for target, sources in _together(copies)), self.staged)
+        return Program(rounds, tuple(LocalCopy(target, *sources) for target, sources in _together(copies)), self.staged)
 
     def _round(self, index: int, transfers: Round) -> OwnRound:
         sends: list[Send] = []
         receives: list[Receive] = []
-        added: dict[int, list[tuple[Receive, Region]]] = {}
-        moved: list[tuple[Receive, int, Region]] = []
+        added: dict[int, list[tuple[Receive, TensorRegion]]] = {}
+        moved: list[tuple[Receive, int, TensorRegion]] = []
         for t in transfers:
             chunks = self._chunks(t)
             if not chunks:
@@ -116,9 +225,9 @@ class _Translation:
         """Those that have elements, in the order in which they lie."""
         return sorted(filter(self.layout.sizes.__getitem__, transfer.chunks), key=self.layout.order.__getitem__)
 
-    def _stage(self, elements: int) -> Region:
+    def _stage(self, elements: int) -> TensorRegion:
         self.staged += elements
-        return Region(STAGING, self.staged - elements, self.staged)
+        return TensorRegion(STAGING, self.staged - elements, self.staged)
 
     def _send(self, peer: int, number: int, chunks: list[int], index: int) -> Send:
         for chunk in chunks:
@@ -128,7 +237,7 @@ class _Translation:
             return Send(peer, number, runs[0])
         return Send(peer, number, self._stage(sum(run.elements for run in runs)), runs)
 
-    def _receive(self, t: Transfer, number: int, chunks: list[int], index: int) -> tuple[Receive, list[Region]]:
+    def _receive(self, t: Transfer, number: int, chunks: list[int], index: int) -> tuple[Receive, list[TensorRegion]]:
         """Straight home unless something is added, the homes lie apart, or were in use just now."""
         homes = [self.layout.home.get(chunk) for chunk in chunks]
         settled = [home for home in homes if home is not None]
@@ -139,12 +248,12 @@ class _Translation:
         staged = self._stage(sum(self.layout.sizes[chunk] for chunk in chunks))
         pieces, start = [], staged.start
         for chunk in chunks:
-            pieces.append(Region(STAGING, start, start + self.layout.sizes[chunk]))
+            pieces.append(TensorRegion(STAGING, start, start + self.layout.sizes[chunk]))
             start = pieces[-1].stop
         return Receive(t.src, number, staged), pieces
 
-    def _keep(self, moved: list[tuple[Receive, int, Region]], index: int) -> Iterable[Arrival]:
-        by_receive: dict[Receive, list[tuple[Region, tuple[Region, ...]]]] = {}
+    def _keep(self, moved: list[tuple[Receive, int, TensorRegion]], index: int) -> Iterable[ReceivedChunk]:
+        by_receive: dict[Receive, list[tuple[TensorRegion, tuple[TensorRegion, ...]]]] = {}
         for receive, chunk, piece in moved:
             target = self.layout.home.get(chunk, piece)
             self.place[chunk] = target
@@ -152,10 +261,10 @@ class _Translation:
             by_receive.setdefault(receive, []).append((target, () if target == piece else (piece,)))
         for receive, each in by_receive.items():
             for target, sources in _together(each):
-                yield Arrival((receive,), target, sources)
+                yield ReceivedChunk((receive,), target, sources)
 
-    def _add(self, added: dict[int, list[tuple[Receive, Region]]], index: int) -> Iterable[Arrival]:
-        by_receives: dict[tuple[Receive, ...], list[tuple[Region, tuple[Region, ...]]]] = {}
+    def _add(self, added: dict[int, list[tuple[Receive, TensorRegion]]], index: int) -> Iterable[ReceivedChunk]:
+        by_receives: dict[tuple[Receive, ...], list[tuple[TensorRegion, tuple[TensorRegion, ...]]]] = {}
         for chunk, arrived in added.items():
             pieces = tuple(piece for _, piece in arrived)
             own = self.place.get(chunk)
@@ -166,12 +275,14 @@ class _Translation:
             by_receives.setdefault(receives, []).append((target, pieces if own is None else (own, *pieces)))
         for receives, each in by_receives.items():
             for target, sources in _together(each):
-                yield Arrival(receives, target, sources)
+                yield ReceivedChunk(receives, target, sources)
 
 
-def _together(each: Sequence[tuple[Region, tuple[Region, ...]]]) -> list[tuple[Region, tuple[Region, ...]]]:
+def _together(
+    each: Sequence[tuple[TensorRegion, tuple[TensorRegion, ...]]],
+) -> list[tuple[TensorRegion, tuple[TensorRegion, ...]]]:
     """Sums of neighbours as one sum."""
-    runs: list[tuple[Region, ...]] = []
+    runs: list[tuple[TensorRegion, ...]] = []
     for target, sources in each:
         regions = (target, *sources)
         follows = (
@@ -182,3 +293,128 @@ def _together(each: Sequence[tuple[Region, tuple[Region, ...]]]) -> list[tuple[R
         else:
             runs.append(regions)
     return [(run[0], run[1:]) for run in runs]
+
+
+# -- order -----------------------------------------------------------------------------------------
+#
+# The order in which one rank posts, waits and adds: rounds are no barriers.
+#
+# A message is sent as soon as what it carries is there; the rank waits for a receive only when something is sent, or
+# written, that depends on it. All receives whose memory is free are posted first: gloo sends a message only once its
+# receiver has said where it goes, so that a late receive costs a round trip.
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Start to receive."""
+
+    receive: Receive
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start to send."""
+
+    send: Send
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Wait for a receive."""
+
+    receive: Receive
+
+
+@dataclass(frozen=True, slots=True)
+class PostedSend:
+    """Wait until a send no longer reads its memory."""
+
+    send: Send
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """``target`` becomes the sum of ``sources``; of one source, a copy."""
+
+    target: TensorRegion
+    sources: tuple[TensorRegion, ...]
+
+
+Step = Post | Start | Arrived | PostedSend | Add
+
+
+def ordered(program: Program) -> tuple[Step, ...]:
+    return _Order().of(program)
+
+
+class _Order:
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.pending: list[ReceivedChunk] = []
+        self.in_flight: list[Send] = []
+        self.arrived: set[Receive] = set()
+
+    def of(self, program: Program) -> tuple[Step, ...]:
+        posts: dict[int, list[Receive]] = {}
+        for one in program.rounds:
+            for receive in one.receives:
+                posts.setdefault(receive.post_round, []).append(receive)
+        for index, one in enumerate(program.rounds):
+            for receive in posts.get(index, ()):
+                self._free(receive.region)
+                self.steps.append(Post(receive))
+            for send in one.sends:
+                self._complete(send.reads)
+                self.steps.append(Start(send))
+                self.in_flight.append(send)
+            if index == 0:
+                self._copy(program.copies)
+            self.pending += one.arrivals
+        if not program.rounds:
+            self._copy(program.copies)
+        while self.pending:
+            self._finish(self.pending[0])
+        self.steps += [PostedSend(send) for send in self.in_flight]
+        return tuple(self.steps)
+
+    def _copy(self, copies: Iterable[LocalCopy]) -> None:
+        """While the first messages are on their way."""
+        self.steps += [Add(copy.target, (copy.source,)) for copy in copies]
+
+    def _complete(self, regions: Iterable[TensorRegion]) -> None:
+        """What was to be written to ``regions`` in earlier rounds."""
+        for region in regions:
+            for arrival in [one for one in self.pending if one.target.overlaps(region)]:
+                self._finish(arrival)
+
+    def _free(self, region: TensorRegion) -> None:
+        """Nothing reads or writes ``region`` any more."""
+        for arrival in [one for one in self.pending if _uses(one, region)]:
+            self._finish(arrival)
+        self._no_longer_sent(region)
+
+    def _no_longer_sent(self, region: TensorRegion) -> None:
+        for send in [one for one in self.in_flight if one.source.overlaps(region)]:
+            self.in_flight.remove(send)
+            self.steps.append(PostedSend(send))
+
+    def _finish(self, arrival: ReceivedChunk) -> None:
+        """And before it what was to be done earlier with the same memory."""
+        if arrival not in self.pending:
+            return
+        earlier = self.pending[: self.pending.index(arrival)]
+        for other in earlier:
+            if any(_uses(other, region) for region in (arrival.target, *arrival.sources)):
+                self._finish(other)
+        self.pending.remove(arrival)
+        for receive in arrival.receives:
+            if receive not in self.arrived:
+                self.arrived.add(receive)
+                self.steps.append(Arrived(receive))
+        if arrival.sources:
+            self._no_longer_sent(arrival.target)
+            self.steps.append(Add(arrival.target, arrival.sources))
+
+
+def _uses(arrival: ReceivedChunk, region: TensorRegion) -> bool:
+    return any(one.overlaps(region) for one in (arrival.target, *arrival.sources))

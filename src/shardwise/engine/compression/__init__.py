@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.engine.compression.momentum import MomentumSum
-from shardwise.engine.compression.reduction import CompressedSum, compressed_sum
+from shardwise.engine.compression.choose import CompressedSum, compressed_sum
+from shardwise.engine.compression.one_bit_adam import MomentumSum
 
 __all__ = ["CompressedSum", "MomentumSum", "compressed_sum"]

@@ -1,4 +1,4 @@
-"""Context parallelism of a whole network: every ``attend`` is replaced by one over all ranks of a sequence."""
+"""Which function computes attention, and context parallelism around it: every ``attend`` of a network replaced."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.context.across import AcrossRanks
-from shardwise.engine.context.documents import WholeDocuments
+from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.context.gather import GatheredAttention
 from shardwise.engine.context.kernels import KernelChoice, kernel_for
 from shardwise.engine.context.ring import RingAttention
+from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.context.ulysses import UlyssesAttention
 from shardwise.engine.mesh import Mesh
+from shardwise.models.dot_product import unfused_attention
 from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+
+
+def apply_attention(module: nn.Module, training: Training) -> None:
+    """Modules with an ``attend`` have the fused one from the beginning."""
+    if training.attention == "unfused":
+        for part in module.modules():
+            if hasattr(part, "attend"):
+                part.attend = unfused_attention  # type: ignore[assignment]
+
+
+# -- apply -----------------------------------------------------------------------------------------
+#
+# Context parallelism of a whole network: every ``attend`` is replaced by one over all ranks of a sequence.
 
 
 def apply_context(module: nn.Module, mesh: Mesh, strategy: Strategy, choose: KernelChoice = kernel_for) -> None:

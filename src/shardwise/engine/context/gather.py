@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.across import AcrossRanks, Call
+from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
+from shardwise.engine.context.distributed_attention import AcrossRanks, Call
 from shardwise.engine.context.kernels import KernelChoice
 from shardwise.engine.labels import Called
-from shardwise.engine.names import sent, waited
-from shardwise.engine.reductions import all_gather, reduce_scatter_sum
+from shardwise.engine.profiler_names import sent, waited
 from shardwise.models.dot_product import AttentionArguments
 
 
@@ -56,7 +56,7 @@ class _Gathered:
         return self.causal and not self.masked
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        gather = _Gather(self.group, key, value, self.overlap)
+        gather = _GatherKeys(self.group, key, value, self.overlap)
         if self.own_apart:
             chunks = _chunks(query), _chunks(key), _chunks(value)
             out, log_sum = attention_block(*chunks, True, self.scale, choose=self.choose)
@@ -74,7 +74,7 @@ class _Gathered:
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gather = _Gather(self.group, key, value, self.overlap)
+        gather = _GatherKeys(self.group, key, value, self.overlap)
         of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
         own: tuple[Tensor, Tensor] | None = None
         if self.own_apart:
@@ -125,7 +125,7 @@ class _Gathered:
         return slice(max(0, first - reach), end if self.causal else min(total, end + reach))
 
 
-class _Gather:
+class _GatherKeys:
     """The gather of keys and values of all ranks, and the way back of their gradients.
 
     Both travel as [seq, batch, heads, features of key and value]: with the sequence first, what the ranks send lies

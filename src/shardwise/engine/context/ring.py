@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.across import AcrossRanks, Call
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
+from shardwise.engine.context.distributed_attention import AcrossRanks, Call
 from shardwise.engine.context.kernels import KernelChoice
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
-from shardwise.engine.names import sent, waited
+from shardwise.engine.profiler_names import sent, waited
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
 
@@ -56,7 +56,7 @@ class _Ring:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         layout = _Packed(key, value)
-        exchange = _Exchange(self.group, KEYS_TAG, Called.PASSED_KEYS_AND_VALUES, self.overlap)
+        exchange = _RingExchange(self.group, KEYS_TAG, Called.PASSED_KEYS_AND_VALUES, self.overlap)
         travelling = layout.pack(key, value)
         merged: Merged | None = None
         for step in range(self.group.size()):
@@ -81,8 +81,8 @@ class _Ring:
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         layout = _Packed(key, value)
-        exchange = _Exchange(self.group, KEYS_TAG, Called.PASSED_KEYS_AND_VALUES, self.overlap)
-        gradients = _Exchange(self.group, GRADIENTS_TAG, Called.PASSED_GRADIENTS, self.overlap)
+        exchange = _RingExchange(self.group, KEYS_TAG, Called.PASSED_KEYS_AND_VALUES, self.overlap)
+        gradients = _RingExchange(self.group, GRADIENTS_TAG, Called.PASSED_GRADIENTS, self.overlap)
         travelling = layout.pack(key, value)
         of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
         for step in range(self.group.size()):
@@ -146,7 +146,7 @@ class _Packed:
         values[:, tokens] += value
 
 
-class _Exchange:
+class _RingExchange:
     """Each rank sends a buffer to the next and receives one from the one before it, into two buffers in turn."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, what: str, overlap: bool) -> None:

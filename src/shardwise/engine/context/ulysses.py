@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from shardwise.engine.context.documents import WholeDocuments
+from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.labels import Called
-from shardwise.engine.names import sent
+from shardwise.engine.profiler_names import sent
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
 

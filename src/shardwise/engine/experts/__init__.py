@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardwise.engine.experts.apply import apply_experts, assume_load, exchange_of
-from shardwise.engine.experts.balance import LayerLoad, expert_load, update_balance
-from shardwise.engine.experts.counts import Assumed
+from shardwise.engine.experts.loads import Assumed, LayerLoad, expert_load, update_balance
 
 __all__ = ["Assumed", "LayerLoad", "apply_experts", "assume_load", "exchange_of", "expert_load", "update_balance"]

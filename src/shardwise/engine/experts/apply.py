@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.engine.experts.balance import sequence_sum
-from shardwise.engine.experts.channel import Channel, Traffic
-from shardwise.engine.experts.counts import Assumed
-from shardwise.engine.experts.deduplicated import DeduplicatedExchange
-from shardwise.engine.experts.flat import FlatExchange
-from shardwise.engine.experts.groups import NodeOfRank, alone, channel, node_channels
+from shardwise.engine.experts.all_to_all import FlatExchange
+from shardwise.engine.experts.channel import Channel, ExchangedBytes, NodeOfRank, alone, channel, node_channels
+from shardwise.engine.experts.hierarchical import DeduplicatedExchange
+from shardwise.engine.experts.loads import Assumed, sequence_sum
 from shardwise.engine.experts.shared_tokens import DividedExchange, GatheredExchange, SummedExchange
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.parts import Part, note_part
+from shardwise.engine.parameters import HeldPart, note_part
 from shardwise.models.experts import GroupedExperts
 from shardwise.models.moe import LocalExchange, MoELayer, TokenExchange
 from shardwise.spec.errors import SpecError
@@ -47,7 +45,7 @@ def cut_experts(experts: GroupedExperts, mesh: Mesh) -> None:
     part, parts = mesh.rank("expert_tp"), mesh.size("expert_tp")
     for name, whole in list(experts.named_parameters(recurse=False)):
         here = _run(whole.shape[0], place, places, "strategy.ep", "experts")
-        held = Part(tuple(whole.shape), expert=True).cut(0, *here)
+        held = HeldPart(tuple(whole.shape), expert=True).cut(0, *here)
         inner = _INNER[name]
         if inner is not None:
             held = held.cut(inner, *_run(whole.shape[inner], part, parts, "strategy.expert_tp", "expert features"))
@@ -69,7 +67,7 @@ def _run(number: int, place: int, places: int, field: str, what: str) -> tuple[i
 
 def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
     """The exchange that a strategy asks for; None if every rank holds all experts of its own tokens."""
-    traffic = Traffic()
+    traffic = ExchangedBytes()
     same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
     parts = channel(mesh, "expert_tp", node_of_rank, traffic)
     if not same_tokens:

@@ -1,4 +1,4 @@
-"""Rows between the ranks of a group, forward and backward, with the bytes that they take.
+"""Rows between the ranks of a group, forward and backward, with their bytes; and which groups exchange tokens.
 
 Own functions around `dist.all_to_all_single` and not `all_to_all_single_autograd`: a name and a count for the
 backward pass too, no copy into a wrapper tensor, and the same on gloo, NCCL and the fake backend.
@@ -6,8 +6,9 @@ backward pass too, no copy into a wrapper tensor, and the same on gloo, NCCL and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.labels import in_backward
-from shardwise.engine.names import sent
-from shardwise.engine.reductions import all_gather, reduce_scatter_sum
+from shardwise.engine.mesh import Mesh, new_group, own
+from shardwise.engine.profiler_names import sent
+from shardwise.spec.errors import SpecError
 
 
 @dataclass
-class Traffic:
+class ExchangedBytes:
     """Bytes that this rank has sent, by what was sent, since the last `clear`."""
 
     between_nodes: dict[str, int] = field(default_factory=dict)
@@ -39,7 +42,7 @@ class Channel:
     dimension: str
     group: dist.ProcessGroup | None  # None: this rank alone
     away: tuple[bool, ...]
-    traffic: Traffic
+    traffic: ExchangedBytes
 
     @property
     def size(self) -> int:
@@ -79,7 +82,7 @@ def exchange_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> 
     """An all-to-all of rows, and of their gradients the other way."""
     if channel.size == 1:
         return rows
-    result: Tensor = _Exchange.apply(rows, channel, splits.send, splits.receive, what)  # type: ignore[no-untyped-call]
+    result: Tensor = _ExchangeRows.apply(rows, channel, splits.send, splits.receive, what)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -92,7 +95,7 @@ def gather_rows(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str)
     """All members' rows, member i's ``sizes[i]``; backward, each gets the sum of the gradients of its rows."""
     if channel.size == 1:
         return rows
-    result: Tensor = _Gather.apply(rows, channel, tuple(sizes), what)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatherRows.apply(rows, channel, tuple(sizes), what)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -132,7 +135,7 @@ def _scattered(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) 
     return parts.view(channel.size, own, *rows.shape[1:]).sum(0)
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, channel: Channel, send: Sequence[int], receive: Sequence[int], what: str
@@ -146,7 +149,7 @@ class _Exchange(torch.autograd.Function):
         return channel.exchange(gradient, *splits, what), None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
         ctx.arguments = (channel, sizes, in_backward(what))
@@ -166,3 +169,59 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _gathered(gradient, *ctx.arguments), None, None, None
+
+
+# -- groups ----------------------------------------------------------------------------------------
+#
+# The groups of ranks that exchange tokens, seen from this rank, and which of them cross nodes.
+
+
+NodeOfRank = Callable[[int], int]
+
+
+def channel(mesh: Mesh, name: str, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> Channel:
+    """The group ``name`` of the mesh."""
+    return _channel(name, mesh.group(name), node_of_rank, traffic)
+
+
+def alone(traffic: ExchangedBytes) -> Channel:
+    """No other rank."""
+    return Channel("", None, (False,), traffic)
+
+
+def node_channels(mesh: Mesh, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> tuple[Channel, Channel]:
+    """Of this rank's expert-parallel group: the ranks with its place on each node, and those on its own node.
+
+    New groups are made: every rank of the world calls this as often as the others.
+    """
+    division = mesh.divisions["ep"]
+    nodes = {len(_same_node(ranks, node_of_rank)) for ranks in division}
+    if len(nodes) > 1:
+        raise _uneven("some expert-parallel groups span more nodes than others")
+    by_node = _same_node(own(division), node_of_rank)
+    here = next(ranks for ranks in by_node if dist.get_rank() in ranks)
+    opposite = [ranks[here.index(dist.get_rank())] for ranks in by_node]
+    between = _channel("ep", new_group(opposite), node_of_rank, traffic)
+    inside = _channel("ep", new_group(here), node_of_rank, traffic)
+    return between, inside
+
+
+def _channel(name: str, group: dist.ProcessGroup, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> Channel:
+    here = node_of_rank(dist.get_rank())
+    ranks = dist.get_process_group_ranks(group)
+    return Channel(name, group, tuple(node_of_rank(rank) != here for rank in ranks), traffic)
+
+
+def _same_node(ranks: Sequence[int], node_of_rank: NodeOfRank) -> list[list[int]]:
+    """The ranks node by node; equally many on each, and each node's together."""
+    runs = [(node, list(members)) for node, members in groupby(ranks, node_of_rank)]
+    if len({node for node, _ in runs}) < len(runs):
+        raise _uneven("the ranks of an expert-parallel group go back and forth between nodes")
+    if len({len(members) for _, members in runs}) > 1:
+        raise _uneven("an expert-parallel group has more ranks on some nodes than on others")
+    return [members for _, members in runs]
+
+
+def _uneven(problem: str) -> SpecError:
+    remedy = "use dispatch: all-to-all, or an ep that is a multiple or a divisor of a node's devices"
+    return SpecError("strategy.dispatch", f"deduplicated, but {problem}", remedy)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.experts.channel import Channel, Traffic, gather_rows, scatter_sum
-from shardwise.engine.experts.copies import Copies, collect, sorted_copies, spread
+from shardwise.engine.collectives.reductions import all_reduce_sum
+from shardwise.engine.experts.channel import Channel, ExchangedBytes, gather_rows, scatter_sum
+from shardwise.engine.experts.permute import Copies, collect, sorted_copies, spread
 from shardwise.engine.labels import Called, in_backward, sorting_name
-from shardwise.engine.names import named, sent
-from shardwise.engine.reductions import all_reduce_sum
+from shardwise.engine.profiler_names import named, sent
 from shardwise.models.experts import TokenExchange, count_tokens
 
 
@@ -36,7 +36,7 @@ class GatheredExchange:
         self.experts, self.parts = experts, parts
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ExchangedBytes:
         return self.parts.traffic
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -64,7 +64,7 @@ class SummedExchange:
         self.inner, self.parts = inner, parts
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ExchangedBytes:
         return self.parts.traffic
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -89,7 +89,7 @@ class DividedExchange:
         self.inner, self.same = inner, same
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ExchangedBytes:
         return self.same.traffic
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -19,8 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.cost.payload import Role, sent_backward, sent_forward
-from shardwise.engine.offload.lanes import Copy
-from shardwise.engine.offload.store import Store
+from shardwise.engine.offload.store import BackgroundCopy, Store
 from shardwise.engine.patterns import Patterns, matching
 
 SMALLEST_BYTES = 4096  # what is smaller stays: a transfer would cost more than its memory
@@ -86,10 +85,10 @@ class _LayerPass:
         self._sent: list[weakref.ref[_Sent]] = []
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, _Sent | None]] = {}
         self._layer: nn.Module | None = layer
-        self._leaving: list[Copy] = []
+        self._leaving: list[BackgroundCopy] = []
         self._is_fetched = False
 
-    def pack(self, tensor: Tensor) -> Tensor | _Piece:
+    def pack(self, tensor: Tensor) -> Tensor | _ActivationPiece:
         storage = tensor.untyped_storage()
         key, size = (storage._cdata, tensor._version), storage.nbytes()
         if key not in self._known:
@@ -100,7 +99,7 @@ class _LayerPass:
         if sent is None:
             return tensor.detach()  # the tensor itself could be an output of the very node that saves it: a cycle
         sent.users += 1
-        return _Piece(sent, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _ActivationPiece(sent, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def close(self) -> None:
         """Nothing is packed any more."""
@@ -160,7 +159,7 @@ class _Sent:
         self.users = 0
         self._to_come = 0
         self._content: Tensor | None = None
-        self._coming: Copy | None = None
+        self._coming: BackgroundCopy | None = None
 
     def fetch(self) -> Tensor:
         if self._content is None:
@@ -190,7 +189,7 @@ class _Sent:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ActivationPiece:
     """What is saved in place of a tensor: a view of a storage that comes back."""
 
     sent: _Sent
@@ -203,5 +202,5 @@ class _Piece:
         return self.sent.content().view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-def _unpack(saved: Tensor | _Piece) -> Tensor:
-    return saved.tensor() if isinstance(saved, _Piece) else saved
+def _unpack(saved: Tensor | _ActivationPiece) -> Tensor:
+    return saved.tensor() if isinstance(saved, _ActivationPiece) else saved

@@ -1,11 +1,4 @@
-"""Optimizer states outside of the device's memory, updated there: gradients go down, new weights come up.
-
-That is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840); with the states on a disk, of which a few are in host memory
-at a time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters stand in one
-row, in the order of the optimizer's groups; the states of the first ones are here, and of the first of these the
-weights (`weights`) and the sums of gradients (`gradients`) may be here too. AdamW and SGD work on single elements, so
-any cut is exact.
-"""
+"""Optimizer states outside of the device's memory, updated there: gradients go down, new weights come up."""
 
 from __future__ import annotations
 
@@ -16,12 +9,57 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.cost.payload import Role, sent_backward, sent_forward
-from shardwise.engine.elementwise import Update
-from shardwise.engine.offload.lanes import Copy
-from shardwise.engine.offload.rows import Row, local
-from shardwise.engine.offload.store import Region, Store
+from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion
+from shardwise.engine.optim.elementwise import Update
+
+
+@dataclass(frozen=True)
+class FlatRow:
+    """A parameter's local elements in the row of all: ``begin`` to ``begin + size``, of group ``group``."""
+
+    parameter: nn.Parameter
+    begin: int
+    size: int
+    group: int
+
+
+def rows_of(groups: Sequence[dict[str, Any]]) -> list[FlatRow]:
+    rows: list[FlatRow] = []
+    begin = 0
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            assert local(parameter).is_contiguous(), "parts of it are written as parts of a row"
+            size = local(parameter).numel()
+            rows.append(FlatRow(parameter, begin, size, number))
+            begin += size
+    return rows
+
+
+def whole_rows(rows: Sequence[FlatRow], share: float, most: int) -> int:
+    """How many first elements are nearest to a share of all: whole parameters, ``most`` elements at the most."""
+    wanted = share * sum(row.size for row in rows)
+    ends = [0, *(row.begin + row.size for row in rows)]
+    return min((end for end in ends if end <= most), key=lambda end: abs(end - wanted))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that data parallelism may have divided."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+# -- states ----------------------------------------------------------------------------------------
+#
+# Optimizer states outside of the device's memory, updated there: gradients go down, new weights come up.
+#
+# That is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840); with the states on a disk, of which a few are in host
+# memory at a time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters
+# stand in one row, in the order of the optimizer's groups; the states of the first ones are here, and of the first of
+# these the weights (`weights`) and the sums of gradients (`gradients`) may be here too. AdamW and SGD work on single
+# elements, so any cut is exact.
+
 
 # Updated at a time: 4 MiB of every state, which a disk reads at full speed; less where that is much of all.
 CHUNK_ELEMENTS = 2**20
@@ -39,7 +77,7 @@ class StoredStates:
     """
 
     def __init__(
-        self, rows: Sequence[Row], names: Sequence[str], store: Store, elements: int, weights: int = 0,
+        self, rows: Sequence[FlatRow], names: Sequence[str], store: Store, elements: int, weights: int = 0,
         gradients: int = 0,
     ) -> None:  # fmt: skip
         self.rows, self.states, self.store = rows, tuple(names), store
@@ -48,7 +86,7 @@ class StoredStates:
         self.summed: dict[nn.Parameter, Tensor] = {}  # norms of the gradients that are here in this step
         self._row = {row.parameter: row for row in rows}
         self._starts: dict[str, int] = {}  # where in the region, in elements
-        self._region: Region | None = None
+        self._region: StoredRegion | None = None
         self.resize(elements)
 
     def count(self, parameter: nn.Parameter) -> int:
@@ -103,12 +141,12 @@ class StoredStates:
             values = values.detach().to(torch.float32).contiguous()
             self._region.write(self._place(name, self._row[parameter].begin + start), values).wait()
 
-    def bring_weights(self, parameter: nn.Parameter) -> Copy:
+    def bring_weights(self, parameter: nn.Parameter) -> BackgroundCopy:
         """Starts to copy the weights that are here into the parameter's own memory."""
         assert self._region is not None
         return self._region.read(self._place(MASTER, self._row[parameter].begin), local(parameter))
 
-    def gradient_place(self, parameter: nn.Parameter) -> tuple[Region, int]:
+    def gradient_place(self, parameter: nn.Parameter) -> tuple[StoredRegion, int]:
         """Where the sum of a parameter's gradients is."""
         assert self._region is not None
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
@@ -171,7 +209,7 @@ class StoredStates:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StatePiece:
     """Elements ``start`` to ``stop`` of a parameter, at ``at`` of a chunk."""
 
     parameter: nn.Parameter
@@ -192,7 +230,7 @@ class _Chunk:
     begin: int
     end: int
     group: int
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_StatePiece, ...]
 
 
 class _Slot:
@@ -239,7 +277,7 @@ class _Slot:
             copy.wait()
         self.copies = []
 
-    def _down(self, role: Role, pieces: list[tuple[_Piece, Tensor]]) -> Tensor:
+    def _down(self, role: Role, pieces: list[tuple[_StatePiece, Tensor]]) -> Tensor:
         lanes = self.stored.store.lanes
         pinned = lanes.device.type == "cuda"
         if not pieces:
@@ -273,8 +311,8 @@ def _parts(begin: int, end: int, elements: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + elements, end)
 
 
-def _pieces(rows: Sequence[Row], begin: int, end: int) -> Iterator[_Piece]:
+def _pieces(rows: Sequence[FlatRow], begin: int, end: int) -> Iterator[_StatePiece]:
     for row in rows:
         first, last = max(begin, row.begin), min(end, row.begin + row.size)
         if first < last:
-            yield _Piece(row.parameter, first - row.begin, last - row.begin, first - begin)
+            yield _StatePiece(row.parameter, first - row.begin, last - row.begin, first - begin)

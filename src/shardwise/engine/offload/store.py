@@ -1,6 +1,7 @@
-"""Where offloaded tensors are: host memory, pinned where there is a GPU, or a file of this rank on a disk.
+"""Where offloaded tensors are: host memory, pinned where there is a GPU, or a file; and copies in the background.
 
-A region is a run of bytes in either. The file is unlinked: it disappears with the process, however that ends.
+With a GPU each thread has a stream of its own, on which it waits for what was computed before it was asked. A copy is
+over when its `wait` returns, or has raised what went wrong; whoever asked keeps its tensors until then.
 """
 
 from __future__ import annotations
@@ -8,32 +9,104 @@ from __future__ import annotations
 import ctypes
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from shardwise.cost.payload import Payload
 from shardwise.engine.offload.folder import FIELD, folder_of, nameless_file
-from shardwise.engine.offload.lanes import Copy, Lanes
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload
 
 
-class Region(ABC):
+class BackgroundCopy:
+    """A copy that was asked for; ``tensors`` are kept until it is over."""
+
+    def __init__(self, future: Future[None], *tensors: Tensor) -> None:
+        self._future, self._tensors = future, tensors
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+        self._tensors = ()
+
+
+class Lanes:
+    """The two threads of a rank, and a count of the bytes that each kind of transfer has moved."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.moved: Counter[Payload] = Counter()
+        self._threads = {out: ThreadPoolExecutor(1, f"offload {'out' if out else 'in'}") for out in (True, False)}
+        self._streams: dict[bool, Any] = {}
+        if device.type == "cuda":
+            self._streams = {out: torch.cuda.Stream(device) for out in (True, False)}  # type: ignore[no-untyped-call]
+
+    def out(self, work: Callable[[], None], *tensors: Tensor) -> BackgroundCopy:
+        """Runs ``work`` after everything that the device was told so far, and after what went out before."""
+        return self._run(True, work, tensors)
+
+    def back(self, work: Callable[[], None], *tensors: Tensor) -> BackgroundCopy:
+        return self._run(False, work, tensors)
+
+    def _run(self, out: bool, work: Callable[[], None], tensors: tuple[Tensor, ...]) -> BackgroundCopy:
+        before = torch.cuda.current_stream(self.device).record_event() if self._streams else None
+
+        def run() -> None:
+            with torch.no_grad(), self._on_stream(out, before):
+                work()
+
+        return BackgroundCopy(self._threads[out].submit(run), *tensors)
+
+    def _on_stream(self, out: bool, before: Any) -> AbstractContextManager[object]:
+        return _Stream(self._streams[out], before) if self._streams else nullcontext()
+
+
+class _Stream:
+    """Makes a stream current for a while, and waits for all that was put on it."""
+
+    def __init__(self, stream: Any, before: Any) -> None:
+        self.stream, self.before = stream, before
+        self.current: Any = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self.current.__enter__()
+        self.stream.wait_event(self.before)
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stream.synchronize()
+        self.current.__exit__(*exception)
+
+
+# -- store -----------------------------------------------------------------------------------------
+#
+# Where offloaded tensors are: host memory, pinned where there is a GPU, or a file of this rank on a disk.
+#
+# A region is a run of bytes in either. The file is unlinked: it disappears with the process, however that ends.
+
+
+class StoredRegion(ABC):
     """Bytes outside of the device's memory; `write` and `read` copy contiguous tensors in the background."""
 
     def __init__(self, lanes: Lanes, size: int) -> None:
         self.lanes, self.size = lanes, size
 
     @abstractmethod
-    def write(self, at: int, tensor: Tensor) -> Copy: ...
+    def write(self, at: int, tensor: Tensor) -> BackgroundCopy: ...
 
     @abstractmethod
-    def read(self, at: int, into: Tensor) -> Copy: ...
+    def read(self, at: int, into: Tensor) -> BackgroundCopy: ...
 
     @abstractmethod
-    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> Copy:
+    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
         """Adds an fp32 tensor to the sum that is there, unless it ``is_first``; ``norm`` becomes that of the sum."""
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
@@ -48,9 +121,9 @@ class Store:
         self.target: Literal["cpu", "nvme"] = offload.target
         self.lanes = Lanes(device)
         self._file = _File(offload.folder) if self.target == "nvme" else None
-        self._free: dict[int, list[Region]] = {}
+        self._free: dict[int, list[StoredRegion]] = {}
 
-    def region(self, size: int) -> Region:
+    def region(self, size: int) -> StoredRegion:
         free = self._free.get(size)
         if free:
             return free.pop()
@@ -58,7 +131,7 @@ class Store:
             return _FileRegion(self.lanes, size, self._file)
         return _HostRegion(self.lanes, size)
 
-    def take_back(self, region: Region) -> None:
+    def take_back(self, region: StoredRegion) -> None:
         """Nothing may be under way in it."""
         self._free.setdefault(region.size, []).append(region)
 
@@ -68,22 +141,22 @@ def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
     return torch.empty(elements, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-class _HostRegion(Region):
+class _HostRegion(StoredRegion):
     def __init__(self, lanes: Lanes, size: int) -> None:
         super().__init__(lanes, size)
         self.bytes = host_tensor(size, torch.uint8, lanes.device)
 
-    def write(self, at: int, tensor: Tensor) -> Copy:
+    def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
         source = as_bytes(tensor)
         place = self.bytes[at : at + source.numel()]
         return self.lanes.out(lambda: _copy(place, source), source)
 
-    def read(self, at: int, into: Tensor) -> Copy:
+    def read(self, at: int, into: Tensor) -> BackgroundCopy:
         target = as_bytes(into)
         place = self.bytes[at : at + target.numel()]
         return self.lanes.back(lambda: _copy(target, place), target)
 
-    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> Copy:
+    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
         source = tensor.detach().view(-1)
         total = self.bytes[at : at + source.nbytes].view(torch.float32)
 
@@ -98,22 +171,22 @@ class _HostRegion(Region):
         return self.bytes[at : at + size]
 
 
-class _FileRegion(Region):
+class _FileRegion(StoredRegion):
     def __init__(self, lanes: Lanes, size: int, file: _File) -> None:
         super().__init__(lanes, size)
         self.file, self.start = file, file.grow(size)
 
-    def write(self, at: int, tensor: Tensor) -> Copy:
+    def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
         source, start = as_bytes(tensor), self.start + at
         return self.lanes.out(lambda: self.file.write(source.cpu(), start), source)
 
-    def read(self, at: int, into: Tensor) -> Copy:
+    def read(self, at: int, into: Tensor) -> BackgroundCopy:
         target, start = as_bytes(into), self.start + at
         if target.device.type == "cpu":
             return self.lanes.back(lambda: self.file.read(target, start), target)
         return self.lanes.back(lambda: self._read_through_host(target, start), target)
 
-    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> Copy:
+    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
         source, start = tensor.detach().view(-1), self.start + at
 
         def add() -> None:

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.engine.build_optimizer import is_hidden_matrix
-from shardwise.engine.own_model.attention import dropout_of
-from shardwise.engine.own_model.jobs import described, read_description
-from shardwise.engine.own_model.tables import SUPPLIED, is_hugging_face
+from shardwise.engine.optim.optimizer import is_hidden_matrix
+from shardwise.engine.own_model.apply import dropout_of
+from shardwise.engine.own_model.tables import SUPPLIED, described, is_hugging_face, read_description
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.linear import is_linear, sizes
 from shardwise.spec.errors import SpecError, shown

@@ -6,11 +6,15 @@
 
 from __future__ import annotations
 
-from shardwise.engine.pipeline.actions import require_runnable, runtime_actions, schedule_of, splits_backward
-from shardwise.engine.pipeline.messages import Message
-from shardwise.engine.pipeline.reduction import NoReduction, Reduction
-from shardwise.engine.pipeline.runner import PipelineRunner, call_decoder
-from shardwise.engine.pipeline.stages import keep_stage
+from shardwise.engine.pipeline.runner import (
+    PipelineRunner,
+    call_decoder,
+    require_runnable,
+    runtime_actions,
+    schedule_of,
+    splits_backward,
+)
+from shardwise.engine.pipeline.stage import Message, NoReduction, Reduction, keep_stage
 from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A step of a pipeline: our list of actions, PyTorch's runtime, this rank's stages."""
+"""A step of a pipeline: our list of actions in the terms of PyTorch's runtime, run on this rank's stages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,82 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType, _PipelineScheduleRuntime
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called
-from shardwise.engine.names import sent
-from shardwise.engine.pipeline.actions import RuntimeActions, forward_actions, runtime_actions, splits_backward
-from shardwise.engine.pipeline.messages import Mailbox, Message
-from shardwise.engine.pipeline.reduction import NoReduction, Reduction
-from shardwise.engine.pipeline.stage import Call, Stage
+from shardwise.engine.pipeline.stage import Call, Mailbox, Message, NoReduction, PipelineStage, Reduction
 from shardwise.engine.pipeline.tied import TiedEnds
+from shardwise.engine.profiler_names import sent
 from shardwise.engine.weight_gradients import Deferrable
-from shardwise.pipeline import PipelineSchedule
+from shardwise.pipeline import Action, ActionKind, PipelineSchedule, build
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.schedules import schedule_record
+
+RuntimeActions = dict[int, list[_Action]]
+
+_KINDS = {
+    ActionKind.F: _ComputationType.FORWARD,
+    ActionKind.B: _ComputationType.FULL_BACKWARD,
+    ActionKind.I: _ComputationType.BACKWARD_INPUT,
+    ActionKind.W: _ComputationType.BACKWARD_WEIGHT,
+}
+
+
+def schedule_of(job: Job) -> PipelineSchedule:
+    """The schedule that is simulated for a job, which is the one that runs: built without times."""
+    strategy = job.strategy
+    require_runnable(strategy.schedule)
+    return build(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank)
+
+
+def require_runnable(schedule: str) -> None:
+    record = schedule_record(schedule)
+    if record.two_copies:
+        raise SpecError(
+            "strategy.schedule",
+            f"{schedule} keeps two copies of every stage, which this engine does not keep in sync",
+            f"use {record.instead}, about the same bubble with one copy",
+        )
+    if not record.runs:
+        raise SpecError("strategy.schedule", f"this engine does not run {schedule}", f"use {record.instead}")
+
+
+def runtime_actions(schedule: PipelineSchedule) -> RuntimeActions:
+    """Every rank's passes, with sends and receives put between them.
+
+    A receive stands in its rank's list where the send stands in one common order of all ranks: both ends of every
+    pair see the same order of messages, which neither gloo nor NCCL can do without.
+    """
+    require_runnable(schedule.name)
+    passes = {rank: [_translated(action) for action in actions] for rank, actions in enumerate(schedule.actions)}
+    lists: RuntimeActions = _add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
+    return lists
+
+
+def forward_actions(schedule: PipelineSchedule) -> RuntimeActions:
+    """The forward passes of a schedule alone, to evaluate."""
+    require_runnable(schedule.name)
+    passes = {
+        rank: [_translated(action) for action in actions if action.kind is ActionKind.F]
+        for rank, actions in enumerate(schedule.actions)
+    }
+    lists: RuntimeActions = _add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
+    return lists
+
+
+def splits_backward(schedule: PipelineSchedule) -> bool:
+    return any(action.kind is ActionKind.W for actions in schedule.actions for action in actions)
+
+
+def _translated(action: Action) -> _Action:
+    return _Action(action.stage, _KINDS[action.kind], action.microbatch)
+
+
+# -- runner ----------------------------------------------------------------------------------------
+#
+# A step of a pipeline: our list of actions, PyTorch's runtime, this rank's stages.
 
 
 def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
@@ -56,7 +120,7 @@ class PipelineRunner:
         reduction = reduction or NoReduction()
         deferrable = Deferrable(tied.borrowers if tied else ()) if splits_backward(schedule) else None
         self.stages = [
-            Stage(module, index, schedule.stages, self.mailbox, reduction, call, deferrable)
+            PipelineStage(module, index, schedule.stages, self.mailbox, reduction, call, deferrable)
             for index, module in sorted(modules.items())
         ]
         self._training = _Runtime(self.stages, schedule, runtime_actions(schedule))
@@ -96,7 +160,7 @@ class PipelineRunner:
 class _Runtime(_PipelineScheduleRuntime):
     """PyTorch's runtime with lists that are complete: nothing is added to gather, reduce or scale."""
 
-    def __init__(self, stages: list[Stage], schedule: PipelineSchedule, actions: RuntimeActions) -> None:
+    def __init__(self, stages: list[PipelineStage], schedule: PipelineSchedule, actions: RuntimeActions) -> None:
         super().__init__(stages, schedule.microbatches, loss_fn=_divided, scale_grads=False)  # type: ignore[no-untyped-call]
         self.stage_index_to_group_rank = dict(enumerate(schedule.placement))
         for stage in stages:

@@ -1,10 +1,11 @@
-"""One stage on its rank, as PyTorch's runtime drives it: a forward, a backward, the two halves of a backward."""
+"""One stage on its rank: its part of the model, its messages, and its passes as PyTorch's runtime drives them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,130 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from shardwise.engine.batch import Batch
-from shardwise.engine.labels import pass_name, stage_input_gradient, stage_output
-from shardwise.engine.names import named
-from shardwise.engine.pipeline.messages import Arrival, Mailbox
-from shardwise.engine.pipeline.reduction import Reduction
+from shardwise.engine.labels import Called, message_sent, pass_name, stage_input_gradient, stage_output
+from shardwise.engine.profiler_names import named, sent, waited
 from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, put_off
+from shardwise.models import Decoder
+
+
+def keep_stage(decoder: Decoder, layers: range, *, first: bool, last: bool) -> Decoder:
+    """Takes away what belongs to other stages; works without values too (on the meta device)."""
+    for index in list(decoder.layers):
+        if int(index) not in layers:
+            del decoder.layers[index]
+    if not first:
+        decoder.embedding = decoder.position_embedding = None
+    if not last:
+        decoder.norm = decoder.head = None
+    return decoder
+
+
+# -- messages --------------------------------------------------------------------------------------
+#
+# Hidden states and their gradients on the way between two ranks of a pipeline.
+
+
+@dataclass(frozen=True)
+class Message:
+    """What every message is: a microbatch's hidden states as one rank holds them, or their gradients."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self, tensor: Tensor, what: str) -> None:
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            found, promised = (tuple(tensor.shape), tensor.dtype), (self.shape, self.dtype)
+            raise RuntimeError(f"{what} {found} where the next stage expects {promised}")
+
+
+class Mailbox:
+    """Sends and receives of one rank; a tensor is freed once it has been sent.
+
+    The runtime would keep every sent tensor until the step ends: two per microbatch and stage.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, message: Message) -> None:
+        self.group, self.message = group, message
+        self.leaving: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, tensor: Tensor, rank: int, what: str) -> None:
+        self.message.check(tensor, what)
+        tensor = tensor.detach().contiguous()
+        self.leaving = [(work, kept) for work, kept in self.leaving if not work.is_completed()]
+        with sent("pp", message_sent(what), tensor):
+            work = dist.isend(tensor, group=self.group, group_dst=rank)
+        assert work is not None
+        self.leaving.append((work, tensor))
+
+    def receive(self, rank: int, what: str) -> IncomingMessage:
+        buffer = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.message.device)
+        work = dist.irecv(buffer, group=self.group, group_src=rank)
+        return IncomingMessage(buffer, work, what)
+
+    def finish(self) -> None:
+        """Everything has left: on a GPU for what the device does next, not for the host."""
+        with waited("pp", Called.ALL_SENDS):
+            for work, _ in self.leaving:
+                work.wait()
+        self.leaving.clear()
+
+
+@dataclass(frozen=True)
+class IncomingMessage:
+    """A tensor that is there, or on its way."""
+
+    tensor: Tensor
+    work: dist.Work | None = None
+    what: str = ""
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            with waited("pp", self.what):
+                self.work.wait()
+        return self.tensor
+
+
+# -- reduction -------------------------------------------------------------------------------------
+#
+# What a pipeline tells data parallelism, which decides when gradients are reduced and parameters freed.
+#
+# PyTorch's runtime reduces a stage's gradients after its last microbatch, in a pass of their own, and knows no other
+# way; and FSDP's hooks would not wait for weight gradients that are computed apart (pytorch#144530).
+
+
+class Reduction(Protocol):
+    """Data parallelism around the passes of a stage; ``last``: no other gradients of this step follow."""
+
+    def before_backward(self, module: nn.Module, last: bool) -> None:
+        """A whole backward pass follows."""
+
+    def before_input_gradients(self, module: nn.Module) -> None:
+        """A backward pass without weight gradients follows."""
+
+    def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
+        """The weight gradients of a microbatch are in ``.grad``, added outside of a backward pass."""
+
+
+class NoReduction:
+    """One rank holds the stage alone."""
+
+    def before_backward(self, module: nn.Module, last: bool) -> None: ...
+
+    def before_input_gradients(self, module: nn.Module) -> None: ...
+
+    def after_weight_gradients(self, module: nn.Module, last: bool) -> None: ...
+
+
+# -- stage -----------------------------------------------------------------------------------------
+#
+# One stage on its rank, as PyTorch's runtime drives it: a forward, a backward, the two halves of a backward.
+
 
 Call = Callable[[nn.Module, Tensor, Batch, bool], Tensor]
 
 
-class Stage(_PipelineStageBase):
+class PipelineStage(_PipelineStageBase):
     """Holds of a microbatch what its backward pass needs, and no more.
 
     PyTorch's `PipelineStage` keeps a buffer for every message of a step for ever, each stage's output until its
@@ -43,8 +158,8 @@ class Stage(_PipelineStageBase):
         super().__init__(module, index, stages, mailbox.message.device, mailbox.group)
         self.mailbox, self.reduction, self.call = mailbox, reduction, call
         self.mode: AbstractContextManager[object] = nullcontext() if deferrable is None else deferrable
-        self.inputs: dict[int, Arrival] = {}
-        self.output_gradients: dict[int, Arrival] = {}
+        self.inputs: dict[int, IncomingMessage] = {}
+        self.output_gradients: dict[int, IncomingMessage] = {}
         self.outputs: dict[int, Tensor] = {}
         self.input_gradients: dict[int, Tensor] = {}
         self.kept: dict[int, tuple[Tensor, GradientEdge | None]] = {}
@@ -130,13 +245,13 @@ class Stage(_PipelineStageBase):
     # The same between two stages of one rank.
 
     def set_local_fwd_input(self, prev_stage_outputs: Tensor, mb_index: int) -> None:
-        self.inputs[mb_index] = Arrival(prev_stage_outputs.detach())
+        self.inputs[mb_index] = IncomingMessage(prev_stage_outputs.detach())
 
     def get_local_bwd_output(self, mb_index: int) -> Tensor:
         return self.input_gradients.pop(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        self.output_gradients[mb_index] = Arrival(next_stage_bwd_outputs)
+        self.output_gradients[mb_index] = IncomingMessage(next_stage_bwd_outputs)
 
     # Required by the base class and never called: the shapes are known.
 

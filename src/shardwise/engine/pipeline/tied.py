@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called
-from shardwise.engine.names import sent
-from shardwise.engine.parts import note_part, part_of
-from shardwise.engine.reductions import all_reduce_sum
+from shardwise.engine.parameters import note_part, part_of
+from shardwise.engine.profiler_names import sent
 
 
 @dataclass(frozen=True)

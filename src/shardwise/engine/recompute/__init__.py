@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from shardwise.engine.recompute.apply import apply_recompute
-from shardwise.engine.recompute.remade import Forgotten
+from shardwise.engine.recompute.discarded_outputs import Forgotten
 
 __all__ = ["Forgotten", "apply_recompute"]

@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.parts import Part, has_note, note_part
+from shardwise.engine.parameters import HeldPart, has_note, note_part
 from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
-from shardwise.engine.tensor.linear import RowLinear, cut_columns, cut_fused
-from shardwise.engine.tensor.moves import copy, gather, narrow_move
-from shardwise.engine.tensor.project import column_products
+from shardwise.engine.tensor.collectives import copy, gather, narrow_move
+from shardwise.engine.tensor.linear import RowLinear, WideNorm, column_products, cut_columns, cut_fused
 from shardwise.engine.tensor.vocabulary import CutEmbedding, CutHead, cut_loss
-from shardwise.engine.tensor.wide_norm import WideNorm
 from shardwise.spec.model import Model
 
 Hook = Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
@@ -125,4 +123,4 @@ def _note_the_rest(
         for name, parameter in module.named_parameters(recurse=False):
             if not has_note(module, name):
                 partial = "tp" if sequence_parallel or id(module) in inside else None
-                note_part(module, name, Part(tuple(parameter.shape), copies=size, partial=partial))
+                note_part(module, name, HeldPart(tuple(parameter.shape), copies=size, partial=partial))

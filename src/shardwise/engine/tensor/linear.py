@@ -1,8 +1,8 @@
-"""Linear layers cut over the ranks; they keep their names, so that a module which uses them does not notice."""
+"""Linear maps cut over the ranks, several of them in one region, and a norm over features that are cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.engine.parts import Part, note_part
-from shardwise.engine.tensor.moves import reduce, scatter
+from shardwise.engine.parameters import HeldPart, note_part
+from shardwise.engine.tensor.collectives import SequenceGather, SequenceScatter, Sum, copy, reduce, scatter
+from shardwise.engine.weight_gradients import are_put_off, later, may_be_put_off
 from shardwise.layout.sharding import kv_copies, part_held
 
 
@@ -58,7 +59,7 @@ def _keep_outputs(linear: Any, runs: Sequence[tuple[int, int]], repeats: int) ->
 
 def keep_runs(module: nn.Module, name: str, dimension: int, runs: Sequence[tuple[int, int]], repeats: int) -> None:
     """Of a parameter with a dimension that runs over the outputs of all heads, these."""
-    part = Part(tuple(getattr(module, name).shape), copies=repeats, partial="kv_copies" if repeats > 1 else None)
+    part = HeldPart(tuple(getattr(module, name).shape), copies=repeats, partial="kv_copies" if repeats > 1 else None)
     keep(module, name, part.take(dimension, runs))
 
 
@@ -75,9 +76,9 @@ class RowLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.transposed = not isinstance(linear, nn.Linear)
         inputs = 0 if self.transposed else 1
-        keep(self, "weight", Part(tuple(linear.weight.shape)).cut(inputs, rank * width, (rank + 1) * width))
+        keep(self, "weight", HeldPart(tuple(linear.weight.shape)).cut(inputs, rank * width, (rank + 1) * width))
         if linear.bias is not None:
-            part = Part(tuple(linear.bias.shape), copies=size, partial="tp" if sequence_parallel else None)
+            part = HeldPart(tuple(linear.bias.shape), copies=size, partial="tp" if sequence_parallel else None)
             note_part(self, "bias", part)
         self.group, self.join = group, scatter if sequence_parallel else reduce
 
@@ -87,10 +88,104 @@ class RowLinear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias
 
 
-def keep(module: nn.Module, name: str, part: Part) -> None:
+def keep(module: nn.Module, name: str, part: HeldPart) -> None:
     """Replaces a whole parameter by its part, and writes down which."""
     whole = getattr(module, name)
     with torch.no_grad():
         local = part.of(whole.detach()).clone(memory_format=torch.contiguous_format)
     setattr(module, name, nn.Parameter(local, requires_grad=whole.requires_grad))
     note_part(module, name, part)
+
+
+# -- project ---------------------------------------------------------------------------------------
+#
+# Column-parallel matmuls of one region: hidden states gathered for the matmuls, saved only in part.
+#
+# What is saved for the backward pass is each rank's own part of the sequence; the rest is gathered once more while
+# the input gradients are computed, and these are summed while the weight gradients are (Korthikanti et al. 2022,
+# section 4.2.2; the order is Megatron-LM's).
+
+
+Project = Callable[..., tuple[Tensor, ...]]
+
+
+def column_products(group: dist.ProcessGroup, sequence_parallel: bool) -> Project:
+    """What stands for `project_each` in a region that is cut over ``group``."""
+
+    def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
+        tensors = [tensor for one in maps for tensor in (one.weight, one.bias)]
+        outputs: tuple[Tensor, ...] = _ColumnProducts.apply(hidden, group, sequence_parallel, *tensors)  # type: ignore[no-untyped-call]
+        return outputs
+
+    return project
+
+
+class _ColumnProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_be_put_off()
+        ctx.weights, ctx.biases = tensors[::2], tensors[1::2]
+        ctx.save_for_backward(hidden)
+        whole = SequenceGather(hidden, group).wait() if sequence_parallel else hidden
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(ctx.weights, ctx.biases))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,), group = ctx.saved_tensors, ctx.group
+        flat = [gradient.flatten(0, -2) for gradient in gradients]
+        waits = ctx.deferrable and are_put_off()
+        early = SequenceGather(hidden, group) if ctx.sequence_parallel and not waits else None
+        pending = None
+        if ctx.needs_input_grad[0]:
+            of_whole = torch.unflatten(sum_of_products(flat, ctx.weights), 0, gradients[0].shape[:-1])
+            pending = SequenceScatter(of_whole, group) if ctx.sequence_parallel else Sum(of_whole, group)
+
+        def of_weights() -> list[Tensor]:
+            gather = early or (SequenceGather(hidden, group) if ctx.sequence_parallel else None)
+            whole = (gather.wait() if gather else hidden).flatten(0, -2)
+            return [gradient.T @ whole for gradient in flat]
+
+        weight_gradients = later(of_weights, *ctx.weights) if waits else of_weights()
+        bias_gradients = [None if bias is None else one.sum(0) for bias, one in zip(ctx.biases, flat)]
+        of_maps = [one for pair in zip(weight_gradients, bias_gradients) for one in pair]
+        return (pending.wait() if pending else None, None, None, *of_maps)
+
+
+def sum_of_products(gradients: list[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
+    """The gradient of the common input [tokens, features], added up in place of separate tensors."""
+    total = gradients[0] @ weights[0]
+    for gradient, weight in zip(gradients[1:], weights[1:]):
+        total.addmm_(gradient, weight)
+    return total
+
+
+# -- wide norm -------------------------------------------------------------------------------------
+#
+# A root-mean-square norm over features that are cut over the ranks: the queries of all heads together (OLMo-2).
+
+
+class WideNorm(nn.Module):
+    """Each rank norms its own features by the mean square of all: one number a token is summed over the ranks.
+
+    Where ranks hold copies of a head (``groups`` are fewer than ranks), each counts for its share.
+    """
+
+    def __init__(self, norm: Any, rank: int, group: dist.ProcessGroup, groups: int) -> None:
+        super().__init__()
+        self.weight, self.group = norm.weight, group
+        self.repeats, self.features = kv_copies(group.size(), groups), norm.weight.shape[0]
+        self.epsilon: float = getattr(norm, "eps", None) or norm.variance_epsilon
+        width = self.features * self.repeats // group.size()
+        start = part_held(rank, self.repeats) * width
+        keep_runs(self, "weight", 0, [(start, start + width)], self.repeats)
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        own = wide.square().sum(-1, keepdim=True)
+        # Every rank's outputs depend on the sum, so that its gradient is a sum over the ranks as well.
+        mean = copy(reduce(own, self.group), self.group) / (self.repeats * self.features)
+        normed = wide * (mean + self.epsilon).rsqrt()
+        weighted: Tensor = normed * self.weight
+        return weighted.type_as(states)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.engine.labels import Called
-from shardwise.engine.names import sent
-from shardwise.engine.parts import Part
+from shardwise.engine.parameters import HeldPart
+from shardwise.engine.profiler_names import sent
+from shardwise.engine.tensor.collectives import copy, gather, join, reduce, scatter
 from shardwise.engine.tensor.linear import keep
-from shardwise.engine.tensor.moves import copy, gather, join, reduce, scatter
 from shardwise.models import loss as whole_loss
 from shardwise.models.loss import IGNORED, LOGITS_AT_ONCE
 
@@ -41,8 +41,8 @@ class Slice:
     def present(self) -> int:
         return max(0, min(self.width, self.vocabulary - self.start))
 
-    def part(self, shape: tuple[int, ...]) -> Part:
-        return Part(shape).cut(0, self.start, self.start + self.width)
+    def part(self, shape: tuple[int, ...]) -> HeldPart:
+        return HeldPart(shape).cut(0, self.start, self.start + self.width)
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Row numbers in this slice, and whether the token is in it at all (else row 0)."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.reductions import all_reduce_sum
+from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.world import joined
 from shardwise.measure.calibrate.ranks import Rank
 from shardwise.measure.calibrate.timing import undisturbed

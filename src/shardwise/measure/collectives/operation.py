@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.collectives import CollectiveKind, Schedule
 from shardwise.engine.collectives import Communicator
-from shardwise.engine.reductions import all_gather, reduce_scatter_sum
+from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.measure.collectives.request import ELEMENT_BYTES
 
 _WHOLE = (CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST, CollectiveKind.REDUCE, CollectiveKind.SEND_RECV)

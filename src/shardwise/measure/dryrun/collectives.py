@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_iter
 
 from shardwise.collectives import CollectiveKind
-from shardwise.engine import names
+from shardwise.engine import profiler_names
 from shardwise.engine.labels import Label, label_of
 from shardwise.measure.dryrun.replacing import replaced
 from shardwise.measure.dryrun.result import RECEIVE
@@ -56,7 +56,7 @@ class CollectiveLog:
             finally:
                 self._labels.pop()
 
-        return replaced((names, "marked", named))
+        return replaced((profiler_names, "marked", named))
 
     def _note(self, operator: str, kind: str, args: Any, result: Any) -> None:
         group = _group_of(args)

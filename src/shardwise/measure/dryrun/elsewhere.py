@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from shardwise.engine.offload.lanes import Copy, Lanes
-from shardwise.engine.offload.store import Region, Store
+from shardwise.engine.offload.store import BackgroundCopy, Lanes, Store, StoredRegion
 from shardwise.measure.dryrun.replacing import replaced
 
 
@@ -23,18 +22,18 @@ def nothing_moves() -> AbstractContextManager[None]:
     return replaced((Store, "region", _region), (Lanes, "_run", _over))
 
 
-class _Nowhere(Region):
+class _Nowhere(StoredRegion):
     def __init__(self, lanes: Lanes, size: int, in_host: bool) -> None:
         super().__init__(lanes, size)
         self.in_host = in_host
 
-    def write(self, at: int, tensor: Tensor) -> Copy:
+    def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
         return self.lanes.out(_nothing, tensor)
 
-    def read(self, at: int, into: Tensor) -> Copy:
+    def read(self, at: int, into: Tensor) -> BackgroundCopy:
         return self.lanes.back(_nothing, into)
 
-    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> Copy:
+    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
         return self.lanes.out(_nothing, tensor)
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
@@ -42,15 +41,15 @@ class _Nowhere(Region):
         return torch.empty(size, dtype=torch.uint8) if self.in_host else None
 
 
-def _region(store: Store, size: int) -> Region:
+def _region(store: Store, size: int) -> StoredRegion:
     return _Nowhere(store.lanes, size, store.target == "cpu")
 
 
-def _over(lanes: Lanes, out: bool, work: Callable[[], None], tensors: tuple[Tensor, ...]) -> Copy:
+def _over(lanes: Lanes, out: bool, work: Callable[[], None], tensors: tuple[Tensor, ...]) -> BackgroundCopy:
     """A copy that is over; its tensors are kept until somebody has waited for it, as those of others are."""
     future: Future[None] = Future()
     future.set_result(None)
-    return Copy(future, *tensors)
+    return BackgroundCopy(future, *tensors)
 
 
 def _nothing() -> None:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
 from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
-from shardwise.engine.reductions import SCRATCH
 from shardwise.measure.dryrun.replacing import replaced
 from shardwise.models import dot_product, loss
 from shardwise.models.dot_product import shapes_taken

@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.cost.payload import Payload
 from shardwise.engine import engine as engine_module
-from shardwise.engine import optimizer
 from shardwise.engine.batch import Batch
-from shardwise.engine.context.across import AcrossRanks
+from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.engine import Engine
-from shardwise.engine.experts.counts import Assumed
-from shardwise.engine.gradients import local
+from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.labels import Label
+from shardwise.engine.optim import optimizer
+from shardwise.engine.parameters import local
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.layout.ranks import coordinate

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.engine.build_optimizer import kind_for
-from shardwise.engine.optimizer import STATES
+from shardwise.engine.optim.optimizer import STATES, kind_for
 from shardwise.interop.companions import CONFIG, has_companions
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder

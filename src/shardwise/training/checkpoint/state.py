@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardwise.engine.gradients import Held
 from shardwise.engine.offload.states import MASTER
-from shardwise.engine.optimizer import LocalOptimizer
-from shardwise.engine.parts import Part, plain_name
+from shardwise.engine.optim.optimizer import LocalOptimizer
+from shardwise.engine.parameters import Held, HeldPart, plain_name
 from shardwise.engine.trainer import Trainer
 from shardwise.training.checkpoint.boxes import ContiguousRun, Placed, placed, taken
 
@@ -177,7 +176,7 @@ def places_of(one: Held) -> list[Placed]:
     return placed(dimensions)
 
 
-def _runs(part: Part) -> list[list[ContiguousRun]]:
+def _runs(part: HeldPart) -> list[list[ContiguousRun]]:
     dimensions = [[ContiguousRun(0, size)] for size in part.shape]
     for cut in part.cuts:
         held = dimensions[cut.dimension]

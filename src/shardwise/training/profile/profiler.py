@@ -19,10 +19,10 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed import distributed_c10d
 
-from shardwise.engine.gradients import local
 from shardwise.engine.labels import backend_operation, layer_name, of_backend, step_name
 from shardwise.engine.mesh import own
-from shardwise.engine.names import named
+from shardwise.engine.parameters import local
+from shardwise.engine.profiler_names import named
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers

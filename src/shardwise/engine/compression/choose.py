@@ -1,0 +1,41 @@
+"""Which compressed sum a strategy asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.collectives.reductions import Pending
+from shardwise.engine.compression.one_bit_adam import MomentumSum
+from shardwise.engine.compression.powersgd import LowRankSum
+from shardwise.engine.compression.quantised import ExchangedSum, codec_of
+from shardwise.spec.less_communication import Compression
+
+
+class CompressedSum(Protocol):
+    """Sums the same bucket over a group again and again; see `ExchangedSum`."""
+
+    states: dict[str, Tensor]
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    def start(self, flat: Tensor) -> Pending: ...
+
+
+def compressed_sum(
+    compression: Compression, shapes: Sequence[torch.Size], group: dist.ProcessGroup, device: torch.device
+) -> CompressedSum | None:
+    """For a bucket of tensors of these shapes, one after the other; None if they travel as they are."""
+    if not compression.is_used:
+        return None
+    if compression.method == "powersgd":
+        return LowRankSum(compression.rank, shapes, group, device, error_feedback=compression.error_feedback)
+    elements = sum(shape.numel() for shape in shapes)
+    codec = codec_of(compression)
+    exchanged = ExchangedSum(codec, elements, group, device, error_feedback=compression.error_feedback)
+    return MomentumSum(exchanged) if compression.of_momentum else exchanged

@@ -1,0 +1,179 @@
+"""Sums of gradients as codes: fp32 blocks as bytes and back, and the exchange of a bucket in that form.
+
+A number that is not finite makes its block not finite, so that all ranks leave the step out.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.collectives.reductions import Pending, all_gather
+from shardwise.engine.labels import Called
+from shardwise.engine.profiler_names import sent
+from shardwise.spec.less_communication import SCALE_BYTES, Compression
+
+
+class Codec(Protocol):
+    """``bytes_per_block`` are what a row of ``block`` elements takes."""
+
+    block: int
+    bytes_per_block: int
+
+    def encode(self, values: Tensor) -> Tensor:
+        """uint8 [blocks, bytes_per_block] of fp32 [blocks, block]."""
+        ...
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        """fp32 [blocks, block]: the same on every rank that has the same bytes."""
+        ...
+
+
+class Rounded:
+    """Every element in 16 bits, a block of its own: off by 2^-9 of itself in bf16, by 2^-12 in fp16 (above 6e-5)."""
+
+    block = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.bytes_per_block = dtype, dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype).view(torch.uint8)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        return encoded.view(self.dtype).float()
+
+
+class Scaled:
+    """Eight bits an element, as parts of the block's largest one.
+
+    An element of int8 is off by at most 1/254 of the largest of its block; one of fp8 (e4m3) by 1/16 of itself, or
+    where that is more by 2^-10/448 of the largest.
+    """
+
+    def __init__(self, block: int, dtype: torch.dtype) -> None:
+        self.block, self.dtype, self.bytes_per_block = block, dtype, block + SCALE_BYTES
+        self.largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+    def encode(self, values: Tensor) -> Tensor:
+        scale = values.abs().amax(dim=1, keepdim=True) / self.largest
+        parts = (values / torch.where(scale > 0, scale, 1.0)).clamp(-self.largest, self.largest)
+        if self.dtype == torch.int8:
+            parts = torch.where(torch.isfinite(scale), parts.round(), 1.0)
+        return _with_scale(parts.to(self.dtype).view(torch.uint8), scale)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        codes, scale = _without_scale(encoded)
+        return codes.view(self.dtype).float() * scale
+
+
+class Signs:
+    """One bit an element: the sign, times the mean size of the block's elements (Karimireddy et al. 2019)."""
+
+    def __init__(self, block: int) -> None:
+        self.block, self.bytes_per_block = block, block // 8 + SCALE_BYTES
+
+    def encode(self, values: Tensor) -> Tensor:
+        scale = values.abs().mean(dim=1, keepdim=True)
+        bits = (values >= 0).view(-1, self.block // 8, 8)
+        places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
+        return _with_scale((bits * places).sum(dim=2, dtype=torch.uint8), scale)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        codes, scale = _without_scale(encoded)
+        places = torch.arange(8, dtype=torch.uint8, device=encoded.device)
+        bits = (codes.unsqueeze(2) >> places) & 1
+        return (bits.view(-1, self.block).float() * 2 - 1) * scale
+
+
+def codec_of(compression: Compression) -> Codec:
+    """Of every method that sends element by element."""
+    method, block = compression.method, compression.block
+    if method in ("1bit", "1bit-adam"):
+        return Signs(block)
+    if method in ("bf16", "fp16"):
+        return Rounded(torch.bfloat16 if method == "bf16" else torch.float16)
+    return Scaled(block, torch.int8 if method == "int8" else torch.float8_e4m3fn)
+
+
+def _with_scale(codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat([codes, scale.view(torch.uint8)], dim=1)
+
+
+def _without_scale(encoded: Tensor) -> tuple[Tensor, Tensor]:
+    codes = encoded[:, :-SCALE_BYTES].contiguous()
+    scale = encoded.new_empty(len(encoded), SCALE_BYTES).copy_(encoded[:, -SCALE_BYTES:])  # at an address of its own
+    return codes, scale.view(torch.float32)
+
+
+# -- exchanged -------------------------------------------------------------------------------------
+#
+# The sum of a bucket as codes: every rank adds up its piece of all ranks' codes in fp32, and sends it as codes again.
+#
+# Both roundings can be fed back: each rank keeps what its own codes left out, and the owner of a piece what the codes
+# of the sum left out. All ranks decode the same bytes, so that they have the same sum to the last bit.
+
+
+class ExchangedSum:
+    """The sums of one bucket of ``elements``, one after the other. ``start`` begins one, ``wait`` writes it.
+
+    ``states`` are what error feedback keeps from one sum to the next; ``sent_bytes`` is what left this rank.
+    """
+
+    def __init__(
+        self, codec: Codec, elements: int, group: dist.ProcessGroup, device: torch.device, *, error_feedback: bool
+    ) -> None:
+        self.codec, self.elements, self.group = codec, elements, group
+        self.ranks = group.size()
+        blocks = -(-elements // codec.block)
+        self.blocks_each = -(-blocks // self.ranks)
+        self.states: dict[str, Tensor] = {}
+        if error_feedback:
+            rows = (self.ranks * self.blocks_each, codec.block)
+            self.states["own"] = torch.zeros(rows, device=device)
+            self.states["sum"] = torch.zeros(self.blocks_each, codec.block, device=device)
+        self.sent_bytes = 0
+
+    def start(self, flat: Tensor) -> Pending:
+        """``flat`` has to stay until `wait`, which makes it the sum over all ranks."""
+        self.flat = flat
+        values = flat.new_zeros(self.ranks * self.blocks_each * self.codec.block, dtype=torch.float32)
+        values[: self.elements].copy_(flat.view(-1))
+        self.codes = self._encoded("own", values.view(-1, self.codec.block))
+        self.received = torch.empty_like(self.codes)
+        with sent("dp", Called.GRADIENT_CODES, self.codes):
+            self.work = dist.all_to_all_single(self.received, self.codes, group=self.group, async_op=True)
+        return self
+
+    def wait(self) -> None:
+        self.work.wait()
+        self._count(self.codes)
+        total = None
+        for part in self.received.view(self.ranks, self.blocks_each, -1):
+            total = self.codec.decode(part) if total is None else total.add_(self.codec.decode(part))
+        assert total is not None
+        summed = self._encoded("sum", total)
+        whole = self.received  # its pieces have been added
+        with sent("dp", Called.CODES_OF_SUMS, whole):
+            all_gather(whole.view(-1), summed.view(-1), self.group)
+        self._count(whole)
+        self.flat.view(-1).copy_(self.codec.decode(whole).view(-1)[: self.elements])
+        del self.flat, self.codes, self.received, self.work
+
+    def _encoded(self, name: str, values: Tensor) -> Tensor:
+        """The codes of the gradient plus the error feedback; the new rounding error is kept for the next step."""
+        error = self.states.get(name)
+        if error is None:
+            return self.codec.encode(values)
+        values = values + error
+        codes = self.codec.encode(values)
+        torch.sub(values, self.codec.decode(codes), out=error)
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is left out leaves nothing behind
+        return codes
+
+    def _count(self, whole: Tensor) -> None:
+        """All but this rank's own piece leaves it."""
+        self.sent_bytes += whole.numel() * (self.ranks - 1) // self.ranks

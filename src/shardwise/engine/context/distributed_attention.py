@@ -1,0 +1,135 @@
+"""What the ring and the all-gather share: an ``attend`` whose forward and backward passes talk to other ranks.
+
+Eagerly it is one node of the autograd graph. `torch.compile` takes it as one operator of its own: messages between
+ranks, streams and buffers are nothing for a compiler, and the block around it stays in one graph.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.context.kernels import KernelChoice, kernel_for
+from shardwise.engine.context.sequence import WholeDocuments
+from shardwise.models.dot_product import AttentionArguments
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Call(Protocol):
+    """One attention over the ranks; ``backward`` takes what ``forward`` took and gave."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
+    ) -> Gradients: ...
+
+
+class AcrossRanks:
+    """``overlap`` False waits for each message before it computes on; ``choose`` gives the kernel of the blocks."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        documents: WholeDocuments,
+        overlap: bool = True,
+        choose: KernelChoice = kernel_for,
+    ) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+        self.documents, self.overlap, self.choose = documents, overlap, choose
+        self.handle = next(_numbers)
+        _known[self.handle] = self
+
+    def call(self, seq: int, arguments: AttentionArguments) -> Call:
+        """For ``seq`` local tokens; refuses what it cannot do."""
+        raise NotImplementedError
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
+        if torch.compiler.is_compiling():
+            seen = arguments.documents, arguments.causal, arguments.window, arguments.scale
+            operator: Any = torch.ops.shardwise.attention_across_ranks
+            compiled: Tensor = operator(query, key, value, *seen, self.handle)[0]
+            return compiled
+        call = self.call(query.shape[1], arguments)
+        out: Tensor = _Attention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        out, log_sum = call.forward(query, key, value)
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *ctx.call.backward(gradient.contiguous(), *ctx.saved_tensors), None
+
+
+# -- the same as operators: they take numbers and tensors only, so objects are found by a number --------------------
+
+_numbers = count()
+_known: WeakValueDictionary[int, AcrossRanks] = WeakValueDictionary()
+_SEEN = "Tensor? documents, bool causal, int? window, float scale, int handle"
+
+
+def _call(query: Tensor, documents: Tensor | None, causal: bool, window: int | None, scale: float, handle: int) -> Call:
+    return _known[handle].call(query.shape[1], AttentionArguments(causal, window, scale, documents))
+
+
+@torch.library.custom_op(
+    "shardwise::attention_across_ranks",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_SEEN}) -> (Tensor, Tensor)",
+)
+def _forward(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tuple[Tensor, Tensor]:
+    return _call(query, *seen).forward(query, key, value)
+
+
+@torch.library.custom_op(
+    "shardwise::attention_across_ranks_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sum, "
+    f"{_SEEN}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, *seen: Any
+) -> Gradients:
+    gradients = _call(query, *seen).backward(gradient.contiguous(), query, key, value, out, log_sum)
+    of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients)
+    return of_query, of_key, of_value
+
+
+@_forward.register_fake
+def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tuple[Tensor, Tensor]:
+    batch, seq, heads, _ = query.shape
+    number = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty((batch, seq, heads, value.shape[-1])), query.new_empty((batch, heads, seq), dtype=number)
+
+
+@_backward.register_fake
+def _backward_shapes(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Gradients:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, documents, *ctx.seen = inputs
+    ctx.save_for_backward(query, key, value, *output, documents)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, documents = ctx.saved_tensors
+    operator: Any = torch.ops.shardwise.attention_across_ranks_backward
+    return *operator(gradient, *tensors, documents, *ctx.seen), None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,205 @@
+"""ZeRO-1, 2 and 3 and hybrid sharding: `fully_shard` per layer, with control over gathering, reducing and freeing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from shardwise.engine.collectives.choose import GradientSums
+from shardwise.engine.data.fsdp_collectives import Unfinished, install, parameter_groups
+from shardwise.engine.data.units import Unit
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.offload.shards import TravellingGradients, TravellingWeights
+from shardwise.engine.offload.states import StoredStates
+from shardwise.engine.optim.precision import Precision
+
+
+class Sharded:
+    """Parameters of ``root`` divided over the ranks of the mesh; each of ``units`` is gathered and reduced by itself.
+
+    ZeRO-1: parameters are gathered once a step, gradients stay whole and are reduced with the last microbatch.
+    ZeRO-2: gradients are reduced with every microbatch, unless they accumulate locally. ZeRO-3: parameters are let go
+    after every use, unless they are kept. Hybrid: the all-reduce between shard groups comes with the last microbatch,
+    whatever happens inside them. ``prefetch`` units are gathered ahead of the one that computes.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        precision: Precision,
+        prefetch: int,
+        sums: GradientSums,
+    ) -> None:
+        strategy = mesh.strategy
+        self.reduces_always = strategy.gradients_sharded
+        self.keeps_parameters = strategy.zero < 3 or strategy.keep_parameters
+        self.in_pipeline = strategy.pp > 1
+        self.units: list[Any] = [*(unit.module for unit in units), root]
+        self._set_to: tuple[bool, bool, bool] | None = None
+        self.masters: dict[nn.Parameter, Tensor] = {}  # the shards themselves are fp32
+        for unit in sorted(units, key=lambda one: not one.expert):  # what is inside comes first
+            self._shard(unit, mesh, precision)
+        self._shard(Unit(root, at_the_end=True), mesh, precision, root=True)
+        _loss_through_head(root, units)
+        self.unfinished = Unfinished()
+        self.reductions = [one for module in self.units for one in install(module, self.unfinished, sums)]
+        self.passes = _passes(root, units)
+        _prefetch(*self.passes, units, prefetch)
+        self.weights: TravellingWeights | None = None
+        self.gradients: TravellingGradients | None = None
+        if mesh.device == "cpu":
+            self.units[-1]._set_unshard_async_op(True)  # without streams only a gather in the background overlaps
+
+    def _shard(self, unit: Unit, mesh: Mesh, precision: Precision, root: bool = False) -> None:
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.compute if precision.has_masters else None,
+            reduce_dtype=precision.gradient if precision.has_masters else None,
+            # Only what enters the whole network: inside, tables of angles and the like keep their own format.
+            cast_forward_inputs=root,
+        )
+        again = not (self.keeps_parameters or unit.at_the_end)
+        sharded = fully_shard(
+            unit.module, mesh=_sharding_mesh(mesh, unit.expert), reshard_after_forward=again, mp_policy=policy
+        )
+        # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP ask
+        # for a reduction that scales, which gloo has not.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        if unit.by_index:
+            sharded.set_unshard_in_backward(False)
+
+    def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
+        """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
+        if stored.weights:
+            self.weights = TravellingWeights(*self.passes, stored)
+        if stored.gradients:
+            self.gradients = TravellingGradients(self.units, stored, stay)
+            for reduction in self.reductions:
+                if any(stored.has_gradients(one.sharded_param) for one in reduction.fsdp_parameters):
+                    reduction.unfinished = None  # what leaves has to be complete
+
+    def start(self) -> None:
+        """The shards are masters as they are."""
+
+    def before_microbatch(self, last: bool) -> None:
+        """To be called before the forward pass; ``last``: of the step."""
+        self._set(last or self.reduces_always, last or not self.keeps_parameters, last)
+
+    def after_step(self) -> None:
+        """Frees the gradients; the shards that the optimizer has updated are gathered by the next forward pass."""
+        for parameter in self.units[-1].parameters():
+            parameter.grad = None
+        for reduction in self.reductions:
+            reduction.total = None
+        if self.weights is not None:
+            self.weights.settle()
+        if self.gradients is not None:
+            self.gradients.stored.summed.clear()
+
+    # For a pipeline: a module is given its settings between its passes.
+
+    def before_input_gradients(self) -> None:
+        """Weight gradients that come later need inputs and output gradients, but no weights: these may go."""
+        self._set(False, not self.keeps_parameters, False)
+
+    def after_weight_gradients(self, last: bool) -> None:
+        """What FSDP's hooks would do, had they waited for the weight gradients (pytorch#144530)."""
+        self.before_microbatch(last)
+        self.unfinished.will_finish = True
+        for unit in reversed(self.units):
+            for group in parameter_groups(unit):
+                _complete(group)
+                group.post_backward()
+        root: Any = fully_shard.state(self.units[-1])  # type: ignore[attr-defined]
+        root._root_post_backward_final_callback()
+        self.unfinished.finish()
+
+    def _set(self, reduce: bool, reshard: bool, last: bool) -> None:
+        if self._set_to == (reduce, reshard, last):
+            return
+        self._set_to = (reduce, reshard, last)
+        for unit in self.units:
+            unit.set_requires_gradient_sync(reduce, recurse=False)
+            # Between the shard groups once; in a pipeline each time, since of a tied embedding a pass may bring a part
+            # of the gradients only, and FSDP cannot add up what differs in size.
+            unit.set_requires_all_reduce(last or self.in_pipeline, recurse=False)
+            unit.set_reshard_after_backward(reshard, recurse=False)
+        self.units[-1].set_is_last_backward(last)
+
+
+def _complete(group: Any) -> None:
+    """Gradients of zero where none is: what hybrid sharding adds up between microbatches has one place for each.
+
+    Two input gradients in a row leave those of norms for one reduction and none for the next.
+    """
+    for one in group.fsdp_params:
+        if one.sharded_param.requires_grad and one.unsharded_accumulated_grad is None:
+            parameter = one.unsharded_param
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _sharding_mesh(mesh: Mesh, expert: bool) -> DeviceMesh:
+    return mesh.sharding("expert_replicate", "expert_shard") if expert else mesh.sharding("replicate", "shard")
+
+
+def _passes(root: nn.Module, units: Sequence[Unit]) -> tuple[list[Any], list[Any]]:
+    """What each pass gathers, in its order. That of the backward pass is reversed by layers only: a layer's begins
+    before that of the experts in it."""
+    layers: list[list[Any]] = []
+    for unit in units:
+        if unit.expert:
+            layers[-1].append(unit.module)
+        else:
+            layers.append([unit.module])
+    forward = [root, *(module for layer in layers for module in layer)]
+    needless = {unit.module for unit in units if unit.by_index}
+    return forward, [root, *(module for layer in reversed(layers) for module in layer if module not in needless)]
+
+
+def _prefetch(forward: Sequence[Any], backward: Sequence[Any], units: Sequence[Unit], depth: int) -> None:
+    """Every unit starts the gathers of the next ``depth``."""
+    if depth == 0:
+        return
+    inside = {unit.module for unit in units if unit.expert}
+    for place, module in enumerate(forward):
+        following = forward[place + 1 : place + 1 + depth]
+        module.set_modules_to_forward_prefetch(following)
+        if module in inside:
+            module.register_forward_pre_hook(_ahead_in_forward_only(following), prepend=True)
+    for place, module in enumerate(backward[:-1]):
+        module.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + depth])
+
+
+def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], None]:
+    """A recomputed layer calls its experts in the backward pass, which is done with what follows and has let it go."""
+
+    def choose(module: Any, _: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() >= 0
+        module.set_modules_to_forward_prefetch([] if in_backward else list(following))
+
+    return choose
+
+
+def _loss_through_head(root: nn.Module, units: Sequence[Unit]) -> None:
+    """A loss that reads the head's weight instead of calling the head: FSDP's hooks must run all the same."""
+    head, loss = getattr(root, "head", None), getattr(root, "loss_function", None)
+    if loss is None or all(unit.module is not head for unit in units):
+        return
+    assert head is not None
+
+    def summed_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        total: Tensor = loss(hidden, head.weight, head.bias, labels)
+        return total
+
+    head.summed_loss = summed_loss
+    register_fsdp_forward_method(head, "summed_loss")
+    root.loss_function = lambda hidden, weight, bias, labels: head.summed_loss(hidden, labels)  # type: ignore[assignment]

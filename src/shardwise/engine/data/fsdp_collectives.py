@@ -1,0 +1,160 @@
+"""The collectives of `fully_shard`, named for the profiler, and in the background on gloo.
+
+FSDP2 overlaps by streams, which a CPU has not: on gloo it waits for every reduce-scatter. Ours is started in the
+backward pass of a layer and finished at the end of the whole pass, two at a time at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import fully_shard
+
+from shardwise.engine.collectives.choose import GradientSums
+from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
+from shardwise.engine.labels import Called
+from shardwise.engine.profiler_names import sent, waited
+
+IN_FLIGHT = 2
+
+
+def parameter_groups(module: nn.Module) -> list[Any]:
+    """FSDP's own records of a module's parameters; it has no public way to them."""
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
+
+
+def install(module: nn.Module, unfinished: Unfinished, sums: GradientSums) -> list[GradientReduceScatter]:
+    """Gives a module under `fully_shard` our collectives."""
+    reductions = []
+    for group in parameter_groups(module):
+        mesh = group.mesh_info.mesh
+        lent = on_gloo(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+        overlapped = lent and mesh.ndim == 1  # hybrid: FSDP goes on to sum between the shard groups at once
+        fsdp: Any = module
+        reductions.append(GradientReduceScatter(group.fsdp_params, lent, unfinished if overlapped else None, sums))
+        fsdp.set_custom_reduce_scatter(reductions[-1])
+        fsdp.set_custom_all_gather(ParameterAllGather(lent))
+    return reductions
+
+
+class ParameterAllGather:
+    """``lent``: from memory that is reused."""
+
+    def __init__(self, lent: bool) -> None:
+        self.lent = lent
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return SCRATCH.lend(size[0], dtype) if self.lent else torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Pending | None:
+        with sent("dp", Called.PARAMETERS, input_tensor):
+            return all_gather(output_tensor, input_tensor, group, async_op)
+
+
+class Unfinished:
+    """Reductions that were started in the backward pass that is running, oldest first.
+
+    They are finished at its end; where the gradients come from elsewhere, by the caller, who sets ``will_finish``.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[_Reduction] = []
+        self.will_finish = False
+
+    @property
+    def may_begin(self) -> bool:
+        return self.will_finish or torch._C._current_graph_task_id() != -1
+
+    def add(self, one: _Reduction) -> None:
+        if not self.will_finish:
+            self.will_finish = True
+            Variable._execution_engine.queue_callback(self.finish)
+        self.started.append(one)
+        while len(self.started) > IN_FLIGHT:
+            self.started.pop(0).finish()
+
+    def finish(self) -> None:
+        self.will_finish = False
+        self.finish_started()
+
+    def finish_started(self) -> None:
+        while self.started:
+            self.started.pop(0).finish()
+
+
+class GradientReduceScatter:
+    """Sums the gradients of one unit; in the background where ``unfinished`` is given."""
+
+    def __init__(
+        self, fsdp_parameters: Sequence[Any], lent: bool, unfinished: Unfinished | None, sums: GradientSums
+    ) -> None:
+        self.fsdp_parameters, self.lent, self.unfinished, self.sums = fsdp_parameters, lent, unfinished, sums
+        self.asked = 0
+        self.total: Tensor | None = None  # where FSDP accumulates: the output of the first reduction of a step
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Asked for twice: the input, which is let go soon, and the output, which becomes the gradients."""
+        self.asked += 1
+        if self.lent and self.asked % 2:
+            return SCRATCH.lend(size[0], dtype)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        with sent("dp", Called.GRADIENT_SHARDS, input_tensor):
+            if self.unfinished is None or not self._may_wait(output_tensor, self.unfinished):
+                if self.unfinished is not None:
+                    self.unfinished.finish_started()  # FSDP may add to one of them now
+                self.sums.reduce_scatter(output_tensor, input_tensor, group, in_fp32=True)
+                self.total = None
+                return
+            work = self.sums.reduce_scatter(output_tensor, input_tensor, group, async_op=True)
+        assert work is not None
+        gradients = [one.sharded_param.grad for one in self.fsdp_parameters]
+        if all(gradient is None for gradient in gradients):
+            # FSDP makes the output the gradients, unread.
+            self.total = output_tensor
+            self.unfinished.add(_Reduction(work, input_tensor, output_tensor, None))
+        elif self._accumulates_into_total(gradients, output_tensor):
+            output_tensor.zero_()  # FSDP adds it now, we what it will be
+            self.unfinished.add(_Reduction(work, input_tensor, output_tensor, self.total))
+        else:
+            self.unfinished.finish_started()
+            with waited("dp", Called.GRADIENT_SHARDS):
+                work.wait()
+
+    def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
+        """Where FSDP converts the output, or nobody would wait for it later, it is needed at once."""
+        same_format = all(one.orig_dtype == output.dtype for one in self.fsdp_parameters)
+        return same_format and unfinished.may_begin
+
+    def _accumulates_into_total(self, gradients: Sequence[Any], output: Tensor) -> bool:
+        if self.total is None or self.total.numel() != output.numel():
+            return False
+        place = self.total.untyped_storage().data_ptr()
+        trained = [one for one, other in zip(gradients, self.fsdp_parameters) if other.sharded_param.requires_grad]
+        return all(one is not None and one._local_tensor.untyped_storage().data_ptr() == place for one in trained)
+
+
+class _Reduction:
+    """``sent`` is kept because its memory would be lent to others."""
+
+    def __init__(self, work: Pending, sent: Tensor, output: Tensor, total: Tensor | None) -> None:
+        self.work, self.sent, self.output, self.total = work, sent, output, total
+
+    def finish(self) -> None:
+        with waited("dp", Called.GRADIENT_SHARDS):
+            self.work.wait()
+        if self.total is not None:
+            self.total += self.output

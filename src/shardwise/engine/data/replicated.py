@@ -1,0 +1,313 @@
+"""Everything whole on every rank (ZeRO-0): gradients are summed in a few large pieces while the backward pass runs.
+
+Not `DistributedDataParallel`, which is silently wrong with split backward passes (pytorch#144530) and copies every
+gradient into its bucket and back; nor `fully_shard` with shards of one, which keeps all weights twice. Here a node
+before each layer tells when the gradients of the layer are there; they move into a bucket once, and are summed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from shardwise.engine.collectives.choose import GradientSums
+from shardwise.engine.collectives.reductions import Pending
+from shardwise.engine.compression import CompressedSum, MomentumSum, compressed_sum
+from shardwise.engine.data.units import Unit, own_parameters
+from shardwise.engine.labels import Called
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.optim.precision import Precision
+from shardwise.engine.profiler_names import sent, waited
+from shardwise.spec.less_communication import Compression
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel, unless the strategy says otherwise
+
+
+def _out_of_graphs(method: Method) -> Method:
+    """A hook that `torch.compile` leaves alone, as it does FSDP's."""
+    left: Method = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+    return left
+
+
+class Replicated:
+    """Sums gradients over the ranks that hold the same parameters, in the last backward pass of a step.
+
+    ``masters`` are the fp32 values of parameters that are computed with in 16 bits, once `start` was called.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: Sequence[Unit], mesh: Mesh, precision: Precision, sums: GradientSums
+    ) -> None:
+        self.root, self.units, self.mesh, self.precision, self.sums = root, units, mesh, precision, sums
+        self.masters: dict[nn.Parameter, Tensor] = {}
+        self.buckets: list[Bucket] = []
+        self.last = False
+        self._has_started = False
+        self._will_finish = False
+        self._beside: Any = None  # the stream that reduces, on a GPU
+        self._open: dict[nn.Module, int] = {}  # forward passes of a layer with a backward pass still to come
+
+    def start(self) -> None:
+        """Once the parameters have their first values: those that are computed with in 16 bits get fp32 masters."""
+        if self._has_started:
+            return
+        self._has_started = True
+        if self.precision.has_masters:
+            for parameter in self.root.parameters():
+                self._lower(parameter)
+        self.buckets = _buckets(self.root, self.units, self.mesh, self.sums)
+        for bucket in self.buckets:
+            bucket.expect(self.mesh.strategy.compression)
+        for module in {bucket.complete_after for bucket in self.buckets}:
+            if module is not None:
+                module.register_forward_pre_hook(self._mark, with_kwargs=True)
+        if self.buckets:
+            self.root.register_forward_hook(self._see_backward)
+
+    @property
+    def feedback(self) -> dict[str, Tensor]:
+        """What compressed sums keep from one step to the next, by bucket."""
+        compressed = [(number, one.compressed) for number, one in enumerate(self.buckets) if one.compressed]
+        return {f"{number}.{name}": state for number, one in compressed for name, state in one.states.items()}
+
+    @property
+    def compressed_bytes(self) -> int:
+        """What has left this rank in compressed sums until now."""
+        return sum(bucket.compressed.sent_bytes for bucket in self.buckets if bucket.compressed)
+
+    def follow_momenta(self, momentum: Callable[[nn.Parameter], Tensor], kept: float) -> None:
+        """Where the optimizer's momentum of a parameter is, and how much of it is left after a step."""
+        for bucket in self.buckets:
+            if isinstance(bucket.compressed, MomentumSum):
+                bucket.compressed.follow([momentum(one) for one in bucket.parameters], kept)
+
+    def compress(self, now: bool) -> None:
+        """Whether the next sums are compressed, where the strategy compresses at all."""
+        for bucket in self.buckets:
+            bucket.compresses = now
+
+    @torch.no_grad()
+    def _lower(self, parameter: nn.Parameter) -> None:
+        self.masters[parameter] = parameter.detach().float()
+        parameter.data = parameter.to(self.precision.compute)
+        parameter.grad_dtype = self.precision.gradient
+
+    def before_microbatch(self, last: bool) -> None:
+        self.start()
+        self.last = last
+
+    def after_step(self) -> None:
+        """Gradients are let go."""
+        self._open.clear()
+        for parameter in self.root.parameters():
+            parameter.grad = None
+        for bucket in self.buckets:
+            bucket.clear()
+
+    # For a pipeline.
+
+    def before_input_gradients(self) -> None:
+        self.last = False
+
+    def after_weight_gradients(self, last: bool) -> None:
+        if last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Starts what was not started and waits for all sums; a whole last backward pass does it at its end."""
+        self._will_finish = False
+        for bucket in self.buckets:
+            self._start(bucket)
+        for bucket in self.buckets:
+            bucket.wait()
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+
+    def _start(self, bucket: Bucket) -> None:
+        if bucket.started:
+            return
+        bucket.started = True
+        bucket.collect()
+        if bucket.device.type != "cuda":
+            bucket.work = bucket.reduce()
+            return
+        self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            work = bucket.reduce()
+            if work is not None:
+                work.wait()
+
+    @_out_of_graphs
+    def _mark(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Sets a node before the layer, whose own backward comes when all gradients of the layer are there."""
+        if not torch.is_grad_enabled() or _in_backward():  # the second forward pass of recompute is not counted
+            return None
+        values = [*arguments, *named.values()]
+        places = [place for place, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
+        if not places:
+            return None
+        self._open[module] = self._open.get(module, 0) + 1
+        marked = _Mark.apply(lambda: self._passed(module), *(values[place] for place in places))  # type: ignore[no-untyped-call]
+        for place, one in zip(places, marked):
+            values[place] = one
+        positional = len(arguments)
+        return tuple(values[:positional]), dict(zip(named, values[positional:]))
+
+    def _passed(self, module: nn.Module) -> None:
+        self._open[module] -= 1
+        for bucket in self.buckets:
+            if bucket.complete_after is module:
+                bucket.collect()
+                if self.last and self._open[module] == 0:
+                    self._start(bucket)
+
+    @_out_of_graphs
+    def _see_backward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        for one in outputs:
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(self._at_the_end_finish)  # type: ignore[no-untyped-call]
+
+    def _at_the_end_finish(self, gradient: Tensor) -> None:
+        if not self._will_finish:
+            self._will_finish = True
+            Variable._execution_engine.queue_callback(self.finish if self.last else self._collect)
+
+    def _collect(self) -> None:
+        """What no layer completes moves into its bucket too: gradients beside an empty bucket would be twice there."""
+        self._will_finish = False
+        for bucket in self.buckets:
+            if bucket.complete_after is None and all(one.grad is not None for one in bucket.parameters):
+                bucket.collect()
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passed: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.passed = passed
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.passed()
+        return (None, *gradients)
+
+
+def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh, sums: GradientSums) -> list[Bucket]:
+    """In the order in which the backward pass completes them; none for a group of one rank, or workers apart."""
+    buckets: list[Bucket] = []
+    if not mesh.strategy.synchronise.every_step:
+        return buckets
+    for expert, name in ((False, "replicate"), (True, "expert_replicate")):
+        if mesh.size(name) == 1:
+            continue
+        bucket = Bucket(mesh.group(name), sums)
+        for unit, parameters, after in _completed(root, units):
+            if (unit is not None and unit.expert) != expert:
+                continue
+            if bucket.bytes >= (mesh.strategy.bucket or BUCKET_BYTES):
+                buckets.append(bucket)
+                bucket = Bucket(mesh.group(name), sums)
+            bucket.parameters += [one for one in parameters if one.requires_grad]
+            bucket.complete_after = after
+        buckets.append(bucket)
+    return [bucket for bucket in buckets if bucket.parameters]
+
+
+def _completed(
+    root: nn.Module, units: Sequence[Unit]
+) -> list[tuple[Unit | None, list[nn.Parameter], nn.Module | None]]:
+    """Units with their parameters in the order of the backward pass, and the layer after which each is complete."""
+    owned, rest = own_parameters(root, units)
+    found: list[tuple[Unit | None, list[nn.Parameter], nn.Module | None]] = []
+    layer: nn.Module | None = None
+    for unit, parameters in zip(units, owned):
+        if not (unit.expert or unit.at_the_end):
+            layer = None if unit.by_index else unit.module
+        found.append((unit, parameters, layer))
+    # What has no layer after it in the backward pass is complete at its end: the embedding, and what belongs to none.
+    return [*reversed(found), (None, rest, None)]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# -- bucket ----------------------------------------------------------------------------------------
+#
+# Gradients of some parameters in one piece of memory, where they are summed over the ranks together.
+
+
+class Bucket:
+    """Parameters whose gradients are summed together, once the backward pass has left ``complete_after`` (or ended).
+
+    The memory is taken once and for all; from the first backward pass of a step on the gradients are in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sums: GradientSums) -> None:
+        self.group, self.sums = group, sums
+        self.parameters: list[nn.Parameter] = []
+        self.complete_after: nn.Module | None = None
+        self.flat: Tensor | None = None
+        self.compressed: CompressedSum | None = None
+        self.compresses = True
+        self.collected = self.started = False
+        self.work: Pending | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in self.parameters)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def expect(self, compression: Compression) -> None:
+        """Before the first sum, if at all."""
+        shapes = [one.shape for one in self.parameters]
+        self.compressed = compressed_sum(compression, shapes, self.group, self.device)
+
+    def reduce(self) -> Pending | None:
+        """Begins the sum of what was collected."""
+        flat = self.collect()
+        if self.compressed is not None and self.compresses:
+            return self.compressed.start(flat)
+        with sent("dp", Called.GRADIENTS, flat):
+            return self.sums.all_reduce(flat, self.group)
+
+    @torch.no_grad()
+    def collect(self) -> Tensor:
+        """All gradients in one tensor, which they are parts of from now on; zero where a parameter had none."""
+        if self.flat is None:
+            first = self.parameters[0]
+            elements = sum(one.numel() for one in self.parameters)
+            self.flat = torch.empty(elements, dtype=first.grad_dtype or first.dtype, device=first.device)
+            pieces = torch.split(self.flat, [one.numel() for one in self.parameters])
+            self.places = [piece.view_as(one) for piece, one in zip(pieces, self.parameters)]
+        if self.collected:
+            return self.flat
+        self.collected = True
+        missing = [place for place, one in zip(self.places, self.parameters) if one.grad is None]
+        if missing:
+            torch._foreach_zero_(missing)
+        there = [(place, one.grad) for place, one in zip(self.places, self.parameters) if one.grad is not None]
+        torch._foreach_copy_([place for place, _ in there], [gradient for _, gradient in there])
+        for place, one in zip(self.places, self.parameters):
+            one.grad = place
+        return self.flat
+
+    def wait(self) -> None:
+        if self.work is not None:
+            with waited("dp", Called.GRADIENTS):
+                self.work.wait()
+            self.work = None
+
+    def clear(self) -> None:
+        self.collected, self.started, self.work = False, False, None

@@ -1,0 +1,164 @@
+"""Data-parallel workers that do not sum their gradients in every step: local SGD, DiLoCo, late sums.
+
+Local SGD takes the mean of the weights. DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) takes the mean
+change of the workers' weights since the last synchronisation as a gradient, and SGD with Nesterov momentum as an outer
+optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.engine.collectives.reductions import Pending, all_reduce_sum
+from shardwise.engine.labels import Called
+from shardwise.engine.profiler_names import sent
+from shardwise.spec.less_communication import Synchronise
+
+PIECE_BYTES = 25 * 2**20  # of weights that are summed together
+
+
+class OuterSteps:
+    """Of one worker: ``values`` are the fp32 weights that it trains, in the order of all workers of ``group``.
+
+    `after_step` follows each step of the inner optimizer and says whether the weights have moved to those of all
+    workers. ``anchors`` (the weights of the last synchronisation) and ``momenta`` are the same on all workers, and
+    empty for local SGD; ``steps`` are those since the last meeting.
+    """
+
+    def __init__(self, values: Sequence[Tensor], group: dist.ProcessGroup, synchronise: Synchronise) -> None:
+        self.values, self.group, self.synchronise = list(values), group, synchronise
+        self.steps = 0
+        self.sent_bytes = 0
+        self.anchors: list[Tensor] = []
+        self.momenta: list[Tensor] = []
+        if synchronise.method == "diloco":
+            self.anchors = [one.detach().clone() for one in self.values]
+            self.momenta = [torch.zeros_like(one) for one in self.anchors]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """After the weights were given other values, the same on all workers."""
+        self.steps = 0
+        if self.anchors:
+            torch._foreach_copy_(self.anchors, [one.detach() for one in self.values])
+            torch._foreach_zero_(self.momenta)
+
+    @torch.no_grad()
+    def after_step(self) -> bool:
+        self.steps += 1
+        if self.steps < self.synchronise.inner_steps:
+            return False
+        self.steps = 0
+        for numbers in self._pieces():
+            values = [self.values[number].detach() for number in numbers]
+            if self.anchors:
+                self._outer_step(values, [self.anchors[n] for n in numbers], [self.momenta[n] for n in numbers])
+            else:
+                torch._foreach_copy_(values, self._mean(values))
+        return True
+
+    def _outer_step(self, values: list[Tensor], anchors: list[Tensor], momenta: list[Tensor]) -> None:
+        gradients = self._mean(list(torch._foreach_sub(anchors, values)))
+        momentum, rate = self.synchronise.outer_momentum, self.synchronise.outer_learning_rate
+        torch._foreach_mul_(momenta, momentum)
+        torch._foreach_add_(momenta, gradients)
+        torch._foreach_add_(gradients, momenta, alpha=momentum)
+        torch._foreach_add_(anchors, gradients, alpha=-rate)
+        torch._foreach_copy_(values, anchors)
+
+    def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of all workers, with the same bits on each."""
+        flat = torch.cat([one.reshape(-1) for one in tensors])
+        with sent("dp", Called.WORKERS_WEIGHTS, flat):
+            all_reduce_sum(flat, self.group)
+        ranks = self.group.size()
+        self.sent_bytes += 2 * flat.numel() * flat.element_size() * (ranks - 1) // ranks
+        flat.div_(ranks)
+        pieces = torch.split(flat, [one.numel() for one in tensors])
+        return [piece.view_as(one) for piece, one in zip(pieces, tensors)]
+
+    def _pieces(self) -> Iterator[list[int]]:
+        """Numbers of tensors that are summed together."""
+        piece: list[int] = []
+        size = 0
+        for number, one in enumerate(self.values):
+            piece.append(number)
+            size += one.numel() * one.element_size()
+            if size >= PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+        if piece:
+            yield piece
+
+
+# -- late ------------------------------------------------------------------------------------------
+#
+# Asynchronous SGD with bounded staleness: the sum of a step's gradients moves the weights some steps later.
+#
+# A worker starts to send its gradients and continues; it waits only for sums that are ``staleness`` steps old, so
+# workers may be that many steps apart. All of them apply the same sums in the same order: weights stay equal to the
+# last bit.
+
+
+@dataclass
+class _UnderWay:
+    flat: Tensor
+    work: Pending | None
+
+    def settle(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.flat
+
+
+class LateSums:
+    """Of one worker: its own gradients of ``parameters`` go in, sums over ``group`` of earlier steps come out."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, staleness: int) -> None:
+        self.parameters, self.group, self.staleness = list(parameters), group, staleness
+        self.under_way: deque[_UnderWay] = deque()
+        self.sent_bytes = 0
+
+    @torch.no_grad()
+    def exchange(self) -> bool:
+        """Sends the gradients; those of ``staleness`` steps ago are in their place then. False: there are none yet."""
+        flat = torch.cat(
+            [one.new_zeros(one.numel()) if one.grad is None else one.grad.reshape(-1) for one in self.parameters]
+        )
+        with sent("dp", Called.LATE_GRADIENTS, flat):
+            work = all_reduce_sum(flat, self.group, async_op=True, in_fp32=True)
+        ranks = self.group.size()
+        self.sent_bytes += 2 * flat.numel() * flat.element_size() * (ranks - 1) // ranks
+        self.under_way.append(_UnderWay(flat, work))
+        if len(self.under_way) <= self.staleness:
+            return False
+        for one, gradient in zip(self.parameters, self._cut(self.under_way.popleft().settle())):
+            one.grad = gradient
+        return True
+
+    def read(self, age: int, number: int) -> Tensor:
+        """The ``age``-th of the sums under way, the oldest first, of one parameter; zeros where there are fewer."""
+        parameter = self.parameters[number]
+        if age >= len(self.under_way):
+            return torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        return self._cut(self.under_way[age].settle())[number]
+
+    def expect(self, sums: int) -> None:
+        """Makes room for so many sums, which are written next."""
+        first = self.parameters[0]
+        elements = sum(one.numel() for one in self.parameters)
+        self.under_way = deque(
+            _UnderWay(torch.zeros(elements, dtype=first.grad_dtype or first.dtype, device=first.device), None)
+            for _ in range(sums)
+        )
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        pieces = torch.split(flat, [one.numel() for one in self.parameters])
+        return [piece.view_as(one) for piece, one in zip(pieces, self.parameters)]

@@ -1,0 +1,131 @@
+"""Loads of experts over all ranks: what the host reads of the routing, the balance loss, figures for users.
+
+An all-to-all takes its splits from the host, so how many rows go where has to be waited for: the one host
+synchronisation of a dispatch. (PyTorch's symmetric memory has exchanges that read their splits on the device, for GPUs
+of one NVLink domain and buffers of the worst case; none is exact in memory and bytes.) The numbers are on their way
+while the device sorts and copies the rows; nothing else is read back, forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.engine.labels import Called
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.profiler_names import sent
+from shardwise.models.moe import MoELayer
+from shardwise.spec.strategy import Strategy
+
+
+class HostCopy:
+    """A copy of some numbers on the host, under way from the moment it is made."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._ready: torch.cuda.Event | None = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    def read(self) -> list[int]:
+        """The numbers, waited for."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return [int(number) for number in self._numbers.tolist()]
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """A load that a dry run supposes instead of reading it: even, this rank's experts ``skew`` times as busy.
+
+    No token goes to more than ``nodes`` nodes (None: to as many as chance makes it).
+    """
+
+    skew: float = 1.0
+    nodes: int | None = None
+
+
+def in_pieces(numbers: list[int], *lengths: int) -> list[tuple[int, ...]]:
+    """The numbers cut into pieces of the given lengths."""
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(tuple(numbers[start : start + length]))
+        start += length
+    return pieces
+
+
+def evenly(total: float, places: int) -> list[int]:
+    """About ``total`` / ``places`` for each place, whole numbers whose sum is ``total`` rounded."""
+    whole = round(total)
+    return [whole * (place + 1) // places - whole * place // places for place in range(places)]
+
+
+# -- balance ---------------------------------------------------------------------------------------
+#
+# Loads of experts over all ranks: the balance loss of a whole sequence, the balancing bias, figures for users.
+
+
+_TOTAL = "_shardwise_load"
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """How many tokens of the last step chose each expert of a layer, all ranks together; tensors where they were."""
+
+    tokens: Tensor
+
+    @property
+    def imbalance(self) -> Tensor:
+        """The largest load over the mean: 1 is even."""
+        return self.tokens.max() / self.tokens.double().mean()
+
+
+def sequence_sum(mesh: Mesh, strategy: Strategy) -> Callable[[Tensor], Tensor]:
+    """What turns the counts [batch, experts] of a rank's tokens into those of whole sequences."""
+    name = "sequence" if strategy.sequence_parallel else "cp"  # else tensor-parallel ranks hold the same tokens
+    if mesh.size(name) == 1:
+        return lambda counts: counts
+    group = mesh.group(name)
+
+    def summed(counts: Tensor) -> Tensor:
+        total = counts.detach().clone()
+        with sent("ep", Called.SEQUENCE_LOADS, total):
+            dist.all_reduce(total, group=group)
+        return total
+
+    return summed
+
+
+@torch.no_grad()
+def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
+    """At the end of a step: the loads of all its tokens summed, every balancing bias moved by ``rate``, loads cleared.
+
+    The same on every rank, since counts are added exactly. Nothing is read on the host.
+    """
+    mixtures = [one for one in module.modules() if isinstance(one, MoELayer)]
+    if not mixtures:
+        return
+    totals = torch.stack([one.load for one in mixtures]).round().long()
+    with sent("ep", Called.STEP_LOADS, totals):
+        dist.all_reduce(totals, group=mesh.group("stage"))
+    if not mesh.strategy.sequence_parallel:
+        totals //= mesh.size("tp")  # each of these has counted the same tokens
+    for mixture, total in zip(mixtures, totals):
+        mixture.update_bias(total.float(), rate)
+        mixture.__dict__[_TOTAL] = total
+
+
+def expert_load(module: nn.Module) -> dict[str, LayerLoad]:
+    """Loads of the last step that `update_balance` ended, by the name of the layer's mixture of experts."""
+    return {
+        name: LayerLoad(one.__dict__[_TOTAL])
+        for name, one in module.named_modules()
+        if isinstance(one, MoELayer) and _TOTAL in one.__dict__
+    }

@@ -1,0 +1,180 @@
+"""Shards of parameters and of their gradients outside of the device's memory, unit by unit.
+
+While a unit is gathered those of the next one come, so that one unit's shards at a time are on the device. That is
+ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). PyTorch's own `CPUOffloadPolicy` copies when it gathers, with
+nothing ahead, takes all of a unit, and knows no disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.cost.payload import Payload, Phase, Role, sent_backward
+from shardwise.engine.data.fsdp_collectives import parameter_groups
+from shardwise.engine.offload.states import StoredStates, local
+from shardwise.engine.offload.store import BackgroundCopy
+
+
+class TravellingWeights:
+    """``forward`` and ``backward`` are the units under `fully_shard`, in the order in which each pass gathers them."""
+
+    def __init__(self, forward: Sequence[nn.Module], backward: Sequence[nn.Module], stored: StoredStates) -> None:
+        self.shards: dict[nn.Module, _Shards] = {}
+        for module in forward:
+            for group in parameter_groups(module):
+                away = [one for one in group.fsdp_params if stored.has_weights(one.sharded_param)]
+                if away:
+                    self.shards[module] = _Shards(group, away, stored)
+        for is_backward, order in ((False, forward), (True, backward)):
+            there = [self.shards[module] for module in order if module in self.shards]
+            for one, after in pairwise(there):
+                one.after[is_backward] = after
+
+    def settle(self) -> None:
+        """Nothing is on the device that the optimizer would not see."""
+        for one in self.shards.values():
+            one.let_go()
+
+
+class _Shards:
+    """Those of a unit whose weights are in the store.
+
+    FSDP has no public hook before it gathers, so two methods of its per-unit state are replaced.
+    """
+
+    def __init__(self, group: Any, away: Sequence[Any], stored: StoredStates) -> None:
+        self.group, self.away, self.stored = group, away, stored
+        self.after: dict[bool, _Shards] = {}
+        self._is_here = True  # until they are gathered for the first time: FSDP may still move them before
+        self._coming: list[BackgroundCopy] = []
+        self._sizes = [0] * len(away)
+        self._unshard, self._wait_for_unshard = group.unshard, group.wait_for_unshard
+        group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
+
+    def unshard(self, async_op: bool = False) -> None:
+        group, is_backward = self.group, self._is_backward
+        if not self._will_gather(is_backward):
+            return self._unshard(async_op)  # type: ignore[no-any-return]
+        self.come(is_backward)
+        self._arrive()
+        self._unshard(async_op)
+        if not self._is_alone:
+            stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+            self.let_go(stream)
+        after = self.after.get(is_backward)
+        if after is not None and after._will_gather(is_backward):
+            after.come(is_backward)
+        return None
+
+    def wait_for_unshard(self) -> None:
+        """A rank that shards with no other copies here what it would have gathered."""
+        pending = self.group._all_gather_result is not None
+        self._wait_for_unshard()
+        if pending and self._is_alone:
+            self.let_go()
+
+    def come(self, is_backward: bool) -> None:
+        """Starts to bring them."""
+        if self._is_here or self._coming:
+            return
+        moved = self.stored.store.lanes.moved
+        for one, size in zip(self.away, self._sizes):
+            shard = local(one.sharded_param)
+            shard.untyped_storage().resize_(size)
+            if shard.numel():
+                self._coming.append(self.stored.bring_weights(one.sharded_param))
+            moved[Payload(Role.WEIGHTS_FROM_HOST, Phase.BACKWARD if is_backward else Phase.FORWARD)] += shard.nbytes
+
+    def let_go(self, reader: Any = None) -> None:
+        """``reader``: the GPU stream that reads them last."""
+        self._arrive()
+        if not self._is_here:
+            return
+        self._is_here = False
+        for place, one in enumerate(self.away):
+            shard = local(one.sharded_param)
+            if shard.is_cuda and reader is not None:
+                shard.record_stream(reader)
+            self._sizes[place] = shard.untyped_storage().nbytes()
+            shard.untyped_storage().resize_(0)
+
+    def _arrive(self) -> None:
+        for copy in self._coming:
+            copy.wait()
+        self._is_here, self._coming = self._is_here or bool(self._coming), []
+
+    @property
+    def _is_backward(self) -> bool:
+        return bool(self.group._training_state.name == "PRE_BACKWARD")
+
+    @property
+    def _is_alone(self) -> bool:
+        return bool(self.group._all_gather_process_group.size() == 1)
+
+    def _will_gather(self, is_backward: bool) -> bool:
+        group = self.group
+        needed = group.unshard_in_backward or not is_backward
+        return bool(needed and group._all_gather_result is None and not group.is_unsharded)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+#
+# Sums of gradients outside of the device's memory: what a unit has reduced leaves while the next one computes.
+#
+# Each microbatch is added where the sum is, by the host, which takes its norm at the same time: of all gradients that
+# are clipped, those of the device alone are read there.
+
+
+class TravellingGradients:
+    """Of the ``units`` under `fully_shard`; parameters that ``stay`` are still added to when they are reduced."""
+
+    def __init__(self, units: Sequence[nn.Module], stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
+        self.stored = stored
+        self.leaving: list[BackgroundCopy] = []
+        self._unit: Any = None
+        for group in (group for unit in units for group in parameter_groups(unit)):
+            parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
+            away = {one for one in parameters if stored.has_gradients(one) and one not in stay}
+            for one in parameters if away else ():
+                # FSDP calls it, when it has made the gradient of the shard.
+                one.register_post_accumulate_grad_hook(partial(self._leave, group) if one in away else _detach)
+
+    def settle(self) -> None:
+        """Waits until every gradient has left."""
+        for copy in self.leaving:
+            copy.wait()
+        self.leaving = []
+
+    def _leave(self, unit: Any, parameter: nn.Parameter) -> None:
+        if unit is not self._unit:
+            self.settle()  # one unit's at a time
+            self._unit = unit
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
+        parameter.grad = None
+        self.leaving.append(self._add(parameter, gradient))
+
+    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> BackgroundCopy:
+        stored, is_first = self.stored, parameter not in self.stored.summed
+        region, place = stored.gradient_place(parameter)
+        moved = stored.store.lanes.moved
+        moved[sent_backward(Role.GRADIENTS_TO_HOST)] += gradient.nbytes
+        if stored.store.target == "nvme" and not is_first:
+            moved[sent_backward(Role.GRADIENTS_FROM_DISK)] += gradient.nbytes
+        norm = stored.summed.setdefault(parameter, torch.zeros(()))
+        return region.add(place, gradient, norm, is_first=is_first)
+
+
+def _detach(parameter: nn.Parameter) -> None:
+    """What stays of a unit is no longer a part of the tensor of all its gradients, which would stay with it."""
+    assert parameter.grad is not None
+    gradient: Any = parameter.grad
+    if gradient._local_tensor.untyped_storage().nbytes() > gradient._local_tensor.nbytes:
+        gradient._local_tensor = gradient._local_tensor.clone()

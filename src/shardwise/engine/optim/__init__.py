@@ -1,0 +1,1 @@
+"""What follows the backward pass: gradient norm, number formats, optimizers."""

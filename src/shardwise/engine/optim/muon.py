@@ -1,0 +1,113 @@
+"""Muon (Jordan et al. 2024): the momentum of a matrix, made orthogonal by five Newton-Schulz steps.
+
+Matrices of one shape go through the matmuls together. A matrix that ZeRO-1 has cut into rows is gathered first, since
+orthogonal is a property of the whole (Liu et al. 2025, arXiv 2502.16982, section 2.3); every rank then computes all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.engine.labels import Called
+from shardwise.engine.optim.elementwise import Update
+from shardwise.engine.profiler_names import sent
+
+# The quintic whose slope at zero is as steep as convergence allows: kellerjordan.github.io/posts/muon
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+EPSILON = 1e-7
+
+
+@torch.no_grad()
+def muon_update(
+    update: Update,
+    parameters: Sequence[nn.Parameter],
+    values: Sequence[Tensor],
+    gradients: list[Tensor],
+    momenta: Sequence[Tensor],
+) -> None:
+    """One step of local ``values``; ``parameters`` tell how they are cut."""
+    rate: float | Tensor = update.learning_rate
+    if update.divisor is not None:
+        gradients = list(torch._foreach_div(gradients, update.divisor))
+    if update.bad is not None:  # no kernel of its own that could leave a step out: nothing is added to anything
+        rate = rate * (1 - update.bad)
+        for gradient in gradients:
+            gradient.masked_fill_(update.bad.bool(), 0.0)
+    directions = _directions(parameters, gradients, momenta, update.settings.momentum, update.bad)
+    torch._foreach_mul_(list(values), 1 - rate * update.weight_decay)
+    torch._foreach_mul_(directions, -rate)
+    torch._foreach_add_(list(values), directions)
+
+
+def _directions(
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    momentum: float,
+    bad: Tensor | None,
+) -> list[Tensor]:
+    """Where each local tensor goes, with Nesterov's look ahead; ``momenta`` are updated in place.
+
+    They stay where ``bad`` is 1; gradients are zero then.
+    """
+    if bad is None:
+        torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
+    else:
+        torch._foreach_mul_(list(momenta), momentum + (1 - momentum) * bad)
+        torch._foreach_add_(list(momenta), list(gradients), alpha=1 - momentum)
+    ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)
+    wholes = [_whole(parameter, one) for parameter, one in zip(parameters, ahead)]
+    results: dict[int, Tensor] = {}
+    by_shape: dict[torch.Size, list[int]] = {}
+    for number, whole in enumerate(wholes):
+        by_shape.setdefault(whole.shape[-2:], []).append(number)
+    for (rows, columns), numbers in by_shape.items():
+        stacked = torch.cat([wholes[number].reshape(-1, rows, columns) for number in numbers])
+        found = orthogonal(stacked) * math.sqrt(max(1, rows / columns))
+        sizes = [wholes[number].numel() // (rows * columns) for number in numbers]
+        for number, part in zip(numbers, torch.split(found, sizes)):
+            results[number] = _own(parameters[number], part.view_as(wholes[number]))
+    return [results[number] for number in range(len(wholes))]
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest orthogonal matrices, singular values between 0.7 and 1.2; in bf16 on a GPU, which suffices."""
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    x = matrices if wide else matrices.mT
+    x = x.bfloat16() if x.is_cuda else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    result: Tensor = (x if wide else x.mT).to(matrices.dtype)
+    return result
+
+
+def _whole(parameter: nn.Parameter, piece: Tensor) -> Tensor:
+    """The rows of all ranks; FSDP has cut parameters along their first dimension."""
+    if not isinstance(parameter, DTensor):
+        return piece
+    with sent("dp", Called.MOMENTUM, piece):
+        return DTensor.from_local(
+            piece,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()
+
+
+def _own(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return whole[offset[0] : offset[0] + shape[0]]

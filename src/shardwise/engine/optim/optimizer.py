@@ -1,0 +1,337 @@
+"""The optimizer of a rank's own tensors: AdamW, SGD, Muon; a few calls for all parameters, no wait for the device.
+
+PyTorch's optimizers take the divided parameters of FSDP as DTensors, at a price per operator and parameter, and update
+16-bit weights without fp32 masters. This one hands the local tensors to PyTorch's own fused kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.labels import StepPhase
+from shardwise.engine.offload.states import BYTES, MASTER, StoredStates, local, rows_of, whole_rows
+from shardwise.engine.offload.store import Store
+from shardwise.engine.optim.elementwise import STATES as _ELEMENTWISE
+from shardwise.engine.optim.elementwise import Update
+from shardwise.engine.optim.muon import muon_update
+from shardwise.engine.profiler_names import named
+from shardwise.spec.errors import SpecError
+from shardwise.spec.optimization import Optimization
+from shardwise.spec.strategy import Offload
+from shardwise.spec.training import Training
+
+NOWHERE = Offload()
+STATES = {**_ELEMENTWISE, "muon": ("momentum_buffer",)}
+CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
+
+
+class LocalOptimizer(torch.optim.Optimizer):
+    """Looks like any of `torch.optim`, so that schedules of the learning rate and checkpoints work.
+
+    All states are there from the beginning: memory does not grow with the first step. Those that ``offload`` says are
+    in a ``store``; of a parameter that is cut by it, what is left on the device is a flat tensor.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        settings: Optimization,
+        masters: dict[nn.Parameter, Tensor],
+        store: Store | None = None,
+        offload: Offload = NOWHERE,
+    ) -> None:
+        super().__init__(groups, {"lr": settings.learning_rate})
+        self.settings, self.masters = settings, masters
+        self.learnt_steps: int | None = None  # after which AdamW's second moments stay as they are
+        self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
+        for group in self.param_groups:
+            group["step"] = _step_counter(group["params"])
+        self.stored = self._room(store, offload) if store is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._begin(parameter, STATES[group["kind"]])
+
+    def _room(self, store: Store, offload: Offload) -> StoredStates | None:
+        kinds = {group["kind"] for group in self.param_groups}
+        if "muon" in kinds:
+            if offload.optimizer:
+                problem = "muon moves whole matrices, not single elements"
+                raise SpecError("strategy.offload.optimizer", problem, "optimizer: adamw")
+            return None
+        names = [name for kind in sorted(kinds) for name in STATES[kind]]
+        rows = rows_of(self.param_groups)
+        elements = round(offload.optimizer * sum(row.size for row in rows))
+        weights, gradients = (whole_rows(rows, share, elements) for share in (offload.weights, offload.gradients))
+        return StoredStates(rows, [*names, *([MASTER] if self.masters else [])], store, elements, weights, gradients)
+
+    def _begin(self, parameter: nn.Parameter, names: Iterable[str]) -> None:
+        values, state = self._values(parameter), self.state[parameter]
+        for name in names:
+            state[name] = torch.zeros_like(values, dtype=torch.float32)
+        if parameter in self.masters:
+            state[MASTER] = self.masters[parameter]
+        self._push_out(parameter, 0)
+        if self.stored is not None and self._is_away(parameter):
+            self.stored.write(parameter, MASTER, local(parameter))
+
+    def _push_out(self, parameter: nn.Parameter, before: int) -> None:
+        """Into the store what belongs there now, of which the first ``before`` elements are there."""
+        more = self._stored_of(parameter) - before
+        if more <= 0 or self.stored is None:
+            return
+        state = self.state[parameter]
+        for name, tensor in state.items():
+            flat = local(tensor).flatten()
+            self.stored.write(parameter, name, flat[:more], before)
+            state[name] = flat[more:].clone()
+        if MASTER in state:
+            self.masters.pop(parameter, None)
+            self._tails[parameter] = state[MASTER]
+
+    def _pull_in(self, parameter: nn.Parameter, after: int) -> None:
+        """Out of the store what is beyond the first ``after`` elements of a parameter."""
+        if self.stored is None or self._stored_of(parameter) <= after:
+            return
+        state = self.state[parameter]
+        for name, tensor in state.items():
+            back = self.stored.read(parameter, name, after).to(tensor.device)
+            flat = torch.cat([back, tensor])
+            state[name] = flat if after else flat.view(local(parameter).shape)
+        if MASTER in state:
+            self._tails[parameter] = state[MASTER]
+
+    @property
+    def cut(self) -> list[nn.Parameter]:
+        """Parameters whose states are not, or not all, on the device."""
+        return [one for group in self.param_groups for one in group["params"] if self._stored_of(one)]
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        bad: Tensor | None = None,
+        divisor: Tensor | None = None,
+        stored_factor: Tensor | None = None,
+    ) -> None:
+        """One update from the gradients divided by ``divisor``; none where ``bad`` is 1 (both are scalars).
+
+        Gradients in the store are multiplied by ``stored_factor`` before.
+        """
+        assert closure is None, "gradients are there already: nothing is evaluated again"
+        stored = self.stored is not None and self.stored.elements > 0
+        if stored and bad is not None:
+            if known_to_host(bad):
+                return
+            bad = None
+        with named(StepPhase.OPTIMIZER):
+            updates = []
+            for group in self.param_groups:
+                group["step"] += 1 if bad is None else 1 - bad
+                update = Update(
+                    group["kind"], self.settings, group["lr"], group["weight_decay"], group["step"], bad, divisor,
+                    self.learnt_steps,
+                )  # fmt: skip
+                updates.append(update)
+                # A rank that holds no row of a small parameter still takes part in what Muon gathers.
+                muon = group["kind"] == "muon"
+                members = [one for one in group["params"] if one.grad is not None and (muon or self._resident(one))]
+                for some in _in_portions(members):
+                    gradients = [self._rest(one, local(one.grad)).float() for one in some if one.grad is not None]
+                    self._update(update, some, gradients)
+            if stored and self.stored is not None:
+                with named(StepPhase.OFFLOADED_STATES):
+                    factor = None if stored_factor is None else stored_factor.cpu()
+                    self.stored.update([one.on(torch.device("cpu")) for one in updates], factor)
+            self._publish()
+
+    def _update(self, update: Update, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        if update.kind == "muon":
+            buffers = self.states(parameters, "momentum_buffer")
+            muon_update(update, parameters, [self.values(one) for one in parameters], gradients, buffers)
+            return
+        values = [self._tails.get(one, self._rest(one, self.values(one))) for one in parameters]
+        update(values, gradients, {name: self.states(parameters, name) for name in STATES[update.kind]})
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the tensors that are there: PyTorch's own would turn the states of 16-bit parameters into 16 bits."""
+        assert not self.cut, "states that are elsewhere are written by `write`"
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group["lr"] = saved["lr"]
+            group["step"].copy_(saved["step"])
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(number, {}).items():
+                    local(self.state[parameter][name]).copy_(local(value))
+        self._publish()
+
+    def steps_taken(self) -> int:
+        """Without those that were left out; waits for the device."""
+        return max((int(group["step"].item()) for group in self.param_groups), default=0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all states that may be offloaded, wherever they are."""
+        return 0 if self.stored is None else BYTES * len(self.stored.states) * sum(row.size for row in self.stored.rows)
+
+    @torch.no_grad()
+    def offload(self, share: float) -> None:
+        """Between two steps: the states of this ``share`` of all elements are in the store from now on."""
+        assert self.stored is not None, "made without a store"
+        stored = self.stored
+        elements = round(share * sum(row.size for row in stored.rows))
+        before = {row.parameter: stored.count(row.parameter) for row in stored.rows}
+        for row in stored.rows:
+            self._pull_in(row.parameter, min(max(elements - row.begin, 0), row.size))
+        stored.resize(elements)
+        for parameter, count in before.items():
+            self._push_out(parameter, count)
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """The local values of a state (``master``: the fp32 values); the tensor itself where it is on the device."""
+        if name == MASTER and self.stored is not None and self._is_away(parameter):
+            return self.stored.read(parameter, MASTER).view(local(parameter).shape)
+        if name == MASTER and parameter not in self._tails:
+            return self.values(parameter)
+        stored, shape = self._stored_of(parameter), local(parameter).shape
+        here = local(self.state[parameter][name])
+        if not stored or self.stored is None:
+            return here.view(shape)
+        return torch.cat([self.stored.read(parameter, name), here.cpu()]).view(shape)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
+        """What `read` gave, changed; the weights that are computed with follow their masters."""
+        stored = self._stored_of(parameter)
+        if name == MASTER and self.stored is not None and self._is_away(parameter):
+            self.stored.write(parameter, MASTER, values.flatten())
+            if local(parameter).untyped_storage().nbytes():  # until the first step it is on the device as well
+                local(parameter).copy_(values)
+        elif stored and self.stored is not None and name in self.state[parameter]:
+            flat = values.flatten()
+            self.stored.write(parameter, name, flat[:stored])
+            self.state[parameter][name].copy_(flat[stored:])
+        else:
+            self.read(parameter, name).copy_(values)
+        if name == MASTER and parameter in self._tails:
+            local(parameter).copy_(values)
+
+    def values(self, parameter: nn.Parameter) -> Tensor:
+        """The local fp32 values of a parameter: what is trained and compared, where all of them are on the device."""
+        return local(self._values(parameter))
+
+    def dtype(self, parameter: nn.Parameter, name: str) -> torch.dtype:
+        """Of what `read` gives; frozen parameters have no fp32 values apart."""
+        return self.values(parameter).dtype if name == MASTER and parameter not in self._tails else torch.float32
+
+    def states(self, parameters: Iterable[nn.Parameter], name: str) -> list[Tensor]:
+        """What is on the device of them."""
+        return [local(self.state[one][name]) for one in parameters]
+
+    def _values(self, parameter: nn.Parameter) -> Tensor:
+        return self.masters.get(parameter, parameter)
+
+    def _is_away(self, parameter: nn.Parameter) -> bool:
+        """Whether the device keeps no weights of it."""
+        return self.stored is not None and self.stored.has_weights(parameter)
+
+    def _stored_of(self, parameter: nn.Parameter) -> int:
+        return 0 if self.stored is None else self.stored.count(parameter)
+
+    def _resident(self, parameter: nn.Parameter) -> int:
+        return local(parameter).numel() - self._stored_of(parameter)
+
+    def _rest(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """The elements whose states are on the device."""
+        stored = self._stored_of(parameter)
+        return tensor.reshape(-1)[stored:] if stored else tensor
+
+    def _publish(self) -> None:
+        """The weights that are computed with follow their masters."""
+        if self.masters:
+            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
+        for parameter, tail in self._tails.items():
+            self._rest(parameter, parameter.detach()).copy_(tail)
+
+
+def known_to_host(flag: Tensor) -> bool:
+    """Waits for the device: where the host updates, it has to know whether to."""
+    return bool(flag.item())
+
+
+def _step_counter(parameters: list[nn.Parameter]) -> Tensor:
+    """On the device, where a fused kernel reads it and a step that is left out leaves it."""
+    return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+
+
+def _in_portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """All at once where the gradients are fp32; else as many as may have fp32 copies of them."""
+    portion: list[nn.Parameter] = []
+    converted = 0
+    for one in parameters:
+        elements = 0 if one.grad is None or one.grad.dtype == torch.float32 else local(one).numel()
+        if portion and converted + elements > CONVERTED_ELEMENTS:
+            yield portion
+            portion, converted = [], 0
+        portion.append(one)
+        converted += elements
+    if portion:
+        yield portion
+
+
+# -- build optimizer -------------------------------------------------------------------------------
+#
+# The optimizer of a job for a rank's parameters: which of them are updated how.
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    training: Training,
+    *,
+    masters: Mapping[nn.Parameter, Tensor] | None = None,
+    store: Store | None = None,
+    offload: Offload = NOWHERE,
+) -> LocalOptimizer:
+    """The optimizer of a job for the parameters of this rank, by their names in the whole model.
+
+    ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`). What
+    ``offload`` says of all states, weights and gradients is kept in the ``store``.
+    """
+    settings = training.optimization
+    if training.optimizer not in STATES:
+        raise SpecError("training.optimizer", f"this engine has no {training.optimizer}", "optimizer: adamw")
+    groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            kind = kind_for(name, parameter, training.optimizer)
+            groups.setdefault((kind, decays(name, parameter)), []).append((name, parameter))
+    return LocalOptimizer(
+        [
+            {"params": members, "kind": kind, "weight_decay": settings.decay if decayed else 0.0}
+            for (kind, decayed), members in groups.items()
+        ],
+        settings,
+        dict(masters or {}),
+        store,
+        offload,
+    )
+
+
+def kind_for(name: str, parameter: nn.Parameter, optimizer: str) -> str:
+    """The optimizer that updates a parameter, by its name in the whole model."""
+    return "adamw" if optimizer == "muon" and not is_hidden_matrix(name, parameter) else optimizer
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: not to norms, biases and other vectors."""
+    return parameter.dim() > 1 and not name.endswith((".bias", "_bias", "norm.weight"))
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Muon is for the matrices inside the layers; embedding, head and vectors take AdamW."""
+    return parameter.dim() > 1 and "layers." in name and not name.endswith((".bias", "_bias"))

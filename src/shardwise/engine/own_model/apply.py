@@ -1,0 +1,235 @@
+"""A user's network cut by everything but data parallelism: its attention, experts and stages, and its first values.
+
+Their masks are made from the length of the hidden states, which is a part of the sequence under sequence and context
+parallelism; an implementation that their registry of masks does not know gets none, and the rules of who sees whom
+come with the call instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.context import apply_context
+from shardwise.engine.context.apply import apply_attention
+from shardwise.engine.experts import exchange_of
+from shardwise.engine.experts.channel import NodeOfRank
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.own_model.tables import is_hugging_face
+from shardwise.engine.parameters import HeldPart, fill, held, materialise
+from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
+from shardwise.engine.pipeline import TiedEnds, tie_ends
+from shardwise.engine.tensor import apply_tensor
+from shardwise.engine.tensor.linear import keep
+from shardwise.layout.ranks import node_of
+from shardwise.layout.stages import placement, stage_layers, stages_of_rank
+from shardwise.models.dot_product import AttentionArguments, dot_product_attention
+from shardwise.models.experts import TokenExchange
+from shardwise.spec.job import Job
+
+IMPLEMENTATION = "shardwise"
+
+
+def route_attention(module: Any, patterns: Patterns) -> None:
+    """Gives every attention module of a Hugging Face network an ``attend``, which it calls from now on."""
+    interface: Any = importlib.import_module("transformers").AttentionInterface
+    interface.register(IMPLEMENTATION, _attend)
+    module.config._attn_implementation = IMPLEMENTATION
+    for _, attention in matching(module, patterns.attention):
+        attention.attend = dot_product_attention  # type: ignore[assignment]
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    documents: Tensor | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Tensors come as [batch, heads, seq, features] and go as [batch, seq, heads, features]."""
+    arguments = AttentionArguments(module.is_causal, sliding_window, scaling, documents, position_ids, softcap=softcap)
+    heads_inside = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    return module.attend(*heads_inside, arguments), None
+
+
+def dropout_of(module: nn.Module) -> float:
+    """The largest share of elements that anything in the network drops while it trains."""
+    attention = float(getattr(getattr(module, "config", None), "attention_dropout", 0.0) or 0.0)
+    return max([attention, *(one.p for one in module.modules() if isinstance(one, nn.modules.dropout._DropoutNd))])
+
+
+# -- experts ---------------------------------------------------------------------------------------
+#
+# Stacked experts of other networks, spread over ranks: their own forward pass runs on the rows that arrive.
+
+
+def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank: NodeOfRank, number: int) -> None:
+    """Cuts the experts of every layer, and takes tokens to them and back. Every rank of the world calls this.
+
+    An experts module maps (rows, numbers of their experts [rows, k], weights [rows, k]) to rows, and counts its
+    experts in ``num_experts``.
+    """
+    exchange = exchange_of(number, mesh, mesh.strategy, node_of_rank)
+    for _, experts in matching(root, patterns.experts):
+        _cut(experts, mesh, patterns)
+        if exchange is not None:
+            _send_through(experts, exchange, number // mesh.size("ep"))
+
+
+def _cut(experts: nn.Module, mesh: Mesh, patterns: Patterns) -> None:
+    """This rank's experts, and of each its part of the inner features."""
+    for name, whole in list(experts.named_parameters(recurse=False)):
+        part = _run(HeldPart(tuple(whole.shape), expert=True), 0, 1, mesh.rank("ep"), mesh.size("ep"))
+        dimension, blocks = patterns.expert_features[name]
+        part = _run(part, dimension, blocks, mesh.rank("expert_tp"), mesh.size("expert_tp"))
+        keep(experts, name, part)
+
+
+def _run(part: HeldPart, dimension: int, blocks: int, rank: int, ranks: int) -> HeldPart:
+    each = part.shape[dimension] // blocks // ranks
+    return part if ranks == 1 else part.cut(dimension, rank * each, (rank + 1) * each, blocks)
+
+
+def _send_through(experts: Any, exchange: TokenExchange, here: int) -> None:
+    plain = experts.forward
+    experts.num_experts = here
+
+    def forward(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        arrived, counts, handle = exchange.dispatch(rows, indices)
+        numbers = torch.arange(here, device=rows.device)
+        of_rows = torch.repeat_interleave(numbers, counts, output_size=arrived.shape[0])[:, None]
+        results = plain(arrived, of_rows, arrived.new_ones((arrived.shape[0], 1)))
+        combined: Tensor = exchange.combine(results, weights, handle)
+        return combined.clone() if combined._is_view() else combined  # FSDP warns of views that leave its modules
+
+    experts.forward = forward
+
+
+# -- stages ----------------------------------------------------------------------------------------
+#
+# Pipeline stages of a user's own network: absent modules are skipped.
+#
+# The network's own forward pass runs in every stage. Where the embedding was, hidden states go through instead of
+# tokens; where norm and head were, they come out. Layers keep their names, so that parameters do too.
+
+
+class PassedBy(nn.Module):
+    """Stands where a part was that other ranks have; ``seen`` is what went through last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen = hidden
+        return hidden
+
+
+class Nothing(nn.Module):
+    """Stands where learned positions were: the first stage has added them."""
+
+    def forward(self, positions: Tensor) -> float:
+        return 0.0
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A second network with the same parameters and buffers, from which other parts can be taken away."""
+    shared: dict[int, Any] = {id(one): one for one in [*module.parameters(), *module.buffers()]}
+    return copy.deepcopy(module, shared)
+
+
+def keep_part(root: nn.Module, patterns: Patterns, layers: range, *, first: bool, last: bool) -> Patterns:
+    """Takes away what belongs to other stages; the table of what is left."""
+    container = root.get_submodule(patterns.layers.removesuffix(".*"))
+    for number, name in enumerate(list(container._modules)):
+        if number not in layers:
+            del container._modules[name]  # not by index, which would give the others new names
+    for path in patterns.layer_lists:
+        change_attribute(root, path, lambda several: [several[layer] for layer in layers])
+    gone: dict[str, type[nn.Module]] = {}
+    if not first:
+        gone |= {patterns.embedding: PassedBy, patterns.position_embedding: Nothing}
+    if not last:
+        gone |= {patterns.norm: PassedBy, patterns.head: PassedBy}
+    for pattern, stand_in in gone.items():
+        for name, _ in list(matching(root, pattern)):
+            replace_module(root, name, stand_in())
+    if not first:
+        patterns = replace(patterns, embedding="", position_embedding="")
+    return patterns if last else replace(patterns, norm="", head="")
+
+
+# -- cut -------------------------------------------------------------------------------------------
+#
+# A user's network cut by everything but data parallelism, and its first values where it has none.
+
+
+Initialise = Callable[[str, tuple[int, ...]], Tensor]
+
+
+def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) -> dict[int, nn.Module]:
+    """The stages of this rank by their numbers; the first of them is the module itself."""
+    if table is None:
+        return {0: module}
+    if is_hugging_face(module):
+        route_attention(module, table)
+    layers, last = stage_layers(job), len(stage_layers(job)) - 1
+    on_node = partial(node_of, node_devices=job.cluster.node_devices)
+    mine = stages_of_rank(job, mesh.rank("pp"))
+    stages = {stage: module if stage == mine[0] else twin(module) for stage in mine}
+    for stage, part in stages.items():
+        here = table
+        if job.strategy.pp > 1:
+            here = keep_part(part, table, layers[stage], first=stage == 0, last=stage == last)
+        if job.strategy.tp > 1:
+            _as_sequences(part, here)
+        apply_tensor(part, mesh, here, job.model)
+        apply_attention(part, job.training)
+        apply_context(part, mesh, job.strategy)
+        if job.model.moe is not None:
+            spread_experts(part, mesh, here, on_node, job.model.moe.experts)
+    return stages
+
+
+def _as_sequences(root: nn.Module, patterns: Patterns) -> None:
+    """Rows of tokens pass through a region as one sequence: tensor parallelism moves parts of sequences."""
+    for pattern in patterns.flat:
+        for _, region in matching(root, pattern):
+            region.register_forward_pre_hook(lambda module, arguments: (arguments[0][None], *arguments[1:]))
+            region.register_forward_hook(lambda module, arguments, output: output[0])
+
+
+def tie_stages(
+    stages: Mapping[int, nn.Module], job: Job, mesh: Mesh, patterns: Patterns, second_names: Mapping[str, str]
+) -> TiedEnds | None:
+    """Where embedding and head are one parameter and stand at two ends of a pipeline."""
+    embedding, head = patterns.embedding, patterns.head
+    tied = bool(head) and second_names.get(f"{head}.weight") == f"{embedding}.weight"
+    if job.strategy.pp == 1 or not tied:
+        return None
+    return tie_ends(stages, placement(job), mesh.group("pp"), embedding=embedding, head=head)
+
+
+@torch.no_grad()
+def fill_stages(stages: Mapping[int, nn.Module], initialise: Initialise, device: torch.device) -> None:
+    """Memory and values for a network that has had none, one tensor at a time."""
+    for stage in stages.values():
+        materialise(stage, device)
+        for name, buffer in stage.named_buffers():
+            buffer.copy_(initialise(name, tuple(buffer.shape)))
+    for one in held(stages.values()):
+        fill(one, lambda name, part: part.of(initialise(name, part.shape).to(device)))

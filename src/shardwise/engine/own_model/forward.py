@@ -1,0 +1,267 @@
+"""One pass of a microbatch through a network that somebody else wrote: the user's batch in, one tensor out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.engine.batch import Batch
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.own_model.apply import PassedBy
+from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.tensor.vocabulary import CutHead, cut_loss
+from shardwise.models.loss import IGNORED, cross_entropy_sum
+from shardwise.spec.errors import SpecError, nearest_name
+
+KEYS = ("input_ids", "labels", "shift_labels", "position_ids", "documents", "attention_mask")
+LABELS = ("shift_labels", "labels")  # what a batch of any network calls the answers
+
+
+def token_batch(batch: Batch | Mapping[str, Any], device: torch.device) -> Batch:
+    """This rank's sequences, on its device.
+
+    ``labels`` are Hugging Face's: the label of a place is its own token, and the place before predicts it;
+    ``shift_labels`` stand already where they are predicted. An ``attention_mask`` keeps padding and text apart as two
+    documents, and nothing that padding would predict counts. ``position_ids`` that do not go up by one start a new
+    document, as in `transformers`.
+    """
+    if not isinstance(batch, Batch):
+        batch = _from_mapping(batch)
+    return batch.changed(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _from_mapping(batch: Mapping[str, Any]) -> Batch:
+    for name in batch:
+        if name not in KEYS:
+            raise SpecError(f"batch.{name}", "is not known for a network with a table", nearest_name(name, KEYS))
+    if "input_ids" not in batch or not any(name in batch for name in LABELS):
+        raise SpecError("batch", "has no input_ids, or no labels", "give both, [sequences, tokens] each")
+    labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    documents = batch.get("documents")
+    if mask is not None:
+        labels = labels.masked_fill(mask == 0, IGNORED)  # padding predicts nothing
+    if documents is None and mask is not None:
+        documents = mask.long()
+    elif documents is None and positions is not None:
+        starts = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        documents = starts.cumsum(-1)
+    elif documents is not None and mask is not None:
+        documents = 2 * documents + mask.long()
+    return Batch.of(batch["input_ids"], labels, positions, documents)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels moved to the places that predict them; nothing is predicted behind the last."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
+
+
+def as_mapping(batch: Batch, whole_rows: bool = True) -> dict[str, Tensor]:
+    """What a user's loss sees of a token batch: this rank's tokens, labels where they are predicted.
+
+    Of ``whole_rows`` also ``labels`` where the tokens themselves stand; the first, which nothing predicts, is -100.
+    """
+    named = {"input_ids": batch.tokens, "shift_labels": batch.labels, "position_ids": batch.positions}
+    if whole_rows:
+        none = torch.full_like(batch.labels[:, :1], IGNORED)
+        named["labels"] = torch.cat([none, batch.labels[:, :-1]], 1)
+    return named if batch.documents is None else {**named, "documents": batch.documents}
+
+
+# -- batches of any network ------------------------------------------------------------------------------------------
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(Tensor, lambda one: one.to(device, non_blocking=True), batch)
+
+
+def rows_of(batch: Any) -> int:
+    sizes = {one.shape[0] for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim()}
+    if len(sizes) != 1:
+        found = ", ".join(str(size) for size in sorted(sizes)) or "none"
+        raise SpecError("batch", f"its tensors have different numbers of rows ({found})", "give one row per sample")
+    return int(sizes.pop())
+
+
+def in_microbatches(batch: Any, rows: int) -> list[Any]:
+    """Consecutive samples, ``rows`` at a time."""
+    return [
+        tree_map_only(Tensor, lambda one, at=start: one[at : at + rows] if one.dim() else one, batch)  # type: ignore[misc]
+        for start in range(0, rows_of(batch), rows)
+    ]
+
+
+def usual_count(batch: Any) -> Tensor:
+    """Labels that are not -100, where they are whole numbers; else samples."""
+    labels: Any = None
+    if isinstance(batch, Mapping):
+        labels = next((batch[name] for name in LABELS if name in batch), None)
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        labels = batch[1]
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return (labels != IGNORED).sum()
+    first = next(one for one in tree_leaves(batch) if isinstance(one, Tensor))
+    return torch.tensor(rows_of(batch), device=first.device)
+
+
+def usual_call(module: nn.Module) -> Callable[[Callable[..., Any], Any], Any]:
+    """Of a mapping what the network's forward takes by name, without labels; of a tuple its first element."""
+    parameters = inspect.signature(module.forward).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+    def call(forward: Callable[..., Any], batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            names = [name for name in batch if name not in LABELS and (takes_all or name in parameters)]
+            return forward(**{name: batch[name] for name in names})
+        return forward(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    return call
+
+
+# -- passes ----------------------------------------------------------------------------------------
+#
+# One pass of a microbatch through a user's own network: what goes in, and the one tensor that comes out.
+#
+# The network's ``forward`` is replaced by one that gives a loss or hidden states when it is called with a `Pass`, and
+# does what it did otherwise. Data parallelism thus sees a plain tensor leave the network, whatever its author
+# returns.
+
+
+Loss = Callable[[Any, Any], Tensor]
+Summed = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+Forward = Callable[..., Any]
+Call = Callable[[Forward, Any], Any]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A microbatch on its way; ``last``: through the last stage, where the loss is."""
+
+    batch: Any
+    last: bool = True
+
+
+def call_stage(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
+    """How a pipeline calls a stage."""
+    output: Tensor = module(Pass(batch, last), inputs)
+    return output
+
+
+def answer_passes(root: nn.Module, run: Callable[[Forward, Pass, Tensor | None], Tensor], whole: bool) -> None:
+    """Lets ``root`` answer a `Pass` by ``run``, which is given what ``forward`` was.
+
+    Not ``whole``: cut along its layers or its sequences, it cannot be called in any other way.
+    """
+    plain = root.forward
+
+    @wraps(plain)
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if arguments and isinstance(arguments[0], Pass):
+            return run(plain, *arguments, *([None] if len(arguments) == 1 else []))
+        if not whole:
+            problem = "a network split by layers or sequences cannot be called directly"
+            raise SpecError("strategy", problem, "use step or evaluate")
+        return plain(*arguments, **named)
+
+    root.forward = forward
+
+
+def any_pass(call: Call, loss: Loss, dtype: torch.dtype) -> Callable[[Forward, Pass, Tensor | None], Tensor]:
+    """A pass of a network without a table: the user's call, the user's loss."""
+
+    def run(plain: Forward, one: Pass, inputs: Tensor | None) -> Tensor:
+        outputs = call(lambda *arguments, **named: plain(*_cast(arguments, dtype), **_cast(named, dtype)), one.batch)
+        return loss(outputs, one.batch)
+
+    return run
+
+
+class TokenPass:
+    """A pass of a network with a table: tokens or hidden states in, hidden states or the summed loss out.
+
+    Without a ``loss`` of the user's it is computed where the head is called, from hidden states: all logits together
+    never exist.
+    """
+
+    def __init__(self, root: nn.Module, patterns: Patterns, mesh: Mesh, loss: Loss | None) -> None:
+        self.patterns, self.loss, self.whole_rows = patterns, loss, mesh.size("cp") == 1
+        self.cap: float | None = getattr(root.config, patterns.logit_cap) if patterns.logit_cap else None
+        self.labels: Tensor | None = None
+        self.total: Tensor | None = None
+        heads = [head for _, head in matching(root, patterns.head)]
+        self.ends = [one for one in heads if isinstance(one, PassedBy)]
+        for head in heads:
+            if loss is None and not isinstance(head, PassedBy):
+                self._loss_in(head, mesh)
+
+    def _loss_in(self, head: nn.Module, mesh: Mesh) -> None:
+        plain = head.forward
+        summed: Summed = partial(cross_entropy_sum, softcap=self.cap)
+        if isinstance(head, CutHead):
+            place = mesh.rank("tp"), mesh.group("tp"), mesh.strategy.sequence_parallel
+            summed = cut_loss(head.slice.vocabulary, *place, self.cap)
+
+        def forward(hidden: Tensor) -> Tensor:
+            if self.labels is None:
+                logits: Tensor = plain(hidden)
+                return logits
+            self.total = summed(hidden, head.weight, head.bias, self.labels)  # type: ignore[arg-type]
+            return self.total
+
+        head.forward = forward
+
+    def __call__(self, plain: Forward, one: Pass, inputs: Tensor | None) -> Tensor:
+        batch, at_loss = one.batch, one.last and self.loss is None
+        self.labels = batch.labels if at_loss else None
+        try:
+            outputs = plain(batch.tokens if inputs is None else inputs, **self._named(batch))
+            if one.last and self.loss is not None:
+                return self.loss(outputs, as_mapping(batch, self.whole_rows))
+            expected = self.total if at_loss else self.ends[0].seen
+        finally:
+            self.labels = self.total = None
+            for end in self.ends:
+                end.seen = None
+        if self.cap is not None and expected is not None:
+            return expected  # the network bounds what its head gives, which is in the loss already
+        return _unchanged(outputs, expected)
+
+    def _named(self, batch: Batch) -> dict[str, Any]:
+        named = dict(self.patterns.constants)
+        if self.patterns.positions:
+            named[self.patterns.positions] = batch.positions
+        if batch.documents is not None:
+            if not self.patterns.documents:
+                raise SpecError("batch", "has documents, but the table names no argument for them", "give documents=")
+            named[self.patterns.documents] = batch.documents
+        return named
+
+
+def _unchanged(outputs: Any, expected: Tensor | None) -> Tensor:
+    """What the network returns has to be what its last part gave: else that is not the loss, nor the hidden states."""
+    found: Any = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+    elif isinstance(outputs, tuple):
+        found = outputs[0]
+    if expected is None or found is not expected:
+        problem = "the network changes what its head gives (or does not call it)"
+        raise SpecError("patterns.head", problem, "name the last module that does, or pass loss=")
+    return expected
+
+
+def _cast(arguments: Any, dtype: torch.dtype) -> Any:
+    """Inputs in the format that the network computes in."""
+    if dtype == torch.float32:
+        return arguments
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, arguments
+    )

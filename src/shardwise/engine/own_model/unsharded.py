@@ -1,0 +1,100 @@
+"""The undivided network again: every tensor put together on rank 0, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.parameters import HeldPart, plain_name
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """What a rank has of a tensor: ``read`` gives it, which may be outside of the device's memory until then."""
+
+    part: HeldPart
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def whole_tensors(pieces: dict[str, HeldPiece], aliases: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """On rank 0 every tensor of the network by its name, on the CPU; on the others nothing, but they have to iterate.
+
+    ``pieces`` are this rank's; ``aliases`` are second names of the same tensors.
+    """
+    rank = dist.get_rank()
+    described: list[dict[str, tuple[HeldPart, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(described, {name: (one.part, one.dtype) for name, one in pieces.items()})
+    for name in dict.fromkeys(name for one in described for name in one):
+        mine = _undivided(pieces[name].read()) if name in pieces else None  # together with all that share it
+        owners = _owners(name, described)
+        if rank == 0:
+            whole = _collected(name, owners, described, mine)
+            yield name, whole
+            yield from ((other, whole) for other, first in aliases.items() if first == name)
+        elif rank in owners and mine is not None:
+            dist.send(mine.contiguous(), 0)
+
+
+def _owners(name: str, described: Sequence[dict[str, tuple[HeldPart, torch.dtype]]]) -> list[int]:
+    """The first rank that holds each part."""
+    found: dict[object, int] = {}
+    for rank, one in enumerate(described):
+        if name in one:
+            found.setdefault(one[name][0].cuts, rank)
+    return list(found.values())
+
+
+def _collected(
+    name: str, owners: Sequence[int], described: Sequence[dict[str, tuple[HeldPart, torch.dtype]]], mine: Tensor | None
+) -> Tensor:
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu") if mine is None else mine.device
+    first, dtype = described[owners[0]][name]
+    whole = torch.empty(first.shape, dtype=dtype)
+    for owner in owners:
+        part, _ = described[owner][name]
+        if owner == 0:
+            assert mine is not None
+            local = mine
+        else:
+            local = torch.empty(part.local_shape, dtype=dtype, device=device)
+            dist.recv(local, owner)
+        part.put(local.cpu(), whole)
+    return whole
+
+
+def kept_buffers(root: nn.Module) -> dict[str, HeldPiece]:
+    """Buffers that a state dict holds; they are whole on every rank."""
+    found: dict[str, HeldPiece] = {}
+    for prefix, module in root.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                piece = HeldPiece(HeldPart(tuple(buffer.shape)), buffer.dtype, partial(_same, buffer))
+                found[plain_name(f"{prefix}.{name}" if prefix else name)] = piece
+    return found
+
+
+def second_names(module: nn.Module) -> dict[str, str]:
+    """Names of tied parameters beyond their first."""
+    first: dict[int, str] = {}
+    others: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            others[name] = known
+    return others
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _undivided(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach()

@@ -1,0 +1,268 @@
+"""The parameters of a rank: what it holds of each, their first values, and sums of gradients that are still missing.
+
+Initial values, checkpoints, the gradient norm and `verify` need to know which elements of the undivided parameter a
+local tensor is; data parallelism (`fully_shard`) divides further what is described here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.engine.collectives.reductions import all_reduce_sum
+from shardwise.engine.labels import Called
+from shardwise.engine.mesh import Mesh
+from shardwise.engine.profiler_names import sent
+from shardwise.models.initialise import initial_value, is_stack_of_experts
+from shardwise.spec.model import Model
+
+_NOTES = "_shardwise_parts"
+# What recompute and compilation put into the names of parameters.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Runs of elements, each from a start to a stop, of one dimension; what lies beyond the whole is padding."""
+
+    dimension: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """One rank's part of a parameter.
+
+    ``copies``: ranks inside one data-parallel replica that hold the same elements (1 where each holds others).
+    ``partial``: the mesh group over whose ranks the gradient is still to be summed after the backward pass, since each
+    has seen only some of the tokens or heads. ``counted`` is false for a second copy of a tied parameter.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    copies: int = 1
+    partial: str | None = None
+    expert: bool = False
+    counted: bool = True
+
+    def cut(self, dimension: int, start: int, stop: int, blocks: int = 1) -> HeldPart:
+        """Elements ``start`` to ``stop`` of each of so many equal blocks that a dimension consists of."""
+        each = self.shape[dimension] // blocks
+        return self.take(dimension, [(block * each + start, block * each + stop) for block in range(blocks)])
+
+    def take(self, dimension: int, runs: Iterable[tuple[int, int]]) -> HeldPart:
+        return replace(self, cuts=(*self.cuts, Cut(dimension, tuple(runs))))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what this rank holds, padding included."""
+        shape = list(self.shape)
+        for one in self.cuts:
+            shape[one.dimension] = one.size
+        return tuple(shape)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of the whole tensor; padding is zero."""
+        for one in self.cuts:
+            pieces = [_run_of(whole, one.dimension, start, stop) for start, stop in one.runs]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, one.dimension)
+        return whole
+
+    def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
+        """Writes this part into the whole tensor, without its padding."""
+        if not self.cuts:
+            whole.copy_(local)
+            return
+        one, rest, at = self.cuts[0], replace(self, cuts=self.cuts[1:]), 0
+        for start, stop in one.runs:
+            first, present = _inside(whole.shape[one.dimension], start, stop)
+            rest.put(local.narrow(one.dimension, at, present), whole.narrow(one.dimension, first, present))
+            at += stop - start
+
+
+def _inside(size: int, start: int, stop: int) -> tuple[int, int]:
+    """Where the elements of a run that exist begin, and how many they are."""
+    present = max(0, min(stop, size) - start)
+    return min(start, size - present), present
+
+
+def _run_of(whole: torch.Tensor, dimension: int, start: int, stop: int) -> torch.Tensor:
+    first, present = _inside(whole.shape[dimension], start, stop)
+    piece = whole.narrow(dimension, first, present)
+    missing = stop - start - present
+    if not missing:
+        return piece
+    shape = list(piece.shape)
+    shape[dimension] = missing
+    return torch.cat([piece, piece.new_zeros(shape)], dimension)
+
+
+def note_part(module: nn.Module, name: str, part: HeldPart) -> None:
+    """Writes down what the parameter ``name`` of this very module holds."""
+    module.__dict__.setdefault(_NOTES, {})[name] = part
+
+
+def has_note(module: nn.Module, name: str) -> bool:
+    return name in module.__dict__.get(_NOTES, {})
+
+
+def part_of(module: nn.Module, name: str) -> HeldPart:
+    """What was written down, else the whole parameter, the same on every rank of a replica."""
+    notes: dict[str, HeldPart] = module.__dict__.get(_NOTES, {})
+    return notes.get(name) or HeldPart(tuple(getattr(module, name).shape))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the undivided, unwrapped model."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def parts_of(root: nn.Module) -> dict[str, HeldPart]:
+    """Every parameter of this rank by its plain name; a parameter shared under two names is listed once."""
+    found: dict[str, HeldPart] = {}
+    seen: set[int] = set()
+    for prefix, module in root.named_modules(remove_duplicate=True):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=True):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            found[plain_name(f"{prefix}.{name}" if prefix else name)] = part_of(module, name)
+    return found
+
+
+# -- gradients -------------------------------------------------------------------------------------
+#
+# The parameters of a rank and their gradients after the backward pass: sums that are still missing.
+#
+# Everything works on local tensors, a few calls for all parameters together, and never waits for the device.
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of this rank: its name in the whole model, what part it is, and the tensor to train."""
+
+    name: str
+    part: HeldPart
+    parameter: nn.Parameter
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return None if self.parameter.grad is None else local(self.parameter.grad)
+
+
+def held(chunks: Iterable[nn.Module]) -> list[Held]:
+    """All parameters of a rank's stages, each once."""
+    found: dict[int, Held] = {}
+    for chunk in chunks:
+        parts = parts_of(chunk)
+        for name, parameter in chunk.named_parameters():
+            found.setdefault(id(parameter), Held(plain_name(name), parts[plain_name(name)], parameter))
+    return list(found.values())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that data parallelism may have divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def ranks_with_copy(part: HeldPart, mesh: Mesh) -> int:
+    """Ranks of the world that hold the same elements of a gradient; 0 for the twin of a tied parameter."""
+    replicas = mesh.size("expert_replicate" if part.expert else "replicate")
+    return part.copies * replicas if part.counted else 0
+
+
+def sum_partial(parameters: Sequence[Held], mesh: Mesh) -> None:
+    """Completes the gradients of whole parameters of which each rank has seen some tokens or heads only."""
+    groups = sorted({one.part.partial for one in parameters if one.part.partial})
+    for group in groups:
+        mine = [one.gradient for one in parameters if one.part.partial == group]
+        for same_type in _by_type([one for one in mine if one is not None]):
+            _sum_together(same_type, mesh.group(group))
+
+
+def _by_type(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    for dtype in sorted({one.dtype for one in tensors}, key=str):
+        yield [one for one in tensors if one.dtype == dtype]
+
+
+def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([one.flatten() for one in tensors])
+    with sent("tp", Called.WHOLE_GRADIENTS, flat):
+        all_reduce_sum(flat, group)
+    sizes = [one.numel() for one in tensors]
+    torch._foreach_copy_([one.view(-1) for one in tensors], list(torch.split(flat, sizes)))
+
+
+# -- values ----------------------------------------------------------------------------------------
+#
+# First values of a rank's parameters: the part it holds of what the undivided model would start with.
+
+
+Whole = Callable[[str, HeldPart], Tensor]
+
+
+def materialise(root: nn.Module, device: torch.device) -> None:
+    """Memory for parameters that have had none; those that are one stay one, which `nn.Module.to_empty` forgets."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    root.to_empty(device=device)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, own = name.rpartition(".")
+            root.get_submodule(owner)._parameters[own] = root.get_parameter(first)
+
+
+@torch.no_grad()
+def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> None:
+    """Fills parameters as `initialise` fills those of the whole model; buffers become zero. One tensor at a time."""
+    chunks = list(chunks)
+    for chunk in chunks:
+        for buffer in chunk.buffers():
+            buffer.zero_()
+    for one in held(chunks):
+        fill(one, lambda name, part, like=one.parameter: _drawn(name, part, seed, model, like.device))  # type: ignore[misc]
+
+
+@torch.no_grad()
+def fill(one: Held, part_value: Whole) -> None:
+    """Writes into the local tensor what ``part_value`` gives for its part of the model."""
+    local(one.parameter).copy_(divided_as(one.parameter, part_value(one.name, one.part)))
+
+
+def divided_as(tensor: Tensor, value: Tensor) -> Tensor:
+    """Of ``value``, which is as large as ``tensor``, what data parallelism gives to this rank of ``tensor``."""
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        for dimension, (start, length) in enumerate(zip(offset, shape)):
+            value = value.narrow(dimension, min(start, value.shape[dimension] - length), length)
+    return value
+
+
+def as_divided(values: Tensor, like: Tensor) -> Tensor:
+    """This rank's ``values`` as a tensor that is divided as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return values
+    return DTensor.from_local(values, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def _drawn(name: str, part: HeldPart, seed: int, model: Model, device: torch.device) -> Tensor:
+    """The part's own values; of stacked experts only those that are here are drawn."""
+    first, rest = part.cuts[:1], part.cuts[1:]
+    if is_stack_of_experts(name) and first and first[0].dimension == 0:
+        here = range(*first[0].runs[0])
+        value = initial_value(name, part.shape, seed, model, device=device, experts=here)
+        return replace(part, cuts=rest).of(value)
+    return part.of(initial_value(name, part.shape, seed, model, device=device))

@@ -1,0 +1,161 @@
+"""Outputs of cheap functions that are not saved between the passes: the function runs again when they are needed.
+
+PyTorch's selective checkpoint runs a whole layer again, its collectives too, and sends every operator through Python.
+Here autograd is only told to save something else: wherever it would save such an output, it saves the function and
+its inputs, which it keeps anyway. That works for every consumer, whether torch's own or a custom function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Function = Callable[..., Any]
+
+
+class Forgotten:
+    """The functions of one layer whose outputs are not kept.
+
+    ``forgetting`` wraps each of them, ``around`` the layer's forward pass. Any number of passes may wait for their
+    backward; nothing outlives the graph of its own pass.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, _Output] | None = None  # by the address of their storage; None outside the layer
+
+    def around(self, forward: Function, compiled: Function | None = None) -> Function:
+        """``compiled`` stands for ``forward`` where the compiler takes the whole layer: it sees none of this."""
+
+        @wraps(forward)
+        def forward_forgetting(*arguments: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return (compiled or forward)(*arguments, **named)
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **named)
+            self._outputs = {}
+            try:
+                with saved_tensors_hooks(self._pack, _unpack):
+                    return forward(*arguments, **named)
+            finally:
+                self._outputs = None
+
+        return forward_forgetting
+
+    def forgetting(self, function: Function) -> Function:
+        """``function`` of tensors, of which the first tells the device; its outputs are tensors that it made.
+
+        What runs, and runs again, is the result's attribute ``again``: compiling replaces it.
+        """
+
+        @wraps(function)
+        def call(*inputs: Any) -> Any:
+            outputs = call.again(*inputs)  # type: ignore[attr-defined]
+            if self._outputs is not None and not torch.compiler.is_compiling():
+                made = outputs if isinstance(outputs, tuple) else (outputs,)
+                again = _Call(call.again, inputs)  # type: ignore[attr-defined]
+                for index, output in enumerate(made):
+                    storage = output.untyped_storage()
+                    # The weak reference keeps the address from being used again, though not the memory.
+                    self._outputs[storage._cdata] = _Output(again, index, output._version, _weak(storage))
+            return outputs
+
+        call.again = function  # type: ignore[attr-defined]
+        return call
+
+    def _pack(self, tensor: Tensor) -> Tensor | _OutputPiece:
+        assert self._outputs is not None
+        output = self._outputs.get(tensor.untyped_storage()._cdata)
+        if output is None or output.version != tensor._version or output.call.gave(tensor):
+            return tensor.detach()  # the tensor itself could be an output of the very node that saves it: a cycle
+        output.call.users += 1
+        return _OutputPiece(
+            output.call, output.index, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
+
+
+@dataclass(frozen=True)
+class _Output:
+    """One output of a call, known while its layer's forward pass runs."""
+
+    call: _Call
+    index: int
+    version: int
+    storage: StorageWeakRef
+
+
+@dataclass(frozen=True)
+class _OutputPiece:
+    """What is saved in place of a tensor: a view of an output to come."""
+
+    call: _Call
+    index: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def tensor(self) -> Tensor:
+        output = self.call.output(self.index)
+        return output.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+class _Call:
+    """One call of a function, to be repeated for the first user of its outputs and kept until the last has come.
+
+    A split backward pass may come twice: then the function runs once more.
+    """
+
+    def __init__(self, function: Function, inputs: tuple[Any, ...]) -> None:
+        self.function = function
+        self.inputs = tuple(one.detach() if isinstance(one, Tensor) else one for one in inputs)
+        self.versions = tuple(one._version for one in self.inputs if isinstance(one, Tensor))
+        self.autocast = _autocast_now(self.inputs[0].device.type)
+        self.users = 0
+        self._to_come = 0
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def gave(self, tensor: Tensor) -> bool:
+        """Whether the tensor is (part of) an input: then nothing can be saved."""
+        storage = tensor.untyped_storage()._cdata
+        return any(one.untyped_storage()._cdata == storage for one in self.inputs if isinstance(one, Tensor))
+
+    def output(self, index: int) -> Tensor:
+        if not self._outputs:
+            self._run()
+            self._to_come = self.users
+        output = self._outputs[index]
+        self._to_come -= 1
+        if self._to_come <= 0:
+            self._outputs = ()
+        return output
+
+    def _run(self) -> None:
+        if self.versions != tuple(one._version for one in self.inputs if isinstance(one, Tensor)):
+            raise RuntimeError("an input of a recomputed function was changed in place before the backward pass")
+        with torch.no_grad(), self.autocast():
+            outputs = self.function(*self.inputs)
+        self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _unpack(saved: Tensor | _OutputPiece) -> Tensor:
+    return saved.tensor() if isinstance(saved, _OutputPiece) else saved
+
+
+def _autocast_now(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A context with the automatic casts of this moment, which the thread of the backward pass does not have."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype)
