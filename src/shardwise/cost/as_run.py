@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,8 @@ _NOT_DECOMPOSED = (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 
 def as_run(job: Job, traffic: Traffic) -> Traffic:
     """The traffic with its device's share of compute units and its stack's kind of overlap."""
-    traffic = replace(traffic, units_taken=_units_taken(job, traffic))
+    taken = units_taken(job, traffic.dimension, traffic.kind, traffic.level_seconds)
+    traffic = replace(traffic, units_taken=float(taken))
     stack = job.stack
     if traffic.dimension != "tp" or not job.strategy.overlap.tp or traffic.window == "none":
         return traffic
@@ -30,21 +32,22 @@ def as_run(job: Job, traffic: Traffic) -> Traffic:
     return traffic
 
 
-def _units_taken(job: Job, traffic: Traffic) -> float:
+def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Mapping[str, Any]) -> Any:
+    """Share of the device's compute units that a communication runs on; of the strategy only how it communicates."""
     taken = job.cluster.device.units_taken
-    if traffic.dimension == "offload":
+    if dimension == "offload":
         return taken.copies
-    if traffic.dimension == "tp" and job.strategy.overlap.tp and job.stack.tp_overlap == "decomposed":
+    if dimension == "tp" and job.strategy.overlap.tp and job.stack.tp_overlap == "decomposed":
         return taken.copies  # its pieces are copied between symmetric buffers
     if job.strategy.collective in ("nvls", "sharp"):
         return taken.in_network
-    if traffic.kind is CollectiveKind.ALL_TO_ALL and traffic.dimension != "dp":
+    if kind is CollectiveKind.ALL_TO_ALL and dimension != "dp":
         return taken.of_exchanges()
-    units = taken.of_messages() if traffic.kind is CollectiveKind.SEND_RECV else taken.collectives
-    return units * float(busy_share(job.cluster.levels[0].name, traffic.level_seconds))
+    units = taken.of_messages() if kind is CollectiveKind.SEND_RECV else taken.collectives
+    return units * busy_share(job.cluster.levels[0].name, link_seconds) if units else 0.0
 
 
-def busy_share(own_link: str, link_seconds: dict[str, Any]) -> Any:
+def busy_share(own_link: str, link_seconds: Mapping[str, Any]) -> Any:
     """Share of a collective's time that it needs the device's own link for, and so the channels that fill it.
 
     NCCL runs as many channels, each on a compute unit, as fill the links of a group (its author in NVIDIA/nccl issue

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.collectives.arrays import maximum, minimum
+from shardwise.collectives.arrays import is_array, maximum, minimum
 
 Pass = Literal["forward", "backward"]
 Window = Literal["none", "forward", "backward", "attention forward", "attention backward"]
@@ -74,6 +74,20 @@ def hidden_in_layers(transfers: Sequence[Transfer], windows: ComputeWindows) -> 
     return hidden
 
 
+def layer_windows(
+    transfers: Sequence[Transfer], hidden: Sequence[Any], windows: ComputeWindows
+) -> tuple[dict[Pass, Any], dict[Pass, dict[str, Any]]]:
+    """Seconds that each pass lasts with what its layers' own transfers leave exposed, and keep each link busy."""
+    lasting: dict[Pass, Any] = {which: windows.seconds(which) for which in PASSES}
+    busy: dict[Pass, dict[str, Any]] = {which: {} for which in PASSES}
+    for transfer, under in zip(transfers, hidden):
+        which = transfer.in_pass
+        lasting[which] = lasting[which] + (transfer.seconds - under)
+        for name, seconds in transfer.link_seconds.items():
+            busy[which][name] = busy[which].get(name, 0.0) + seconds
+    return lasting, busy
+
+
 def hidden_across_layers(
     transfers: Sequence[Transfer], lasting: Mapping[Pass, Any], busy: Mapping[Pass, Mapping[str, Any]]
 ) -> list[Any]:
@@ -139,6 +153,16 @@ def waiting(transfers: Sequence[Transfer], hidden: Sequence[Any], which: Pass) -
             first, *others = (minimum(exposed, seconds) for exposed, seconds in sharing)
             longest = maximum(longest, sum(others, first))
     return Waiting(left, longest)
+
+
+def added_seconds(transfers: Sequence[Transfer], hidden: Sequence[Any], to: Any) -> Any:
+    """``to``, and what a step is longer by besides waiting: what nothing hides, and the compute that the rest takes."""
+    for transfer, under in zip(transfers, hidden):
+        if transfer.window == "none":
+            to = to + transfer.seconds
+        elif is_array(transfer.units_taken) or transfer.units_taken:
+            to = to + transfer.units_taken * under
+    return to
 
 
 # What others took of a link in a pass: of all microbatches, and of the last. Where it is None, arrays are left alone.

@@ -16,6 +16,7 @@ from shardwise.cost.overlap import (
     Window,
     hidden_across_layers,
     hidden_in_layers,
+    layer_windows,
     waiting,
 )
 from shardwise.cost.payload import Payload
@@ -152,13 +153,12 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
     """The same traffics with what of each stays exposed."""
     result = list(traffics)
     inside = [index for index, traffic in enumerate(traffics) if traffic.in_layer]
-    hidden = hidden_in_layers([traffics[index].transfer for index in inside], windows)
-    for index, seconds in zip(inside, hidden):
-        left_over = traffics[index].seconds - seconds
-        result[index] = replace(traffics[index], exposed_seconds=left_over, under_compute_seconds=seconds)
-    layers = [result[index] for index in inside]
-    lasting = {which: windows.seconds(which) + _exposed_in(layers, which) for which in PASSES}
-    busy = {which: _links_in(layers, which) for which in PASSES}
+    layers = [traffics[index].transfer for index in inside]
+    hidden = hidden_in_layers(layers, windows)
+    for index, transfer, under in zip(inside, layers, hidden):
+        left_over = transfer.seconds - under
+        result[index] = replace(traffics[index], exposed_seconds=left_over, under_compute_seconds=under)
+    lasting, busy = layer_windows(layers, hidden, windows)
     across = [i for i, t in enumerate(traffics) if not t.in_layer and t.fixed_exposed_seconds is None and t.seconds]
     transfers = [traffics[index].transfer for index in across]
     hidden = hidden_across_layers(transfers, lasting, busy)
@@ -175,17 +175,3 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
 def _as_scheduled(traffic: Traffic) -> Traffic:
     fixed = traffic.fixed_exposed_seconds
     return traffic if fixed is None else replace(traffic, exposed_seconds=fixed)
-
-
-def _exposed_in(layers: list[Traffic], which: Pass) -> float:
-    return sum(traffic.exposed_seconds for traffic in layers if traffic.in_pass == which)
-
-
-def _links_in(layers: list[Traffic], which: Pass) -> dict[str, float]:
-    """Seconds of a pass that the layers' own traffic keeps each link busy."""
-    links: dict[str, float] = {}
-    for traffic in layers:
-        if traffic.in_pass == which:
-            for name, seconds in traffic.level_seconds.items():
-                links[name] = links.get(name, 0.0) + seconds
-    return links

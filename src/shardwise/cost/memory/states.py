@@ -6,6 +6,7 @@ optimizer states by N, stage 2 the gradients too, stage 3 the parameters too. Ac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,28 @@ def sharding_of(strategy: Strategy) -> Sharding:
         sums_once(strategy, divided_over(strategy)),
         kept_bytes(strategy),
         moved_bytes(strategy),
+    )
+
+
+def stacked(shardings: Sequence[Sharding]) -> Sharding:
+    """Several that communicate equally often and offload alike, as columns along a last axis."""
+    import numpy as np
+
+    def column(name: str) -> Any:
+        return np.stack([getattr(one, name) for one in shardings], axis=-1)
+
+    first = shardings[0]
+    return Sharding(
+        column("zero"),
+        1.0 * column("shards"),
+        1.0 * column("expert_shards"),
+        first.gradients_sharded,
+        first.gathers_once,
+        column("keep_parameters"),
+        first.offload,
+        column("sums_once"),
+        column("kept_bytes"),
+        column("moved_bytes"),
     )
 
 

@@ -13,9 +13,9 @@ from shardwise.cost.communication.data import (
     sent_parameters,
     wire_bytes,
 )
-from shardwise.cost.memory.states import Sharding
+from shardwise.cost.memory.states import Sharding, stacked
 from shardwise.cost.sweep.book import CollectiveBook
-from shardwise.cost.sweep.group import Group, sharding_columns, shards_of
+from shardwise.cost.sweep.group import Group
 from shardwise.layout.groups import expert_data_runs, group_runs
 from shardwise.layout.sharding import SharedRanks, dense_ranks, expert_ranks
 from shardwise.spec.job import Job
@@ -101,19 +101,20 @@ def _shared_by_class(job: Job, group: Group) -> list[_Shared]:
     import numpy as np
 
     base = group.base
+    shardings = [choice.of(base) for choice in group.shards]
     classes: dict[tuple[bool, bool], list[int]] = {}
-    for number, choice in enumerate(group.shards):
-        classes.setdefault(choice.how_often, []).append(number)
+    for number, sharding in enumerate(shardings):
+        classes.setdefault((sharding.gradients_sharded, sharding.gathers_once), []).append(number)
     result = []
     for numbers in classes.values():
-        choices = [group.shards[number] for number in numbers]
-        shards = [shards_of(base, choice) for choice in choices]
+        alike = [shardings[number] for number in numbers]
+        shards = [sharding.shards for sharding in alike]
         distinct = list(dict.fromkeys(shards))
         held = [tuple(dense_ranks(base, one) for one in distinct)]
         if job.model.moe:
             held.append(tuple(expert_ranks(base, one) for one in distinct))
         of_column = np.array([distinct.index(one) for one in shards])
-        result.append(_Shared(np.array(numbers), sharding_columns(base, choices), held, of_column))
+        result.append(_Shared(np.array(numbers), stacked(alike), held, of_column))
     return result
 
 

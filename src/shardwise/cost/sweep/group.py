@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardwise.cost.less_communication import kept_bytes, moved_bytes
-from shardwise.cost.memory.states import Sharding
+from shardwise.cost.memory.states import Sharding, sharding_of
 from shardwise.layout.groups import RankRun, expert_runs, expert_tensor_runs, group_runs
-from shardwise.layout.sharding import expert_shards, sums_once
 from shardwise.layout.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 
@@ -50,10 +48,16 @@ class ShardChoice:
     keep_parameters: bool = False
     accumulate: str = "sharded"
 
-    @cached_property
-    def how_often(self) -> tuple[bool, bool]:
-        """Whether gradients are reduced to shards every microbatch, and whether parameters are gathered once."""
-        return self.zero >= 2 and self.accumulate == "sharded", self.zero < 3 or self.keep_parameters
+    def of(self, base: Strategy) -> Sharding:
+        """As strategies with the degrees of ``base`` have it."""
+        return sharding_of(
+            base.unchecked(
+                zero=self.zero,
+                shard_group=self.shard_group,
+                keep_parameters=self.keep_parameters,
+                accumulate=self.accumulate,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -151,34 +155,3 @@ def groups_alike(groups: Sequence[Group], cells: int) -> Iterator[list[int]]:
             yield gathered.pop(key)
         gathered.setdefault(key, []).append(number)
     yield from gathered.values()
-
-
-def shards_of(base: Strategy, choice: ShardChoice) -> int:
-    """Devices that share one copy of the dense states under a column."""
-    return (choice.shard_group or base.gradient_group) if choice.zero else 1
-
-
-def sharding_columns(base: Strategy, choices: Sequence[ShardChoice]) -> Sharding:
-    """The columns as one `Sharding` of arrays, without offload; all of them communicate equally often."""
-    import numpy as np
-
-    (often,) = {choice.how_often for choice in choices}
-    shards = [shards_of(base, choice) for choice in choices]
-    expert = {degree: expert_shards(base, degree) for degree in set(shards)}
-    summed = {degree: sums_once(base, degree) for degree in set(shards)}
-
-    def column(values: list[Any]) -> Any:
-        return np.array(values, dtype=float)
-
-    return Sharding(
-        zero=np.array([choice.zero for choice in choices]),
-        shards=column(shards),
-        expert_shards=column([expert[degree] for degree in shards]),
-        gradients_sharded=often[0],
-        gathers_once=often[1],
-        keep_parameters=np.array([choice.keep_parameters for choice in choices]),
-        offload=WITHOUT_OFFLOAD,
-        sums_once=np.array([summed[degree] for degree in shards]),
-        kept_bytes=np.full(len(shards), kept_bytes(base)),
-        moved_bytes=np.full(len(shards), moved_bytes(base)),
-    )

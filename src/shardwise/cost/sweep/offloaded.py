@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
+from shardwise.cost.as_run import units_taken
 from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import Moment, moments_of
-from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
+from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, added_seconds, hidden_across_layers, waiting
 from shardwise.cost.sweep.row_table import RowTable
 from shardwise.cost.traffic import collective_price
 from shardwise.layout.stages import RankContents
@@ -50,7 +51,7 @@ class Offloaded:
         moments = moments_of(job.stack)
         held = held_at(job, contents, self.sharding, moments, replicated=base.gradient_group > 1)
         self.held, self.states = {one.moment: one for one in held}, held[0].states
-        self.units_taken = job.cluster.device.units_taken.copies
+        self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
         self.cluster = job.cluster
         lines = self._state_lines(1) if offload.any else []
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
@@ -64,19 +65,15 @@ class Offloaded:
         return memory, each[-1].host.max(axis=0) if self.offload.any else 0.0
 
     def waiting(
-        self, rows: RowTable, part: slice, lengths: Array, left: dict[Pass, Waiting]
-    ) -> tuple[Array | None, dict[Pass, Waiting]]:
-        """Seconds besides, and what the step waits for together with what is ``left`` of data parallelism."""
+        self, rows: RowTable, part: slice, lengths: Array, tail: Array, left: dict[Pass, Waiting]
+    ) -> tuple[Array, dict[Pass, Waiting]]:
+        """The ``tail`` of a step without offload and what is ``left`` to wait for of data parallelism, with offload."""
         if not self.offload.any:
-            return None, left
+            return tail, left
         transfers = self._transfers(rows, part, lengths)
         hidden = hidden_across_layers(transfers, *rows.ranks.windows(part))
-        besides: Any = None
-        for transfer, under in zip(transfers, hidden):
-            more = transfer.seconds if transfer.window == "none" else self.units_taken * under
-            if transfer.window == "none" or self.units_taken:
-                besides = more if besides is None else besides + more
-        return besides, {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}
+        together = {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}
+        return added_seconds(transfers, hidden, tail), together
 
     def _link(self, line: OffloadLine) -> Topology:
         return host_topology(self.cluster, line.link or self.offload.target)
@@ -111,8 +108,10 @@ class Offloaded:
         )
 
 
-def by_row(of_blocks: Array, lengths: Array, times: Any = 1) -> Array:
+def by_row(of_blocks: Any, lengths: Array, times: Any = 1) -> Any:
     """Figures of blocks (the last axis) for each of their rows, ``lengths`` of a block; ``times`` as much."""
+    if not is_array(of_blocks):
+        return of_blocks
     of_rows: Array = of_blocks.repeat(lengths, axis=-1)  # three times as fast as ``take``
     return times * of_rows if is_array(times) or times != 1 else of_rows
 

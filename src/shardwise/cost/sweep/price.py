@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.as_run import busy_share
-from shardwise.cost.communication.data import SentParameters, data_lines, wire_bytes
-from shardwise.cost.memory.states import Sharding
+from shardwise.cost.as_run import units_taken
+from shardwise.cost.communication.data import DataLine, SentParameters, data_lines, wire_bytes
+from shardwise.cost.memory.states import stacked
 from shardwise.cost.memory.transient import Moment, moments_of
-from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, hidden_across_layers, waiting
+from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, added_seconds, hidden_across_layers, waiting
 from shardwise.cost.stage_time import optimizer_seconds
 from shardwise.cost.sweep.book import CollectiveBook
 from shardwise.cost.sweep.columns import ColumnBook, ColumnClass
@@ -110,7 +110,7 @@ class _Batch:
 
         self.job, self.blocks, self.links = pricer.job, blocks, pricer.parts.links
         self.base = blocks[0].group.base
-        self.sharding = _stacked_sharding([block.columns.sharding for block in blocks])
+        self.sharding = stacked([block.columns.sharding for block in blocks])
         self.contents = _stacked_contents([block.group.ranks for block in blocks])
         self.end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
         # part × line × kind × column × block
@@ -122,8 +122,11 @@ class _Batch:
         self.on_links = [
             self._on_links(tickets[held, number], self.units[held], pricer) for held, number in self.present
         ]
-        self.units_taken = [self._units_taken(links) for links in self.on_links]
-        self.takes_units = any(taken.any() for taken in self.units_taken)
+        lines = self._lines(1, 1.0)
+        self.units_taken = [
+            units_taken(self.job, "dp", lines[number].kind, links)
+            for (_, number), links in zip(self.present, self.on_links)
+        ]
         lengths = [len(block.rows) for block in blocks]
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
@@ -150,16 +153,6 @@ class _Batch:
         held = {name: seconds[tickets] * units for name, seconds in zip(self.links, pricer.collectives.link_seconds.T)}
         return {name: seconds for name, seconds in held.items() if seconds.any()}
 
-    def _units_taken(self, on_links: dict[str, Array]) -> Array:
-        """Share of the compute units that a line runs on (as `as_run` has it for a job)."""
-        import numpy as np
-
-        taken = self.job.cluster.device.units_taken
-        if self.job.strategy.collective in ("nvls", "sharp"):
-            return np.full(self.units.shape[1:], taken.in_network)
-        share: Array = taken.collectives * busy_share(self.job.cluster.levels[0].name, on_links)
-        return share
-
     def pieces(self) -> Iterator[Piece]:
         kinds, columns = self.seconds.shape[2:4]
         height = max(1, CELLS_AT_ONCE // (kinds * columns))
@@ -176,8 +169,7 @@ class _Batch:
         moments = [self._at_moment(moment, part, lengths) for moment in self.moments]
         for one in self.offloads:
             memory, host = one.memory_bytes([moment for moment in moments if moment])
-            more, together = one.waiting(rows, part, lengths, left)
-            seconds = tail if more is None else tail + more
+            seconds, together = one.waiting(rows, part, lengths, tail, left)
             for which in PASSES:
                 seconds = seconds + together[which].longest
             step = rows.pipeline_seconds[part] + seconds.max(axis=0)
@@ -198,17 +190,11 @@ class _Batch:
         transfers = self._data_transfers(part, lengths)
         hidden = hidden_across_layers(transfers, *ranks.windows(part))
         tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths)
-        for transfer, under in zip(transfers, hidden):
-            if transfer.window == "none":
-                tail = tail + transfer.seconds
-            elif self.takes_units:
-                tail = tail + transfer.units_taken * under
-        return tail, {which: waiting(transfers, hidden, which) for which in PASSES}
+        return added_seconds(transfers, hidden, tail), {which: waiting(transfers, hidden, which) for which in PASSES}
 
     def _data_transfers(self, part: slice, lengths: Array) -> list[Transfer]:
         """The lines of the dense parameters and of the experts; those that nowhere cost anything are left out."""
-        m, last = self.rows.microbatches[part], self.rows.last_share[part]
-        lines = data_lines(self.sharding, SentParameters(0.0, 0.0), 1, wire_bytes(self.job, self.base.pp), m, last)
+        lines = self._lines(self.rows.microbatches[part], self.rows.last_share[part])
         transfers = []
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[number]
@@ -221,32 +207,15 @@ class _Batch:
                     line.window_share,
                     line.last_only,
                     by_row(self.hideable[held], lengths),
-                    by_row(taken, lengths) if self.takes_units else 0.0,
+                    by_row(taken, lengths),
                 )
             )
         return transfers
 
-
-def _stacked_sharding(shardings: list[Sharding]) -> Sharding:
-    """Column × block arrays; all blocks share the rest."""
-    import numpy as np
-
-    def stacked(name: str) -> Any:
-        return np.stack([getattr(one, name) for one in shardings], axis=-1)
-
-    first = shardings[0]
-    return Sharding(
-        stacked("zero"),
-        stacked("shards"),
-        stacked("expert_shards"),
-        first.gradients_sharded,
-        first.gathers_once,
-        stacked("keep_parameters"),
-        first.offload,
-        stacked("sums_once"),
-        stacked("kept_bytes"),
-        stacked("moved_bytes"),
-    )
+    def _lines(self, microbatches: Any, last: Any) -> list[DataLine]:
+        """Whatever their sizes."""
+        wire = wire_bytes(self.job, self.base.pp)
+        return data_lines(self.sharding, SentParameters(0.0, 0.0), 1, wire, microbatches, last)
 
 
 def _stacked_contents(ranks: list[tuple[RankContents, ...]]) -> RankContents:

@@ -9,7 +9,7 @@ from shardwise.cost.communication.data import last_share
 from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
 from shardwise.cost.memory.sum import pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import Moment, kinds_of, moments_of
-from shardwise.cost.overlap import PASSES, ComputeWindows, Pass, Transfer, hidden_in_layers
+from shardwise.cost.overlap import ComputeWindows, Transfer, hidden_in_layers, layer_windows
 from shardwise.cost.recompute import (
     blend,
     layers_stay_whole,
@@ -151,14 +151,7 @@ class _RowBuilder:
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
         passes = passes_with_exposed(compute, transfers, hidden, self.m)
-        lasting: dict[Pass, Any] = {which: windows.seconds(which) for which in PASSES}
-        busy: dict[Pass, dict[str, Any]] = {which: {} for which in PASSES}
-        for transfer, under in zip(transfers, hidden):
-            which = transfer.in_pass
-            lasting[which] = lasting[which] + (transfer.seconds - under)
-            for name, seconds in transfer.link_seconds.items():
-                busy[which][name] = busy[which].get(name, 0.0) + seconds
-        return passes, self._rank_rows(figures[SAVED], lasting, busy)
+        return passes, self._rank_rows(figures[SAVED], *layer_windows(transfers, hidden, windows))
 
     def _transfer(self, figures: Array, number: int) -> Transfer:
         """A line of all layer choices."""
