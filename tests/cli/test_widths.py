@@ -168,7 +168,7 @@ def _traced() -> None:
     sizes = dict.fromkeys(parts, 123_456_789)
     compared = SimpleNamespace(what="tp all_gather", unit="bytes", planned=2**36, traced=2**36 + 2**20,
                                difference=0.0001, defect=False, negligible=False)  # fmt: skip
-    line = SimpleNamespace(name="layer: inputs, forward", peer=12, kind="send_recv", dimension="pp", ranks=128)
+    line = SimpleNamespace(what="layer: inputs, forward", peer=12, kind="send_recv", dimension="pp", ranks=128)
     found: Any = SimpleNamespace(
         job=SimpleNamespace(model=SimpleNamespace(name="llama3-70b"),
                             strategy=SimpleNamespace(order=("tp", "dp"), degree=lambda name: 8, world=4096)),
