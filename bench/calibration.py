@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import CollectiveKind, build_schedule, collective_cost, simulated_seconds
-from shardwise.cost.network import network
-from shardwise.cost.prediction import predict
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.traffic.network import network
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.engine import Engine

@@ -72,7 +72,7 @@ def compared(
     import torch
     import torch.distributed as dist
 
-    from shardwise.cost.own_schedules import choose
+    from shardwise.cost.traffic.gradient_reduction import choose
     from shardwise.engine.collectives import Communicator
     from shardwise.engine.world import joined
     from shardwise.layout.groups import RankRun

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.cost.flops import flops_per_token
+from shardwise.cost.compute.flops import flops_per_token
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.spec.job import Job

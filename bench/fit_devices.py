@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.cost.prediction import predict
-from shardwise.cost.validation.runs import Run, read_runs
+from shardwise.cost.accuracy.runs import Run, read_runs
+from shardwise.cost.step.prediction import predict
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
 

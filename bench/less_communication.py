@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.cost.communication import step_traffic
+from shardwise.cost.traffic.execution import step_traffic
 from shardwise.launch.emulate.network import EmulatedPool, why_not
 from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.layout.stages import rank_contents

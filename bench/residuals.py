@@ -1,4 +1,4 @@
-"""Writes src/shardwise/cost/validation/residuals.csv: how far predictions are off, where error bars come from.
+"""Writes src/shardwise/cost/accuracy/residuals.csv: how far predictions are off, where error bars come from.
 
     python bench/residuals.py            # after a change of prices, or of the rows in validation/
     python bench/residuals.py --check    # is the file what the rows give today?
@@ -23,9 +23,9 @@ from itertools import combinations
 import numpy as np
 
 from fit_devices import FITS, PRIOR_WIDTH, ROW_WIDTH, TABLE, Fit, groups, log_errors, with_constants
-from shardwise.cost.validation.residuals import COVERAGE, FILE, ONE_JOB, Residuals, kind_of, residuals
-from shardwise.cost.validation.runs import Run, read_runs
-from shardwise.cost.validation.scores import score
+from shardwise.cost.accuracy.residuals import COVERAGE, FILE, ONE_JOB, Residuals, kind_of, residuals
+from shardwise.cost.accuracy.runs import Run, read_runs
+from shardwise.cost.accuracy.scores import score
 from shardwise.spec.efficiency import Efficiency
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardwise.cost.validation.bubbles import score_bubbles
-from shardwise.cost.validation.collectives import score_all_reduces
-from shardwise.cost.validation.machines import machine_name
-from shardwise.cost.validation.ranges import FIELDS, predicted_range
-from shardwise.cost.validation.residuals import ONE_JOB, residuals
-from shardwise.cost.validation.runs import read_runs
-from shardwise.cost.validation.scores import Score, score, summarize, summary
-from shardwise.cost.validation.sources import SOURCES
+from shardwise.cost.accuracy.bubbles import score_bubbles
+from shardwise.cost.accuracy.collectives import score_all_reduces
+from shardwise.cost.accuracy.ranges import FIELDS, predicted_range
+from shardwise.cost.accuracy.residuals import ONE_JOB, residuals
+from shardwise.cost.accuracy.runs import read_runs
+from shardwise.cost.accuracy.scores import Score, score, summarize, summary
+from shardwise.cost.accuracy.sources import SOURCES
+from shardwise.cost.accuracy.vocabulary import machine_name
 from shardwise.spec.clusters import cluster_from
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -79,7 +79,7 @@ def test_what_may_read_text_still_does() -> None:
         (imports_from_above, "from shardwise import report", "cost/x.py", True),
         (imports_from_above, "from ..cost.analysis import analyze", "collectives/x.py", True),
         (imports_from_above, "from .errors import SpecError", "spec/x.py", False),
-        (imports_from_above, "from ...spec import units", "cost/communication/x.py", False),
+        (imports_from_above, "from ...spec import units", "cost/traffic/x.py", False),
         (imports_from_above, "from shardwise.spec import Job", "cli/x.py", False),
         (labels_taken_apart, 'traffic.what.endswith("forward")', "cost/x.py", True),
         (labels_taken_apart, 'traffic.what in ("input gradients, backward", "saved inputs")', "cost/x.py", True),

@@ -16,14 +16,14 @@ import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job, switched
 from shardwise.cost.analysis import analyze
-from shardwise.cost.communication import step_traffic
+from shardwise.cost.compute.operators import OperatorRole
 from shardwise.cost.memory.activations import SavedRole
 from shardwise.cost.memory.device import device_memories
-from shardwise.cost.operators import OperatorRole
-from shardwise.cost.payload import Payload, Phase, Role, Share
-from shardwise.cost.prediction import predict
-from shardwise.cost.simulation import simulated_step
-from shardwise.cost.step_parts import COMMUNICATION, step_parts
+from shardwise.cost.step.parts import COMMUNICATION, step_parts
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.simulation import simulated_step
+from shardwise.cost.traffic.execution import step_traffic
+from shardwise.cost.traffic.payload import Payload, Phase, Role, Share
 from shardwise.layout.stages import rank_contents
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.running import error_line, run, run_json
-from shardwise.cost.validation.table import SCORED
+from shardwise.cost.accuracy.table import SCORED
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "validation"
@@ -180,4 +180,4 @@ def test_every_file_beside_the_code_is_in_the_wheel() -> None:
     taken = {path for pattern in declared for path in package.glob(pattern)}
     left = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} - taken
     assert not left
-    assert package / "cost/validation/tables/training_runs.csv" in taken
+    assert package / "cost/accuracy/tables/training_runs.csv" in taken

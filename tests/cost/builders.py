@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.communication import step_traffic
-from shardwise.cost.traffic import Traffic
+from shardwise.cost.traffic.execution import step_traffic
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from

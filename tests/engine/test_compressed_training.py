@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.workers import on_ranks
-from shardwise.cost.communication import step_traffic
+from shardwise.cost.traffic.execution import step_traffic
 from shardwise.engine.data.replicated import Replicated
 from shardwise.engine.engine import Engine
 from shardwise.layout.stages import rank_contents

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from engine.workers import on_ranks
-from shardwise.cost.communication.expert import expert_traffic
-from shardwise.cost.communication.tensor import tensor_traffic
+from shardwise.cost.traffic.expert import expert_traffic
+from shardwise.cost.traffic.tensor import tensor_traffic
 from shardwise.engine.experts import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.layout.stages import rank_contents

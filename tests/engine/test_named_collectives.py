@@ -12,9 +12,9 @@ from cost.sweep.test_sweep import table_of
 from engine.parity import check
 from engine.workers import on_ranks
 from shardwise.cost.analysis import analyze
-from shardwise.cost.own_schedules import choose, gradient_groups, gradient_times
-from shardwise.cost.payload import Role
-from shardwise.cost.prediction import predict
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.traffic.gradient_reduction import choose, gradient_groups, gradient_times
+from shardwise.cost.traffic.payload import Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
 from shardwise.measure.sample import sample_batch

@@ -8,7 +8,7 @@ import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job, preset, switched
 from shardwise.cost.analysis import analyze
-from shardwise.cost.floor import step_floor
+from shardwise.cost.step.floor import step_floor
 from shardwise.layout.mesh import rank_places
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from effort import examples
 from shardwise.cli.main import main
 from shardwise.cost.memory.states import sharding_of
-from shardwise.cost.stage_time import optimizer_seconds, stage_seconds
+from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.device_fit import fitted_device
 from shardwise.measure.calibrate.least_squares import fit

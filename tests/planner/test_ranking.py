@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planner.cases import MODELS, job_of, within
-from shardwise.cost.validation.residuals import noise_of, residuals
+from shardwise.cost.accuracy.residuals import noise_of, residuals
 from shardwise.planner.advice.explanation import explain
 from shardwise.planner.advice.why_not import difference_words
 from shardwise.planner.candidate import Candidate, candidate, complexity

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from effort import examples
-from shardwise.cost.validation.table import read_table
+from shardwise.cost.accuracy.table import read_table
 from shardwise.interop.frameworks.files import read_text
 from shardwise.interop.huggingface import read_config
 from shardwise.interop.jobs import read_job

@@ -14,7 +14,7 @@ from shardwise.api.results import Result, Rows
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.memory.device import DeviceMemory
 from shardwise.cost.memory.room import Fit
-from shardwise.cost.verdict import Change
+from shardwise.cost.step.verdict import Change
 from shardwise.planner.advice.assessment import Assessment, assess
 from shardwise.report.analysis_json import analysis_data, dimension_data
 from shardwise.report.analysis_text import analysis_page

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.cost.analysis import analyze
-from shardwise.cost.campaign import HOUR, Campaign
-from shardwise.cost.storage import checkpoint_level
+from shardwise.cost.campaign import HOUR, Campaign, checkpoint_level
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.training import Training

@@ -9,15 +9,14 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from shardwise.api.results import Result, Rows
-from shardwise.cost.validation import bubbles, collectives, runs
-from shardwise.cost.validation.bubbles import ScoredBubble, score_bubbles
-from shardwise.cost.validation.collectives import ScoredRow, score_all_reduces
-from shardwise.cost.validation.errors import ErrorSummary, summarize_errors
-from shardwise.cost.validation.ranges import predicted_range
-from shardwise.cost.validation.runs import read_runs
-from shardwise.cost.validation.scores import Score, Summary, score, summarize
-from shardwise.cost.validation.scores import summary as summary_of
-from shardwise.cost.validation.table import FOLDER, SCORED, columns_of, table_path
+from shardwise.cost.accuracy import bubbles, collectives, runs
+from shardwise.cost.accuracy.bubbles import ScoredBubble, score_bubbles
+from shardwise.cost.accuracy.collectives import ScoredRow, score_all_reduces
+from shardwise.cost.accuracy.ranges import predicted_range
+from shardwise.cost.accuracy.runs import read_runs
+from shardwise.cost.accuracy.scores import ErrorSummary, Score, Summary, score, summarize, summarize_errors
+from shardwise.cost.accuracy.scores import summary as summary_of
+from shardwise.cost.accuracy.table import FOLDER, SCORED, columns_of, table_path
 from shardwise.report.page import Page
 from shardwise.report.validation import bubbles_page, collectives_page, errors_data, runs_data, runs_page
 from shardwise.spec.errors import SpecError

@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.cost.analysis import analyze
-from shardwise.cost.storage import checkpoint_bytes
+from shardwise.cost.campaign import checkpoint_bytes
 from shardwise.measure.doctor.examine import examine
 from shardwise.measure.doctor.finding import Examination
 from shardwise.report.console import console

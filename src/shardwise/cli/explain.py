@@ -124,7 +124,7 @@ def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Nam
 
 def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
     from shardwise.cost.analysis import analyze
-    from shardwise.cost.flops import recomputed_flops_per_token
+    from shardwise.cost.compute.flops import recomputed_flops_per_token
     from shardwise.report.explain.compute import explain_mfu
 
     parser = topic_parser(

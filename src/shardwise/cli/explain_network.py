@@ -53,7 +53,7 @@ def collective(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.
 
 def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
     """The network asked for, and the algorithm people expect on it: the textbook's, or the cluster's cheapest."""
-    from shardwise.cost.network import network
+    from shardwise.cost.traffic.network import network
     from shardwise.spec.clusters import cluster_from
 
     if parsed.cluster:

@@ -30,7 +30,7 @@ def write_over_time(parsed: argparse.Namespace, job: Job) -> list[str]:
     """Writes the files that were asked for; the lines that say so, for when nothing can go wrong any more."""
     lines = []
     if parsed.trace is not None:
-        from shardwise.cost.step_trace import step_trace
+        from shardwise.cost.step.trace import step_trace
 
         _write("--trace", parsed.trace, json.dumps(step_trace(job), separators=(",", ":")))
         lines.append(f"wrote {parsed.trace}: open in ui.perfetto.dev")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.api.validation import validate
 from shardwise.cli.arguments import Parser
 from shardwise.cli.output import add_output_arguments, show
-from shardwise.cost.validation.table import SCORED
+from shardwise.cost.accuracy.table import SCORED
 
 
 def run(arguments: list[str]) -> int:

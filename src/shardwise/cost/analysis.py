@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.collectives.cost import check_algorithm
-from shardwise.cost.floor import step_floor
-from shardwise.cost.flops import flops_per_token
+from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, device_memories
 from shardwise.cost.memory.room import FITS, Fit, Room, room_of
-from shardwise.cost.prediction import predict
-from shardwise.cost.simulation import SimulatedStep, simulated_step
-from shardwise.cost.step_parts import COMMUNICATION, step_parts, traffics_of
-from shardwise.cost.traffic import Traffic
+from shardwise.cost.step.floor import step_floor
+from shardwise.cost.step.parts import COMMUNICATION, step_parts, traffics_of
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.simulation import SimulatedStep, simulated_step
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count, parameter_count

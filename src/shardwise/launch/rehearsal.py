@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.cost.validation.residuals import ErrorBar, error_bar
+from shardwise.cost.accuracy.residuals import ErrorBar, error_bar
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.preflight import Preflight
 from shardwise.launch.run import Launch, prepare

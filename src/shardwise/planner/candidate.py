@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.cost.memory.device import DeviceMemory, peak_memory
-from shardwise.cost.prediction import Prediction, predict
-from shardwise.cost.simulation import SimulatedStep, simulated_step
-from shardwise.cost.step_parts import COMPUTE, grouped, step_parts
+from shardwise.cost.step.parts import COMPUTE, grouped, step_parts
+from shardwise.cost.step.prediction import Prediction, predict
+from shardwise.cost.step.simulation import SimulatedStep, simulated_step
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 

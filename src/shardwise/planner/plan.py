@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from shardwise.cost.accuracy.residuals import Noise, error_bar, noise_of
 from shardwise.cost.memory.room import fit_of
-from shardwise.cost.validation.residuals import Noise, error_bar, noise_of
 from shardwise.planner.candidate import Candidate, Degrees, candidate, complexity, dimensions_used, job_with
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Found, Search, search

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.flops import CONVENTIONS
-from shardwise.cost.step_parts import COMMUNICATION
-from shardwise.cost.traffic import Traffic
-from shardwise.cost.verdict import Change
+from shardwise.cost.compute.flops import CONVENTIONS
+from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.step.verdict import Change
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import change_words
 from shardwise.report.campaign import campaign_data

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.own_schedules import GradientTime
-from shardwise.cost.scaling import ScalingRow
-from shardwise.cost.step_parts import COMMUNICATION, STEP_PARTS
-from shardwise.cost.traffic import Traffic
+from shardwise.cost.step.parts import COMMUNICATION, STEP_PARTS
+from shardwise.cost.step.scaling import ScalingRow
+from shardwise.cost.traffic.gradient_reduction import GradientTime
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import less_communication_words

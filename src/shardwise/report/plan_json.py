@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.cost.validation.residuals import error_bar
+from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.explanation import Explanation
 from shardwise.planner.advice.what_if import WhatIf

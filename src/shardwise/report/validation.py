@@ -11,10 +11,9 @@ from shardwise.report.page import Page, Piece
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.cost.validation.bubbles import ScoredBubble
-    from shardwise.cost.validation.collectives import ScoredRow
-    from shardwise.cost.validation.errors import ErrorSummary
-    from shardwise.cost.validation.scores import Score, Summary
+    from shardwise.cost.accuracy.bubbles import ScoredBubble
+    from shardwise.cost.accuracy.collectives import ScoredRow
+    from shardwise.cost.accuracy.scores import ErrorSummary, Score, Summary
 
 # -- training runs -----------------------------------------------------------------------------------------
 

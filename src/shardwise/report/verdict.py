@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.sending_less import FasterJob, SendingLess
-from shardwise.cost.step_parts import COMMUNICATION
-from shardwise.cost.verdict import EXPOSED_LIMIT, Bottleneck, Cause
+from shardwise.cost.step.parts import COMMUNICATION
+from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, Cause, FasterJob, SendingLess
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import change_words
 from shardwise.report.console import table

@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 
 from cost.builders import LLAMA, job
+from shardwise.cost.accuracy.runs import read_runs
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.reserved import (
     FRAGMENTATION,
@@ -18,7 +19,6 @@ from shardwise.cost.memory.reserved import (
     reserved_bytes,
     waiting_bytes,
 )
-from shardwise.cost.validation.runs import read_runs
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from

@@ -12,11 +12,11 @@ from cost.builders import GPT, job, switched
 from cost.jobs import valid_jobs
 from effort import examples
 from planner.cases import within
+from shardwise.cost.accuracy.residuals import error_bar, residuals
 from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of, room_of
-from shardwise.cost.validation.residuals import error_bar, residuals
-from shardwise.cost.verdict import fitting_change
+from shardwise.cost.step.verdict import fitting_change
 from shardwise.planner.automatic import decided, smallest_offload
 from shardwise.planner.candidate import candidate
 from shardwise.planner.plan import Plan, plan

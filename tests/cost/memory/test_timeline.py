@@ -15,8 +15,8 @@ from shardwise.cost.memory.activations import head_activation_bytes
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.timeline import AFTER, BETWEEN, MemoryOverTime, RankMemory, memory_over_time
 from shardwise.cost.memory.transient import logits_temporary_bytes
-from shardwise.cost.prediction import predict
-from shardwise.cost.simulation import simulated_step
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.simulation import simulated_step
 from shardwise.report.memory_picture import memory_picture
 from shardwise.report.memory_timeline import memory_over_time_data, sampled, sparkline
 from shardwise.spec.job import Job

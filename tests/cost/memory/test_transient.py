@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cost.builders import GPT, LLAMA, MOE, job
+from shardwise.cost.accuracy.vocabulary import machine
 from shardwise.cost.memory.activations import (
     head_activation_bytes,
     layer_activation_bytes,
@@ -15,7 +16,6 @@ from shardwise.cost.memory.activations import (
 )
 from shardwise.cost.memory.device import memory_at_moments, memory_of_rank, peak_memory
 from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
-from shardwise.cost.validation.machines import machine
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack, stack_from

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from cost.jobs import valid_jobs
 from effort import examples
 from shardwise.cost.memory.device import device_memories, peak_memory
-from shardwise.cost.prediction import predict
+from shardwise.cost.step.prediction import predict
 from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.sweep.price import TablePricer
 from shardwise.layout.stages import rank_kinds

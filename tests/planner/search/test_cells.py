@@ -13,9 +13,9 @@ from cost.sweep.test_sweep import table_of
 from planner.cases import MODELS, NETWORKS, job_of
 from shardwise.collectives import CollectiveKind, collective_cost
 from shardwise.cost.memory.device import device_memories, peak_memory
-from shardwise.cost.network import network
-from shardwise.cost.prediction import predict
+from shardwise.cost.step.prediction import predict
 from shardwise.cost.sweep.price import Piece, TablePricer
+from shardwise.cost.traffic.network import network
 from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed, Constraints
 from shardwise.planner.search.space import Space

@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
-from shardwise.cost.prediction import predict
-from shardwise.cost.simulation import simulated_step
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.simulation import simulated_step
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.constraints import Constraints, parse_constraints
 from shardwise.planner.plan import Plan, plan

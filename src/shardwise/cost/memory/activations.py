@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from shardwise.cost.payload import Share
+from shardwise.cost.traffic.payload import Share
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 

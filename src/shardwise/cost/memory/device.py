@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from shardwise.cost.compute.operators import (
+    blend,
+    fully_recomputed_share,
+    layers_stay_whole,
+    layers_to_recompute,
+    recomputed_layer_bytes,
+)
 from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
@@ -14,13 +21,6 @@ from shardwise.cost.memory.offload import Travel
 from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import Moment, kinds_of, moments_of, transient_bytes
-from shardwise.cost.recompute import (
-    blend,
-    fully_recomputed_share,
-    layers_stay_whole,
-    layers_to_recompute,
-    recomputed_layer_bytes,
-)
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.job import Job

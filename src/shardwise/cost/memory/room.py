@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.cost.memory.device import DeviceMemory, device_memories, peak_memory
-from shardwise.cost.validation.residuals import error_bar
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
 

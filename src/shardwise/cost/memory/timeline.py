@@ -29,8 +29,8 @@ from shardwise.cost.memory.transient import (
     moments_of,
     temporary_bytes,
 )
-from shardwise.cost.prediction import predict
-from shardwise.cost.simulation import step_timeline
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.simulation import step_timeline
 from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_contents
 from shardwise.pipeline import Action, ActionKind, Timeline, live_activations
 from shardwise.spec.job import Job

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
+from shardwise.cost.compute.operators import layer_operators
 from shardwise.cost.memory.activations import SavedRole, head_weights, layer_saved_tensors, logits_bytes
 from shardwise.cost.memory.states import Sharding
-from shardwise.cost.operators import layer_operators
-from shardwise.cost.stage_time import layer_shape
+from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.cost.gradient_price import gradient_price, measured_schedules
-from shardwise.cost.network import spanned
+from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_schedules
+from shardwise.cost.traffic.network import spanned
 from shardwise.layout.groups import RankRun
 from shardwise.spec.hardware import Cluster
 

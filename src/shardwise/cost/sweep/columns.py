@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.communication.data import (
+from shardwise.cost.memory.states import Sharding, stacked
+from shardwise.cost.sweep.book import CollectiveBook
+from shardwise.cost.sweep.group import Group
+from shardwise.cost.traffic.data import (
     SentParameters,
     communication_units,
     data_lines,
     sent_parameters,
     wire_bytes,
 )
-from shardwise.cost.memory.states import Sharding, stacked
-from shardwise.cost.sweep.book import CollectiveBook
-from shardwise.cost.sweep.group import Group
 from shardwise.layout.groups import expert_data_runs, group_runs
 from shardwise.layout.sharding import SharedRanks, dense_ranks, expert_ranks
 from shardwise.spec.job import Job

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum
-from shardwise.cost.as_run import units_taken
-from shardwise.cost.communication.offload import OffloadLine, activation_lines, host_topology, state_lines
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import Moment, moments_of
-from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, added_seconds, hidden_across_layers, waiting
 from shardwise.cost.sweep.row_table import RowTable
-from shardwise.cost.traffic import collective_price
+from shardwise.cost.traffic.execution import units_taken
+from shardwise.cost.traffic.offload import OffloadLine, activation_lines, host_topology, state_lines
+from shardwise.cost.traffic.overlap import PASSES, Pass, Transfer, Waiting, added_seconds, hidden_across_layers, waiting
+from shardwise.cost.traffic.traffic import collective_price
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy

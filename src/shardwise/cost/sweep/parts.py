@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.as_run import as_run
-from shardwise.cost.communication.context import context_traffic
-from shardwise.cost.communication.expert import expert_traffic
-from shardwise.cost.communication.pipeline import message_traffic, tied_bytes, tied_traffic
-from shardwise.cost.communication.tensor import replicated_gradient_traffic, tensor_traffic
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.transient import Moment, moments_of, transient_bytes
-from shardwise.cost.overlap import Pass, Window
-from shardwise.cost.payload import Payload, Role, sent_forward
 from shardwise.cost.sweep.group import Group, LayerChoice
 from shardwise.cost.sweep.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
-from shardwise.cost.traffic import Traffic
+from shardwise.cost.traffic.context import context_traffic
+from shardwise.cost.traffic.execution import as_run
+from shardwise.cost.traffic.expert import expert_traffic
+from shardwise.cost.traffic.overlap import Pass, Window
+from shardwise.cost.traffic.payload import Payload, Role, sent_forward
+from shardwise.cost.traffic.pipeline import message_traffic, tied_bytes, tied_traffic
+from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_traffic
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack as SoftwareStack

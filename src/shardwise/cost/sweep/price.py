@@ -6,12 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.as_run import units_taken
-from shardwise.cost.communication.data import DataLine, SentParameters, data_lines, wire_bytes
 from shardwise.cost.memory.states import stacked
 from shardwise.cost.memory.transient import Moment, moments_of
-from shardwise.cost.overlap import PASSES, Pass, Transfer, Waiting, added_seconds, hidden_across_layers, waiting
-from shardwise.cost.stage_time import optimizer_seconds
+from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.sweep.book import CollectiveBook
 from shardwise.cost.sweep.columns import ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
@@ -19,6 +16,9 @@ from shardwise.cost.sweep.offloaded import Offloaded, RowsAtMoment, by_row
 from shardwise.cost.sweep.parts import PartBook
 from shardwise.cost.sweep.row_table import RowTable, joined_rows
 from shardwise.cost.sweep.rows import row_tables
+from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
+from shardwise.cost.traffic.execution import units_taken
+from shardwise.cost.traffic.overlap import PASSES, Pass, Transfer, Waiting, added_seconds, hidden_across_layers, waiting
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
-from shardwise.cost.stage_time import part_seconds
+from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.sweep.group import LayerChoice
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job

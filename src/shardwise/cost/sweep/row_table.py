@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.sum import PassMemory
-from shardwise.cost.overlap import PASSES, Pass
 from shardwise.cost.sweep.group import Group, Row
+from shardwise.cost.traffic.overlap import PASSES, Pass
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

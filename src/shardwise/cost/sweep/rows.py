@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.communication.data import last_share
-from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
-from shardwise.cost.memory.sum import pass_memory, reduces_in_turn
-from shardwise.cost.memory.transient import Moment, kinds_of, moments_of
-from shardwise.cost.overlap import ComputeWindows, Transfer, hidden_in_layers, layer_windows
-from shardwise.cost.recompute import (
+from shardwise.cost.compute.operators import (
     blend,
     layers_stay_whole,
     layers_to_recompute,
     recomputed_layer_bytes,
     recomputed_share,
 )
-from shardwise.cost.step_time import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
+from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
+from shardwise.cost.memory.sum import pass_memory, reduces_in_turn
+from shardwise.cost.memory.transient import Moment, kinds_of, moments_of
+from shardwise.cost.step.prediction import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.sweep.group import Group, groups_alike
 from shardwise.cost.sweep.parts import PartBook
 from shardwise.cost.sweep.probes import (
@@ -30,6 +28,8 @@ from shardwise.cost.sweep.probes import (
     WEIGHT_GRADIENT,
 )
 from shardwise.cost.sweep.row_table import RankRows, RowTable
+from shardwise.cost.traffic.data import last_share
+from shardwise.cost.traffic.overlap import ComputeWindows, Transfer, hidden_in_layers, layer_windows
 from shardwise.layout.stages import RankContents
 from shardwise.spec.schedules import schedule_record
 

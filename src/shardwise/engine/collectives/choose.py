@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule
-from shardwise.cost.gradient_price import UNNAMED
-from shardwise.cost.own_schedules import choose, gradient_groups
+from shardwise.cost.traffic.gradient_reduction import UNNAMED, choose, gradient_groups
 from shardwise.engine.collectives.communicator import Communicator
 from shardwise.engine.collectives.reductions import Pending, all_reduce_sum, backend_of, reduce_scatter_sum
 from shardwise.engine.mesh import Mesh

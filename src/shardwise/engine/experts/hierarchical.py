@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.cost.communication.expert import expected_destinations
+from shardwise.cost.traffic.expert import expected_destinations
 from shardwise.engine.experts.channel import (
     Channel,
     ExchangedBytes,

@@ -1,7 +1,7 @@
 """From measured figures to the device that `plan` prices with: each term of the price is fitted where it dominates.
 
-A coefficient's feature is the price (`cost.roofline`) with that coefficient alone turned on, so that there is no second
-model of a kernel here.
+A coefficient's feature is the price (`cost.compute.roofline`) with that coefficient alone turned on, so that there is
+no second model of a kernel here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.cost.memory.states import sharding_of
-from shardwise.cost.stage_time import optimizer_seconds, stage_seconds
+from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
 from shardwise.layout.stages import RankContents, rank_contents
 from shardwise.measure.calibrate.least_squares import Fit, fit
 from shardwise.measure.calibrate.samples import AttentionSample, DeviceSamples, ProductSample, StepSample

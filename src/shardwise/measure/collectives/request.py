@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import algorithm_names
-from shardwise.cost.gradient_price import by_schedules, named_on
-from shardwise.cost.network import network
-from shardwise.cost.own_schedules import choose
+from shardwise.cost.traffic.gradient_reduction import by_schedules, choose, named_on
+from shardwise.cost.traffic.network import network
 from shardwise.layout.groups import Division, RankRun, division_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster

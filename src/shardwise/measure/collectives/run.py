@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.collectives import Schedule, build_schedule
-from shardwise.cost.gradient_price import by_schedules
-from shardwise.cost.own_schedules import choose
+from shardwise.cost.traffic.gradient_reduction import by_schedules, choose
 from shardwise.engine.collectives import Communicator
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool, WorkerPlace

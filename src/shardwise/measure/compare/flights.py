@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.communication import step_traffic
+from shardwise.cost.traffic.execution import step_traffic
 from shardwise.engine.labels import backend_kind, label_of
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import rank_contents

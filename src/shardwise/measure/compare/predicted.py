@@ -8,9 +8,9 @@ from math import prod
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.memory.device import DeviceMemory
-from shardwise.cost.network import network, spanned
-from shardwise.cost.step_parts import step_parts
-from shardwise.cost.traffic import collective_price
+from shardwise.cost.step.parts import step_parts
+from shardwise.cost.traffic.network import network, spanned
+from shardwise.cost.traffic.traffic import collective_price
 from shardwise.layout.groups import expert_runs, group_runs
 from shardwise.layout.ranks import node_of
 from shardwise.measure.compare.exchanges import Exchange

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.cost.step_trace import step_trace
+from shardwise.cost.step.trace import step_trace
 from shardwise.engine.labels import label_of
 from shardwise.measure.compare.measured import Measured
 from shardwise.spec.job import Job

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.communication import step_traffic
+from shardwise.cost.compute.operators import fully_recomputed_share, head_operators, layer_operators, share_run_again
 from shardwise.cost.memory.device import memory_of_rank
-from shardwise.cost.operators import head_operators, layer_operators
-from shardwise.cost.payload import Payload, Role
-from shardwise.cost.recompute import fully_recomputed_share, share_run_again
-from shardwise.cost.stage_time import layer_shape
-from shardwise.cost.traffic import Traffic
+from shardwise.cost.step.stage_time import layer_shape
+from shardwise.cost.traffic.execution import step_traffic
+from shardwise.cost.traffic.payload import Payload, Role
+from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.stages import rank_contents
 from shardwise.measure.dryrun.result import PARTS, RECEIVE, Bytes, Compared, Line
 from shardwise.spec.job import Job

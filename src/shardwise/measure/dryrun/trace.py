@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shardwise.cost.payload import Payload
+from shardwise.cost.traffic.payload import Payload
 from shardwise.engine import engine as engine_module
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.distributed_attention import AcrossRanks

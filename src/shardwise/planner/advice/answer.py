@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.cost.accuracy.residuals import ErrorBar, error_bar
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import Campaign
-from shardwise.cost.own_schedules import GradientTime, gradient_times
-from shardwise.cost.sending_less import SendingLess, sending_less
-from shardwise.cost.validation.residuals import ErrorBar, error_bar
+from shardwise.cost.step.verdict import SendingLess, sending_less
+from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
 from shardwise.planner.advice.explanation import Explanation, explain, textbook
 from shardwise.planner.advice.frameworks import FrameworkVerdict, who_can_run
 from shardwise.planner.advice.what_if import Size, WhatIf, sizes, what_if

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.cost.accuracy.residuals import ErrorBar, error_bar
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.campaign import Campaign
-from shardwise.cost.own_schedules import GradientTime, gradient_times
-from shardwise.cost.scaling import ScalingRow, scaling_table
-from shardwise.cost.storage import StorageCost, checkpoint_bytes, data_rate, storage_costs
-from shardwise.cost.validation.residuals import ErrorBar, error_bar
-from shardwise.cost.verdict import Bottleneck, Change, best_change, bottleneck
+from shardwise.cost.campaign import Campaign, StorageCost, checkpoint_bytes, data_rate, storage_costs
+from shardwise.cost.step.scaling import ScalingRow, scaling_table
+from shardwise.cost.step.verdict import Bottleneck, Change, best_change, bottleneck
+from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
 from shardwise.layout.mesh import RankPlace, rank_places
 from shardwise.planner.advice.remedy import what_would_fit
 from shardwise.spec.job import Job

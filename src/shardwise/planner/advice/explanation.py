@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from shardwise.cost.accuracy.residuals import Noise
 from shardwise.cost.memory.device import peak_memory
-from shardwise.cost.prediction import predict
-from shardwise.cost.validation.residuals import Noise
+from shardwise.cost.step.prediction import predict
 from shardwise.planner.advice.why_not import TIE, largest_differences
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.describe import strategy_words

@@ -7,8 +7,8 @@ from typing import Literal
 
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of
-from shardwise.cost.prediction import predict
-from shardwise.cost.verdict import fitting_change, neighbours
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.verdict import fitting_change, neighbours
 from shardwise.planner.advice.missing import what_is_missing
 from shardwise.planner.automatic import KINDS, smallest_offload
 from shardwise.planner.describe import change_words, strategy_words

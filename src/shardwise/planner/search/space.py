@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardwise.cost.network import spanned
 from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
+from shardwise.cost.traffic.network import spanned
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
 from shardwise.layout.sharding import dense_ranks, expert_ranks
 from shardwise.layout.stages import rank_kinds

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.cost.communication.pipeline import bubble_share
-from shardwise.cost.flops import CONVENTIONS, flops_per_token
+from shardwise.cost.compute.flops import CONVENTIONS, flops_per_token
+from shardwise.cost.traffic.pipeline import bubble_share
 from shardwise.pipeline import build, draw_timeline, equal_stages, simulate
 from shardwise.report.console import bar
 from shardwise.report.explain.explanation import Explanation, Grid

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.cost.flops import flops_per_token
+from shardwise.cost.compute.flops import flops_per_token
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.metrics.lines import NAME, MetricLines, missing_steps, open_lines, read_lines, spelled_ranges

@@ -1,0 +1,265 @@
+"""Published training runs as jobs: one row of the table, completed from its source's recipe, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.cost.accuracy import vocabulary
+from shardwise.cost.accuracy.sources import SET_ASIDE, Source, source_of
+from shardwise.cost.accuracy.table import Row, read_table
+from shardwise.cost.accuracy.vocabulary import counted, machine, machine_name
+from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.schedules import PLAIN, schedule_record
+from shardwise.spec.stack import Stack, stack_from
+
+TIME_COLUMNS = (
+    "rep_iter_s",
+    "derived_iter_s",
+    "rep_tok_s_gpu",
+    "rep_samples_s_gpu",
+    "rep_tflops_gpu",
+    "rep_mfu_pct",
+)
+
+
+def reported_seconds(row: Row, source: Source, job: Job) -> tuple[float, str]:
+    """The step time and where it comes from; the first of ``TIME_COLUMNS`` that says something."""
+    devices = job.cluster.devices
+    for column in TIME_COLUMNS:
+        value = row.number(column)
+        if not value:
+            continue
+        if column == "rep_iter_s":
+            return value, "iteration time"
+        if column == "derived_iter_s":
+            return value, "derived time"
+        if column == "rep_tok_s_gpu":
+            return job.tokens_per_step / devices / value, "tokens/s"
+        if column == "rep_samples_s_gpu":
+            return job.sequences / devices / value, "samples/s"
+        flops, words = _counted_flops(row, source, job)
+        if column == "rep_tflops_gpu":
+            return flops / devices / (value * 1e12), f"TFLOP/s, {words}"
+        peak = counted(row.text("flops_convention")).peak or source.peak or job.cluster.device.peak_flops("bf16")
+        return flops / devices / (value / 100 * peak), f"MFU, {words}"
+    raise SpecError("rep_iter_s", "the row reports no time", "give an iteration time, tokens/s, TFLOP/s or MFU")
+
+
+def _counted_flops(row: Row, source: Source, job: Job) -> tuple[float, str]:
+    """FLOPs of a step by the row's own convention, else by its source's; and that convention in words."""
+    own = counted(row.text("flops_convention"))
+    convention = own.convention or source.convention
+    per_token = flops_per_token(job.model, job.training.seq, convention)
+    recomputed = own.recomputed or (own.convention is None and source.counts_recomputed)
+    if recomputed and job.strategy.recompute == "full":
+        per_token += per_token / 3 - head_forward_flops(job.model)
+    elif recomputed and "attention" in job.recomputed_operators:
+        layer = layer_forward_flops(job.model, job.training.seq, moe=False, halve_causal=convention == "causal")
+        per_token += job.model.layers * layer.attention
+    return per_token * job.tokens_per_step, convention + (" with recompute" if recomputed else "")
+
+
+def reported_memory(row: Row, source: Source) -> tuple[float | None, str]:
+    """Bytes per device if the row has them, and what they count; a column of GB holds 10⁹ where its kind says so."""
+    value, kind = row.number("rep_mem_gib"), row.text("rep_mem_kind")
+    decimal = "GB" in kind and "GiB" not in kind and source.memory == "as printed"
+    return (value * (1e9 if decimal else 2**30) if value else None), kind
+
+
+def counts_reserved(kind: str, source: Source) -> bool:
+    """Whether a figure is what the allocator reserved; what stands in brackets is said of another one."""
+    return source.memory != "as printed" or "reserved" in kind.partition("(")[0].lower()
+
+
+# Columns that change a prediction wherever their cells say something: a table without one would be misread.
+COLUMNS = (
+    *("row_id", "source", "arch", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "gated_mlp", "vocab"),
+    *("seq", "n_experts", "topk", "moe_ffn", "n_shared", "n_dense_layers", "gpu", "gpus"),
+    *("tp", "sp", "pp", "vpp", "cp", "ep", "dp", "zero", "mbs", "gbs", "precision", "recompute", "schedule"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run: the job as completed, and what was reported of it."""
+
+    row: Row
+    source: Source
+    job: Job
+    reported_seconds: float
+    reported_from: str
+    reported_memory_bytes: float | None
+    memory_kind: str
+
+    @property
+    def row_id(self) -> str:
+        return self.row.text("row_id")
+
+    @property
+    def model_name(self) -> str:
+        return self.row.text("model")
+
+    @property
+    def device(self) -> str:
+        return self.row.text("gpu")
+
+    @property
+    def set_aside(self) -> str:
+        """Why the row is scored apart, empty if it is not."""
+        return SET_ASIDE.get(self.row_id, "")
+
+
+def read_runs(path: Path | str) -> Iterator[Run]:
+    """Every row of a table in the layout of validation/training_runs.csv."""
+    rows = read_table(path, COLUMNS, "runs")
+    if not any(column in rows[0].cells for column in TIME_COLUMNS):
+        raise SpecError("table", "no column reports a time", f"give one of {', '.join(TIME_COLUMNS)}")
+    return map(run_from_row, rows)
+
+
+def run_from_row(row: Row) -> Run:
+    """The run that one row describes."""
+    source = source_of(row)
+    try:
+        job = _job(row, source)
+        return Run(row, source, job, *reported_seconds(row, source, job), *reported_memory(row, source))
+    except SpecError as error:
+        raise error.under(f"row {row.text('row_id')}") from None
+
+
+def _job(row: Row, source: Source) -> Job:
+    stack = stack_from(source.stack)
+    for variant in source.variants:
+        if variant.applies(row):
+            stack = variant.on(stack)
+    gradients = stack.name == "megatron-core"
+    training = {
+        "global_batch": _global_batch(row),
+        "seq": row.whole("seq"),
+        "precision": vocabulary.precision(row.text("precision"), fp32_gradients=gradients),
+        "attention": "unfused" if stack.attention == "unfused" else "flash",
+        "dropout": stack.name == "megatron-2022",
+    }
+    name, devices = machine_name(row.text("gpu"), "gpu"), row.whole("gpus")
+    node_devices = row.whole("gpus_per_node", devices)
+    return Job.from_dict(
+        {
+            "model": _model(row, source),
+            "cluster": machine(source.machines.get(name, name), devices, node_devices),
+            "strategy": _strategy(row, source, stack),
+            "training": training,
+            "stack": stack,
+        }
+    )
+
+
+def _model(row: Row, source: Source) -> Model:
+    gated, notes = bool(row.flag("gated_mlp")), row.text("notes").lower()
+    early = source.stack == "megatron-2022" and not gated  # GPT-3's block: learned positions, biases, one embedding
+    hidden, heads = row.whole("hidden"), row.whole("heads")
+    fields: dict[str, Any] = {
+        "name": row.text("model") or row.text("row_id"),
+        "layers": row.whole("layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": row.whole("kv_heads", heads),
+        "head_dim": row.whole("head_dim", max(1, hidden // heads)),
+        "ffn": row.whole("ffn"),
+        "vocab": row.whole("vocab", source.vocab),
+        "max_seq": row.whole("seq"),
+        "activation": "swiglu" if gated else "gelu",
+        "norm": "rmsnorm" if gated else "layernorm",
+        "positions": "learned" if early else "rope",
+        "tied_embeddings": early or ("tied embeddings" in notes and "untied" not in notes),
+    }
+    if early:
+        fields |= {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
+    if row.number("n_experts"):
+        width = row.whole("moe_ffn")
+        fields["moe"] = {
+            "experts": row.whole("n_experts"),
+            "top_k": row.whole("topk"),
+            "ffn": width,
+            "shared_ffn": row.whole("n_shared", 0, minimum=0) * width,
+            "dense_layers": row.whole("n_dense_layers", 0, minimum=0),
+        }
+    if "mla" in row.text("arch").lower():
+        # DeepSeek-V2 and V3 have the same latent attention (arXiv 2405.04434, 2412.19437).
+        fields["mla"] = {"q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    for variant in source.variants:
+        fields |= variant.model if variant.applies(row) else {}
+    return Model.from_dict(fields)
+
+
+def _strategy(row: Row, source: Source, stack: Stack) -> dict[str, Any]:
+    tp, pp = row.whole("tp"), row.whole("pp")
+    method = vocabulary.context_method(row.text("notes")) or source.context_method
+    printed_zero = vocabulary.zero(row.text("zero"))
+    fields: dict[str, Any] = {
+        "tp": tp, "pp": pp, "dp": row.whole("dp", 0) or None, "cp": row.whole("cp", 1), "ep": row.whole("ep", 1),
+        "sequence_parallel": _sequence_parallel(row), "microbatch": _microbatch(row, source),
+        "context_method": method, "dispatch": stack.dispatch, "overlap": stack.overlap,
+        "zero": source.zero if printed_zero is None else printed_zero,
+    }  # fmt: skip
+    if row.number("n_experts"):
+        fields["expert_tp"] = 1
+    for variant in source.variants:
+        fields |= variant.strategy if variant.applies(row) else {}
+    fields |= vocabulary.recompute(row.text("recompute"), row.text("precision")) or {}
+    return fields | (_pipeline(row, source, pp) if pp > 1 else {})
+
+
+def _sequence_parallel(row: Row) -> bool:
+    """As printed; where it is not, with tensor parallelism, as every framework recommends it."""
+    printed = None if "sp" in row.assumed else row.flag("sp")
+    return row.whole("tp") > 1 if printed is None else printed
+
+
+def _data_parallel(row: Row) -> int:
+    others = row.whole("tp") * row.whole("pp") * row.whole("cp", 1)
+    return row.whole("dp", max(1, row.whole("gpus") // others))
+
+
+def _global_batch(row: Row) -> int:
+    if row.number("gbs") is None and row.number("mbs") and row.number("microbatches"):
+        return _data_parallel(row) * row.whole("mbs") * row.whole("microbatches")
+    return row.whole("gbs")
+
+
+def _microbatch(row: Row, source: Source) -> int:
+    share = max(1, _global_batch(row) // _data_parallel(row))
+    if row.number("mbs") is not None:
+        return row.whole("mbs")
+    if row.number("microbatches"):
+        return max(1, share // row.whole("microbatches"))
+    return share if source.microbatch == "local batch" and row.whole("pp") == 1 else 1
+
+
+def _pipeline(row: Row, source: Source, pp: int) -> dict[str, Any]:
+    """Schedule, chunks per rank and layers per stage of a pipeline."""
+    layers, schedule = row.whole("layers"), vocabulary.schedule(row.text("schedule")) or PLAIN
+    chunks = row.whole("vpp", max(1, layers // pp) if source.layer_per_chunk else 1)
+    if chunks > 1:
+        schedule = "interleaved"
+    elif schedule_record(schedule).chooses_chunks:
+        schedule = PLAIN
+    fields: dict[str, Any] = {"schedule": schedule, "interleave": chunks}
+    stages = pp * schedule_record(schedule).chunks_per_rank(pp, chunks)
+    if source.stages_by_cost:
+        from shardwise.interop.frameworks.nanotron import layers_by_cost
+
+        sizes = (row.whole(name) for name in ("layers", "hidden", "ffn", "vocab"))
+        return fields | {"stage_layers": layers_by_cost(stages, *sizes)}
+    if layers % stages == 0:
+        return fields
+    each, spare = divmod(layers + 2, stages)
+    if spare == 0:
+        # 22 of 24, 126 of 128: embedding and loss take the place of one layer each (Zero Bubble's Table 3, Llama 3.1).
+        return fields | {"stage_layers": [each - (stage in (0, stages - 1)) for stage in range(stages)]}
+    return fields | {"stage_layers": "balanced"}

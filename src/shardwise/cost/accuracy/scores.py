@@ -1,0 +1,138 @@
+"""Reported against predicted, row by row, by device and of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.cost.accuracy.ranges import Range
+from shardwise.cost.accuracy.runs import Run, counts_reserved
+from shardwise.cost.memory.device import memory_of_rank, peak_memory
+from shardwise.cost.memory.reserved import reserved_bytes
+from shardwise.cost.step.prediction import predict
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """Of absolute errors, as shares."""
+
+    rows: int
+    mean: float
+    worst: float
+
+
+def summarize_errors(errors: Iterable[tuple[str, float]]) -> dict[str, ErrorSummary]:
+    """Of pairs of a group and an error: every group in its order, then ``all``."""
+    groups: dict[str, list[float]] = {}
+    every = []
+    for name, error in errors:
+        groups.setdefault(name, []).append(abs(error))
+        every.append(abs(error))
+    groups["all"] = every
+    return {name: ErrorSummary(len(own), sum(own) / len(own), max(own)) for name, own in groups.items()}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run, scored; errors are fractions of what was reported.
+
+    ``predicted_seconds_low`` and ``high`` span the plausible values of what the source does not print.
+    """
+
+    row_id: str
+    device: str
+    model: str
+    source: str
+    reported_from: str
+    reported_seconds: float
+    predicted_seconds: float
+    time_error: float
+    assumed: tuple[str, ...]
+    predicted_seconds_low: float | None
+    predicted_seconds_high: float | None
+    in_range: bool | None
+    reported_memory_bytes: float | None
+    predicted_memory_bytes: float
+    memory_error: float | None
+    memory_kind: str
+    fits: bool
+    set_aside: str
+
+
+def score(run: Run, over: Range | None = None) -> Score:
+    """The prediction for one run beside what was reported of it, and the range if it is given."""
+    seconds, memory = predict(run.job).step_seconds, peak_memory(run.job)
+    predicted, reported = predicted_memory(run), run.reported_memory_bytes
+    return Score(
+        row_id=run.row_id,
+        device=run.device,
+        model=run.model_name,
+        source=run.source.name,
+        reported_from=run.reported_from,
+        reported_seconds=run.reported_seconds,
+        predicted_seconds=seconds,
+        time_error=seconds / run.reported_seconds - 1,
+        assumed=over.fields if over else (),
+        predicted_seconds_low=over.low if over else None,
+        predicted_seconds_high=over.high if over else None,
+        in_range=over.low <= run.reported_seconds <= over.high if over else None,
+        reported_memory_bytes=reported,
+        predicted_memory_bytes=predicted,
+        memory_error=None if reported is None else predicted / reported - 1,
+        memory_kind=run.memory_kind,
+        fits=memory.total <= run.job.cluster.device.usable_memory,
+        set_aside=run.set_aside,
+    )
+
+
+def predicted_memory(run: Run) -> float:
+    """What the figure of a run counts: tensors, or what the allocator reserves for them.
+
+    The framework's allowance is part of neither.
+    """
+    memory = memory_of_rank(run.job, 0) if run.source.memory == "reserved, first rank" else peak_memory(run.job)
+    if counts_reserved(run.memory_kind, run.source):
+        return reserved_bytes(run.job, memory)
+    return memory.total - memory.allowance
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and worst absolute error and bias over the rows of one device that are not set aside.
+
+    Of ``ranged_rows`` rows with something assumed, ``in_range`` is the share whose range contains the report.
+    """
+
+    rows: int
+    time_mape: float
+    time_worst: float
+    time_bias: float
+    memory_mape: float | None
+    memory_worst: float | None
+    ranged_rows: int
+    in_range: float | None
+
+
+def summarize(scores: Iterable[Score]) -> dict[str, Summary]:
+    """Per device, in the order of the table; a device of which every row is set aside is left out."""
+    by_device: dict[str, list[Score]] = {}
+    for one in scores:
+        if not one.set_aside:
+            by_device.setdefault(one.device, []).append(one)
+    return {device: summary(own) for device, own in by_device.items()}
+
+
+def summary(scores: list[Score]) -> Summary:
+    times = [one.time_error for one in scores]
+    memories = [abs(one.memory_error) for one in scores if one.memory_error is not None]
+    ranged = [one.in_range for one in scores if one.in_range is not None]
+    return Summary(
+        rows=len(scores),
+        time_mape=sum(map(abs, times)) / len(times),
+        time_worst=max(map(abs, times)),
+        time_bias=sum(times) / len(times),
+        memory_mape=sum(memories) / len(memories) if memories else None,
+        memory_worst=max(memories) if memories else None,
+        ranged_rows=len(ranged),
+        in_range=sum(ranged) / len(ranged) if ranged else None,
+    )

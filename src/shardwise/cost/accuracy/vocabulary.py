@@ -1,0 +1,181 @@
+"""What the words in a table mean: machine, precision, recompute, schedule, sharding, context parallelism, units.
+
+Tables name one thing in many ways; every reader here takes all of them, and says nothing (None) where the cell does.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.schedules import job_schedules
+
+
+def precision(text: str, fp32_gradients: bool) -> str:
+    """The recipe that a cell names; ``fp32_gradients`` is what 16-bit training accumulates in unless it says."""
+    words = text.lower().replace("_", "-")
+    if "fp4" in words:
+        return "nvfp4"
+    if re.search(r"mx-?fp8|fp8-?mx|\bmx", words):
+        return "mxfp8"
+    if re.search(r"fp8|float8|e4m3", words):
+        return "fp8"
+    if re.match(r"(tf|fp|float)32", words):
+        return "fp32"
+    if re.match(r"(fp|float)16|half", words):
+        return "fp16"
+    if re.search(r"(bf16|16-bit) grad", words):
+        return "bf16"
+    return "bf16-fp32-grads" if fp32_gradients or re.search(r"(fp|float)32 grad", words) else "bf16"
+
+
+_UNSAID = re.compile(r"(unknown|see |n/?a\b|not |\?|-|$)")
+_OPERATORS = (
+    ("attention", r"att"),
+    ("up-projection", r"up.?proj"),
+    ("activation", r"\b(moe.)?act\b|swiglu|gelu|act(ivation)?.?func"),
+    ("norm", r"norm"),
+)
+
+
+def recompute(text: str, precision_text: str) -> dict[str, Any] | None:
+    """The fields of the strategy that a cell names."""
+    words = _of_this_precision(text.lower(), precision_text).replace("_", "-").strip()
+    if _UNSAID.match(words):
+        return None
+    if re.match(r"(no|none|off|false|0)\b", words):
+        return {"recompute": "none"}
+    if re.search(r"full|^(all|yes|on|true|1)\b|checkpoint", words) and "selective" not in words:
+        block = re.search(r"block\D*(\d+)", words)
+        return {"recompute": "full", **({"recompute_layers": int(block[1])} if block else {})}
+    if re.search(r"per-?op|\bsac\b|alternate|every other", words):
+        return {"recompute": "selective", "recompute_operators": ["alternate-products"]}
+    named = [name for name, pattern in _OPERATORS if re.search(pattern, words)]
+    if named or "selective" in words:
+        return {"recompute": "selective", "recompute_operators": named or ["attention"]}
+    return None
+
+
+def _of_this_precision(text: str, precision_text: str) -> str:
+    """Of "5 layers (FP8) / none (BF16)" the part for the row's own precision."""
+    for part in text.split(" / "):
+        named = re.findall(r"fp4|fp8|bf16", part)
+        if named and any(name in precision_text.lower() for name in named):
+            return part
+    return text.split(" / ")[0]
+
+
+def schedule(text: str) -> str | None:
+    """The schedule that a cell names."""
+    words = re.sub(r" (if|when) .*", "", text.lower()).strip()
+    if "interleav" in words or words.endswith(("-i", "vpp")):
+        return "interleaved"
+    squeezed = re.sub(r"[^a-z0-9]", "", words)
+    return {re.sub(r"[^a-z0-9]", "", name): name for name in job_schedules()}.get(squeezed)
+
+
+def zero(text: str) -> int | None:
+    """The stage of ZeRO that a cell names."""
+    words = text.lower()
+    stage = re.search(r"zero.?(\d)", words) or re.match(r"\s*(\d)(?:\.0)?\b", words)
+    if stage:
+        return min(3, int(stage[1]))
+    if re.search(r"[fh]sdp", words):
+        return 3
+    if "distributed" in words and "opt" in words:
+        return 1
+    return 0 if re.match(r"(none|no|ddp|off)\b", words) else None
+
+
+def context_method(text: str) -> str | None:
+    """How a note says that context parallelism runs."""
+    found = re.search(r"cp ?= ?([a-z0-9-]+)|(ring|ulysses|all-?gather)[- ]?(?:attention )?cp", text.lower())
+    words = (found[1] or found[2]) if found else ""
+    methods = {"a": "ulysses", "u": "ulysses", "r": "ring", "p": "ring"}
+    return "all-gather" if re.match(r"all-?gather", words) else methods.get(words[:1])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a TFLOP/s or MFU figure counts: the convention, whether recomputed FLOPs are in it, and over which peak."""
+
+    convention: str | None = None
+    recomputed: bool = False
+    peak: float | None = None
+
+
+def counted(text: str) -> Counted:
+    """What the row's own flops_convention says; a formula for hardware FLOPs beside one for model FLOPs is not it."""
+    words = ";".join(part for part in text.lower().split(";") if not part.strip().startswith("hfu"))
+    convention = None
+    if re.search(r"causal|halve|half", words):
+        convention = "causal"
+    elif re.search(r"(72|96) ?\*?bl|full.?attention|non-?causal", words):
+        convention = "full-attention"
+    elif re.search(r"6 ?\*? ?n ?\*? ?d\b", words):
+        convention = "6nd"
+    elif "palm" in words:
+        convention = "palm"
+    # 96·B·L·s·h² is Narayanan et al. 2021 (arXiv 2104.04473) eq. 3: four passes, one of them recomputed.
+    recomputed = bool(re.search(r"96 ?\*?bl|hardware|hfu|(with|incl\w*|plus|\+) (the )?recomput", words))
+    peak = re.search(r"(\d+(?:\.\d+)?) ?tf|/ ?(\d+(?:\.\d+)?e1[2-6])", words)
+    value = None if peak is None else float(peak[1]) * 1e12 if peak[1] else float(peak[2])
+    return Counted(convention, recomputed, value)
+
+
+# The first name that occurs decides, so the particular stands before the general.
+_MACHINES = (
+    ("gb300", "gb300-nvl72"),
+    ("gb200", "gb200-nvl72"),
+    ("b300", "dgx-b300"),
+    ("p6-b200", "p6-b200"),
+    ("b200", "dgx-b200"),
+    ("h200", "dgx-h200"),
+    ("h800", "hgx-h800"),
+    (r"h100.*?(500 ?w|hbm2e|96 ?gb)", "grand-teton-h100"),
+    (r"h100.*?pcie", "h100-pcie-server"),
+    ("p5", "p5-h100"),
+    ("h100", "dgx-h100"),
+    ("a800", "hgx-a800"),
+    (r"a100.*?40 ?gb", "dgx-a100-40gb"),
+    ("a100", "dgx-a100"),
+    ("v100", "dgx-v100"),
+    ("mi300x", "mi300x-node"),
+    ("ascend.?910b", "ascend-910b-node"),
+    (r"gaudi.?3", "gaudi3-node"),
+    ("l40s", "ethernet-cluster"),
+)
+KNOWN = (
+    "A100-SXM-80GB, A100-SXM-40GB, A800, H100-SXM-80GB, H100-PCIe, H100-96GB-HBM2e-500W, H200, H800, B200-SXM, B300, "
+    "GB200-NVL72, GB300-NVL72, V100, MI300X, Ascend-910B, Gaudi3, L40S"
+)
+
+
+def machine_name(text: str, column: str) -> str:
+    """The name in the catalogue of the cluster that ``text`` speaks of."""
+    for pattern, name in _MACHINES:
+        if re.search(rf"(?<![a-z]){pattern}", text, re.IGNORECASE):
+            return name
+    raise SpecError(column, f"{shown(text)} is unknown", f"known are {KNOWN}")
+
+
+def machine(name: str, devices: int, node_devices: int | None = None) -> Cluster:
+    """``devices`` of a cluster of the catalogue, ``node_devices`` of them in use on each node."""
+    return cut(cluster_from(name), devices, node_devices)
+
+
+def cut(cluster: Cluster, devices: int, node_devices: int | None = None) -> Cluster:
+    width = cluster.levels[0].width
+    # A rack of 72 is one NVLink domain, whatever number of its trays of 4 a table calls a node. Jobs that are no
+    # multiple of 72 take the same share of every rack (NVIDIA's recipes: 64 of 72).
+    if width > 8 and devices > width:
+        node_devices = max(size for size in range(1, width + 1) if devices % size == 0)
+    elif width > 8:
+        node_devices = None
+    if node_devices is not None and node_devices < width:
+        cluster = cluster.with_node_devices(node_devices)
+    return cluster.with_devices(devices)

@@ -1,0 +1,303 @@
+"""The operators of one layer on one device, after every dimension has split it: what is multiplied, what is moved, and
+which of them recompute runs again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, Protocol
+
+from shardwise.collectives.arrays import maximum, minimum
+from shardwise.cost.compute.flops import attended_tokens_of_rank
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+from shardwise.spec.model import UP_PROJECTIONS, Matrix, Model, Split
+
+OperatorKind = Literal["product", "attention", "traffic"]
+
+
+class OperatorRole(Enum):
+    """What an operator is to its layer."""
+
+    PROJECTION = "attention projection"
+    ATTENTION = "attention"
+    NORMS = "norms and residuals"
+    ROTARY = "rotary embedding"
+    ACTIVATION = "activation"
+    MLP = "MLP"
+    ROUTER = "router"
+    PERMUTE = "permute"
+    EXPERTS = "experts"
+    PREDICTION = "prediction projection"
+    HEAD = "head"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """All that a layer's arithmetic on one device depends on."""
+
+    tokens: float  # of one microbatch on one context-parallel rank
+    region_tokens: float  # the same where sequence parallelism divides them by tp
+    seq: int
+    tp: int = 1
+    expert_tp: int = 1
+    zigzag_ranks: int = 1  # context ranks whose tokens are cut in zig-zag, and the one whose arithmetic it is
+    context_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kernel, or a group of equal ones.
+
+    A product multiplies (rows × inner) by (inner × columns). Attention has ``rows`` queries against ``columns`` keys.
+    Traffic reads and writes bytes. ``recomputed_by`` names the selective-recompute operator that runs it again.
+    """
+
+    role: OperatorRole
+    kind: OperatorKind
+    rows: float = 0.0
+    columns: float = 0.0
+    inner: float = 0.0
+    heads: float = 0.0
+    attended: float = 1.0  # share of the keys that mask and window leave to a query
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    kernels: int = 1
+    expert: bool = False
+    wide: bool = False  # stays in 16 bit in every recipe
+    split: Split = "none"  # by tensor parallelism
+    recomputed_by: str = ""
+    alternate: float = 0.0  # share that recomputing every second matmul runs again
+    ends_layer: bool = False  # only the residual addition reads its result
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.columns * self.inner
+
+
+def layer_operators(model: Model, shape: LayerShape, *, moe: bool) -> tuple[Operator, ...]:
+    """Every operator of one dense or mixture-of-experts layer."""
+    last = ends_with_product(model, moe=moe)
+    mlp = _experts(model, shape, last) if moe and model.moe else _mlp(model, shape, model.ffn, last)
+    return (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp)
+
+
+def ends_with_product(model: Model, *, moe: bool) -> bool:
+    """Whether a product makes what a layer adds to its input: nothing in the backward pass reads it.
+
+    A norm after it does (Gemma 2), and so do the weights of experts and the gate of a shared one.
+    """
+    if model.norms_per_layer > 2 or model.norm_after:
+        return False
+    return not moe or model.moe is None or (model.moe.shared_ffn > 0 and not model.moe.shared_gate)
+
+
+def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Operator:
+    share = matrix.share(tensor)
+    inner = matrix.inputs * (share if matrix.split == "row" else 1)
+    columns = matrix.outputs * (share if matrix.split == "column" else 1)
+    return Operator(OperatorRole.PROJECTION, "product", rows, columns, inner, split=matrix.split, **options)  # type: ignore[arg-type]
+
+
+def _projections(model: Model, shape: LayerShape) -> list[Operator]:
+    """Queries, keys and values in one product where they share their input, and the output projection."""
+    *inputs, output = model.attention_matrices
+    if model.mla is None:
+        widths = [matrix.outputs * matrix.share(shape.tp) for matrix in inputs]
+        columns = sum(widths)
+        # Of query, key and value the second is run again.
+        first = [
+            Operator(OperatorRole.PROJECTION, "product", shape.tokens, columns, model.hidden, split="column",
+                     alternate=widths[1] / columns)
+        ]  # fmt: skip
+    else:
+        first = [
+            _product(matrix, shape.region_tokens if matrix.split == "none" else shape.tokens, shape.tp,
+                     recomputed_by="up-projection" if matrix.role in UP_PROJECTIONS else "")
+            for matrix in inputs
+        ]  # fmt: skip
+    return [*first, _product(output, shape.tokens, shape.tp, alternate=1.0)]
+
+
+def _attention(model: Model, shape: LayerShape) -> Operator:
+    """Scores and weighted values of this device's heads; ``columns`` are keys, ``inner`` the head's features."""
+    heads = model.heads / shape.tp
+    features = (model.query_key_dim + model.value_dim) * heads
+    attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
+    return Operator(
+        OperatorRole.ATTENTION,
+        "attention",
+        shape.tokens,
+        shape.seq,
+        features,
+        heads=heads,
+        attended=attended,
+        recomputed_by="attention",
+    )
+
+
+def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
+    """Norms, residuals and rotary embedding: bytes read and written in 16 bit.
+
+    Two norms and two residual additions read and write 10 tensors of h per token forward and 12 backward.
+    """
+    hidden = model.hidden * shape.region_tokens
+    operators = [Operator(OperatorRole.NORMS, "traffic", forward_bytes=20 * hidden, backward_bytes=24 * hidden,
+                          kernels=4, recomputed_by="norm")]  # fmt: skip
+    if model.positions == "rope":
+        heads = model.heads / shape.tp + model.key_value_heads / min(shape.tp, model.key_value_heads)
+        moved = 4 * heads * model.query_key_dim * shape.tokens
+        operators.append(Operator(OperatorRole.ROTARY, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=2))
+    return operators
+
+
+def _activation(model: Model, elements: float) -> Operator:
+    """Gated: two inputs and one output of ``elements``; plain: one and one."""
+    forward, backward = (6, 10) if model.gated else (4, 6)
+    return Operator(
+        OperatorRole.ACTIVATION,
+        "traffic",
+        forward_bytes=forward * elements,
+        backward_bytes=backward * elements,
+        recomputed_by="activation",
+    )
+
+
+def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Operator]:
+    up = (2 if model.gated else 1) * width / shape.tp
+    return [
+        Operator(
+            OperatorRole.MLP,
+            "product",
+            shape.tokens,
+            up,
+            model.hidden,
+            split="column",
+            alternate=0.5 if model.gated else 0.0,
+        ),
+        _activation(model, shape.tokens * width / shape.tp),
+        Operator(
+            OperatorRole.MLP, "product", shape.tokens, model.hidden, width / shape.tp, split="row", ends_layer=last
+        ),
+    ]
+
+
+def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
+    """Router, permutation and grouped matmuls of the experts on this device, with balanced load."""
+    assert model.moe
+    moe = model.moe
+    # Tensor-parallel ranks share the tokens out even where all of them hold the same (no sequence parallelism).
+    own = shape.tokens / shape.tp * moe.top_k
+    routed = own * shape.expert_tp
+    width = moe.ffn / shape.expert_tp
+    up = (2 if model.gated else 1) * width
+    moved = 4 * model.hidden * own
+    operators = [
+        Operator(OperatorRole.ROUTER, "product", shape.region_tokens, moe.experts, model.hidden, wide=True),
+        Operator(OperatorRole.PERMUTE, "traffic", forward_bytes=moved, backward_bytes=moved, kernels=3),
+        Operator(OperatorRole.EXPERTS, "product", routed, up, model.hidden, expert=True),
+        _activation(model, routed * width),
+        Operator(OperatorRole.EXPERTS, "product", routed, model.hidden, width, expert=True),
+    ]
+    return operators + (_mlp(model, shape, moe.shared_ffn, last) if moe.shared_ffn else [])
+
+
+def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
+    """What a multi-token-prediction module adds besides its layer: a projection of two states, the head once more."""
+    projection = Operator(OperatorRole.PREDICTION, "product", shape.region_tokens, model.hidden, 2 * model.hidden)
+    return (projection, *head_operators(model, shape))
+
+
+def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
+    """Output projection and loss of the last stage; the logits stay in 16 bit in every recipe."""
+    logits = shape.tokens * model.vocab / shape.tp
+    return (
+        Operator(OperatorRole.HEAD, "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),
+        Operator(OperatorRole.LOSS, "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),
+    )
+
+
+class RecomputeSettings(Protocol):
+    """A strategy, or what a sweep chooses of one."""
+
+    @property
+    def recompute(self) -> str: ...
+
+    @property
+    def recompute_layers(self) -> int | None: ...
+
+
+def layers_to_recompute(settings: RecomputeSettings) -> float:
+    """Layers of every rank that full recompute runs again; infinity for all of them."""
+    if settings.recompute != "full":
+        return 0.0
+    return math.inf if settings.recompute_layers is None else settings.recompute_layers
+
+
+def recomputed_share(wanted: Any, layers: Any) -> Any:
+    """Share of a rank's ``layers`` whose forward pass, communication included, runs again."""
+    return minimum(1.0, wanted / maximum(1, layers))
+
+
+def fully_recomputed_share(job: Job, contents: RankContents) -> float:
+    return float(recomputed_share(layers_to_recompute(job.strategy), contents.layers))
+
+
+def layers_stay_whole(wanted: Any, layers: Any, chunks: Any) -> Any:
+    """Whether every stage of a rank has layers behind those that full recompute brings back: they go first."""
+    return (wanted > 0) & (wanted <= layers - chunks)
+
+
+def blend(share: Any, plain: Any, recomputed: Any) -> Any:
+    """A figure of layers of which full recompute runs a ``share`` again."""
+    return (1 - share) * plain + share * recomputed
+
+
+def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
+    """Tensors that recompute brings back while one layer runs its backward pass.
+
+    ``kinds``: how many layers of a kind there are, and what is brought back in one.
+    """
+    most: Any = 0.0
+    for count, brought_back in kinds:
+        most = maximum(most, (count > 0) * brought_back)
+    return most
+
+
+def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
+    """Share of an operator's forward pass that recompute runs again: all of the layer, or only what it names."""
+    if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
+        return 1.0
+    if "alternate-products" in job.recomputed_operators:
+        return 1.0 if operator.kind == "traffic" else operator.alternate
+    return 0.0 if operator.ends_layer and job.stack.full_recompute == "as needed" else full_share
+
+
+def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Dense and mixture-of-experts layers whose last matmul, and its sum over ranks, full recompute does not repeat.
+
+    Only the residual addition reads its result, which no gradient needs. PyTorch's checkpoint without reentry stops
+    at the last tensor that the backward pass reads (torch.utils.checkpoint.set_checkpoint_early_stop).
+    """
+    if job.stack.full_recompute == "whole":
+        return 0, 0
+    dense, moe = (ends_with_product(job.model, moe=moe) for moe in (False, True))
+    return dense * contents.dense_layers, moe * contents.moe_layers
+
+
+def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:
+    """Whether full recompute does not repeat the sum or gather of the experts' outputs over ranks that split them.
+
+    It does where their tokens have yet to travel back and are weighted then, and where a shared expert follows, of
+    which a gradient reads something. Not so where all experts are on every rank, nor where tensor-parallel ranks hold
+    the ``same_tokens``: they join their outputs last.
+    """
+    model = job.model
+    normed = model.norms_per_layer > 2 or model.norm_after
+    if job.stack.full_recompute == "whole" or normed or (model.moe and model.moe.shared_ffn):
+        return False
+    return same_tokens or job.strategy.ep == 1

@@ -1,0 +1,112 @@
+"""Where the seconds of a predicted step go: parts that add up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardwise.cost.compute.operators import OperatorKind
+from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.step.prediction import Prediction, RankPrediction
+from shardwise.cost.step.simulation import SimulatedStep, rank_predictions
+from shardwise.cost.step.stage_time import optimizer_seconds, seconds_by_kind
+from shardwise.cost.traffic.payload import Payload
+from shardwise.cost.traffic.traffic import IN_LAYER, Traffic
+from shardwise.spec.job import Job
+
+COMPUTE = ("products", "attention", "memory-bound", "launches")
+COMMUNICATION = ("tp", "cp", "ep", "pp", "dp", "offload")
+_KINDS: dict[str, OperatorKind] = {"products": "product", "attention": "attention", "memory-bound": "traffic"}
+STEP_PARTS = (*COMPUTE, "recompute", "tp", "cp", "ep", "bubble", "pp", "dp", "offload", "optimizer", "overhead")
+
+
+def step_parts(step: SimulatedStep) -> dict[str, float]:
+    """Seconds of each of ``STEP_PARTS``.
+
+    What the microbatches take is that of the busiest pipeline rank, what comes once a step that of the rank that is
+    longest at it. ``pp`` is what the pipeline would save if messages took no time.
+    """
+    prediction, job = step.prediction, step.prediction.job
+    stages = busiest_stages(prediction)
+    parts = _mean([_compute(job, stage) for stage in stages])
+    parts |= {name: sum(one.added_seconds for one in traffics_of(step, name)) for name in COMMUNICATION}
+    work = job.microbatches * sum(stage.microbatch_seconds for stage in stages) / len(stages)
+    overhead = job.cluster.device.efficiency.step_seconds
+    update = float(optimizer_seconds(job, prediction.last.contents, sharding_of(job.strategy)))
+    parts["bubble"] = _beyond_rounding(step.pipeline_seconds - work - step.message_seconds, step.pipeline_seconds)
+    parts |= {"optimizer": update - overhead, "overhead": overhead}
+    return {name: parts[name] for name in STEP_PARTS}
+
+
+def busiest_stages(prediction: Prediction) -> tuple[RankPrediction, ...]:
+    """The slowest stage; of DualPipe the two that the busiest rank runs, each for half of the microbatches."""
+    if not prediction.job.strategy.schedule_record.two_copies or prediction.job.strategy.pp == 1:
+        return (prediction.slowest,)
+    stages = rank_predictions(prediction)
+    pairs = list(zip(stages, reversed(stages)))[: (len(stages) + 1) // 2]
+    return max(pairs, key=lambda pair: sum(stage.microbatch_seconds for stage in pair))
+
+
+def _mean(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(one[name] for one in parts) / len(parts) for name in parts[0]}
+
+
+def _compute(job: Job, stage: RankPrediction) -> dict[str, float]:
+    """A stage's operators by kind, each without its launches, which are a part of their own; and what runs again."""
+    m, compute = job.microbatches, stage.compute
+    alone = seconds_by_kind(_launched_at_once(job), stage.contents)
+    parts = {name: m * alone[kind] for name, kind in _KINDS.items()}
+    whole = m * (compute.forward + compute.backward - compute.recomputed)
+    launches = _beyond_rounding(whole - sum(parts.values()), whole)
+    return {**parts, "launches": launches, "recompute": m * compute.recomputed}
+
+
+def _beyond_rounding(difference: float, of: float) -> float:
+    """What is left of ``of``; nothing if it is so little that only the rounding of its parts made it."""
+    return difference if abs(difference) > 1e-9 * of else 0.0
+
+
+def _launched_at_once(job: Job) -> Job:
+    """The same job where starting a kernel takes no time."""
+    cluster, device = job.cluster, job.cluster.device
+    efficiency = device.efficiency.unchecked(operator_seconds=0.0)
+    return job.unchecked(cluster=cluster.unchecked(device=device.unchecked(efficiency=efficiency)))
+
+
+def traffics_of(step: SimulatedStep, dimension: str) -> tuple[Traffic, ...]:
+    """What a dimension sends on the rank that sets its pace, with what of it the predicted step waits for."""
+    once = [one for one in step.prediction.last.traffics if one.dimension == dimension]
+    if dimension not in (*IN_LAYER, "pp"):
+        return tuple(once)
+    own = _of_stages(busiest_stages(step.prediction), dimension)
+    messages = [one for one in own if one.fixed_exposed_seconds is not None]
+    if messages:
+        each = step.message_seconds / len(messages)
+        own = [replace(one, exposed_seconds=each) if one in messages else one for one in own]
+    return (*own, *(one for one in once if one.once))
+
+
+def _of_stages(stages: Sequence[RankPrediction], dimension: str) -> list[Traffic]:
+    """Those of the layers and of messages; a rank with several stages has its part of each."""
+    found: dict[Payload, list[Traffic]] = {}
+    for stage in stages:
+        for one in stage.traffics:
+            if one.dimension == dimension and not one.once:
+                found.setdefault(one.payload, []).append(one)
+    return [_shared(members, len(stages)) for members in found.values()]
+
+
+def _shared(members: Sequence[Traffic], stages: int) -> Traffic:
+    if stages == 1:
+        return members[0]
+    return replace(
+        members[0],
+        count=sum(one.count for one in members) / stages,
+        exposed_seconds=sum(one.exposed_seconds for one in members) / stages,
+        under_compute_seconds=sum(one.under_compute_seconds for one in members) / stages,
+    )
+
+
+def grouped(parts: Mapping[str, float], groups: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
+    """The same seconds in fewer parts: ``groups`` names those that are added up."""
+    return {name: sum(parts[part] for part in members) for name, members in groups.items()}

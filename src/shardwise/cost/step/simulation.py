@@ -1,0 +1,144 @@
+"""The step of a job by simulating its pipeline: every pass of every microbatch on every stage, instead of a formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.cost.compute.flops import flops_per_token
+from shardwise.cost.step.prediction import Prediction, RankPrediction
+from shardwise.cost.step.stage_time import part_seconds
+from shardwise.layout.stages import RankContents, rank_contents, stage_contents, stages_of_rank
+from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times
+from shardwise.pipeline.steady import simulated_pipeline
+from shardwise.spec.job import Job
+from shardwise.spec.schedules import PLAIN
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A predicted step whose pipeline was simulated.
+
+    As in the closed form, the pipeline takes as long as its longest rank: a rank may start its next step when its own
+    is over (``Timeline.longest_rank_seconds``).
+    """
+
+    prediction: Prediction
+    pipeline_seconds: float  # all microbatches through the pipeline
+    timeline: Timeline | None  # None for one pipeline stage, when extrapolated, or by the closed form
+    is_closed_form: bool = False
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline_seconds + self.prediction.tail_seconds
+
+    @property
+    def bubble_seconds(self) -> float:
+        """Beyond the work of the slowest rank; below zero where DualPipe gives that stage's work to two ranks."""
+        return self.pipeline_seconds - self.prediction.job.microbatches * self.prediction.slowest.microbatch_seconds
+
+    @cached_property
+    def message_seconds(self) -> float:
+        """What the pipeline would save if messages between its stages took no time."""
+        if self.is_closed_form:
+            return self.prediction.bubble_seconds - self.prediction.bubble_with(0.0)
+        if self.prediction.job.strategy.pp == 1:
+            return 0.0
+        return max(0.0, self.pipeline_seconds - _pipeline(self.prediction, 0.0)[0])
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.prediction.job.tokens_per_step / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, causal attention counted once, recomputed FLOPs not counted."""
+        job = self.prediction.job
+        peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
+        return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / peak
+
+
+def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: int | None = None) -> SimulatedStep:
+    """The step with its pipeline simulated.
+
+    Many microbatches run in a steady state that repeats: there the simulation of fewer is extrapolated, which changes
+    nothing but rounding and leaves no timeline. ``whole`` simulates all of them. Some schedules have no such state:
+    of those, more than ``most_passes`` are priced by the closed form.
+    """
+    job, strategy = prediction.job, prediction.job.strategy
+    if strategy.pp == 1:
+        return SimulatedStep(prediction, job.microbatches * prediction.slowest.microbatch_seconds, None)
+    passes = 3 * job.microbatches * strategy.stages
+    if most_passes is not None and strategy.schedule_record.repeats == "unknown" and passes > most_passes:
+        return SimulatedStep(prediction, prediction.pipeline_seconds, None, is_closed_form=True)
+    return SimulatedStep(prediction, *_pipeline(prediction, prediction.slowest.message_seconds, whole=whole))
+
+
+def _pipeline(prediction: Prediction, message_seconds: float, *, whole: bool = False) -> tuple[float, Timeline | None]:
+    job, strategy = prediction.job, prediction.job.strategy
+    return simulated_pipeline(
+        strategy.schedule,
+        strategy.pp,
+        job.microbatches,
+        strategy.chunks_per_rank,
+        pipeline_times(prediction),
+        message_seconds,
+        whole=whole,
+    )
+
+
+def step_timeline(prediction: Prediction) -> Timeline:
+    """Every pass of the step; of a job without a pipeline, one microbatch after the other (or as GPipe, all forwards
+    first)."""
+    timeline = simulated_step(prediction, whole=True).timeline
+    if timeline is not None:
+        return timeline
+    own = prediction.job.strategy.schedule_record
+    order = own.name if own.forwards_first else PLAIN
+    return simulate(build(order, 1, prediction.job.microbatches), pipeline_times(prediction))
+
+
+def pipeline_times(prediction: Prediction) -> StageTimes:
+    """Seconds of one microbatch on every stage: pp × chunks of them in model order, or one without a pipeline."""
+    job = prediction.job
+    if job.strategy.pp == 1:
+        rank = prediction.slowest
+        return stage_times([rank.forward], [rank.input_gradient], [rank.weight_gradient])
+    passes = [(0.0, 0.0, 0.0)] * job.strategy.stages
+    for number, rank in enumerate(rank_predictions(prediction)):
+        stages = stages_of_rank(job, number)
+        for stage, seconds in zip(stages, seconds_of_stages(job, rank, stages)):
+            passes[stage] = seconds
+    return stage_times(*zip(*passes))
+
+
+def rank_predictions(prediction: Prediction) -> list[RankPrediction]:
+    """The prediction of every pipeline rank: that of its kind."""
+    kinds = {_kind(rank.contents): rank for rank in prediction.ranks}
+    return [kinds[_kind(rank_contents(prediction.job, number))] for number in range(prediction.job.strategy.pp)]
+
+
+def _kind(contents: RankContents) -> tuple[int, int, bool, bool]:
+    """What decides how long a rank takes (``rank_kinds``)."""
+    return contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head
+
+
+def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -> list[tuple[float, float, float]]:
+    """A rank's forward, input-gradient and weight-gradient seconds over its stages.
+
+    In proportion to what each stage computes alone: its layers, its head, its call. Exposed communication is known
+    only for the whole rank and is divided alike, as if layers and head waited for the same share.
+    """
+    whole = (rank.forward, rank.input_gradient, rank.weight_gradient)
+    if len(stages) == 1:
+        return [whole]
+    alone = [part_seconds(job, stage_contents(job, stage)) for stage in stages]
+    call = job.cluster.device.efficiency.stage_call_seconds
+    columns = zip(*((one.forward + call, one.input_gradient + call, one.weight_gradient) for one in alone))
+    parts = [_in_proportion(seconds, column) for seconds, column in zip(whole, columns)]
+    return list(zip(*parts))
+
+
+def _in_proportion(total: float, weights: tuple[float, ...]) -> list[float]:
+    whole = sum(weights)
+    return [total * weight / whole if whole else total / len(weights) for weight in weights]

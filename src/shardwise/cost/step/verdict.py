@@ -1,0 +1,225 @@
+"""What bounds a job, and which single change of its strategy shortens the predicted step most, or makes it fit.
+
+Sending less between data-parallel ranks is only a hint, since it changes what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.cost.analysis import Analysis, analyze
+from shardwise.cost.memory.device import DeviceMemory, peak_memory
+from shardwise.cost.memory.room import fit_of
+from shardwise.cost.step.parts import COMMUNICATION, grouped
+from shardwise.cost.step.prediction import predict
+from shardwise.cost.traffic.traffic import Traffic
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.less_communication import Compression, Synchronise
+from shardwise.spec.strategy import Offload
+from shardwise.spec.support import verdict
+
+EXPOSED_LIMIT = 0.30
+WORTH_A_CHANGE = 0.01  # of the predicted step
+_GROUPS = {
+    "arithmetic": ("products", "attention", "recompute"),
+    "memory-bound": ("memory-bound",),
+    "fixed": ("launches", "overhead"),
+    "optimizer": ("optimizer",),
+    "bubble": ("bubble",),
+    **{name: (name,) for name in COMMUNICATION},
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A part of the predicted step; of a communication also the collective that is exposed longest, and its level."""
+
+    part: str
+    seconds: float
+    share: float
+    collective: Traffic | None = None
+    level_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What bounds a job: the memory of a device or of its host, or else time: the largest parts, largest first.
+
+    ``largest_part`` of the memory, where a device's does not suffice.
+    """
+
+    kind: Literal["device memory", "host memory", "time"]
+    causes: tuple[Cause, ...] = ()
+    largest_part: str = ""
+
+
+def bottleneck(analysis: Analysis) -> Bottleneck:
+    """Memory where the job does not fit; else the largest parts of the predicted step, the second if it matters."""
+    memory = analysis.memory
+    if analysis.fit == "does not fit":
+        if memory.total <= analysis.room.usable_bytes:
+            return Bottleneck("host memory")
+        return Bottleneck("device memory", largest_part=max(memory.PARTS, key=lambda part: getattr(memory, part)))
+    parts, whole = grouped(analysis.parts, _GROUPS), analysis.predicted_seconds
+    first, second = sorted(parts, key=lambda part: -parts[part])[:2]
+    named = (first,) if parts[second] < WORTH_A_CHANGE * whole else (first, second)
+    return Bottleneck("time", tuple(_cause(analysis, part, parts[part]) for part in named))
+
+
+def _cause(analysis: Analysis, part: str, seconds: float) -> Cause:
+    cause = Cause(part, seconds, seconds / analysis.predicted_seconds)
+    if part not in COMMUNICATION:
+        return cause
+    worst = max(analysis.dimension_traffics(part), key=lambda traffic: traffic.added_seconds, default=None)
+    if worst is None:
+        return cause
+    level = max(worst.cost.levels, key=lambda level: level.latency_seconds + level.bandwidth_seconds, default=None)
+    return replace(cause, collective=worst, level_name=None if level is None else level.level_name)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the strategy, priced: the job with it takes ``predicted_seconds`` a step and fits."""
+
+    job: Job
+    predicted_seconds: float
+    exposed_share: float
+    memory: DeviceMemory
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.predicted_seconds / self.job.tokens_per_step
+
+
+def best_change(analysis: Analysis) -> Change | None:
+    """The single change that shortens the predicted step most, by what is worth a word; it fits as well as the job."""
+    allowed = ("fits",) if analysis.fit == "fits" else ("fits", "tight")
+    found = _quickest(analysis.job, allowed)
+    limit = (1 - WORTH_A_CHANGE) * analysis.predicted_seconds / analysis.job.tokens_per_step
+    return found if found is not None and found.seconds_per_token < limit else None
+
+
+def fitting_change(job: Job) -> Change | None:
+    """The single change with which a job that does not fit does, with room to spare; of several the quickest."""
+    return _quickest(job, ("fits",))
+
+
+def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
+    """What is advised is not only priced: a change adds nothing that the engine does not run to what the job has."""
+    found = []
+    for other in neighbours(job):
+        try:
+            if _as_runnable(job, other) and fit_of(other) in allowed:
+                found.append((predict(other).step_seconds / other.tokens_per_step, other))
+        except SpecError:  # a group would cut across the network
+            continue
+    if not found:
+        return None
+    _, best = min(found, key=lambda one: one[0])
+    priced = analyze(best)
+    return Change(best, priced.predicted_seconds, priced.exposed_share, peak_memory(best))
+
+
+def _as_runnable(job: Job, other: Job) -> bool:
+    """Whether our engine runs ``other`` where it runs ``job``, and lacks no more for it; what others lack is theirs."""
+    now, then = verdict(job), verdict(other)
+    lacked = {one.techniques for one in now.findings}
+    return now.status == then.status and not (
+        job.stack.is_own and any(f.techniques not in lacked for f in then.findings)
+    )
+
+
+def neighbours(job: Job) -> Iterator[Job]:
+    """Strategies one change away on the same devices with the same batch; those that cannot be built are skipped."""
+    for changes in _changes(job):
+        try:
+            yield replace(job, strategy=replace(job.strategy, **changes))  # type: ignore[arg-type]
+        except SpecError:
+            continue
+
+
+def _changes(job: Job) -> Iterator[dict[str, object]]:
+    strategy = job.strategy
+    dp = strategy.data_parallel
+    for name in ("tp", "cp", "pp"):
+        degree = strategy.degree(name)
+        if degree % 2 == 0:
+            yield {name: degree // 2, "dp": dp * 2}
+        if dp % 2 == 0:
+            yield {name: degree * 2, "dp": dp // 2}
+    yield {"microbatch": strategy.microbatch * 2}
+    if strategy.microbatch % 2 == 0:
+        yield {"microbatch": strategy.microbatch // 2}
+    for recompute in ("none", "selective", "full"):
+        if recompute != strategy.recompute:
+            yield {"recompute": recompute, "recompute_layers": None}
+    for name in ("tp", "dp", "cp", "ep", "pp", "offload"):
+        if not getattr(strategy.overlap, name):
+            yield {"overlap": replace(strategy.overlap, **{name: True})}
+    yield from _sharding_changes(job)
+    if strategy.ep > 1:
+        yield {"ep": strategy.ep // 2}
+        if strategy.dispatch == "all-to-all":
+            yield {"dispatch": "deduplicated"}
+    # The memory of a CPU is the host's own.
+    if strategy.offload == Offload() and job.cluster.host_link is not None and job.run_device != "cpu":
+        yield {"offload": Offload(optimizer=1.0)}
+
+
+def _sharding_changes(job: Job) -> Iterator[dict[str, object]]:
+    strategy = job.strategy
+    for zero in range(4):
+        if zero != strategy.zero:
+            yield {"zero": zero}
+    if strategy.zero == 3:
+        yield {"keep_parameters": True}
+    if strategy.zero >= 2:
+        yield {"accumulate": "local"}
+        node = job.cluster.node_devices // strategy.tp
+        if node > 1 and strategy.shard_group is None:
+            yield {"shard_group": node}
+
+
+WORTH_A_WORD = 0.30  # of the step spent waiting for other data-parallel ranks
+WORTH_A_CHANGE_OF_TRAINING = 1.1  # times as fast
+_TRIED = ((Compression(method="int8"), Synchronise()), (Compression(), Synchronise(method="diloco")))
+
+
+@dataclass(frozen=True)
+class FasterJob:
+    """A job that sends less, and how many times as fast its step is."""
+
+    job: Job
+    speedup: float
+
+
+@dataclass(frozen=True)
+class SendingLess:
+    """The share of the step that waits for data-parallel ranks, and what would shorten it."""
+
+    waiting_share: float
+    options: tuple[FasterJob, ...]
+
+
+def sending_less(job: Job) -> SendingLess | None:
+    """What compressed gradients and DiLoCo would make of a step that mostly waits for gradients; None of others."""
+    strategy, step = job.strategy, predict(job)
+    waiting = max(rank.exposed("dp") for rank in step.ranks) / step.step_seconds
+    if waiting < WORTH_A_WORD or strategy.compression.is_used or not strategy.synchronise.every_step:
+        return None
+    found = []
+    for compression, synchronise in _TRIED:
+        try:
+            other = job.with_strategy(
+                zero=0, shard_group=None, keep_parameters=False, compression=compression, synchronise=synchronise
+            )
+        except SpecError:
+            continue
+        fits = fit_of(other) == "fits"
+        speedup = step.step_seconds / predict(other).step_seconds
+        if fits and verdict(other).status == "runs" and speedup > WORTH_A_CHANGE_OF_TRAINING:
+            found.append(FasterJob(other, speedup))
+    return SendingLess(waiting, tuple(found)) if found else None

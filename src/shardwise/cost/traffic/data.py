@@ -1,0 +1,319 @@
+"""Data parallelism: gradient reduction, and what ZeRO gathers.
+
+ZeRO-1 and 2 reduce-scatter gradients and all-gather updated parameters: the bytes of one all-reduce. ZeRO-3
+gathers parameters in the forward and again in the backward pass: 1.5 times that, and the gathers repeat for
+every microbatch unless the gathered parameters are kept (Rajbhandari et al. 2020, section 7). PowerSGD sends two thin
+matrices for every matrix, and the rest as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from shardwise.collectives import CollectiveKind
+from shardwise.collectives.arrays import minimum
+from shardwise.cost.memory.states import Sharding, sharding_of
+from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_schedules
+from shardwise.cost.traffic.network import level_names, spanned
+from shardwise.cost.traffic.overlap import Pass
+from shardwise.cost.traffic.payload import Payload, Role, Share, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+from shardwise.spec.less_communication import Compression, Synchronise, low_rank
+from shardwise.spec.model import Matrix, Model
+from shardwise.spec.schedules import schedule_record
+from shardwise.spec.strategy import Strategy
+
+
+class ThinElements(NamedTuple):
+    """Elements of the first sum (left factors, and what is no matrix) and of the second (right factors)."""
+
+    first: float
+    second: float
+
+
+def thin_elements(model: Model, strategy: Strategy, contents: RankContents) -> tuple[ThinElements, ThinElements]:
+    """Of the dense parameters and of the experts of a rank."""
+    rank = strategy.compression.rank
+    dense = _thin(rank, contents.dense, _dense_matrices(model, strategy, contents))
+    return dense, _thin(rank, contents.experts, _expert_matrices(model, strategy, contents))
+
+
+def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, float]]) -> ThinElements:
+    left = right = replaced = 0.0
+    for count, rows, columns in matrices:
+        width = low_rank(rank, rows, columns)
+        if width:
+            left += count * rows * width
+            right += count * columns * width
+            replaced += count * rows * columns
+    return ThinElements(left + parameters - replaced, right)
+
+
+def _dense_matrices(model: Model, strategy: Strategy, contents: RankContents) -> Iterator[tuple[float, float, float]]:
+    """How many, rows and columns on a device."""
+    tp, moe = strategy.tp, model.moe
+    shared = model.mlp_matrices(moe.shared_ffn) if moe and moe.shared_ffn else ()
+    for matrix in model.attention_matrices:
+        yield (contents.layers, *_cut(matrix, tp))
+    for matrix in model.mlp_matrices(model.ffn):
+        yield (contents.dense_layers, *_cut(matrix, tp))
+    for matrix in (*shared, *(model.router_matrices if moe else ())):
+        yield (contents.moe_layers, *_cut(matrix, tp))
+    vocabulary = (model.vocab / tp, float(model.hidden))
+    if contents.has_embedding:
+        yield (1, *vocabulary)
+        if model.positions == "learned":
+            yield (1, model.max_seq, model.hidden)
+    if contents.has_head and not (model.tied_embeddings and contents.has_embedding):
+        yield (1, *vocabulary)
+
+
+def _expert_matrices(model: Model, strategy: Strategy, contents: RankContents) -> Iterator[tuple[float, float, float]]:
+    if model.moe is None:
+        return
+    for matrix in model.mlp_matrices(model.moe.ffn):
+        count = contents.moe_layers * model.moe.experts / strategy.ep
+        yield (count, *_cut(matrix, strategy.expert_tensor_parallel))
+
+
+def _cut(matrix: Matrix, tensor: int) -> tuple[float, float]:
+    rows, columns, share = float(matrix.outputs), float(matrix.inputs), matrix.share(tensor)
+    if matrix.split == "column":
+        rows *= share
+    elif matrix.split == "row":
+        columns *= share
+    return rows, columns
+
+
+def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Collectives over the ranks that hold the same parameters: cp·dp, and expert data parallelism."""
+    strategy, shards = job.strategy, divided_over(job.strategy)
+    dense_units, expert_units = communication_units(job, contents)
+    dense, experts = sent_parameters(job, strategy, contents)
+    traffics = _group_traffic(job, Share.DENSE, dense.over(dense_units), dense_units, dense_ranks(strategy, shards))
+    if contents.experts:
+        each = experts.over(expert_units)
+        traffics += _group_traffic(job, Share.EXPERTS, each, expert_units, expert_ranks(strategy, shards))
+    return traffics
+
+
+class SentParameters(NamedTuple):
+    """Parameters that are sent together: all, those of them in layers, their thin factors under powersgd, and all in
+    whole blocks for every rank under other compression.
+
+    Numbers, or arrays of several kinds of rank.
+    """
+
+    all: Any
+    in_layers: Any
+    first_factors: Any = 0.0
+    second_factors: Any = 0.0
+    in_blocks: Any = 0.0
+
+    def over(self, units: Any) -> SentParameters:
+        """Those of one of so many equal units."""
+        return SentParameters(*(figure / units for figure in self))
+
+
+def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tuple[SentParameters, SentParameters]:
+    """Of the dense parameters and of the experts of a rank."""
+    thin = (ThinElements(0.0, 0.0), ThinElements(0.0, 0.0))
+    if job.strategy.compression.method == "powersgd":
+        thin = thin_elements(job.model, strategy, contents)
+    whole = strategy.compression.in_blocks
+    dense = whole(contents.dense, strategy.gradient_group)
+    experts = whole(contents.experts, strategy.expert_data_parallel)
+    return (
+        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense),
+        SentParameters(contents.experts, contents.experts, *thin[1], experts),
+    )
+
+
+def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Pieces of the dense parameters and of the experts that are reduced or gathered one after the other.
+
+    They are layers; where the strategy has a size for its buckets, as many layers together as fill one.
+    """
+    layers, moe_layers = max(1, contents.layers), max(1, contents.moe_layers)
+    bucket, weight = job.strategy.bucket, job.training.recipe.weight
+    if bucket is None:
+        return layers, moe_layers
+    each = (contents.dense * weight / layers, contents.experts * weight / moe_layers)
+    dense, experts = (math.ceil(bucket / size) if size else 1 for size in each)
+    return math.ceil(layers / dense), math.ceil(moe_layers / experts)
+
+
+class Wire(NamedTuple):
+    """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather.
+
+    ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
+    summed once a step, however often they are made. ``compression`` is that of whole gradients, ``synchronise`` says
+    when workers meet.
+    """
+
+    gradient: float
+    weight: float
+    gather_hides: bool
+    ends_once: bool = False
+    sums_once: bool = False
+    compression: Compression = Compression()
+    synchronise: Synchronise = Synchronise()
+
+
+def wire_bytes(job: Job, pp: int) -> Wire:
+    """What the stack sends; parameters that it gathers in the optimizer's step are waited for."""
+    recipe, stack = job.training.recipe, job.stack
+    gradient = min(recipe.gradient, 2.0) if stack.gradient_reduce == "bf16" else recipe.gradient
+    narrow = stack.parameter_gather == "fp8" and recipe.compute in ("fp8", "fp4")
+    fsdp = stack.sharded_parameters == "fp32 shards"
+    gathered = 1.0 if narrow else recipe.weight
+    late, compression = not stack.per_parameter_shards, job.strategy.compression
+    return Wire(gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise)
+
+
+@dataclass(frozen=True)
+class DataLine:
+    """One collective over the shards or the replicas of a group of parameters, once per unit.
+
+    ``times`` is how often a step goes over all units.
+    """
+
+    payload: Payload
+    kind: CollectiveKind
+    over: Literal["shards", "replicas"]
+    unit_bytes: Any
+    times: Any
+    window_share: Any
+    last_only: bool
+
+    @property
+    def window(self) -> Pass:
+        """The pass that it may run under."""
+        return self.payload.in_pass
+
+    def by_schedules(self, ranks: SharedRanks) -> bool:
+        """Whether the engine may run a schedule of ours for it: sums of gradients, not those between shard groups."""
+        sums = self.payload.role in (Role.GRADIENTS, Role.GRADIENT_SHARDS)
+        return sums and self.kind is (CollectiveKind.REDUCE_SCATTER if ranks.sharded else CollectiveKind.ALL_REDUCE)
+
+
+def data_lines(
+    sharding: Sharding,
+    unit: SentParameters,
+    shards: Any,
+    wire: Wire,
+    microbatches: Any,
+    last: Any,
+) -> list[DataLine]:
+    """What one group of parameters sends; ``last`` is the share of a pass in which gradients are complete.
+
+    Numbers of one strategy, or columns of a table of them.
+    """
+    gradient, weight = wire.gradient, wire.weight
+    reductions, share = (microbatches, 1.0) if sharding.gradients_sharded else (1, last)
+    gathers, gather_share = (1, last if wire.gather_hides else 0.0) if sharding.gathers_once else (microbatches, 1.0)
+    whole, part = unit.all * gradient, unit.all * gradient / shards
+    gathered = unit.all * weight
+    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    late = not sharding.gradients_sharded
+    sums, sum_share, sums_late = (1, last, True) if wire.sums_once else (reductions, share, late)
+    lines = [
+        DataLine(sent_backward(Role.GRADIENTS), scatter, "shards", whole, reductions, share, late),
+        DataLine(
+            sent_forward(Role.PARAMETERS), gather, "shards", gathered, gathers, gather_share, sharding.gathers_once
+        ),
+    ]
+    if wire.synchronise.every_step:
+        lines += [
+            DataLine(sent_backward(role), kind, "replicas", size, sums, sum_share, sums_late)
+            for role, kind, size in _sums(unit, part, wire.compression)
+        ]
+    else:
+        lines.append(_meeting(unit, part, wire.synchronise))
+    if not sharding.gathers_once:
+        once_more = unit.in_layers * weight if wire.ends_once else gathered
+        again = DataLine(sent_backward(Role.PARAMETERS), gather, "shards", once_more, microbatches, 1.0, False)
+        lines.insert(0, again)
+    return lines
+
+
+def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tuple[Role, CollectiveKind, Any]]:
+    """What sums gradients over copies of the same parameters: one all-reduce, or what compression makes of it.
+
+    Codes are exchanged and added by the owners of pieces, whose sums are gathered as codes; of thin factors the second
+    are made from the sum of the first.
+    """
+    reduce = CollectiveKind.ALL_REDUCE
+    if not compression.is_used:
+        return [(Role.GRADIENT_SHARDS, reduce, part)]
+    if compression.method == "powersgd":
+        return [
+            (Role.FIRST_FACTORS, reduce, 4 * unit.first_factors),
+            (Role.SECOND_FACTORS, reduce, 4 * unit.second_factors),
+        ]
+    codes = unit.in_blocks * compression.element_bytes
+    return [
+        (Role.GRADIENT_CODES, CollectiveKind.ALL_TO_ALL, codes),
+        (Role.CODES_OF_SUMS, CollectiveKind.ALL_GATHER, codes),
+    ]
+
+
+def _meeting(unit: SentParameters, part: Any, synchronise: Synchronise) -> DataLine:
+    """What workers send that do not sum their gradients in every step.
+
+    Weights after every so many steps, which nothing hides; or gradients, under all of the next steps (a forward pass
+    takes about half as long as a backward pass).
+    """
+    reduce = CollectiveKind.ALL_REDUCE
+    if synchronise.is_async:
+        under = 1.5 * synchronise.staleness
+        return DataLine(sent_backward(Role.LATE_GRADIENTS), reduce, "replicas", part, 1, under, False)
+    often = 1 / synchronise.inner_steps
+    return DataLine(sent_backward(Role.WORKERS_WEIGHTS), reduce, "replicas", 4 * unit.all, often, 0.0, True)
+
+
+def last_share(pp: int, schedule: str, microbatches: Any) -> Any:
+    """Share of a pass in which gradients are complete: the last microbatch; of every chunk, in rounds."""
+    return minimum(1.0, schedule_record(schedule).rounds(pp) / microbatches)
+
+
+def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ranks: SharedRanks) -> list[Traffic]:
+    strategy, m = job.strategy, job.microbatches
+    last = last_share(strategy.pp, strategy.schedule, m)
+    over = {
+        "shards": spanned(job.cluster, ranks.sharded, "strategy.dp"),
+        "replicas": spanned(job.cluster, ranks.replicas, "strategy.dp"),
+    }
+    traffics = []
+    wire = wire_bytes(job, strategy.pp)
+    for line in data_lines(sharding_of(strategy), unit, ranks.shards, wire, m, last):
+        topology = over[line.over]
+        if topology is None:
+            continue
+        runs = ranks.sharded if line.over == "shards" else ranks.replicas
+        ours = measured_schedules(job.cluster, runs) if line.by_schedules(ranks) else None
+        payload = line.payload._replace(share=share)
+        if payload.role is Role.GRADIENT_SHARDS and ranks.shards == 1:
+            payload = payload._replace(role=Role.GRADIENTS)
+        traffics.append(
+            Traffic(
+                "dp",
+                payload,
+                line.kind,
+                line.unit_bytes,
+                line.times * units,
+                gradient_price(line.kind, line.unit_bytes, topology, ours, strategy.collective),
+                level_names(topology),
+                window=line.window if strategy.overlap.dp else "none",
+                window_share=line.window_share,
+                last_only=line.last_only,
+                unhideable=1 / units,
+            )
+        )
+    return traffics

@@ -1,0 +1,86 @@
+"""What every parallel dimension sends in one step, and how the job's stack and device run it: what is overlapped, and
+which compute units it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardwise.collectives import CollectiveKind
+from shardwise.collectives.arrays import maximum, select
+from shardwise.cost.traffic.context import context_traffic
+from shardwise.cost.traffic.data import data_traffic
+from shardwise.cost.traffic.expert import expert_traffic
+from shardwise.cost.traffic.offload import offload_traffic
+from shardwise.cost.traffic.payload import Role
+from shardwise.cost.traffic.pipeline import pipeline_traffic
+from shardwise.cost.traffic.tensor import tensor_traffic
+from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+
+
+def step_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """All communication of one step on a device of the given pipeline rank, not yet overlapped.
+
+    The order is the order in which traffics claim the computation they may hide under: what sits inside a
+    layer first, what spans the step last.
+    """
+    return [
+        *tensor_traffic(job, contents),
+        *context_traffic(job, contents),
+        *expert_traffic(job, contents),
+        *pipeline_traffic(job, contents),
+        *data_traffic(job, contents),
+        *offload_traffic(job, contents),
+    ]
+
+
+# PyTorch's async TP cuts a gather and the products that read it into pieces, and a product and the scatter of its
+# result: not the scatter of a sum of several products, nor a gather for weight gradients, which reads along its rows
+# (torch/_inductor/fx_passes/micro_pipeline_tp.py, _find_producer_matmul and _find_consumer_matmuls).
+_NOT_DECOMPOSED = (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
+
+
+def as_run(job: Job, traffic: Traffic) -> Traffic:
+    """The traffic with its device's share of compute units and its stack's kind of overlap."""
+    taken = units_taken(job, traffic.dimension, traffic.kind, traffic.level_seconds)
+    traffic = replace(traffic, units_taken=float(taken))
+    stack = job.stack
+    if traffic.dimension != "tp" or not job.strategy.overlap.tp or traffic.window == "none":
+        return traffic
+    if stack.tp_overlap == "buffers":
+        return replace(traffic, unhideable=job.cluster.device.efficiency.overlapped_tp_exposed)
+    if stack.tp_gradients == "in turn" and traffic.payload.role in _NOT_DECOMPOSED:
+        return replace(traffic, window="none")
+    return traffic
+
+
+def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Mapping[str, Any]) -> Any:
+    """Share of the device's compute units that a communication runs on; of the strategy only how it communicates."""
+    taken = job.cluster.device.units_taken
+    if dimension == "offload":
+        return taken.copies
+    if dimension == "tp" and job.strategy.overlap.tp and job.stack.tp_overlap == "decomposed":
+        return taken.copies  # its pieces are copied between symmetric buffers
+    if job.strategy.collective in ("nvls", "sharp"):
+        return taken.in_network
+    if kind is CollectiveKind.ALL_TO_ALL and dimension != "dp":
+        return taken.of_exchanges()
+    units = taken.of_messages() if kind is CollectiveKind.SEND_RECV else taken.collectives
+    return units * busy_share(job.cluster.levels[0].name, link_seconds) if units else 0.0
+
+
+def busy_share(own_link: str, link_seconds: Mapping[str, Any]) -> Any:
+    """Share of a collective's time that it needs the device's own link for, and so the channels that fill it.
+
+    NCCL runs as many channels, each on a compute unit, as fill the links of a group (its author in NVIDIA/nccl issue
+    1360): 24 for the NVLink of a DGX H100 (issue 1367), a few where a node's network port sets the pace.
+    """
+    own: Any = link_seconds.get(own_link, 0.0)
+    longest: Any = 0.0
+    for seconds in link_seconds.values():
+        longest = maximum(longest, seconds)
+    return select(longest > 0, own / select(longest > 0, longest, 1.0), 1.0)

@@ -1,0 +1,95 @@
+"""Expert parallelism: tokens travel to their experts and back, forward and backward.
+
+A plain all-to-all sends a token once per chosen expert. The deduplicated form (DeepSeek-V3, arXiv 2412.19437,
+section 3.2.2; DeepEP) sends it once per destination node and forwards it inside, once per destination device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
+from shardwise.collectives.work import Work, settle
+from shardwise.cost.compute.operators import fully_recomputed_share
+from shardwise.cost.traffic.network import exchanging, level_names, spanned
+from shardwise.cost.traffic.overlap import Window
+from shardwise.cost.traffic.payload import Payload, Role, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.layout.groups import expert_runs
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+from shardwise.spec.model import MixtureOfExperts
+
+
+def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Dispatch and combine of the routed tokens of every mixture-of-experts layer."""
+    model, strategy, recipe = job.model, job.strategy, job.training.recipe
+    if model.moe is None or strategy.ep == 1 or not contents.moe_layers:
+        return []
+    topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep")
+    if topology is None:
+        return []
+    topology = exchanging(topology, job.cluster)
+    # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them, to
+    # every rank that splits an expert.
+    copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
+    region = job.microbatch_tokens / strategy.tp * copies
+    calls = contents.moe_layers * job.microbatches
+    again = fully_recomputed_share(job, contents)
+    # DeepSeek-V3 dispatches in the 8-bit format that the expert's first matmul reads; combining stays in 16 bit.
+    narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
+    sizes = {Role.DISPATCH: narrow, Role.COMBINE: recipe.communication}
+    traffics = []
+    for role, element in sizes.items():
+        token_bytes = region * model.hidden * element
+        for payload, more in ((sent_forward(role), again), (sent_backward(role), 0.0)):
+            traffic = _exchange(job, model.moe, topology, payload, token_bytes, calls * (1 + more))
+            window: Window = payload.in_pass if strategy.overlap.ep else "none"
+            traffics.append(replace(traffic, window=window, repeated=more / (1 + more)))
+    return traffics
+
+
+def _exchange(
+    job: Job, moe: MixtureOfExperts, topology: Topology, payload: Payload, token_bytes: float, count: float
+) -> Traffic:
+    size = token_bytes * moe.top_k
+    if job.strategy.dispatch == "all-to-all":
+        return priced("ep", payload, CollectiveKind.ALL_TO_ALL, size, count, topology, job.strategy.collective)
+    cost = deduplicated_cost(topology, token_bytes, moe)
+    return Traffic("ep", payload, CollectiveKind.ALL_TO_ALL, size, count, cost, level_names(topology))
+
+
+def expected_destinations(experts: int, places: int, chosen: int, limit: int | None = None) -> float:
+    """Distinct ones of N places that the k experts of a token lie on: N(1 − C(E − E/N, k) / C(E, k)).
+
+    They are different ones of E experts, spread evenly over the places, each set of them as likely as any other.
+    ``limit`` is the most places that node-limited routing allows.
+    """
+    elsewhere = experts - experts / places
+    avoided = prod(max(0.0, elsewhere - drawn) / (experts - drawn) for drawn in range(chosen))
+    expected = places * (1 - avoided)
+    return expected if limit is None else min(expected, float(limit))
+
+
+def deduplicated_cost(topology: Topology, token_bytes: float, moe: MixtureOfExperts) -> CollectiveCost:
+    """Two-level exchange: each level carries every token once per distinct member it visits there.
+
+    The levels are forwarded under each other, so the slowest sets the time; latencies add.
+    """
+    used: dict[int, Work] = {}
+    places, sent = 1, 0.0
+    for index in reversed(range(len(topology.levels))):
+        shape = topology.levels[index].shape
+        width = shape.size
+        places *= width
+        # Node-limited routing puts one group of experts on each of the places it counts (DeepSeek-V3: 4 of 8 nodes).
+        limit = moe.groups_used if 1 < moe.groups == places else None
+        visited = expected_destinations(moe.experts, places, moe.top_k, limit)
+        block = token_bytes * visited / width  # for each member of the level, this device's own among them
+        sent += block * (width - 1)
+        used[index] = Work(
+            hops=shape.farthest_hops, bytes=block * shape.exchange_load * topology.sharing(index), steps=1
+        )
+    volume = Work(steps=len(used), sent_bytes=sent, received_bytes=sent, total_bytes=sent * topology.size)
+    return settle(topology, used, volume, "deduplicated", exact=False, overlapped=True)

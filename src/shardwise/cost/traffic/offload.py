@@ -1,0 +1,168 @@
+"""Offload: what moves between a device and its host or disk in one step.
+
+The optimizer's share sends gradients down and updated weights up once a step, since its update runs on the host (Ren
+et al. 2021, ZeRO-Offload, arXiv 2101.06840). States on a disk are read and written there in every step (Rajbhandari et
+al. 2021, ZeRO-Infinity, arXiv 2104.07857). Offloaded activations go down in the forward and up in the backward pass of
+every microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.collectives import CollectiveKind, Level, Topology
+from shardwise.collectives.arrays import select
+from shardwise.collectives.shapes import Switch
+from shardwise.cost.memory.device import travel_of
+from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
+from shardwise.cost.traffic.overlap import Pass, Window
+from shardwise.cost.traffic.payload import Payload, Role, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.layout.stages import RankContents
+from shardwise.spec.errors import SpecError
+from shardwise.spec.hardware import Cluster
+from shardwise.spec.job import Job
+from shardwise.spec.training import Recipe
+
+Target = Literal["cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class OffloadLine:
+    """One kind of transfer: bytes of one, how many in a step, under what, and over which link.
+
+    ``hidden`` is false for what nothing can hide; otherwise the strategy says.
+    """
+
+    payload: Payload
+    size_bytes: Any
+    count: Any
+    window_share: Any = 1.0
+    last_only: bool = False
+    hidden: bool = True
+    link: Target | None = None  # that of the offload's target, unless another is named
+
+    @property
+    def in_pass(self) -> Pass:
+        return self.payload.in_pass
+
+    def window_if(self, overlapped: bool) -> Window:
+        return self.in_pass if overlapped and self.hidden else "none"
+
+
+def state_lines(
+    contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any
+) -> list[OffloadLine]:
+    """Every transfer of weights, gradients and optimizer results that there may be.
+
+    Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
+    gradients, unless they are on the host anyway. That is this project's engine, which moves both when the norm of all
+    gradients is known, by which a step may be left out: no pass is left to hide them under.
+    """
+    offload, m = sharding.offload, microbatches
+    owned, disk = owned_parameters(contents, sharding), offload.target == "nvme"
+    weights, again = _gathered_weights(contents, sharding, recipe)
+    gradients = (owned if sharding.gradients_sharded else contents.total) * recipe.gradient * offload.gradients
+    if recipe.fp32_shards:
+        gradients = owned * 4 * offload.gradients
+    gradient, weight, master = _update_elements(sharding, recipe)
+    apart = owned * max(0.0, offload.optimizer - offload.weights)  # updated on the host, computed with on the device
+    down, up = owned * max(0.0, offload.optimizer - offload.gradients) * gradient, apart * weight
+    hidden = not recipe.fp32_shards
+    on_disk = (states.stored + (0.0 if hidden else weights)) * disk
+    gathers = 1 if sharding.gathers_once else m
+    return [
+        OffloadLine(sent_backward(Role.LAST_GRADIENTS_TO_HOST), down, 1, 1 / m, True, hidden, link="cpu"),
+        OffloadLine(sent_backward(Role.WEIGHTS_TO_HOST), apart * master, 1, hidden=False, link="cpu"),
+        OffloadLine(sent_backward(Role.STATES_FROM_DISK), on_disk, 1, hidden=False),
+        OffloadLine(sent_forward(Role.STATES_TO_DISK), on_disk, 1, hidden=False),
+        OffloadLine(sent_forward(Role.UPDATED_WEIGHTS_FROM_HOST), up, 1, 1 / m, True, hidden, link="cpu"),
+        OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, gathers),
+        OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
+        OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
+        # Each microbatch is added to what was written before, and all are read for the update.
+        OffloadLine(sent_backward(Role.GRADIENTS_FROM_DISK), gradients * (disk and not hidden), m),
+    ]
+
+
+def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe) -> tuple[Any, Any]:
+    """Bytes that come for a forward pass, and for a backward pass, of one microbatch.
+
+    This project's engine brings fp32 shards, and for the backward pass those of the layers: the ends of the network
+    stay gathered, or are not needed.
+    """
+    owned, share = owned_parameters(contents, sharding), sharding.offload.weights
+    if not recipe.fp32_shards:
+        weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * share
+        return weights, weights
+    layers = contents.layer_matrices / sharding.shards + contents.experts / sharding.expert_shards
+    return owned * 4 * share, layers * 4 * share * (not sharding.gathers_once)
+
+
+def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]:
+    """Bytes per element of gradients down, weights up, and master weights down before an update on the host."""
+    if not recipe.fp32_shards:
+        return recipe.gradient, recipe.weight, 0.0
+    shards = sharding.zero >= 1
+    return (
+        select(shards, 4, recipe.gradient),
+        select(shards, 4, recipe.weight),
+        select(shards, 4, 0.0 if recipe.master else recipe.weight),
+    )
+
+
+def activation_lines(moved_bytes: Any, microbatches: Any) -> list[OffloadLine]:
+    """Activations of every microbatch, out in the forward and back in the backward pass."""
+    return [
+        OffloadLine(sent_forward(Role.ACTIVATIONS_TO_HOST), moved_bytes, microbatches),
+        OffloadLine(sent_backward(Role.ACTIVATIONS_FROM_HOST), moved_bytes, microbatches),
+    ]
+
+
+def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Transfers over the device's own link to its host, or to the node's first storage level."""
+    strategy, m = job.strategy, job.microbatches
+    if not strategy.offload.any:
+        return []
+    target, sharding = strategy.offload.target, sharding_of(strategy)
+    states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
+    share = strategy.offload.activations
+    moved = travel_of(job, contents).saved * share if share else 0.0
+    lines = state_lines(contents, sharding, job.recipe, states, m) + activation_lines(moved, m)
+    return [
+        priced(
+            "offload",
+            line.payload,
+            CollectiveKind.SEND_RECV,
+            line.size_bytes,
+            line.count,
+            host_topology(job.cluster, line.link or target),
+            "auto",
+            window=line.window_if(strategy.overlap.offload),
+            window_share=line.window_share,
+            last_only=line.last_only,
+        )
+        for line in lines
+        if line.size_bytes
+    ]
+
+
+def host_topology(cluster: Cluster, target: Target) -> Topology:
+    """The one link that offload to ``target`` goes over, as a network of two."""
+    if target == "nvme":
+        if not cluster.storage:
+            raise SpecError(
+                "strategy.offload.target", "nvme, but the cluster names no storage", "add storage, or use cpu"
+            )
+        disk = cluster.storage[0]
+        bandwidth = disk.bandwidth(1) / cluster.node_devices
+        return _one_link(bandwidth, disk.link.latency, disk.name)
+    if cluster.host_link is None:
+        raise SpecError("strategy.offload", "the cluster names no host_link", "add one, such as host_link: pcie-4")
+    link = cluster.host_link
+    return _one_link(link.bandwidth * link.efficiency, link.latency, "host link")
+
+
+def _one_link(bandwidth: float, latency: float, name: str) -> Topology:
+    return Topology((Level(Switch(2), bandwidth, latency, name=name),))

@@ -1,0 +1,130 @@
+"""Pipeline parallelism: one message each way per stage boundary and microbatch.
+
+A boundary carries b·s·h elements, divided by tp under sequence parallelism; interleaving sends one message per
+chunk (Narayanan et al. 2021, section 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
+from shardwise.cost.traffic.network import spanned
+from shardwise.cost.traffic.payload import Payload, Role, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Traffic, collective_price, priced
+from shardwise.layout.groups import group_runs
+from shardwise.layout.sharding import divided_over
+from shardwise.layout.stages import RankContents, embedding_on_both_ends
+from shardwise.pipeline import bubble_seconds as idle_seconds
+from shardwise.pipeline import chunks_per_rank
+from shardwise.pipeline.message_pace import messages_per_link
+from shardwise.spec.job import Job
+from shardwise.spec.schedules import schedule_record
+
+_SHORT = 2.0**-20  # of a pass: exact in the sums of a schedule
+
+
+def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Point-to-point messages between neighbouring stages, over the slowest boundary's level."""
+    messages = [message_traffic(job, one) for one in (sent_forward(Role.ACTIVATIONS), sent_backward(Role.GRADIENTS))]
+    exposed = exposed_messages(job) / 2
+    scheduled = [replace(one, fixed_exposed_seconds=exposed * float(one.cost.seconds)) for one in messages if one]
+    return scheduled + embedding_traffic(job, contents)
+
+
+def boundary(job: Job) -> Topology | None:
+    """The network of the slowest stage boundary: stages move in step, so the outermost level sets the pace."""
+    topology = spanned(job.cluster, group_runs(job.strategy, ("pp",)), "strategy.pp")
+    return None if topology is None else Topology(levels=topology.levels[-1:])
+
+
+def message_traffic(job: Job, payload: Payload) -> Traffic | None:
+    """All messages of one direction; None without a pipeline."""
+    strategy, over = job.strategy, boundary(job)
+    if over is None:
+        return None
+    size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    scattered = job.stack.scattered_messages and not strategy.sequence_parallel
+    sent = size / strategy.tp if strategy.sequence_parallel or scattered else size
+    messages = job.microbatches * strategy.chunks_per_rank
+    message = priced("pp", payload, CollectiveKind.SEND_RECV, sent, messages, over, strategy.collective)
+    within = spanned(job.cluster, group_runs(strategy, ("tp",)), "strategy.tp")
+    if not scattered or within is None:
+        return message
+    # Ranks that hold the same activations send a part each, which the receivers gather (Narayanan et al. 2021, 4.1).
+    gather = collective_price(CollectiveKind.ALL_GATHER, size, within, strategy.collective)
+    return replace(message, cost=_followed_by(message.cost, gather))
+
+
+def _followed_by(first: CollectiveCost, second: CollectiveCost) -> CollectiveCost:
+    """Both, one after the other."""
+    return replace(
+        first,
+        latency_seconds=first.latency_seconds + second.latency_seconds,
+        bandwidth_seconds=first.bandwidth_seconds + second.bandwidth_seconds,
+        steps=first.steps + second.steps,
+        sent_bytes=first.sent_bytes + second.sent_bytes,
+        received_bytes=first.received_bytes + second.received_bytes,
+        total_bytes=first.total_bytes + second.total_bytes,
+        levels=(*first.levels, *second.levels),
+    )
+
+
+def embedding_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Gradients of the token embedding where both ends of the pipeline hold it (Shoeybi et al. 2019, section 3)."""
+    return tied_traffic(job, contents, tied_bytes(job, divided_over(job.strategy)))
+
+
+def tied_bytes(job: Job, shards: float) -> float:
+    """What each end sends: a whole gradient; of FSDP its fp32 shard, when the data-parallel ranks have reduced it."""
+    parameters = job.model.vocab * job.model.hidden / job.strategy.tp
+    if shards > 1 and job.recipe.fp32_shards:
+        return 4 * parameters / shards
+    return parameters * job.training.recipe.gradient
+
+
+def tied_traffic(job: Job, contents: RankContents, size: float) -> list[Traffic]:
+    """The sum over both ends, of ``size`` bytes."""
+    over = boundary(job)
+    apart = contents.has_embedding != contents.has_head and not job.strategy.schedule_record.two_copies
+    if over is None or not (apart and embedding_on_both_ends(job)):
+        return []
+    # An all-reduce of two ranks is one exchange of the whole buffer.
+    payload = sent_backward(Role.TIED_GRADIENTS)
+    return [priced("pp", payload, CollectiveKind.SEND_RECV, size, 1, over, job.strategy.collective, once=True)]
+
+
+def exposed_messages(job: Job) -> float:
+    """Messages on the critical path of one step: by how many the schedule's idle time grows per message time.
+
+    Of short messages; `waiting_for_links` has what long ones add. With overlap, no more than the fill and the drain
+    wait: 2(p−1)·v.
+    """
+    strategy, m, v = job.strategy, job.microbatches, job.strategy.chunks_per_rank
+    silent = idle_seconds(strategy.schedule, strategy.pp, m, v)
+    waiting = float(idle_seconds(strategy.schedule, strategy.pp, m, v, comm_seconds=_SHORT) - silent) / _SHORT
+    return min(waiting, 2.0 * (strategy.pp - 1) * v) if strategy.overlap.pp else waiting
+
+
+def waiting_for_links(job: Job, traffics: list[Traffic], silent_seconds: float) -> list[Traffic]:
+    """The same traffics; more of the messages is exposed where a link takes longer for all of them than the step would.
+
+    ``silent_seconds`` are those of the pipeline if messages took no time.
+    """
+    messages = [traffic for traffic in traffics if traffic.fixed_exposed_seconds is not None]
+    if not messages:
+        return traffics
+    strategy, each = job.strategy, max(float(one.cost.seconds) for one in messages)
+    carried = job.microbatches * messages_per_link(strategy.schedule, strategy.pp, strategy.chunks_per_rank) * each
+    least = (carried - silent_seconds) / len(messages)
+
+    def exposed(one: Traffic) -> float:
+        return max(one.exposed_seconds, least) if one.fixed_exposed_seconds is not None else one.exposed_seconds
+
+    return [replace(one, exposed_seconds=exposed(one)) for one in traffics]
+
+
+def bubble_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float:
+    """Idle time of a pipeline as a share of its busy time, for equal stages, F = I = W, no communication."""
+    chunks = chunks_per_rank(schedule, chunks if schedule_record(schedule).chooses_chunks else None)
+    return float(idle_seconds(schedule, stages, microbatches, chunks)) / (3 * chunks * microbatches)

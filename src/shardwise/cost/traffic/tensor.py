@@ -1,0 +1,313 @@
+"""Tensor parallelism, with and without sequence parallelism.
+
+A column-parallel layer needs no communication on its output: its *input gradient* is all-reduced; the
+row-parallel layer all-reduces its output (Shoeybi et al. 2019, arXiv 1909.08053). Sequence parallelism turns
+each all-reduce into an all-gather and a reduce-scatter of the same bytes (Korthikanti et al. 2022, arXiv
+2205.05198, section 4.2.2) and gathers the saved inputs once more for the weight gradients. Latent attention makes its
+narrow vectors of a rank's own tokens and sends these instead of the hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.collectives import CollectiveKind, Topology
+from shardwise.cost.compute.operators import (
+    fully_recomputed_share,
+    layer_operators,
+    outputs_left_out,
+    weighted_outputs_left_out,
+)
+from shardwise.cost.compute.roofline import Seconds, operator_seconds
+from shardwise.cost.step.stage_time import layer_shape
+from shardwise.cost.traffic.expert import expected_destinations
+from shardwise.cost.traffic.network import spanned
+from shardwise.cost.traffic.overlap import Window
+from shardwise.cost.traffic.payload import Payload, Phase, Role, Share, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.layout.groups import expert_tensor_runs, group_runs
+from shardwise.layout.stages import RankContents
+from shardwise.spec.job import Job
+from shardwise.spec.model import MixtureOfExperts, Split
+from shardwise.spec.parameters import layer_parameters
+from shardwise.spec.strategy import Strategy
+
+
+def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Collectives of the tensor-parallel group, and of the group that splits experts."""
+    traffics: list[Traffic] = []
+    topology = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp")
+    if topology is not None:
+        traffics += _layer_traffic(job, contents, topology)
+        traffics += _vocabulary_traffic(job, contents, topology)
+        traffics += replicated_gradient_traffic(job, contents)
+    return traffics + _expert_tensor_traffic(job, contents)
+
+
+def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Column-then-row pairs in the dense and in the mixture-of-experts layers of this rank."""
+    return contents.dense_layers * _blocks_of_layer(job, False), contents.moe_layers * _blocks_of_layer(job, True)
+
+
+def _blocks_of_layer(job: Job, moe: bool) -> int:
+    """Attention and MLP of a layer, one if they run side by side; of experts only the shared one is split."""
+    if _joined(job):
+        return 1
+    return 2 if not moe or (job.model.moe and job.model.moe.shared_ffn) else 1
+
+
+def _joined(job: Job) -> bool:
+    """Whether attention and MLP stand side by side, and their inputs are gathered and outputs summed together."""
+    return job.model.parallel_block and job.stack.parallel_blocks == "joined"
+
+
+def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+    """Collectives around the split matmuls of the layers."""
+    blocks, again = _blocks(job, contents), fully_recomputed_share(job, contents)
+    reading = _reading_hidden_states(job, contents)
+    inputs = tuple(number * (1 + again) for number in reading)
+    outputs = tuple(number + again * (number - left) for number, left in zip(blocks, outputs_left_out(job, contents)))
+    if not job.strategy.sequence_parallel:
+        reduce = CollectiveKind.ALL_REDUCE
+        lines = [
+            _Line(sent_forward(Role.OUTPUTS), reduce, blocks, outputs, "row", "forward"),
+            _Line(sent_backward(Role.INPUT_GRADIENTS), reduce, reading, reading, "column", "weight_gradient"),
+        ]
+    else:
+        gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+        lines = [
+            _Line(sent_forward(Role.INPUTS), gather, reading, inputs, "column", "forward"),
+            _Line(sent_forward(Role.OUTPUTS), scatter, blocks, outputs, "row", "forward"),
+            _Line(sent_backward(Role.OUTPUT_GRADIENTS), gather, blocks, blocks, "row", "input_gradient"),
+            _Line(sent_backward(Role.INPUT_GRADIENTS), scatter, reading, reading, "column", "weight_gradient"),
+            _Line(sent_backward(Role.SAVED_INPUTS), gather, reading, reading, "column", "input_gradient"),
+        ]
+    products = _Products(job, contents)
+    return [
+        *(_beside_its_product(job, topology, line, products) for line in lines),
+        *_latent_traffic(job, contents, topology, again),
+        *_wide_norm_traffic(job, contents, topology, again),
+    ]
+
+
+def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
+    """Of the `_blocks`, those that begin with a split map of the hidden states: latent queries are no such map."""
+    dense, moe = _blocks(job, contents)
+    if job.model.mla is None or job.model.mla.q_rank is None or _joined(job):
+        return dense, moe
+    return dense - contents.dense_layers, moe - contents.moe_layers
+
+
+def _wide_norm_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:
+    """Norms over the queries, and over the keys, of all ranks: an fp32 sum of squares a token, and its gradient."""
+    if not job.model.qk_norm_whole:
+        return []
+    calls, role = 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
+    return [
+        priced("tp", payload, CollectiveKind.ALL_REDUCE, 4 * job.microbatch_tokens,
+               calls * (1 + repeated), topology, job.strategy.collective, repeated=repeated / (1 + repeated))
+        for payload, repeated in ((sent_forward(role), again), (sent_backward(role), 0.0))
+    ]  # fmt: skip
+
+
+def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:
+    """Narrow vectors of latent attention, before the maps that make heads of them; nothing runs beside."""
+    mla, strategy, calls = job.model.mla, job.strategy, contents.layers * job.microbatches
+    if mla is None:
+        return []
+
+    def line(payload: Payload, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
+        size = job.microbatch_tokens * features * job.training.recipe.communication
+        count = calls * (1 + again)
+        return priced("tp", payload, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
+
+    narrow, gather = mla.narrow_features, CollectiveKind.ALL_GATHER
+    if not strategy.sequence_parallel:
+        return [line(sent_backward(Role.LATENT_GRADIENTS), CollectiveKind.ALL_REDUCE, narrow)]
+    cut = job.stack.latents == "cut"
+    if cut and "up-projection" in job.recomputed_operators:
+        again = 1.0
+    lines = [
+        line(sent_forward(Role.LATENTS), gather, narrow, again),
+        line(sent_backward(Role.LATENT_GRADIENTS), CollectiveKind.REDUCE_SCATTER, narrow),
+    ]
+    if cut:
+        lines.append(line(sent_backward(Role.SAVED_LATENTS), gather, narrow - mla.rope_dim))
+    return lines
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A collective of every block, and the pass of the split matmul that it can run beside.
+
+    ``times``: how often it runs for a microbatch, in the dense and in the mixture-of-experts layers; ``once``: the same
+    without what recompute repeats.
+    """
+
+    payload: Payload
+    kind: CollectiveKind
+    once: tuple[float, ...]
+    times: tuple[float, ...]
+    split: Split
+    beside: Literal["forward", "input_gradient", "weight_gradient"]
+
+    @property
+    def independent(self) -> bool:
+        """Whether that matmul neither makes nor reads what is sent."""
+        return self.payload.role in (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
+
+
+def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Products) -> Traffic:
+    """A line of which nothing hides but what fits beside its matmul.
+
+    Megatron-LM starts the collectives that the next matmul does not depend on before it, and waits for them after
+    (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication); TransformerEngine and nanotron too.
+    The others hide only where the matmul is cut into tp pieces, of which one has nothing to run under (Wang et al.
+    2022).
+    """
+    strategy = job.strategy
+    size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    at_once = line.independent and job.stack.tp_gradients == "beside"
+    times = sum(line.times)
+    whole = priced("tp", line.payload, line.kind, size, times * job.microbatches, topology, strategy.collective)
+    if not times:
+        return whole
+    whole = replace(whole, repeated=1 - sum(line.once) / times)
+    if not (at_once or strategy.overlap.tp):
+        return whole
+    fitting = products.share_beside(line, float(whole.cost.seconds))
+    window: Window = "forward" if line.beside == "forward" else "backward"
+    return replace(whole, window=window, unhideable=1 - fitting * (1.0 if at_once else 1 - 1 / strategy.tp))
+
+
+class _Products:
+    """Seconds of the split matmuls of a rank's layers, by how they are split."""
+
+    def __init__(self, job: Job, contents: RankContents) -> None:
+        device, recipe, shape = job.cluster.device, job.training.recipe, layer_shape(job)
+        self._layers: list[dict[Split, list[Seconds]]] = []
+        for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+            by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
+            for one in layer_operators(job.model, shape, moe=moe) if layers else ():
+                if one.split != "none":
+                    by_split[one.split].append(operator_seconds(one, device, recipe, job.stack))
+            self._layers.append(by_split)
+
+    def share_beside(self, line: _Line, seconds: float) -> float:
+        """Share of the line's collectives, of the given length, that fits beside their matmuls."""
+        fitting = 0.0
+        for times, by_split in zip(line.times, self._layers):
+            shares = [min(1.0, getattr(one, line.beside) / seconds) for one in by_split[line.split]]
+            fitting += times * sum(shares) / max(1, len(shares))
+        return fitting / sum(line.times)
+
+
+def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Gradients of what tensor parallelism does not split (norms, router, latent projections, learned positions).
+
+    Under sequence parallelism each rank has those of its own tokens, summed once per step (Megatron-LM
+    finalize_model_grads).
+    """
+    topology = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp")
+    if topology is None or not job.strategy.sequence_parallel:
+        return []
+    replicated = sum(
+        count * _replicated_parameters(job, moe)
+        for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
+    )
+    if contents.has_embedding and job.model.positions == "learned":
+        replicated += job.model.max_seq * job.model.hidden
+    size = replicated * job.training.recipe.gradient
+    payload = sent_backward(Role.UNSPLIT_GRADIENTS)
+    return [priced("tp", payload, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
+
+
+def _replicated_parameters(job: Job, moe: bool) -> float:
+    """Of one layer: a rank holds R + S/t, the layer has R + S, so R = (t·held − whole)/(t − 1)."""
+    tp = job.strategy.tp
+    held = layer_parameters(job.model, moe=moe, tensor_parallel=tp).dense
+    return (tp * held - layer_parameters(job.model, moe=moe).dense) / (tp - 1)
+
+
+def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
+    """Vocabulary-parallel embedding and loss on the ends of the pipeline."""
+    strategy, m = job.strategy, job.microbatches
+    hidden = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    gather = CollectiveKind.ALL_GATHER
+    reduce = CollectiveKind.REDUCE_SCATTER if strategy.sequence_parallel else CollectiveKind.ALL_REDUCE
+
+    def line(payload: Payload, kind: CollectiveKind, count: float, size: float = hidden) -> Traffic:
+        return priced("tp", payload, kind, size, count, topology, strategy.collective)
+
+    traffics = []
+    if contents.has_embedding:
+        traffics.append(line(sent_forward(Role.EMBEDDING), reduce, m))
+        if strategy.sequence_parallel:
+            traffics.append(line(sent_backward(Role.EMBEDDING_GRADIENT), gather, m))
+    if contents.has_head:
+        losses = m * (1 + job.model.mtp_layers)
+        if strategy.sequence_parallel and job.stack.loss == "pieces":
+            # Its gradients are computed on the way, a few tokens at a time.
+            traffics.append(line(sent_forward(Role.HEAD_INPUT), gather, losses))
+        elif strategy.sequence_parallel:
+            traffics.append(line(Payload(Role.HEAD_INPUT, Phase.BOTH), gather, 2 * losses))
+        traffics.append(line(sent_backward(Role.HEAD_INPUT_GRADIENT), reduce, losses))
+        logits = 3 * 4 * job.microbatch_tokens  # maximum, target logit and sum of exponentials of every token, fp32
+        traffics.append(line(sent_backward(Role.LOSS), CollectiveKind.ALL_REDUCE, losses, logits))
+    return traffics
+
+
+def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """What tensor parallelism sends around the experts, which split an expert's matrices or hold the same tokens."""
+    model, strategy = job.model, job.strategy
+    if model.moe is None or not contents.moe_layers:
+        return []
+    same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
+    runs = group_runs(strategy, ("tp",)) if same_tokens else expert_tensor_runs(strategy)
+    topology = spanned(job.cluster, runs, "strategy.expert_tp")
+    if topology is None:
+        return []
+    if same_tokens:
+        kinds = _around_equal_tokens(strategy.expert_tensor_parallel > 1)
+        rows = job.microbatch_tokens
+    else:
+        kinds = _AROUND_TOKENS
+        copies = _copies_of_a_token(model.moe, strategy)
+        rows = job.microbatch_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
+    size = rows * model.hidden * job.training.recipe.communication
+    calls = contents.moe_layers * job.microbatches
+    share = fully_recomputed_share(job, contents)
+    repeated = {Role.TOKENS: share, Role.OUTPUTS: share}
+    if weighted_outputs_left_out(job, same_tokens=same_tokens):
+        del repeated[Role.OUTPUTS]
+
+    def line(payload: Payload, kind: CollectiveKind, again: float) -> Traffic:
+        count = calls * (1 + again)
+        return priced("tp", payload, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
+
+    return [line(payload, kind, repeated.get(payload.role, 0.0)) for payload, kind in kinds]
+
+
+def _copies_of_a_token(moe: MixtureOfExperts, strategy: Strategy) -> float:
+    """How many there are when the ranks that split an expert gather tokens: not yet copied for experts that are all
+    here, one on every device that a deduplicating exchange has brought it to, else one for each of its experts."""
+    if strategy.ep == 1:
+        return 1
+    if strategy.dispatch == "deduplicated":
+        return expected_destinations(moe.experts, strategy.ep, moe.top_k)
+    return moe.top_k
+
+
+_AROUND_TOKENS = (
+    (sent_forward(Role.TOKENS, Share.EXPERTS), CollectiveKind.ALL_GATHER),
+    (sent_forward(Role.OUTPUTS, Share.EXPERTS), CollectiveKind.REDUCE_SCATTER),
+    (sent_backward(Role.OUTPUT_GRADIENTS, Share.EXPERTS), CollectiveKind.ALL_GATHER),
+    (sent_backward(Role.TOKEN_GRADIENTS, Share.EXPERTS), CollectiveKind.REDUCE_SCATTER),
+)
+
+
+def _around_equal_tokens(split: bool) -> tuple[tuple[Payload, CollectiveKind], ...]:
+    """Ranks with the same tokens sum the results of split experts, or take a share of the tokens each and join them."""
+    kind = CollectiveKind.ALL_REDUCE if split else CollectiveKind.ALL_GATHER
+    return (sent_forward(Role.OUTPUTS, Share.EXPERTS), kind), (sent_backward(Role.TOKEN_GRADIENTS, Share.EXPERTS), kind)

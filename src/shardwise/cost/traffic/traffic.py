@@ -1,0 +1,177 @@
+"""One kind of communication in a step: which collective, how often, what it costs, what it hides under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from shardwise.collectives import CollectiveCost, CollectiveKind, Topology, collective_cost
+from shardwise.cost.traffic.network import level_names
+from shardwise.cost.traffic.overlap import (
+    PASSES,
+    ComputeWindows,
+    Pass,
+    Transfer,
+    Window,
+    hidden_across_layers,
+    hidden_in_layers,
+    layer_windows,
+    waiting,
+)
+from shardwise.cost.traffic.payload import Payload
+from shardwise.spec.errors import SpecError
+
+IN_LAYER = ("tp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """``count`` equal collectives of one step on the busiest device.
+
+    For ``window``, ``window_share``, ``last_only``, ``units_taken`` and ``repeated`` see `Transfer`; ``unhideable`` is
+    the share that nothing hides. ``once`` marks what is sent after the last microbatch, under nothing. A traffic whose
+    exposed time follows from its schedule (pipeline messages) carries it as ``fixed_exposed_seconds``.
+    """
+
+    dimension: str
+    payload: Payload
+    kind: CollectiveKind
+    size_bytes: float
+    count: float
+    cost: CollectiveCost
+    network: str
+    window: Window = "none"
+    window_share: float = 1.0
+    last_only: bool = False
+    unhideable: float = 0.0
+    units_taken: float = 0.0
+    repeated: float = 0.0
+    once: bool = False
+    fixed_exposed_seconds: float | None = None
+    exposed_seconds: float = 0.0
+    under_compute_seconds: float = 0.0  # the rest of what is not exposed runs beside other transfers
+
+    @property
+    def seconds(self) -> float:
+        return self.count * float(self.cost.seconds)
+
+    @property
+    def hidden_seconds(self) -> float:
+        return max(0.0, self.seconds - self.exposed_seconds)
+
+    @property
+    def slowed_seconds(self) -> float:
+        """What the compute units that it runs on take from the computation it hides under."""
+        return self.units_taken * self.under_compute_seconds
+
+    @property
+    def added_seconds(self) -> float:
+        """What the step is longer by: what nothing hides, and what is taken from computation."""
+        return self.exposed_seconds + self.slowed_seconds
+
+    @property
+    def what(self) -> str:
+        """For people; what is decided by it, is decided by its payload."""
+        return self.payload.words
+
+    @property
+    def in_pass(self) -> Pass:
+        return self.payload.in_pass
+
+    @property
+    def level_seconds(self) -> dict[str, float]:
+        """Seconds in the step that it keeps each network level's links busy."""
+        seconds: dict[str, float] = {}
+        for level in self.cost.levels:
+            seconds[level.level_name] = seconds.get(level.level_name, 0.0) + self.count * float(level.bandwidth_seconds)
+        return seconds
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether it belongs to a layer of a microbatch."""
+        return self.dimension in IN_LAYER and not self.once
+
+    @property
+    def transfer(self) -> Transfer:
+        """The same as overlap sees it."""
+        return Transfer(
+            self.in_pass,
+            self.seconds,
+            self.level_seconds,
+            self.window,
+            self.window_share,
+            self.last_only,
+            1 - self.unhideable,
+            self.units_taken,
+            self.repeated,
+        )
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes the busiest device sends in the whole step."""
+        return self.count * float(self.cost.sent_bytes)
+
+
+def priced(
+    dimension: str,
+    payload: Payload,
+    kind: CollectiveKind,
+    size_bytes: float,
+    count: float,
+    topology: Topology,
+    algorithm: str,
+    **overlap: object,
+) -> Traffic:
+    """A traffic with its collective priced on the network that its group spans."""
+    cost = collective_price(kind, size_bytes, topology, algorithm)
+    return Traffic(dimension, payload, kind, size_bytes, count, cost, level_names(topology), **overlap)  # type: ignore[arg-type]
+
+
+def collective_price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str) -> CollectiveCost:
+    """By the algorithm asked for; where this collective or network has no such algorithm, by the cheapest."""
+    if isinstance(size_bytes, float):  # one price is asked for by many layouts
+        return _price_of_one(kind, size_bytes, topology, algorithm)
+    return _price(kind, size_bytes, topology, algorithm)
+
+
+@lru_cache(maxsize=4096)
+def _price_of_one(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm: str) -> CollectiveCost:
+    return _price(kind, size_bytes, topology, algorithm)
+
+
+def _price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str) -> CollectiveCost:
+    if algorithm not in ("auto", "textbook"):
+        try:
+            return collective_cost(kind, size_bytes, topology, algorithm)
+        except SpecError:
+            algorithm = "auto"
+    return collective_cost(kind, size_bytes, topology, algorithm)
+
+
+def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> list[Traffic]:
+    """The same traffics with what of each stays exposed."""
+    result = list(traffics)
+    inside = [index for index, traffic in enumerate(traffics) if traffic.in_layer]
+    layers = [traffics[index].transfer for index in inside]
+    hidden = hidden_in_layers(layers, windows)
+    for index, transfer, under in zip(inside, layers, hidden):
+        left_over = transfer.seconds - under
+        result[index] = replace(traffics[index], exposed_seconds=left_over, under_compute_seconds=under)
+    lasting, busy = layer_windows(layers, hidden, windows)
+    across = [i for i, t in enumerate(traffics) if not t.in_layer and t.fixed_exposed_seconds is None and t.seconds]
+    transfers = [traffics[index].transfer for index in across]
+    hidden = hidden_across_layers(transfers, lasting, busy)
+    left = {which: waiting(transfers, hidden, which) for which in PASSES}
+    for index, transfer, under in zip(across, transfers, hidden):
+        together = left[transfer.in_pass]
+        # What is waited for at the same time is shared out in proportion.
+        share = together.longest / together.alone if transfer.window != "none" and together.alone else 1.0
+        exposed = (transfer.seconds - under) * share
+        result[index] = replace(traffics[index], exposed_seconds=exposed, under_compute_seconds=under)
+    return [_as_scheduled(traffic) for traffic in result]
+
+
+def _as_scheduled(traffic: Traffic) -> Traffic:
+    fixed = traffic.fixed_exposed_seconds
+    return traffic if fixed is None else replace(traffic, exposed_seconds=fixed)

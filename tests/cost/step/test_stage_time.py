@@ -1,0 +1,52 @@
+"""The predicted seconds of a stage: what is in them, and that they agree with the floor about what is run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.cost.step.floor import stage_compute
+from shardwise.cost.step.stage_time import stage_seconds
+from shardwise.layout.stages import rank_contents
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.presets import load
+
+
+def job(model: str | Model, seq: int = 8192, **strategy: Any) -> Job:
+    fields = {"model": model, "cluster": "dgx-h100", "strategy": strategy, "training": {"seq": seq}}
+    return Job.from_dict(fields)
+
+
+def test_a_sliding_window_shortens_attention_as_it_shortens_its_flops() -> None:
+    windowed = load("model", Model, "mistral-7b")
+    cases = [job(model, seq=32768) for model in (windowed, replace(windowed, sliding_window=None))]
+    predicted, ideal = (
+        [stage(case, rank_contents(case, 0)) for case in cases] for stage in (stage_seconds, stage_compute)
+    )
+    launch = cases[0].cluster.device.efficiency.operator_seconds * windowed.layers
+    seconds = [one.attention.forward - launch for one in predicted]
+    assert seconds[0] / seconds[1] == pytest.approx(ideal[0].attention_forward / ideal[1].attention_forward)
+    assert seconds[0] < 0.3 * seconds[1]
+
+
+def test_a_prediction_module_adds_its_layer_its_projection_and_a_head() -> None:
+    with_module = load("model", Model, "deepseek-v3")
+    cases = [job(model, seq=4096, ep=8) for model in (with_module, replace(with_module, mtp_layers=0))]
+    more, less = (stage_seconds(case, rank_contents(case, 0)).passes.total for case in cases)
+    # One layer of 62 and a second head: between one and a half and three layers' worth.
+    assert 1.0 < (more - less) / (less / 61) < 3.0
+
+
+def test_every_second_product_of_llama_is_36_percent_of_its_products() -> None:
+    """Key, output and the second wide matrix: (1024 + 4096 + 14336) of (2·4096 + 2·1024 + 3·14336)."""
+    plain, again = (
+        job("llama3-8b", recompute=mode, recompute_operators=["alternate-products"]) for mode in ("none", "selective")
+    )
+    ideal = stage_compute(again, rank_contents(again, 0))
+    layers = stage_compute(plain, rank_contents(plain, 0)).matrices_forward
+    head = 2 * 4096 * 128256 * plain.microbatch_tokens / plain.cluster.device.peak_flops("bf16")
+    assert ideal.matrices_recomputed / (layers - head) == pytest.approx(19456 / 53248)
+    assert ideal.attention_recomputed == 0

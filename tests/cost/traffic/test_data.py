@@ -1,0 +1,92 @@
+"""Bytes that data parallelism sends in a step, derived by hand for rings on one switch."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost.builders import (
+    LLAMA,
+    MOE,
+    ring,
+    sent,
+    switched,
+    traffics,
+)
+from shardwise.collectives import CollectiveKind
+from shardwise.cost.traffic.payload import Share
+from shardwise.layout.stages import rank_contents
+from shardwise.spec.parameters import parameter_count
+
+
+def test_data_parallel_all_reduce() -> None:
+    """2(n−1)/n·P·e, once per step whatever the number of microbatches."""
+    gradients = 2 * parameter_count(LLAMA)
+    for batch in (8, 64):
+        case = ring(LLAMA, dp=8, training={"global_batch": batch})
+        assert sent(traffics(case, "dp")) == pytest.approx(2 * 7 / 8 * gradients)
+
+
+def test_fp32_gradients_double_the_bytes() -> None:
+    half, whole = (
+        sent(traffics(ring(LLAMA, dp=8, training={"precision": precision}), "dp"))
+        for precision in ("bf16", "bf16-fp32-grads")
+    )
+    assert whole == 2 * half
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_1_and_2_send_the_bytes_of_one_all_reduce(zero: int) -> None:
+    plain, sharded = (sent(traffics(ring(LLAMA, dp=8, zero=stage), "dp")) for stage in (0, zero))
+    assert sharded == pytest.approx(plain)
+    kinds = {traffic.kind for traffic in traffics(ring(LLAMA, dp=8, zero=zero), "dp")}
+    assert kinds == {CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER}  # the full gradient is never gathered
+
+
+def test_zero_3_sends_half_as_much_again_and_gathers_every_microbatch() -> None:
+    one_pass = 7 / 8 * 2 * parameter_count(LLAMA)
+    single = ring(LLAMA, dp=8, zero=3)
+    assert sent(traffics(single, "dp")) == pytest.approx(3 * one_pass)
+    accumulated = ring(LLAMA, dp=8, zero=3, accumulate="local", training={"global_batch": 32})
+    assert sent(traffics(accumulated, "dp")) == pytest.approx((2 * 4 + 1) * one_pass)
+    kept = ring(LLAMA, dp=8, zero=3, accumulate="local", keep_parameters=True, training={"global_batch": 32})
+    assert sent(traffics(kept, "dp")) == pytest.approx(2 * one_pass)
+
+
+def test_sharded_accumulation_reduces_every_microbatch() -> None:
+    one_pass = 7 / 8 * 2 * parameter_count(LLAMA)
+    case = ring(LLAMA, dp=8, zero=2, training={"global_batch": 32})
+    assert sent(traffics(case, "dp")) == pytest.approx((4 + 1) * one_pass)
+
+
+def test_hybrid_sharding_shards_inside_and_all_reduces_its_share_across() -> None:
+    case = ring(LLAMA, cluster=switched(4, 2), dp=8, zero=3, shard_group=4)
+    found, size = traffics(case, "dp"), 2 * parameter_count(LLAMA)
+    inside = [t for t in found if t.kind is not CollectiveKind.ALL_REDUCE]
+    across = [t for t in found if t.kind is CollectiveKind.ALL_REDUCE]
+    assert {t.network for t in inside} == {"level 0 4"}
+    assert {t.network for t in across} == {"level 1 2"}
+    assert sent(inside) == pytest.approx(3 * 3 / 4 * size)
+    assert sent(across) == pytest.approx(2 * 1 / 2 * size / 4)
+
+
+def test_context_parallel_ranks_reduce_gradients_too() -> None:
+    case = ring(LLAMA, dp=2, cp=4)
+    assert sent(traffics(case, "dp")) == pytest.approx(2 * 7 / 8 * 2 * parameter_count(LLAMA))
+
+
+def test_experts_reduce_over_the_ranks_that_hold_them() -> None:
+    case = ring(MOE, dp=8, ep=4)
+    contents = rank_contents(case, 0)
+    dense, experts = (
+        sent([t for t in traffics(case, "dp") if (t.payload.share is Share.EXPERTS) == flag]) for flag in (False, True)
+    )
+    assert dense == pytest.approx(2 * 7 / 8 * 2 * contents.dense)
+    assert experts == pytest.approx(2 * 1 / 2 * 2 * contents.experts)
+    alone = traffics(ring(MOE, dp=8, ep=8), "dp")
+    assert not [t for t in alone if t.payload.share is Share.EXPERTS]
+
+
+def test_zero_3_gathers_experts_over_their_own_group() -> None:
+    case = ring(MOE, dp=8, ep=4, zero=3)
+    experts = [t for t in traffics(case, "dp") if t.payload.share is Share.EXPERTS]
+    assert sent(experts) == pytest.approx(3 * 1 / 2 * 2 * rank_contents(case, 0).experts)

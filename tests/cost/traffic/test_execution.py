@@ -1,0 +1,116 @@
+"""What a stack does with the same layers and collectives: beside what they run, which kernels and copies it adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.cost.memory.states import sharding_of
+from shardwise.cost.step.prediction import RankPrediction, predict
+from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
+from shardwise.cost.traffic.execution import busy_share
+from shardwise.cost.traffic.pipeline import message_traffic
+from shardwise.cost.traffic.traffic import Traffic
+from shardwise.layout.stages import rank_contents
+from shardwise.spec.job import Job
+from shardwise.spec.stack import stack_from
+
+
+def job(stack: str, cluster: str = "dgx-h100:1", training: dict[str, Any] | None = None, **strategy: Any) -> Job:
+    described = stack_from(stack)
+    overlap = {"overlap": described.overlap} | strategy
+    fields = {"model": "llama3-8b", "cluster": cluster, "strategy": overlap, "stack": described}
+    return Job.from_dict({**fields, "training": {"seq": 8192, **(training or {})}})
+
+
+def with_flags(case: Job, **flags: Any) -> Job:
+    return replace(case, stack=replace(case.stack, **flags))
+
+
+def tensor_lines(case: Job) -> dict[str, Traffic]:
+    rank: RankPrediction = predict(case).ranks[0]
+    return {traffic.what: traffic for traffic in rank.traffics if traffic.dimension == "tp"}
+
+
+# -- tensor parallelism --------------------------------------------------------------------------------
+
+
+def test_backward_collectives_run_beside_the_product_that_does_not_need_them() -> None:
+    beside, in_turn = (tensor_lines(job(stack, tp=8)) for stack in ("simumax", "torchtitan"))
+    for what in ("input gradients, backward", "saved inputs, backward"):
+        assert beside[what].exposed_seconds < 0.3 * beside[what].seconds
+        assert in_turn[what].exposed_seconds == in_turn[what].seconds
+    for what in ("inputs, forward", "outputs, forward", "output gradients, backward"):
+        assert beside[what].exposed_seconds == beside[what].seconds
+
+
+def test_async_tp_hides_what_pytorch_fuses_and_only_beside_its_own_product() -> None:
+    plain, cut = (tensor_lines(job("torchtitan", tp=8, overlap={"tp": on})) for on in (False, True))
+    fused = ("inputs, forward", "outputs, forward", "output gradients, backward")
+    for what in fused:
+        # One of eight pieces has nothing to run under; the product of a narrow block is shorter than its collective.
+        assert 1 / 8 < cut[what].exposed_seconds / plain[what].seconds < 1
+    for what in ("input gradients, backward", "saved inputs, backward"):
+        assert cut[what].exposed_seconds == plain[what].seconds
+
+
+def test_a_collective_at_the_networks_speed_takes_few_channels() -> None:
+    assert busy_share("nvlink", {"nvlink": 2.0}) == 1
+    assert busy_share("nvlink", {"infiniband": 2.0}) == 0
+    assert busy_share("nvlink", {"nvlink": 1.0, "infiniband": 4.0}) == 0.25
+
+
+# -- messages ------------------------------------------------------------------------------------------
+
+
+def test_scattered_messages_cross_the_network_once_and_are_gathered_behind_it() -> None:
+    whole = job("megatron-core", "dgx-a100:2", tp=8, pp=2, sequence_parallel=False)
+    one, parts, split = (
+        message_traffic(case, "activations")
+        for case in (
+            whole,
+            with_flags(whole, scattered_messages=True),
+            replace(whole, strategy=replace(whole.strategy, sequence_parallel=True)),
+        )
+    )
+    assert one and parts and split
+    network = [traffic.level_seconds["infiniband"] for traffic in (one, parts, split)]
+    assert network[0] / 8 == pytest.approx(network[1]) == pytest.approx(network[2])
+    assert parts.level_seconds["nvlink"] > 0
+    assert float(parts.cost.seconds) < float(one.cost.seconds) / 3
+
+
+# -- kernels and copies --------------------------------------------------------------------------------
+
+
+def test_an_eager_stack_moves_more_than_a_compiled_one() -> None:
+    compiled = job("torchtitan")
+    seconds = [
+        stage_seconds(with_flags(compiled, elementwise=kind), rank_contents(compiled, 0)).passes.total
+        for kind in ("compiled", "eager")
+    ]
+    assert 1.05 < seconds[1] / seconds[0] < 1.4
+
+
+def test_separate_casts_cost_more_and_only_in_8_bit() -> None:
+    def total(casts: str, precision: str) -> float:
+        case = with_flags(job("torchtitan", training={"precision": precision}), casts=casts)
+        return stage_seconds(case, rank_contents(case, 0)).passes.total
+
+    assert total("fused", "fp8") < total("transposed", "fp8") < total("separate", "fp8") < 1.4 * total("fused", "fp8")
+    assert total("fused", "bf16") == total("separate", "bf16")
+
+
+def test_shards_of_every_parameter_by_itself_are_copied_by_the_host() -> None:
+    """Seven matrices of 32 layers, a part for each of 64 ranks, once in and once out."""
+    case = job("nanotron", "p5-h100:8", zero=1)
+    contents, sharding = rank_contents(case, 0), sharding_of(case.strategy)
+    apart, together = (
+        float(optimizer_seconds(with_flags(case, per_parameter_shards=flag), contents, sharding))
+        for flag in (True, False)
+    )
+    assert apart - together == pytest.approx(2 * 7 * 32 * 64 * case.cluster.device.efficiency.operator_seconds)
+    gathered = [traffic for traffic in predict(case).ranks[0].traffics if traffic.what == "parameters, forward"]
+    assert gathered[0].exposed_seconds == pytest.approx(gathered[0].seconds)
