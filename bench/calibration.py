@@ -30,7 +30,7 @@ from shardwise.engine.world import joined
 from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import WorkerPlace
 from shardwise.measure.calibrate.run import Request, calibrate
-from shardwise.measure.collectives.operation import Operation
+from shardwise.measure.collectives.run import Operation
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.hardware import Cluster

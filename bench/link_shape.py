@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import Pool
-from shardwise.measure.calibrate.least_squares import fit
-from shardwise.measure.calibrate.link_fit import demands
+from shardwise.measure.calibrate.fit import demands, fit
 from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, slowest
 from shardwise.measure.calibrate.ranks import PoolRanks
 from shardwise.spec.clusters import cpu_hosts

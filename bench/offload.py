@@ -23,7 +23,7 @@ from shardwise.cost.memory.device import memory_of_rank
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.states import MASTER, local
 from shardwise.engine.world import joined
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes
 from shardwise.training.metrics.memory import TensorBytes

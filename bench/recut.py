@@ -26,7 +26,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool
 from shardwise.launch.pool import WorkerPlace as PoolPlace
-from shardwise.measure.compare.run import profiled_run
+from shardwise.measure.compare.comparison import profiled_run
 from shardwise.measure.recut import recut
 from shardwise.models.decoder import Layer
 from shardwise.spec.job import Job

@@ -219,7 +219,7 @@ REPORTS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_findings_of_doctor_at_every_width(width: int) -> None:
-    from shardwise.measure.doctor.finding import Finding
+    from shardwise.measure.doctor.host import Finding
     from shardwise.report.doctor import print_finding
 
     found = Finding(

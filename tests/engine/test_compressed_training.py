@@ -16,7 +16,7 @@ from shardwise.cost.traffic.execution import step_traffic
 from shardwise.engine.data.replicated import Replicated
 from shardwise.engine.engine import Engine
 from shardwise.layout.stages import rank_contents
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.spec.less_communication import COMPRESSIONS

@@ -11,7 +11,7 @@ import torch
 from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.engine.optim.optimizer import local
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts, Model

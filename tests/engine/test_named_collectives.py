@@ -17,7 +17,7 @@ from shardwise.cost.traffic.gradient_reduction import choose, gradient_groups, g
 from shardwise.cost.traffic.payload import Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.report.analysis_text import collective_lines
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_yaml

@@ -14,7 +14,7 @@ from engine.schedule_cases import Result, run_all
 from required import require
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
 DENSE = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 128, "max_seq": 64}

@@ -13,7 +13,7 @@ from shardwise.cost.traffic.payload import Role, sent_backward, sent_forward
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.states import local
 from shardwise.layout.stages import rank_contents
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
 STEPS = 2

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

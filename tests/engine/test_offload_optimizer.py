@@ -16,7 +16,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.offload.states import local
 from shardwise.engine.offload.store import Store
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload

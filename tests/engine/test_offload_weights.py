@@ -14,7 +14,7 @@ from shardwise.cost.traffic.payload import Payload, Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.refuse import require_runs
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 

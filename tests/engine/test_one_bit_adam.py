@@ -12,7 +12,7 @@ from engine.test_compressed_training import job
 from engine.workers import on_ranks
 from shardwise.engine.data.replicated import Replicated
 from shardwise.engine.engine import Engine
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.models.loss import IGNORED
 from shardwise.spec import Job
 from shardwise.spec.optimization import Optimization

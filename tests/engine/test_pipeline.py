@@ -18,7 +18,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.parameters import HeldPart
 from shardwise.engine.pipeline import Message, PipelineRunner, keep_stage, schedule_of, tie_ends
 from shardwise.layout.stages import stage_layers, stages_of_rank
-from shardwise.measure.deviation import deviation, global_norm, negligible
+from shardwise.measure.verify import deviation, global_norm, negligible
 from shardwise.models import Decoder, initialise
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError

@@ -15,7 +15,7 @@ from engine.test_compressed_training import MODEL, planned_bytes
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.folder import CheckpointFolder

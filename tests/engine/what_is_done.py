@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.experts.loads import Assumed
-from shardwise.measure.dryrun.elsewhere import nothing_moves
 from shardwise.measure.dryrun.trace import _batch, _pose, _structure_is_real
-from shardwise.measure.dryrun.world import fake_tensors, posing_as
+from shardwise.measure.dryrun.world import fake_tensors, nothing_moves, posing_as
 from shardwise.spec.job import Job
 
 GROUPS = ("tp", "cp", "dp", "pp", "ep", "expert_tp", "shard", "replicate")

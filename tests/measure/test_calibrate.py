@@ -15,19 +15,17 @@ from shardwise.cli.main import main
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
 from shardwise.layout.stages import rank_contents
-from shardwise.measure.calibrate.device_fit import fitted_device
-from shardwise.measure.calibrate.least_squares import fit
-from shardwise.measure.calibrate.link_fit import Wire, fitted_level
-from shardwise.measure.calibrate.link_samples import LinkSample, level_groups
-from shardwise.measure.calibrate.samples import (
+from shardwise.measure.calibrate.device_samples import (
     AttentionSample,
     CopySample,
     DeviceSamples,
     ProductSample,
     Shape,
     StepSample,
+    step_job,
 )
-from shardwise.measure.calibrate.step_job import step_job
+from shardwise.measure.calibrate.fit import Wire, fit, fitted_device, fitted_level
+from shardwise.measure.calibrate.link_samples import LinkSample, level_groups
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import Efficiency

@@ -19,8 +19,8 @@ from shardwise.api.calibration import started_cluster
 from shardwise.cli.main import main
 from shardwise.launch.pool import WorkerPlace
 from shardwise.launch.torchrun import Started
-from shardwise.measure.calibrate.far_off import far_off
 from shardwise.measure.calibrate.ranks import hosts_of
+from shardwise.measure.calibrate.run import slow_ranks
 from shardwise.spec import SpecError
 from shardwise.spec.clusters import cluster_from
 
@@ -164,7 +164,7 @@ def test_ranks_stand_host_by_host() -> None:
 def test_a_slow_rank_is_named_and_its_equals_are_not() -> None:
     hosts = ["a", "a", "b", "b"]
     seconds = {0: [1.0, 2.0, 9.0], 1: [1.1, 2.1, 3.0], 2: [2.0, 4.0, 6.0], 3: [1.0, 1.9, 3.1]}
-    (slow,) = far_off("products", seconds, hosts)  # one figure that is off does not make a rank slow
+    (slow,) = slow_ranks("products", seconds, hosts)  # one figure that is off does not make a rank slow
     assert str(slow) == "rank 2 on b takes 2.0 times as long as others for products"
-    assert not list(far_off("products", {0: [1.0]}, hosts))
-    assert [one.rank for one in far_off("products", {0: [1.0], 1: [2.0]}, hosts)] == [1]
+    assert not list(slow_ranks("products", {0: [1.0]}, hosts))
+    assert [one.rank for one in slow_ranks("products", {0: [1.0], 1: [2.0]}, hosts)] == [1]

@@ -12,8 +12,7 @@ from cli.running import error_line, run, run_json
 from measure.slowed import FIRST, LAST, profiled_job, run_across, run_profiled
 from required import require
 from shardwise.launch.emulate.network import why_not
-from shardwise.measure.compare.comparison import Comparison, compare
-from shardwise.measure.compare.run import profiled_run
+from shardwise.measure.compare.comparison import Comparison, compare, profiled_run
 from shardwise.measure.recut import recut
 from shardwise.spec.job import Job
 from training.runs import write_shards

@@ -13,9 +13,8 @@ from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
 from shardwise.measure.compare.flights import unlike
-from shardwise.measure.compare.links import Link, links_of, slow_link
-from shardwise.measure.compare.measured import Measured, measured
-from shardwise.measure.compare.stragglers import rank_slowness, straggler
+from shardwise.measure.compare.step_parts import Measured, measured
+from shardwise.measure.compare.stragglers import Link, links_of, rank_slowness, slow_link, straggler
 from shardwise.measure.recut import recut
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

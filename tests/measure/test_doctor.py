@@ -9,10 +9,15 @@ import pytest
 
 from cli.running import error_line, run, run_json
 from launch.warm import warm_ranks
-from shardwise.measure.doctor.disk import check_disk
 from shardwise.measure.doctor.examine import examine
-from shardwise.measure.doctor.finding import Examination
-from shardwise.measure.doctor.host import check_clocks, check_loopback, check_open_files, check_ports
+from shardwise.measure.doctor.host import (
+    Examination,
+    check_clocks,
+    check_disk,
+    check_loopback,
+    check_open_files,
+    check_ports,
+)
 
 
 @pytest.fixture

@@ -14,14 +14,11 @@ from shardwise.collectives import CollectiveKind
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.profiler_names import named, sent
 from shardwise.layout.ranks import coordinates
-from shardwise.measure.dryrun.collectives import CollectiveLog
-from shardwise.measure.dryrun.compare import traced_bytes
+from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
 from shardwise.measure.dryrun.extend import Shape, alike, at_one_moment, extension
-from shardwise.measure.dryrun.flops import FlopLog
-from shardwise.measure.dryrun.memory import MemoryLog
-from shardwise.measure.dryrun.places import LayerKind, Place, Places
-from shardwise.measure.dryrun.request import check_rank, fullest_rank, resized
-from shardwise.measure.dryrun.result import RECEIVE, Compared, Line
+from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Place, Places
+from shardwise.measure.dryrun.result import RECEIVE, Compared, Line, check_rank, fullest_rank, resized
+from shardwise.measure.dryrun.run import traced_bytes
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.norms import RMSNorm
 from shardwise.spec.errors import SpecError

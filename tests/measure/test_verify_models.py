@@ -10,8 +10,7 @@ import torch
 
 from engine.parity import references
 from engine.workers import pool
-from shardwise.measure.deviation import TOLERANCE, gradient_scales
-from shardwise.measure.verify import verify
+from shardwise.measure.verify import TOLERANCE, gradient_scales, verify
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 

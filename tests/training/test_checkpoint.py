@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import ContiguousRun, placed, taken

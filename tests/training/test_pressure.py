@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
-from shardwise.measure.sample import sample_batch
+from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.training.health import AMPLE, SHORT, STEP, Pressure
 

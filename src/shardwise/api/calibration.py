@@ -131,7 +131,7 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
     """The job of a profiled run with its stages rebalanced by the measured times of stages, layers and ranks."""
     require_packages("calibrate", "torch")
     from shardwise.measure import recut as measured
-    from shardwise.measure.compare.run import profiled_run
+    from shardwise.measure.compare.comparison import profiled_run
 
     if started() is not None:
         raise SpecError("--from", "runs in one process", "run it without torchrun")

@@ -62,7 +62,7 @@ def compare(run: str | PathLike[str], *, trace: str | PathLike[str] | None = Non
     """
     require_packages("compare", "torch")
     from shardwise.measure.compare import comparison
-    from shardwise.measure.compare.run import profiled_run
+    from shardwise.measure.compare.comparison import profiled_run
     from shardwise.measure.compare.timeline import timeline
 
     profiled = profiled_run(fspath(run))

@@ -13,7 +13,7 @@ from shardwise.cli.inputs import job_from
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
 from shardwise.measure.doctor.examine import examine
-from shardwise.measure.doctor.finding import Examination
+from shardwise.measure.doctor.host import Examination
 from shardwise.report.console import console
 from shardwise.report.doctor import print_finding
 from shardwise.spec.errors import SpecError, shown

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from, whole
 from shardwise.engine.refuse import require_runs
-from shardwise.measure.dryrun.request import check_rank, fullest_rank, resized
-from shardwise.measure.dryrun.result import DryRun
+from shardwise.measure.dryrun.result import DryRun, check_rank, fullest_rank, resized
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import parse
 

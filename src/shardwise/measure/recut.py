@@ -13,8 +13,8 @@ from shardwise.cost.memory.room import room_of
 from shardwise.engine.labels import label_of
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import stages_of_rank
-from shardwise.measure.compare.measured import Measured
 from shardwise.measure.compare.segments import Step
+from shardwise.measure.compare.step_parts import Measured
 from shardwise.measure.compare.stragglers import rank_slowness
 from shardwise.pipeline import Place, StageTimes, stage_times
 from shardwise.pipeline.steady import simulated_pipeline

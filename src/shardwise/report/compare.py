@@ -13,8 +13,8 @@ from shardwise.spec.units import readable_bytes, readable_difference, readable_s
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison, MemoryPart
-    from shardwise.measure.compare.links import SlowLink
-    from shardwise.measure.compare.measured import RankTimes
+    from shardwise.measure.compare.step_parts import RankTimes
+    from shardwise.measure.compare.stragglers import SlowLink
 
 _MEANING = {
     "pp": "pp messages",

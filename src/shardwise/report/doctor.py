@@ -10,7 +10,7 @@ from rich.text import Text
 from shardwise.report.tables import wrapped
 
 if TYPE_CHECKING:
-    from shardwise.measure.doctor.finding import Finding
+    from shardwise.measure.doctor.host import Finding
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _LEAST = 20  # columns in which words can be read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,18 +16,107 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.layout.ranks import local_rank
-from shardwise.measure.calibrate.ranks import Rank
-from shardwise.measure.calibrate.samples import (
-    AttentionSample,
-    CopySample,
-    DeviceSamples,
-    ProductSample,
-    Shape,
-    StepSample,
-)
-from shardwise.measure.calibrate.step_job import step_job
-from shardwise.measure.calibrate.timing import Together, seconds_of
+from shardwise.measure.calibrate.ranks import Rank, Together, seconds_of
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.hardware import Cluster, Device
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Training
+
+# -- What was measured of a device, each figure with all that its price depends on -------------------
+
+
+@dataclass(frozen=True)
+class ProductSample:
+    """A (rows × inner) matrix times an (inner × columns) one."""
+
+    data_type: str
+    rows: int
+    inner: int
+    columns: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AttentionSample:
+    """Causal attention, forward and backward."""
+
+    data_type: str
+    batch: int
+    seq: int
+    heads: int
+    features: int  # of one head
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class CopySample:
+    """``bytes`` read and as many written."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A small decoder that is trained on a batch of its own."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    sequences: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """Passes and update of one step of a model on a device of its own."""
+
+    shape: Shape
+    precision: str
+    passes_seconds: float
+    update_seconds: float
+
+
+@dataclass(frozen=True)
+class DeviceSamples:
+    """All figures of one device, while its neighbours on the node were measured too."""
+
+    device_name: str
+    threads: int
+    memory_bytes: int
+    products: tuple[ProductSample, ...]
+    attentions: tuple[AttentionSample, ...]
+    copies: tuple[CopySample, ...]
+    steps: tuple[StepSample, ...]
+    host_copies: tuple[CopySample, ...] = ()  # between a GPU and its host
+    launch_seconds: float | None = None  # of a kernel on a GPU, which runs while the next ones are launched
+    formats: tuple[ProductSample, ...] = ()  # one small matmul in each, on a CPU: some have no instructions for it
+
+
+# -- The job of one step of a small model on one device, as it is measured and as it is priced -------
+
+
+def step_job(shape: Shape, precision: str, device: Device | None = None) -> Job:
+    model = Model(
+        name="calibration", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, ffn=shape.ffn,
+        vocab=shape.vocab, max_seq=shape.seq,
+    )  # fmt: skip
+    cluster: Cluster = cluster_from("laptop:1")
+    if device is not None:
+        cluster = replace(cluster, device=device)
+    training = Training(global_batch=shape.sequences, seq=shape.seq, precision=precision)  # type: ignore[arg-type]
+    return Job(
+        model=model, cluster=cluster, strategy=Strategy(dp=1, microbatch=shape.sequences), training=training
+    )  # fmt: skip
+
+
+# -- measuring ---------------------------------------------------------------------------------------
 
 _LAUNCHES = 500  # fewer than a GPU lets wait
 _SMALL = (128, 96, 96)

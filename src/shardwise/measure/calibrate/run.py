@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
@@ -14,19 +15,109 @@ import torch
 from shardwise.launch.emulate.network import EmulatedPool, Network
 from shardwise.launch.pool import Pool
 from shardwise.launch.torchrun import Started
-from shardwise.measure.calibrate.device_fit import Residual, fitted_device
-from shardwise.measure.calibrate.device_samples import measure_device
-from shardwise.measure.calibrate.far_off import FarOff, far_off_devices, far_off_links
-from shardwise.measure.calibrate.link_fit import Wire, fitted_level
-from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, slowest
-from shardwise.measure.calibrate.overlap import measure_overlap
-from shardwise.measure.calibrate.ranks import PoolRanks, Ranks, hosts_of, started_ranks
-from shardwise.measure.calibrate.samples import DeviceSamples
-from shardwise.measure.calibrate.storage import measure_disk, with_storage
+from shardwise.measure.calibrate.device_samples import DeviceSamples, measure_device
+from shardwise.measure.calibrate.fit import Residual, Wire, fitted_device, fitted_level
+from shardwise.measure.calibrate.link_samples import LinkSample, measure_links, measure_overlap, slowest
+from shardwise.measure.calibrate.ranks import PoolRanks, Rank, Ranks, hosts_of, started_ranks
+from shardwise.measure.doctor.host import MOST_BYTES, timed_read, timed_write
 from shardwise.spec.emulation import Emulation
+from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
 from shardwise.spec.units import readable_seconds
+
+# -- Ranks much slower than the others, which a median hides but every training step waits for -------
+
+FAR = 1.3  # times the seconds of the others
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank whose ``what`` take ``times`` the median of the others."""
+
+    what: str
+    rank: int
+    host: str
+    times: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} takes {self.times:.1f} times as long as others for {self.what}"
+
+
+def slow_ranks(what: str, seconds: Mapping[int, Sequence[float]], hosts: Sequence[str]) -> Iterator[SlowRank]:
+    """Of every rank the same figures, in the same order; ``hosts`` by rank."""
+    for rank, own in seconds.items():
+        others = zip(*(figures for other, figures in seconds.items() if other != rank))
+        shares = [one / statistics.median(same) for one, same in zip(own, others)]
+        if shares and (times := statistics.median(shares)) > FAR:
+            yield SlowRank(what, rank, hosts[rank], times)
+
+
+def slow_devices(samples: Sequence[DeviceSamples], hosts: Sequence[str]) -> Iterator[SlowRank]:
+    kinds: dict[str, Callable[[DeviceSamples], list[float]]] = {
+        "products": lambda one: [product.seconds for product in one.products],
+        "attention": lambda one: [attention.forward_seconds for attention in one.attentions],
+        "copies in memory": lambda one: [copy.seconds for copy in one.copies],
+        "steps of small models": lambda one: [step.passes_seconds for step in one.steps],
+    }
+    for what, figures in kinds.items():
+        yield from slow_ranks(what, {rank: figures(one) for rank, one in enumerate(samples)}, hosts)
+
+
+def slow_links(
+    of_ranks: Sequence[Sequence[LinkSample]], level: int, name: str, hosts: Sequence[str]
+) -> Iterator[SlowRank]:
+    """Among the groups of one level while all of them worked: the ranks of a group wait for each other."""
+    seconds = {
+        rank: [one.seconds for one in samples if one.level == level and sum(map(len, one.groups)) == len(of_ranks)]
+        for rank, samples in enumerate(of_ranks)
+    }
+    yield from slow_ranks(f"collectives over {name}", seconds, hosts)
+
+
+# -- How fast the disks are that hosts write to at once, and a cluster with the slowest of them ------
+
+
+@dataclass(frozen=True)
+class DiskSample:
+    """``size`` bytes written and synced, and read; the slower of the two took ``seconds``. Or why there are none."""
+
+    size: int
+    seconds: float
+    problem: str = ""
+
+
+def measure_disk(rank: Rank, folder: Path) -> DiskSample | None:
+    """By the first rank of every host; others have none."""
+    if not rank.first_of_host:
+        return None
+    path = folder / f".shardwise-calibrate-{rank.number}"  # hosts may share the folder
+    try:
+        room = min(MOST_BYTES, shutil.disk_usage(folder).free // 10)
+        size, write_seconds = timed_write(path, room)
+        return DiskSample(size, max(write_seconds, timed_read(path) or 0.0))
+    except OSError as error:
+        return DiskSample(0, 0.0, f"{folder} cannot be written ({error.strerror})")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def with_storage(cluster: Cluster, samples: Sequence[DiskSample | None], hosts: Sequence[str]) -> Cluster:
+    """The first of its storages, as fast as the slowest host's."""
+    found = [(one, host) for one, host in zip(samples, hosts) if one is not None]
+    for one, host in found:
+        if one.problem:
+            raise SpecError("--out", f"{one.problem} on {host}", "name a file in a folder that every host has")
+    rates = [one.size / one.seconds for one, _ in found if one.size]
+    if not rates:
+        return cluster
+    first = cluster.storage[0]
+    source = "measured: written and synced" + (f", the slowest of {len(rates)} hosts" if len(rates) > 1 else "")
+    link = Link(bandwidth=min(rates), latency=first.link.latency, name=first.link.name, source=source)
+    return replace(cluster, storage=(replace(first, link=link, count_per_node=1), *cluster.storage[1:]))
+
+
+# -- the whole calibration ---------------------------------------------------------------------------
 
 PARTS = ("device", "links", "storage")
 _PRELOAD = ("torch", "shardwise.engine.engine", "shardwise.engine.collectives")
@@ -54,12 +145,12 @@ class Request:
 class Calibration:
     cluster: Cluster
     residuals: tuple[Residual, ...]
-    far_off: tuple[FarOff, ...] = ()
+    far_off: tuple[SlowRank, ...] = ()
 
 
 def calibrate(asked: Request, report: Callable[[str], None]) -> Calibration:
     """Calls ``report`` with what is measured next."""
-    cluster, residuals, slow = asked.cluster, list[Residual](), list[FarOff]()
+    cluster, residuals, slow = asked.cluster, list[Residual](), list[SlowRank]()
     with _ranks(asked) as (ranks, network):
         hosts = hosts_of(ranks)
         if "device" in asked.parts:
@@ -67,7 +158,7 @@ def calibrate(asked: Request, report: Callable[[str], None]) -> Calibration:
             samples = ranks.run(measure_device, asked.device, asked.threads)
             device, found = _device(asked, samples)
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
-            slow += far_off_devices(samples, hosts)
+            slow += slow_devices(samples, hosts)
             if samples[0].host_copies:
                 cluster = replace(cluster, host_link=_host_link(samples))
         if "links" in asked.parts and cluster.devices > 1:
@@ -75,7 +166,7 @@ def calibrate(asked: Request, report: Callable[[str], None]) -> Calibration:
             cluster, found = _with_links(asked, cluster, links)
             residuals += found
             slow += [one for index, level in enumerate(cluster.levels) if level.width > 1
-                     for one in far_off_links(links[0].of_ranks, index, level.name, hosts)]  # fmt: skip
+                     for one in slow_links(links[0].of_ranks, index, level.name, hosts)]  # fmt: skip
             report("overlap: matmuls during an all-reduce")
             cluster = _with_overlap(cluster, max(ranks.run(measure_overlap, asked.device, asked.threads)))
         if "storage" in asked.parts and cluster.storage:
@@ -162,7 +253,7 @@ def _name(asked: Request) -> str:
     return f"calibrated-{asked.cluster.name.removeprefix('emulated-').removeprefix('calibrated-')}"
 
 
-def _provenance(asked: Request, hosts: Sequence[str], residuals: Sequence[Residual], slow: Sequence[FarOff]) -> str:
+def _provenance(asked: Request, hosts: Sequence[str], residuals: Sequence[Residual], slow: Sequence[SlowRank]) -> str:
     where = f"{asked.cluster.devices} {asked.device} devices of one machine"
     if asked.started is not None and asked.started.hosts > 1:
         named = ", ".join(dict.fromkeys(hosts))

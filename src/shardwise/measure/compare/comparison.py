@@ -2,21 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.engine.labels import DIMENSIONS
 from shardwise.layout.ranks import coordinate
-from shardwise.measure.compare.causes import Evidence, cause_of
 from shardwise.measure.compare.flights import SentBytes, sent_bytes, unlike
-from shardwise.measure.compare.links import SlowLink, links_of, slow_link
-from shardwise.measure.compare.measured import BUBBLE, LATE, Measured
-from shardwise.measure.compare.predicted import Predicted, predicted
-from shardwise.measure.compare.run import ProfiledRun
-from shardwise.measure.compare.stragglers import rank_slowness, straggler
+from shardwise.measure.compare.step_parts import BUBBLE, LATE, Measured, Predicted, measured, predicted
+from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowness, slow_link, straggler
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.training.metrics.lines import read_lines, summarise
+from shardwise.training.profile.record import read_records
+from shardwise.training.run_folder import RunFolder
+
+# -- A run's folder as a user names it, with what was recorded in it ---------------------------------
+
+NEWEST = "last"
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    folder: RunFolder
+    job: Job
+    measured: Measured
+
+
+def profiled_run(text: str) -> ProfiledRun:
+    """The run in a folder; raises SpecError if there is none, or none that was profiled."""
+    folder = run_folder(text)
+    job = Job.from_dict(read_yaml(str(folder.job)))
+    records = read_records(folder.profile, job.strategy.world)
+    if any(len(records[0].groups[name]) != job.strategy.degree(name) for name in job.strategy.order):
+        problem = "was recorded with another layout than the run has now"
+        raise SpecError(str(folder.profile), problem, "profile it again: --profile steps=10:12")
+    return ProfiledRun(folder, job, measured(records, pipelined=job.strategy.pp > 1))
+
+
+def run_folder(text: str) -> RunFolder:
+    """``runs/NAME``, or the newest of ``runs`` for ``runs/last`` where nothing has that name."""
+    path = Path(text)
+    try:
+        if not path.exists() and path.name == NEWEST:
+            runs = [one for one in path.parent.glob("*/job.yaml") if one.is_file()]
+            path = max(runs, key=lambda one: one.stat().st_mtime, default=path / "job.yaml").parent
+        there = (path / "job.yaml").is_file()
+    except (OSError, ValueError) as error:
+        problem = f"{shown(text)} is not a path ({getattr(error, 'strerror', error)})"
+        raise SpecError("", problem, "check it") from None
+    if not there:
+        raise SpecError(str(path), "is not a run's folder", "name one that `shardwise train` wrote, such as runs/demo")
+    return RunFolder(path)
+
+
+# -- Likely causes of a part of a step differing from its price: a table, of which the first matching entry applies
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known besides the part itself."""
+
+    part: str
+    predicted: float
+    measured: float
+    slow_rank: int | None
+    slowness: float  # of that rank
+    slow_link: SlowLink | None
+
+    @property
+    def longer(self) -> bool:
+        return self.measured > self.predicted
+
+    @property
+    def own_link(self) -> SlowLink | None:
+        """The slow link, where this part goes over it."""
+        return self.slow_link if self.slow_link is not None and self.slow_link.link.dimension == self.part else None
+
+
+@dataclass(frozen=True)
+class Cause:
+    parts: tuple[str, ...]
+    applies: Callable[[Evidence], bool]
+    text: Callable[[Evidence], str]
+
+
+def _always(evidence: Evidence) -> bool:
+    return True
+
+
+def _said(text: str) -> Callable[[Evidence], str]:
+    return lambda evidence: text
+
+
+CAUSES = (
+    Cause(
+        ("compute",),
+        lambda e: e.slow_rank is not None and e.longer and e.measured < 2 * e.slowness * e.predicted,
+        lambda e: f"rank {e.slow_rank} takes {e.slowness:.2f} times as long for a layer as others do",
+    ),
+    Cause(
+        ("compute",),
+        lambda e: e.longer,
+        _said("slower on every rank than the device's description: `shardwise calibrate` measures this device"),
+    ),
+    Cause(("compute",), _always, _said("the device is faster than its description: `shardwise calibrate`")),
+    Cause(
+        ("bubble", "late ranks"),
+        lambda e: e.slow_rank is not None and e.longer,
+        lambda e: f"the others wait for rank {e.slow_rank}",
+    ),
+    Cause(("bubble",), lambda e: e.longer, _said("stages differ: `shardwise calibrate --from` cuts them again")),
+    Cause(
+        ("late ranks",),
+        _always,
+        _said("ranks arrive at different times: other work on their machines, or uneven data and experts"),
+    ),
+    Cause(
+        DIMENSIONS,
+        lambda e: e.own_link is not None and e.longer,
+        lambda e: (
+            f"the link between {e.own_link.link.between} takes {e.own_link.times:.1f} times as long as "
+            f"{e.own_link.than}"
+            if e.own_link
+            else ""
+        ),
+    ),
+    Cause(
+        DIMENSIONS,
+        lambda e: e.longer,
+        _said("slower than the network's description, or less of it is hidden: `shardwise calibrate` measures links"),
+    ),
+    Cause(DIMENSIONS, _always, _said("the network is faster than its description, or more of it is hidden")),
+    Cause(("data",), _always, _said("the loop waits for batches: more run.data.workers, or run.data.stage")),
+    Cause(
+        ("checkpoint",),
+        _always,
+        _said("the state is copied, or written, while nothing trains: fewer checkpoints, or asynchronous ones"),
+    ),
+    Cause(
+        ("optimizer",),
+        lambda e: e.longer,
+        _said("the update moves fewer bytes per second here than predicted: `shardwise calibrate`"),
+    ),
+    Cause(("optimizer",), _always, _said("the update is faster than predicted: `shardwise calibrate`")),
+    Cause(("host",), _always, _said("the host between the phases: figures, logging, garbage collection")),
+)  # fmt: skip
+
+
+def cause_of(evidence: Evidence) -> str:
+    """Empty if nothing is known."""
+    for cause in CAUSES:
+        if evidence.part in cause.parts and cause.applies(evidence):
+            return cause.text(evidence)
+    return ""
+
+
+# -- the comparison ----------------------------------------------------------------------------------
 
 PARTS = ("compute", *DIMENSIONS, "offload", BUBBLE, LATE, "optimizer", "data", "checkpoint", "host")
 WORTH = 0.02  # of the step: a smaller difference is not explained

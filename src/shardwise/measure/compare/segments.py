@@ -6,9 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
-from shardwise.engine.labels import WHOLE_PHASES, Label, label_of
-from shardwise.training.profile.record import HOST, NamedRange, RankRecord
+from shardwise.engine.labels import DIMENSIONS, WHOLE_PHASES, Label, label_of
+from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,105 @@ def _layer(
         return around
     again = any(label_of(outer.name).pass_kind == "backward" for outer, _, _ in open_ranges)
     return None if again else one
+
+
+# -- Steps on a GPU: the host runs ahead, so the kernels determine where the time went ---------------
+# A moment belongs to the computation that runs then; else to the communication that runs then, which is exposed; else
+# nothing runs, and it belongs to what the host does meanwhile, if that is data or a checkpoint, or to the host itself.
+
+_GAP_SECONDS = 20e-6  # between two kernels: as long as a launch takes, no time of its own
+_HOST_PARTS = ("data", "checkpoint", "evaluation")
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    range: NamedRange
+    part: str
+    layer: NamedRange | None
+    communicates: bool
+
+
+def device_steps(record: RankRecord) -> tuple[Step, ...]:
+    """A step lasts until the next one's first kernel."""
+    on_device = [one for one in record.ranges if one.lane >= STREAMS]
+    marks = [one for one in on_device if label_of(one.name).kind not in ("none", "backend")]
+    kernels = [kernel for lane in {one.lane for one in on_device} for kernel in _kernels(on_device, lane)]
+    bounds = _bounds(marks)
+    host = [one for one in record.ranges if one.lane == HOST and label_of(one.name).part in _HOST_PARTS]
+    steps = []
+    for number, (start, end) in sorted(bounds.items()):
+        own = [one for one in kernels if start <= one.range.start < end]
+        segments = [one for one in _device_segments(own, host, start, end) if one.part != "evaluation"]
+        steps.append(
+            Step(
+                number,
+                start,
+                end,
+                tuple(one for one in marks if start <= one.start < end),
+                tuple(one.range for one in own if one.communicates),
+                tuple(segments),
+            )
+        )
+    return tuple(steps)
+
+
+def _bounds(marks: Sequence[NamedRange]) -> dict[int, tuple[float, float]]:
+    begun: dict[int, list[NamedRange]] = {}
+    for one in marks:
+        label = label_of(one.name)
+        if label.kind == "step":
+            begun.setdefault(label.number, []).append(one)
+    starts = {number: min(one.start for one in some) for number, some in begun.items()}
+    ends = {number: max(one.end for one in some) for number, some in begun.items()}
+    return {number: (start, starts.get(number + 1, ends[number])) for number, start in starts.items()}
+
+
+def _kernels(on_device: Sequence[NamedRange], lane: int) -> Iterator[_Kernel]:
+    """Of one stream, each by the names around it there."""
+    around: list[NamedRange] = []  # the outermost first
+    for one in sorted((one for one in on_device if one.lane == lane), key=lambda one: (one.start, -one.end, _is(one))):
+        while around and around[-1].end <= one.start:
+            around.pop()
+        if _is(one):
+            yield _kernel(one, around)
+        elif label_of(one.name).kind != "backend":
+            around.append(one)
+
+
+def _is(one: NamedRange) -> bool:
+    """Whether it is a kernel, and no name of ours or PyTorch's."""
+    return label_of(one.name).kind == "none"
+
+
+def _kernel(kernel: NamedRange, around: Sequence[NamedRange]) -> _Kernel:
+    parts = [label.part for one in reversed(around) if (label := label_of(one.name)).part and label.kind != "step"]
+    communicates = label_of(kernel.name).communicates
+    if communicates:
+        parts = [part for part in parts if part in (*DIMENSIONS, "world")] or ["dp"]
+    again = any(label_of(one.name).pass_kind == "backward" for one in around)
+    layer = None if again else next((one for one in around if label_of(one.name).kind == "layer"), None)
+    return _Kernel(kernel, parts[0] if parts else "compute", layer, communicates)
+
+
+def _device_segments(kernels: Sequence[_Kernel], host: Sequence[NamedRange], start: float, end: float) -> list[Segment]:
+    moments = sorted(
+        {start, end, *(moment for one in kernels for moment in (one.range.start, min(one.range.end, end)))}
+    )
+    running: list[list[_Kernel]] = [[] for _ in moments]
+    for one in kernels:
+        first = bisect_right(moments, one.range.start) - 1
+        for place in range(first, bisect_right(moments, min(one.range.end, end)) - 1):
+            running[place].append(one)
+    segments: list[Segment] = []
+    for place, (begin, until) in enumerate(pairwise(moments)):
+        # Computation first: communication beside it costs nothing.
+        now = min(running[place], key=lambda one: one.communicates, default=None)
+        if now is not None:
+            segments.append(Segment(begin, until, now.part, now.layer))
+        elif segments and until - begin < _GAP_SECONDS:
+            segments.append(Segment(begin, until, segments[-1].part, segments[-1].layer))
+        else:
+            middle = (begin + until) / 2
+            doing = next((label_of(one.name).part for one in host if one.start <= middle <= one.end), "host")
+            segments.append(Segment(begin, until, doing))
+    return segments

@@ -1,11 +1,15 @@
-"""Ranks that compute more slowly than others, found by the time of a layer on each."""
+"""Ranks that compute, and links that carry, more slowly than others or than their description."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from shardwise.measure.compare.measured import Measured
+from shardwise.measure.compare.exchanges import Exchange
+from shardwise.measure.compare.step_parts import Measured, exchange_seconds
+from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
 SLOW = 1.25  # times as long for a layer as on the usual rank
@@ -40,3 +44,97 @@ def straggler(slowness: tuple[float, ...] | None) -> int | None:
         return None
     slowest = max(range(len(slowness)), key=lambda rank: slowness[rank])
     return slowest if slowness[slowest] >= SLOW else None
+
+
+# -- Links that are slower than others or than described, found by the collectives and messages that cross them
+
+SLOW_LINK = 2.0  # times as long as the same between other ranks
+FAR = 3.0  # times as far from its price as all else is from its own
+WORTH = 0.02  # of the step: what takes less is not looked at
+
+
+@dataclass(frozen=True)
+class Link:
+    """What went between some ranks in a step: the median seconds of each of ``count`` exchanges of the same size."""
+
+    dimension: str
+    what: str
+    is_message: bool  # between the stages of a pipeline
+    members: tuple[int, ...]
+    nodes: tuple[int, ...]
+    bytes: int
+    count: float
+    seconds: float
+    price_seconds: float | None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.count * self.seconds
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over priced."""
+        return self.seconds / self.price_seconds if self.price_seconds else None
+
+    @property
+    def carries(self) -> tuple[str, str, int]:
+        """What links must have in common to be compared: messages of a pipeline are alike, whatever stage sends."""
+        return self.dimension, "" if self.is_message else self.what, self.bytes
+
+    @property
+    def between(self) -> str:
+        """Its two ends, in words."""
+        ranks = f"ranks {' and '.join(map(str, sorted(self.members)))}"
+        return ranks if len(self.nodes) == 1 else f"{ranks} (nodes {' and '.join(map(str, self.nodes))})"
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    link: Link
+    times: float  # as long
+    than: str
+
+
+def links_of(job: Job, found: Measured) -> tuple[Link, ...]:
+    """Of every size and name of exchange between the same ranks; both directions of messages are one link."""
+    same: dict[tuple[str, str, tuple[int, ...], int], list[Exchange]] = defaultdict(list)
+    for one in found.exchanges:
+        same[one.dimension, one.what, tuple(sorted(one.members)), one.bytes].append(one)
+    links = []
+    for (dimension, what, members, size), some in same.items():
+        shown = [one.seconds for one in some if one.shows_the_link]
+        if not shown:
+            continue
+        nodes = tuple(sorted({found.records[rank].node for rank in members}))
+        count, seconds = len(some) / len(found.numbers), statistics.median(shown)
+        is_message, price = bool(some[0].label.message), exchange_seconds(job, some[0])
+        links.append(Link(dimension, what, is_message, members, nodes, size, count, seconds, price))
+    return tuple(links)
+
+
+def slow_link(links: Sequence[Link], step_seconds: float, compute_ratio: float) -> SlowLink | None:
+    """The link that costs most by being slow, if any is: against others that carry the same, else against its price.
+
+    Where everything takes longer than its price, computation too, the price is wrong and no link is to blame.
+    """
+    worth = [one for one in links if one.step_seconds >= WORTH * step_seconds]
+    found = [slow for one in worth if (slow := _against_others(one, links)) is not None]
+    if not found:
+        found = [slow for one in worth if (slow := _against_price(one, links, compute_ratio)) is not None]
+    return max(found, key=lambda one: one.link.step_seconds * (1 - 1 / one.times), default=None)
+
+
+def _against_others(one: Link, links: Sequence[Link]) -> SlowLink | None:
+    same = [other.seconds for other in links if other.members != one.members and other.carries == one.carries]
+    usual = statistics.median_low(same) if same else None
+    if not usual or one.seconds < SLOW_LINK * usual:
+        return None
+    return SlowLink(one, one.seconds / usual, "between other ranks")
+
+
+def _against_price(one: Link, links: Sequence[Link], compute_ratio: float) -> SlowLink | None:
+    others = [other.ratio for other in links if other.members != one.members and other.ratio is not None]
+    usual = max(1.0, min([compute_ratio, *others]))
+    if one.ratio is None or one.ratio < FAR * usual:
+        return None
+    return SlowLink(one, one.ratio, "its description")

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.cost.step.trace import step_trace
 from shardwise.engine.labels import label_of
-from shardwise.measure.compare.measured import Measured
+from shardwise.measure.compare.step_parts import Measured
 from shardwise.spec.job import Job
 from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 
-from shardwise.measure.doctor.disk import check_disk
-from shardwise.measure.doctor.finding import Examination, Finding
 from shardwise.measure.doctor.host import (
+    Examination,
+    Finding,
     check_clocks,
+    check_disk,
     check_loopback,
     check_open_files,
     check_ports,
@@ -32,8 +33,7 @@ def examine(asked: Examination) -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         yield Finding("PyTorch", "fail", "is not installed", "pip install 'shardwise[train]'")
         return
-    from shardwise.measure.doctor.all_reduce import check_all_reduce
-    from shardwise.measure.doctor.software import check_devices, check_versions
+    from shardwise.measure.doctor.software import check_all_reduce, check_devices, check_versions
 
     software = list(_run({"versions": check_versions, "device memory": check_devices}, asked))
     yield from software

@@ -1,4 +1,4 @@
-"""The host itself: loopback and ports, shared memory, open files, clocks."""
+"""Checks of the host without torch: loopback and ports, shared memory, open files, clocks, and its disk."""
 
 from __future__ import annotations
 
@@ -9,12 +9,44 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shardwise.launch.ranks import loopback_interface
 from shardwise.launch.torchrun import PORT
-from shardwise.measure.doctor.finding import Examination, Finding
-from shardwise.spec.units import readable_bytes, readable_seconds
+from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
+
+# -- What a check found, in words and with its figure ------------------------------------------------
+
+Status = Literal["pass", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    status: Status
+    figure: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What is asked for: a run of ``processes`` on each of ``host_count`` hosts that writes to ``folder``.
+
+    ``others`` are hosts to compare with, by ssh. Without a job the size of a checkpoint is not known.
+    """
+
+    folder: Path
+    processes: int
+    device: str  # cpu or cuda
+    host_count: int = 1
+    others: tuple[str, ...] = ()
+    checkpoint_bytes: float | None = None
+    checkpoint_limit_seconds: float = 600
+
+
+# -- the host ----------------------------------------------------------------------------------------
 
 SHARED_MEMORY = Path("/dev/shm")
 # NCCL's documentation asks for --shm-size=1g in containers, whose default is 64 MiB; gloo needs none, loaders some.
@@ -118,3 +150,77 @@ def _skew(check: str, other: str, seconds: float) -> Finding:
     if seconds <= _SKEW_SECONDS:
         return Finding(check, "pass", figure)
     return Finding(check, "fail" if seconds > _LARGE_SKEW_SECONDS else "warn", figure, "synchronise clocks by NTP")
+
+
+# -- the disk of a run's folder: how much fits, and how fast it is -----------------------------------
+
+MOST_BYTES, _MOST_SECONDS, _PIECE_BYTES = 128 * 2**20, 5.0, 8 * 2**20
+_LITTLE_BYTES = 2**30
+_SLOW_RATE = 50e6  # bytes/s: what a single hard disk gives
+_KEPT = 3  # checkpoints at a time: the last good one, one more, and the one being written
+
+
+def check_disk(asked: Examination) -> Iterator[Finding]:
+    """Space and speed; the file that is written for it is bounded in size and time, and removed."""
+    usage = shutil.disk_usage(asked.folder)
+    yield _space(asked, usage.free)
+    room = min(MOST_BYTES, usage.free // 10)
+    if room < _PIECE_BYTES:
+        return
+    path = asked.folder / f".shardwise-disk-{os.getpid()}"
+    try:
+        size, write_seconds = timed_write(path, room)
+        read_seconds = timed_read(path)
+    finally:
+        path.unlink(missing_ok=True)
+    yield _speed(asked, size, write_seconds, read_seconds)
+
+
+def _space(asked: Examination, free: int) -> Finding:
+    wanted = _KEPT * asked.checkpoint_bytes if asked.checkpoint_bytes else _LITTLE_BYTES
+    figure = f"{readable_bytes(free)} free in {asked.folder}"
+    if asked.checkpoint_bytes:
+        figure += f"; a checkpoint takes {readable_bytes(asked.checkpoint_bytes)}"
+    if free >= wanted:
+        return Finding("disk space", "pass", figure)
+    remedy = f"{readable_bytes(wanted)} hold {_KEPT} checkpoints" if asked.checkpoint_bytes else "use another folder"
+    too_little = asked.checkpoint_bytes is not None and free < asked.checkpoint_bytes
+    return Finding("disk space", "fail" if too_little else "warn", figure, remedy)
+
+
+def _speed(asked: Examination, size: int, write_seconds: float, read_seconds: float | None) -> Finding:
+    rate = size / write_seconds
+    figure = f"{readable_rate(rate)} written and synced"
+    if read_seconds is not None:
+        figure += f", {readable_rate(size / read_seconds)} read"
+    if asked.checkpoint_bytes is not None:
+        seconds = asked.checkpoint_bytes / asked.host_count / rate
+        figure += f"; this host's part of a checkpoint in {readable_seconds(seconds)}"
+        if seconds > asked.checkpoint_limit_seconds:
+            return Finding("disk speed", "warn", figure, f"timeouts.checkpoint is {asked.checkpoint_limit_seconds:g} s")
+    if rate < _SLOW_RATE:
+        return Finding("disk speed", "warn", figure, "checkpoints would be faster in another folder")
+    return Finding("disk speed", "pass", figure)
+
+
+def timed_write(path: Path, room: int) -> tuple[int, float]:
+    """Bytes written and synced, and the seconds they took: until ``room`` is full or the time is over."""
+    piece, size = os.urandom(_PIECE_BYTES), 0  # not zeros: some file systems do not store those
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        while size + len(piece) <= room and time.perf_counter() - began < _MOST_SECONDS:
+            size += file.write(piece)
+            os.fsync(file.fileno())
+    return size, time.perf_counter() - began
+
+
+def timed_read(path: Path) -> float | None:
+    """Seconds to read the file; None if the system cannot be told to forget it first."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        while file.read(_PIECE_BYTES):
+            pass
+        return time.perf_counter() - began

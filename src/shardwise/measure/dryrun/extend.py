@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.measure.dryrun.places import LayerKind, Place
+from shardwise.measure.dryrun.memory import LayerKind, Place
 from shardwise.measure.dryrun.result import Bytes
 
 Kind = tuple[int, LayerKind]  # stage, kind of layer

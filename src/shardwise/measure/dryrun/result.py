@@ -1,14 +1,48 @@
-"""What a dry run finds; plain data."""
+"""What is asked of a dry run, and what it finds; plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.cost.memory.device import DeviceMemory
+from shardwise.cost.memory.device import DeviceMemory, device_memories
 from shardwise.cost.memory.room import room_of
+from shardwise.layout.ranks import rank_at
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+
+# -- the request -------------------------------------------------------------------------------------
+
+
+def resized(job: Job, world: int) -> Job:
+    """The same job on ``world`` ranks: data parallelism takes what the other dimensions leave."""
+    strategy = job.strategy
+    others = strategy.world // strategy.data_parallel
+    if world % others:
+        low = world // others * others
+        raise SpecError(
+            "--world",
+            f"{world} is not a multiple of tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others}",
+            f"use {low} or {low + others}" if low else f"use {others}",
+        )
+    cluster = job.cluster.with_devices(world)
+    return replace(job, cluster=cluster, strategy=replace(strategy, dp=world // others))
+
+
+def fullest_rank(job: Job) -> int:
+    """The first rank of the pipeline stage that the planner gives most memory."""
+    fullest = max(device_memories(job), key=lambda memory: memory.total)
+    return rank_at(job.strategy, {"pp": fullest.pipeline_rank})
+
+
+def check_rank(job: Job, rank: int) -> int:
+    if not 0 <= rank < job.strategy.world:
+        raise SpecError("--rank", f"{rank} is none of the job's {job.strategy.world} ranks", "count from 0")
+    return rank
+
+
+# -- the result --------------------------------------------------------------------------------------
 
 RECEIVE = "receive"  # the other half of a message; beside the kinds of `CollectiveKind`
 TOLERANCE = 0.02

@@ -23,16 +23,11 @@ from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import stage_layers, stages_of_rank
-from shardwise.measure.dryrun.collectives import CollectiveLog
-from shardwise.measure.dryrun.elsewhere import nothing_moves
+from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
 from shardwise.measure.dryrun.extend import Kind, Moments, Shape
-from shardwise.measure.dryrun.flops import FlopLog
-from shardwise.measure.dryrun.kernels import block_kernel
-from shardwise.measure.dryrun.memory import MemoryLog
-from shardwise.measure.dryrun.places import LayerKind, Place, Places
-from shardwise.measure.dryrun.replacing import replaced
+from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Place, Places
 from shardwise.measure.dryrun.result import Holder, Line
-from shardwise.measure.dryrun.world import fake_tensors, posing_as
+from shardwise.measure.dryrun.world import block_kernel, fake_tensors, nothing_moves, posing_as, replaced
 from shardwise.models.decoder import window_of
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job

@@ -1,25 +1,96 @@
-"""From measured figures to the device that `plan` prices with: each term of the price is fitted where it dominates.
-
-A coefficient's feature is the price (`cost.compute.roofline`) with that coefficient alone turned on, so that there is
-no second model of a kernel here.
-"""
+"""From measured figures to the constants that \`plan\` prices with: each term is fitted where it dominates."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.collectives import CollectiveKind, Level, Topology, build_schedule, price_schedule
+from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
 from shardwise.layout.stages import RankContents, rank_contents
-from shardwise.measure.calibrate.least_squares import Fit, fit
-from shardwise.measure.calibrate.samples import AttentionSample, DeviceSamples, ProductSample, StepSample
-from shardwise.measure.calibrate.step_job import step_job
+from shardwise.measure.calibrate.device_samples import (
+    AttentionSample,
+    DeviceSamples,
+    ProductSample,
+    StepSample,
+    step_job,
+)
+from shardwise.measure.calibrate.link_samples import LinkSample
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.hardware import Device
 from shardwise.spec.job import Job
+from shardwise.spec.network import NetworkLevel, Transport
+
+# -- Coefficients of zero or more that explain measured seconds, every measurement weighing the same
+
+Numbers = NDArray[np.float64]
+NEGLIGIBLE = 1e-9
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``values`` of the coefficients, and what is left: shares of each measurement (model / measured - 1)."""
+
+    values: tuple[float, ...]
+    residuals: tuple[float, ...]
+
+    @property
+    def median_error(self) -> float:
+        return float(np.median(np.abs(self.residuals))) if self.residuals else 0.0
+
+    @property
+    def worst_error(self) -> float:
+        return float(np.max(np.abs(self.residuals))) if self.residuals else 0.0
+
+
+def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | None = None) -> Fit:
+    """Minimises the relative errors of ``known + features · values``; every value is zero or more.
+
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
+    """
+    measured = np.asarray(seconds, dtype=float)
+    base = np.zeros_like(measured) if known is None else np.asarray(known, dtype=float)
+    rows = np.asarray(features, dtype=float) / measured[:, None]
+    scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    parts = _nonnegative(rows / scales, (measured - base) / measured)  # of the measurement that it explains most of
+    values = np.where(parts < NEGLIGIBLE, 0.0, parts) / scales
+    model = base + np.asarray(features, dtype=float) @ values
+    return Fit(tuple(values.tolist()), tuple((model / measured - 1).tolist()))
+
+
+def _nonnegative(matrix: Numbers, target: Numbers) -> Numbers:
+    count = matrix.shape[1]
+    values, free = np.zeros(count), np.zeros(count, dtype=bool)
+    for _ in range(3 * count):
+        gain = matrix.T @ (target - matrix @ values)
+        gain[free] = -np.inf
+        if free.all() or gain.max() <= 1e-12:
+            break
+        free[int(gain.argmax())] = True
+        while True:
+            trial = np.zeros(count)
+            trial[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+            if not free.any() or trial[free].min() > 0:
+                break
+            shrinking = free & (trial <= 0)
+            step = (values[shrinking] / np.maximum(values[shrinking] - trial[shrinking], 1e-300)).min()
+            values = values + step * (trial - values)
+            free &= values > 1e-15
+        values = trial
+    return values
+
+
+# -- the device --------------------------------------------------------------------------------------
+# A coefficient's feature is the price (`cost.compute.roofline`) with that coefficient alone turned on, so that there
+# is no second model of a kernel here.
 
 NOTHING = Efficiency(operand_traffic=0.0, elementwise_traffic=0.0, operator_seconds=0.0, step_seconds=0.0)
 
@@ -183,3 +254,93 @@ def _with_updates(device: Device, steps: Sequence[StepSample]) -> Device:
 
 def _contents(job: Job) -> RankContents:
     return rank_contents(job, 0)
+
+
+# -- the levels of the network -----------------------------------------------------------------------
+# A level's features of a collective are what the price of its schedule counts: steps one after the other, and bytes
+# over the busiest link while all groups work at once.
+
+_FAST = 1e15  # bytes/s of the levels that are not looked at
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a link is by itself: bytes/s of one port, and seconds one way."""
+
+    rate: float
+    delay: float
+
+
+def fitted_level(
+    base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
+) -> tuple[NetworkLevel, list[Residual]]:
+    """``base`` with what was measured of the backend and of our executor; ``wire`` where its speed is known.
+
+    Of a wire that is not known the bandwidth is the faster of the two, and its latency is all in the steps' overhead.
+    """
+    found, residuals = {}, []
+    for runner in ("backend", "schedules"):
+        own = [one for one in samples if one.level == index and one.runner == runner]
+        if own:
+            found[runner], residual = _transport(base, index, widths, own, wire)
+            what = "the backend's" if runner == "backend" else "our"
+            residuals.append(replace(residual, what=f"{what} collectives, {base.name}"))
+    rate = wire.rate if wire else max(one.rate for one in found.values())
+    level = replace(base, link=None, bandwidth=rate, latency=wire.delay if wire else 0.0)
+    backend, ours = found["backend"].within(rate), found.get("schedules")
+    level = replace(
+        level, trips=backend.trips, overhead=backend.overhead, startup=backend.startup, ramp=backend.ramp,
+        efficiency=backend.efficiency, schedules=None if ours is None else ours.within(rate),
+    )  # fmt: skip
+    return level, residuals
+
+
+@dataclass(frozen=True)
+class _Found:
+    trips: float
+    overhead: float
+    startup: float
+    rate: float  # bytes/s that large messages reach
+    ramp: float
+
+    def within(self, rate: float) -> Transport:
+        return Transport(
+            trips=self.trips, overhead=self.overhead, startup=self.startup, efficiency=min(1.0, self.rate / rate),
+            ramp=self.ramp,
+        )  # fmt: skip
+
+
+def _transport(
+    base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
+) -> tuple[_Found, Residual]:
+    """Seconds = steps·(trips·delay + overhead) + startup + (bytes + sqrt(ramp·bytes)) / rate."""
+    several_delays = wire is not None and len({one.delay for one in samples}) > 1
+    features, known = [], []
+    for one in samples:
+        hops, carried = demands(base, index, widths, one)
+        trips = hops * one.delay if several_delays else 0.0
+        features.append((trips, hops, 1.0, carried, math.sqrt(carried)))
+        known.append(0.0 if several_delays or wire is None else hops * one.delay)
+    seconds = [one.seconds for one in samples]
+    result = fit(features, seconds, known)
+    if not result.values[3]:  # too noisy to tell a ramp from a rate
+        result = fit([row[:4] for row in features], seconds, known)
+    trips, overhead, startup, per_byte, *per_root = result.values
+    if not several_delays:
+        trips = 1.0 if wire is not None else 0.0
+    per_byte = per_byte or min(one / row[3] for one, row in zip(seconds, features))
+    ramp = (per_root[0] / per_byte) ** 2 if per_root else 0.0
+    return _Found(trips, overhead, startup, 1 / per_byte, ramp), Residual.of("", result)
+
+
+def demands(base: NetworkLevel, index: int, widths: Sequence[int], sample: LinkSample) -> tuple[float, float]:
+    """Steps one after the other and bytes over the busiest link, of all groups that ran at once."""
+    levels = tuple(
+        Level(Switch(width), 1.0 if place == index else _FAST, 1.0 if place == index else 0.0,
+              ports=base.ports if place == index else None)
+        for place, width in enumerate(widths)
+    )  # fmt: skip
+    kind = CollectiveKind(sample.kind)
+    schedule = build_schedule(kind, Topology.switch(len(sample.groups[0]), 1.0), sample.algorithm)
+    cost = price_schedule(schedule, Topology(levels), sample.size_bytes, sample.groups).levels[index]
+    return float(cost.hops), float(cost.bytes)
