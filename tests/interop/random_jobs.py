@@ -7,6 +7,7 @@ framework has to survive the way there and back without loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -29,9 +30,13 @@ UNNORMALISED_MIXTRAL = {
 Fields = dict[str, Any]
 
 
-def drawn(framework: str | None, seed: int, number: int) -> Iterator[Job]:
+@cache
+def drawn(framework: str | None, seed: int, number: int) -> tuple[Job, ...]:
     """``number`` random jobs, valid as jobs; of those that ``framework`` can say, where one is named."""
-    random = Random(seed)
+    return tuple(_drawn(framework, Random(seed), number))
+
+
+def _drawn(framework: str | None, random: Random, number: int) -> Iterator[Job]:
     while number:
         try:
             fields = _BY_FRAMEWORK[framework](random) if framework else _anything(random)

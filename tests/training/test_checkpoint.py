@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +114,22 @@ def test_every_element_is_saved_once(tmp_path: Path) -> None:
     assert max(sizes) < 1.2 * min(sizes)  # the work is shared
 
 
-def damaged(one: Job, folder: str) -> tuple[int | None, list[str]]:
-    said: list[str] = []
-    return newest_good(CheckpointFolder(Path(folder)), said.append), said
+DAMAGES = {
+    "flipped": "checksum differs",
+    "short": "bytes instead of",
+    "missing": "is missing",
+    "link": "is a link",
+    "manifest": "is not JSON",
+    "escape": "its checksum differs",
+    "position": "its checksum differs",
+    "number": "it has no optimizer_steps",
+    "renamed": "is of step 2, not of the step in its name",
+}
 
 
-@pytest.mark.parametrize(
-    "how", ["flipped", "short", "missing", "link", "manifest", "escape", "position", "number", "renamed"]
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, how: str) -> None:
-    one = job(devices=2, dp=2)
-    on_ranks(2, train, one, str(tmp_path), 1, False)
-    on_ranks(2, train, one, str(tmp_path), 1, True)
-    newest = tmp_path / "step-00000002"
+def damage(folder: Path, how: str) -> None:
+    """Of the newer one of two checkpoints."""
+    newest = folder / "step-00000002"
     shard, manifest = newest / "shard-00001.safetensors", newest / "manifest.json"
     raw = bytearray(shard.read_bytes())
     if how == "flipped":
@@ -136,8 +140,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, 
     elif how == "missing":
         shard.unlink()
     elif how == "link":
-        shard.rename(tmp_path / "elsewhere")
-        shard.symlink_to(tmp_path / "elsewhere")
+        shard.rename(folder / "elsewhere")
+        shard.symlink_to(folder / "elsewhere")
     elif how == "manifest":
         manifest.write_text("{", encoding="utf-8")
     elif how == "position":
@@ -145,17 +149,33 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, 
     elif how == "number":
         resealed(newest, lambda document: document["numbers"].pop("optimizer_steps"))
     elif how == "renamed":
-        newest.rename(tmp_path / "step-00000007")
+        newest.rename(folder / "step-00000007")
     else:
         manifest.write_text(manifest.read_text().replace("shard-00001", "../x-00001"), encoding="utf-8")
-    step, said = on_ranks(2, damaged, one, str(tmp_path))[0]
-    assert step == 1
-    words = {"flipped": "checksum differs", "short": "bytes instead of", "missing": "is missing", "link": "is a link",
-             "manifest": "is not JSON", "escape": "its checksum differs",
-             "position": "its checksum differs", "number": "it has no optimizer_steps",
-             "renamed": "is of step 2, not of the step in its name"}  # fmt: skip
-    assert words[how] in said[0]
-    assert ("step-00000007" if how == "renamed" else "step-00000002") in said[0]
+
+
+def newest_in(folders: list[str]) -> list[tuple[int | None, list[str]]]:
+    """The newest good checkpoint of each folder, and what is said of those after it."""
+    found = []
+    for folder in folders:
+        said: list[str] = []
+        found.append((newest_good(CheckpointFolder(Path(folder)), said.append), said))
+    return found
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path) -> None:
+    """One run, and a copy of its folder for each kind of damage."""
+    one, whole_run = job(devices=2, dp=2), tmp_path / "whole"
+    on_ranks(2, train, one, str(whole_run), 1, False)
+    on_ranks(2, train, one, str(whole_run), 1, True)
+    for how in DAMAGES:
+        shutil.copytree(whole_run, tmp_path / how)
+        damage(tmp_path / how, how)
+    found = on_ranks(2, newest_in, [str(tmp_path / how) for how in DAMAGES])[0]
+    for (how, words), (step, said) in zip(DAMAGES.items(), found, strict=True):
+        assert step == 1, how
+        assert words in said[0], how
+        assert ("step-00000007" if how == "renamed" else "step-00000002") in said[0], how
 
 
 def refuses(one: Job, folder: str) -> str:
