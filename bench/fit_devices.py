@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.cost.accuracy.runs import Run, read_runs
+from shardwise.cost.accuracy.runs import PublishedRun, read_runs
 from shardwise.cost.step.prediction import predict
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
@@ -88,12 +88,12 @@ def on_device(job: Job, efficiency: Efficiency) -> Job:
     return replace(job, cluster=replace(job.cluster, device=replace(job.cluster.device, efficiency=efficiency)))
 
 
-def log_errors(runs: Sequence[Run], efficiency: Efficiency) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def log_errors(runs: Sequence[PublishedRun], efficiency: Efficiency) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     predicted = [predict(on_device(run.job, efficiency)).step_seconds for run in runs]
     return np.array([math.log(p / run.reported_seconds) for p, run in zip(predicted, runs)])
 
 
-def solve(fit: Fit, runs: Sequence[Run], rounds: int = 6) -> dict[str, float]:
+def solve(fit: Fit, runs: Sequence[PublishedRun], rounds: int = 6) -> dict[str, float]:
     """Gauss-Newton on log errors with Huber weights, every constant drawn to its prior."""
     names = list(fit.priors)
     steps = np.zeros(len(names))
@@ -147,12 +147,12 @@ def main() -> int:
     return 0
 
 
-def apart(runs: Sequence[Run]) -> str:
+def apart(runs: Sequence[PublishedRun]) -> str:
     """What is left out at a time."""
     return "model" if len({run.model_name for run in runs}) > 1 else "table"
 
 
-def groups(runs: Sequence[Run]) -> list[set[str]]:
+def groups(runs: Sequence[PublishedRun]) -> list[set[str]]:
     """Row ids that are left out together."""
     found: dict[str, set[str]] = {}
     for run in runs:
@@ -161,7 +161,7 @@ def groups(runs: Sequence[Run]) -> list[set[str]]:
     return list(found.values())
 
 
-def left_out(fit: Fit, runs: Sequence[Run]) -> list[float]:
+def left_out(fit: Fit, runs: Sequence[PublishedRun]) -> list[float]:
     """Errors of every model's rows by constants fitted on the other models' rows."""
     errors: list[float] = []
     for group in groups(runs):

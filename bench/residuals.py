@@ -24,7 +24,7 @@ import numpy as np
 
 from fit_devices import FITS, PRIOR_WIDTH, ROW_WIDTH, TABLE, Fit, groups, log_errors, with_constants
 from shardwise.cost.accuracy.residuals import COVERAGE, FILE, ONE_JOB, Residuals, kind_of, residuals
-from shardwise.cost.accuracy.runs import Run, read_runs
+from shardwise.cost.accuracy.runs import PublishedRun, read_runs
 from shardwise.cost.accuracy.scores import score
 from shardwise.spec.efficiency import Efficiency
 
@@ -73,7 +73,7 @@ def shipped(efficiency: Efficiency, name: str) -> float:
     return efficiency.gemm[data_type] if name.startswith("gemm.") else float(getattr(efficiency, name))
 
 
-def left_out_errors(fit: Fit, runs: Sequence[Run]) -> list[float]:
+def left_out_errors(fit: Fit, runs: Sequence[PublishedRun]) -> list[float]:
     """Errors of every model's rows by constants fitted on the other models' rows, in the first order.
 
     Log errors are near linear in the logarithms of the constants, so one slope around the shipped constants replaces a
@@ -129,10 +129,10 @@ def table() -> Iterator[Residuals]:
 
 
 def _ratios(
-    runs: Sequence[Run], scored: dict[str, float], left_out: dict[str, float]
+    runs: Sequence[PublishedRun], scored: dict[str, float], left_out: dict[str, float]
 ) -> Iterator[tuple[str, str, Error]]:
     """Every two rows of one job that differ in their strategy: slower over faster, predicted against reported."""
-    jobs: dict[tuple[object, ...], list[Run]] = {}
+    jobs: dict[tuple[object, ...], list[PublishedRun]] = {}
     for run in runs:
         jobs.setdefault(_job_and_software(run), []).append(run)
     for own in jobs.values():
@@ -148,7 +148,7 @@ def _ratio(errors: dict[str, float], slow: str, fast: str) -> float:
     return (1 + errors[slow]) / (1 + errors[fast]) - 1
 
 
-def _job_and_software(run: Run) -> tuple[object, ...]:
+def _job_and_software(run: PublishedRun) -> tuple[object, ...]:
     """What two rows share that differ in the strategy alone; the rows of another container ran other software."""
     job, locator = run.job, run.row.text("locator")
     release = locator if "container" in locator else ""

@@ -25,7 +25,7 @@ GROUPS: tuple[Group, ...] = ("within noise", "slower")
 
 
 @dataclass(frozen=True)
-class Row:
+class RankingRow:
     """The first strategy of a layout; ``like`` are those of layouts that only add dimensions to the same idea."""
 
     group: Group
@@ -57,17 +57,17 @@ class Ranking:
         return tuple(first.values())
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[RankingRow, ...]:
         """The layouts, near-duplicates under the one that they repeat; the fastest always has a row of its own."""
-        rows: list[Row] = []
+        rows: list[RankingRow] = []
         for one in self.layouts:
             group = self.group_of(one)
             for number, row in enumerate(rows):
                 if one.degrees != self.fastest.degrees and row.group == group and self._repeats(row.best, one):
-                    rows[number] = Row(group, row.best, (*row.like, one))
+                    rows[number] = RankingRow(group, row.best, (*row.like, one))
                     break
             else:
-                rows.append(Row(group, one))
+                rows.append(RankingRow(group, one))
         return tuple(rows)
 
     def _repeats(self, first: Candidate, other: Candidate) -> bool:
@@ -171,7 +171,7 @@ class Plan:
         return self.ranking.layouts
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[RankingRow, ...]:
         return self.ranking.rows
 
     def group_of(self, one: Candidate) -> Group:
@@ -184,7 +184,7 @@ class Plan:
         return replace(self, ranking=ranked([*self.candidates, *more.values()])) if more else self
 
     @cached_property
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> tuple[StrategyFamily, ...]:
         """The first with each set of dimensions, fastest first; then the sets with which nothing fits."""
         first: dict[tuple[str, ...], Candidate] = {}
         for one in self.candidates:
@@ -194,9 +194,9 @@ class Plan:
             used = dimensions_used(degrees)
             least[used] = min(held, least.get(used, held))
         # A search that was stopped may not have come to what was simulated for another reason.
-        fitting = [Family(used, one, least.get(used, one.memory.total)) for used, one in first.items()]
+        fitting = [StrategyFamily(used, one, least.get(used, one.memory.total)) for used, one in first.items()]
         fitting.sort(key=lambda one: one.best.seconds_per_token if one.best else 0.0)
-        return (*fitting, *(Family(used, None, held) for used, held in least.items() if used not in first))
+        return (*fitting, *(StrategyFamily(used, None, held) for used, held in least.items() if used not in first))
 
     @cached_property
     def front(self) -> tuple[Candidate, ...]:
@@ -212,7 +212,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Family:
+class StrategyFamily:
     """All strategies that use the same dimensions: the best that fits, and the least memory any needs."""
 
     dimensions: tuple[str, ...]

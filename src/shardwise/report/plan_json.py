@@ -7,12 +7,12 @@ from typing import Any
 
 from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.planner.advice.answer import PlanAnswer
-from shardwise.planner.advice.explanation import Explanation
+from shardwise.planner.advice.explanation import PlanExplanation
 from shardwise.planner.advice.what_if import WhatIf
 from shardwise.planner.advice.why_not import NotRun, WhyNot
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
-from shardwise.planner.plan import Family, Plan, Row
+from shardwise.planner.plan import Plan, RankingRow, StrategyFamily
 from shardwise.report.campaign import campaign_data
 from shardwise.report.runners import runner_data
 
@@ -54,13 +54,13 @@ def ranked_data(found: Plan, one: Candidate) -> dict[str, Any]:
     return {"group": found.group_of(one), **candidate_data(one), "left_bytes": found.left_bytes(one)}
 
 
-def _row(number: int, row: Row) -> dict[str, Any]:
+def _row(number: int, row: RankingRow) -> dict[str, Any]:
     """A row of the ranking; what is said of its strategy is among the layouts, by its words."""
     like = [strategy_words(one.job.strategy) for one in row.like]
     return {"rank": number, "group": row.group, "words": strategy_words(row.best.job.strategy), "like": like}
 
 
-def family_data(one: Family) -> dict[str, Any]:
+def family_data(one: StrategyFamily) -> dict[str, Any]:
     best = None if one.best is None else candidate_data(one.best)
     return {"dimensions": list(one.dimensions), "best": best, "least_memory_bytes": one.least_memory_bytes}
 
@@ -90,7 +90,7 @@ def candidate_data(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _explanation(explanation: Explanation) -> dict[str, Any]:
+def _explanation(explanation: PlanExplanation) -> dict[str, Any]:
     second = explanation.second
     return {
         "sentence": explanation.sentence(),

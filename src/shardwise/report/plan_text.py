@@ -17,7 +17,7 @@ from shardwise.planner.describe import (
     sharding_words,
     strategy_words,
 )
-from shardwise.planner.plan import GROUPS, Group, Plan, Row
+from shardwise.planner.plan import GROUPS, Group, Plan, RankingRow
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search
 from shardwise.report.analysis_text import collective_lines
@@ -100,13 +100,13 @@ def _notes(answer: PlanAnswer) -> Iterator[str]:
         yield sending_less_words(found.best.job, answer.sending_less)
 
 
-def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[Row]:
+def _rows(found: Plan, *, top: int, unfolded: bool) -> Sequence[RankingRow]:
     if unfolded:
-        return [Row(found.group_of(one), one) for one in found.layouts[:top]]
+        return [RankingRow(found.group_of(one), one) for one in found.layouts[:top]]
     return found.rows[:top]
 
 
-def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> FittedTable:
+def _ranking(found: Plan, rows: Sequence[RankingRow], group: Group) -> FittedTable:
     titles = {
         "within noise": f"Within noise ({found.noise.share:.1%}) of the fastest: the simplest first",
         "slower": "Slower than noise: by time",
@@ -123,7 +123,7 @@ def _ranking(found: Plan, rows: Sequence[Row], group: Group) -> FittedTable:
     return replace(table(titles[group], columns, own, numbers_from=4, optional=optional), narrower=narrower)
 
 
-def _row(number: int, row: Row, found: Plan) -> tuple[str, ...]:
+def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
     one, first, strategy = row.best, found.best, row.best.job.strategy
     others = [
         sharding_words(strategy) or "none",

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.step.parts import COMMUNICATION
-from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, Cause, FasterJob, SendingLess
+from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, FasterJob, SendingLess, StepCause
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import change_words
 from shardwise.report.console import table
@@ -110,7 +110,7 @@ def _time_words(analysis: Analysis, found: Bottleneck) -> str:
     return "; ".join((f"{_cause_words(analysis.job, first)}: {longest}", *following))
 
 
-def _cause_words(job: Job, cause: Cause) -> str:
+def _cause_words(job: Job, cause: StepCause) -> str:
     if cause.part == "bubble":
         return f"the pipeline bubble ({job.strategy.pp} stages, {job.microbatches} microbatches)"
     if cause.part not in COMMUNICATION:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.accuracy.runs import Run, read_runs, run_from_row
+from shardwise.cost.accuracy.runs import PublishedRun, read_runs, run_from_row
 from shardwise.cost.accuracy.scores import Score, score, summarize
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
@@ -19,7 +19,7 @@ VALIDATION = Path(__file__).parents[3] / "validation"
 
 
 @cache
-def runs() -> list[Run]:
+def runs() -> list[PublishedRun]:
     return list(read_runs(VALIDATION / "training_runs.csv"))
 
 

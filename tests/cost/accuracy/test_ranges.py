@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cost.accuracy.ranges import FIELDS, predicted_range
-from shardwise.cost.accuracy.runs import Run, read_runs, run_from_row
-from shardwise.cost.accuracy.table import Row
+from shardwise.cost.accuracy.runs import PublishedRun, read_runs, run_from_row
+from shardwise.cost.accuracy.table import TableRow
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 
@@ -16,8 +16,8 @@ RUNS = {run.row_id: run for run in read_runs(Path(__file__).parents[3] / "valida
 H100_70B = "mbridge_26.04_DGX-H100_Llama3-70B_64_FP8_1"
 
 
-def assuming(row_id: str, fields: str, **cells: str) -> Run:
-    return run_from_row(Row({**RUNS[row_id].row.cells, "assumed_fields": fields, **cells}))
+def assuming(row_id: str, fields: str, **cells: str) -> PublishedRun:
+    return run_from_row(TableRow({**RUNS[row_id].row.cells, "assumed_fields": fields, **cells}))
 
 
 def test_fields_are_named_in_many_ways() -> None:

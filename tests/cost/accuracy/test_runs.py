@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.runs import Run, run_from_row
+from shardwise.cost.accuracy.runs import PublishedRun, run_from_row
 from shardwise.cost.accuracy.scores import score
-from shardwise.cost.accuracy.table import Row
+from shardwise.cost.accuracy.table import TableRow
 from shardwise.cost.accuracy.vocabulary import machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.spec.errors import SpecError
@@ -22,8 +22,8 @@ BRIDGE = "mbridge_26.04_DGX-GB200_Llama3-70B_64_MXFP8_2"
 EXPERTS = "mbridge_26.04_DGX-GB200_Qwen3-30B-A3B_8_MXFP8_1"
 
 
-def run_like(row_id: str, **cells: object) -> Run:
-    return run_from_row(Row({**ROWS[row_id], **{column: str(cell) for column, cell in cells.items()}}))
+def run_like(row_id: str, **cells: object) -> PublishedRun:
+    return run_from_row(TableRow({**ROWS[row_id], **{column: str(cell) for column, cell in cells.items()}}))
 
 
 # -- the reported time -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from planner.cases import MODELS, NETWORKS, job_of
 from shardwise.collectives import CollectiveKind, collective_cost
 from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.sweep.price import Piece, TablePricer
+from shardwise.cost.sweep.price import TablePiece, TablePricer
 from shardwise.cost.traffic.network import network
 from shardwise.planner.candidate import job_with
 from shardwise.planner.constraints import Allowed, Constraints
@@ -39,7 +39,7 @@ CASES = [
 
 
 @cache
-def priced(number: int) -> tuple[Job, tuple[Piece, ...]]:
+def priced(number: int) -> tuple[Job, tuple[TablePiece, ...]]:
     """A search over random degrees with everything that can be chosen for them, offload included."""
     model, cluster, batch, precision, optimizer, stack = CASES[number]
     random = Random(number)
@@ -54,7 +54,7 @@ def priced(number: int) -> tuple[Job, tuple[Piece, ...]]:
     return job, tuple(TablePricer(job).pieces(space.groups()))
 
 
-def cells(number: int, count: int) -> Iterator[tuple[Piece, int, int, Job]]:
+def cells(number: int, count: int) -> Iterator[tuple[TablePiece, int, int, Job]]:
     """``count`` random cells, and the job of each."""
     job, pieces = priced(number)
     random = Random(count)

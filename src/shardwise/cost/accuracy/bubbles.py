@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.table import Row, read_table
+from shardwise.cost.accuracy.table import TableRow, read_table
 from shardwise.pipeline import build, equal_stages, simulate
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.schedules import job_schedules, schedule_record
@@ -71,7 +71,7 @@ def score_bubbles(path: Path | str) -> list[ScoredBubble]:
     return scored
 
 
-def _scored(row: Row) -> ScoredBubble:
+def _scored(row: TableRow) -> ScoredBubble:
     name = vocabulary.schedule(row.text("schedule"))
     if name is None:
         problem = f"{shown(row.text('schedule'))} is unknown"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.collectives import CollectiveKind, collective_cost
-from shardwise.cost.accuracy.table import Row, read_table
+from shardwise.cost.accuracy.table import TableRow, read_table
 from shardwise.cost.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.traffic.network import network
 from shardwise.spec.clusters import cluster_from
@@ -56,11 +56,11 @@ def score_all_reduces(
     return scored
 
 
-def _is_all_reduce(row: Row) -> bool:
+def _is_all_reduce(row: TableRow) -> bool:
     return re.sub(r"[^a-z]", "", row.text("collective").lower()) == "allreduce"
 
 
-def _scored(row: Row, described: Callable[[str], Cluster]) -> ScoredRow:
+def _scored(row: TableRow, described: Callable[[str], Cluster]) -> ScoredRow:
     devices, nodes, size = row.whole("gpus"), row.whole("nodes"), row.needed("size_bytes")
     name, microseconds = machine_name(row.text("hardware"), "hardware"), row.needed("time_us")
     if not microseconds or devices % nodes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.cost.accuracy import vocabulary
-from shardwise.cost.accuracy.runs import Run, run_from_row
+from shardwise.cost.accuracy.runs import PublishedRun, run_from_row
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.spec.errors import SpecError
@@ -33,7 +33,7 @@ class Field:
     names: tuple[str, ...]
     values: str
     reason: str
-    cells: Callable[[Run], list[Cells]]
+    cells: Callable[[PublishedRun], list[Cells]]
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ def _each(column: str, *values: object) -> list[Cells]:
     return [{column: str(value)} for value in values]
 
 
-def _sequence_parallel(run: Run) -> list[Cells]:
+def _sequence_parallel(run: PublishedRun) -> list[Cells]:
     return _each("sp", 0, 1) if run.job.strategy.tp > 1 else []
 
 
-def _microbatch(run: Run) -> list[Cells]:
+def _microbatch(run: PublishedRun) -> list[Cells]:
     share = run.job.sequences // run.job.strategy.data_parallel
     return [{"mbs": str(size), "microbatches": ""} for size in divisors(share)]
 
 
-def _chunks(run: Run) -> list[Cells]:
+def _chunks(run: PublishedRun) -> list[Cells]:
     """All that a rank's layers divide into; a schedule that is printed says whether there is one chunk or several."""
     pp, layers = run.job.strategy.pp, run.job.model.layers
     if pp == 1:
@@ -71,7 +71,7 @@ def _chunks(run: Run) -> list[Cells]:
     return _each("vpp", *divisors(slots)) if printed is None else []
 
 
-def _precision(run: Run) -> list[Cells]:
+def _precision(run: PublishedRun) -> list[Cells]:
     """The width of the matmuls is printed; what gradients accumulate in, and what FP8 scales by, may not be."""
     name = run.job.training.precision
     if name in ("fp16", "bf16", "bf16-fp32-grads"):
@@ -79,16 +79,16 @@ def _precision(run: Run) -> list[Cells]:
     return _each("precision", "fp8", "mxfp8") if name in ("fp8", "mxfp8") else []
 
 
-def _sequence(run: Run) -> list[Cells]:
+def _sequence(run: PublishedRun) -> list[Cells]:
     seq = run.job.training.seq
     return [] if seq > _LONGEST_USUAL_SEQUENCE else _each("seq", seq // 2, seq, 2 * seq)
 
 
-def _zero(run: Run) -> list[Cells]:
+def _zero(run: PublishedRun) -> list[Cells]:
     return _each("zero", 0, 1) if run.job.strategy.data_parallel > 1 and run.job.strategy.zero < 2 else []
 
 
-def _context_method(run: Run) -> list[Cells]:
+def _context_method(run: PublishedRun) -> list[Cells]:
     return _each("notes", "CP=ring", "CP=all-gather", "CP=all-to-all") if run.job.strategy.cp > 1 else []
 
 
@@ -140,7 +140,7 @@ FIELDS = (
 )
 
 
-def predicted_range(run: Run) -> Range | None:
+def predicted_range(run: PublishedRun) -> Range | None:
     """The range of a run's step time, None if its source prints everything.
 
     A value that changes what the report means (tokens of a step) is compared with the report as it would then be,
@@ -156,17 +156,17 @@ def predicted_range(run: Run) -> Range | None:
     return Range(names, min(ratios) * run.reported_seconds, max(ratios) * run.reported_seconds, count)
 
 
-def _is_open(run: Run, field: Field) -> bool:
+def _is_open(run: PublishedRun, field: Field) -> bool:
     if field.names[0] == "vocab" and run.row.number("vocab") is None:
         return True
     return not set(field.names).isdisjoint(run.row.assumed)
 
 
-def _fits(run: Run) -> bool:
+def _fits(run: PublishedRun) -> bool:
     return peak_memory(run.job).total <= run.job.cluster.device.usable_memory
 
 
-def _alternatives(run: Run, fields: Sequence[Field]) -> Iterator[Run]:
+def _alternatives(run: PublishedRun, fields: Sequence[Field]) -> Iterator[PublishedRun]:
     """The run itself, and every combination that breaks no rule."""
     yield run
     choices = [cells for field in fields if (cells := field.cells(run))]

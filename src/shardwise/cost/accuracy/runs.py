@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.cost.accuracy import vocabulary
 from shardwise.cost.accuracy.sources import SET_ASIDE, Source, source_of
-from shardwise.cost.accuracy.table import Row, read_table
+from shardwise.cost.accuracy.table import TableRow, read_table
 from shardwise.cost.accuracy.vocabulary import counted, machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
 from shardwise.spec.errors import SpecError
@@ -28,7 +28,7 @@ TIME_COLUMNS = (
 )
 
 
-def reported_seconds(row: Row, source: Source, job: Job) -> tuple[float, str]:
+def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float, str]:
     """The step time and where it comes from; the first of ``TIME_COLUMNS`` that says something."""
     devices = job.cluster.devices
     for column in TIME_COLUMNS:
@@ -51,7 +51,7 @@ def reported_seconds(row: Row, source: Source, job: Job) -> tuple[float, str]:
     raise SpecError("rep_iter_s", "the row reports no time", "give an iteration time, tokens/s, TFLOP/s or MFU")
 
 
-def _counted_flops(row: Row, source: Source, job: Job) -> tuple[float, str]:
+def _counted_flops(row: TableRow, source: Source, job: Job) -> tuple[float, str]:
     """FLOPs of a step by the row's own convention, else by its source's; and that convention in words."""
     own = counted(row.text("flops_convention"))
     convention = own.convention or source.convention
@@ -65,7 +65,7 @@ def _counted_flops(row: Row, source: Source, job: Job) -> tuple[float, str]:
     return per_token * job.tokens_per_step, convention + (" with recompute" if recomputed else "")
 
 
-def reported_memory(row: Row, source: Source) -> tuple[float | None, str]:
+def reported_memory(row: TableRow, source: Source) -> tuple[float | None, str]:
     """Bytes per device if the row has them, and what they count; a column of GB holds 10⁹ where its kind says so."""
     value, kind = row.number("rep_mem_gib"), row.text("rep_mem_kind")
     decimal = "GB" in kind and "GiB" not in kind and source.memory == "as printed"
@@ -86,10 +86,10 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One published run: the job as completed, and what was reported of it."""
 
-    row: Row
+    row: TableRow
     source: Source
     job: Job
     reported_seconds: float
@@ -115,7 +115,7 @@ class Run:
         return SET_ASIDE.get(self.row_id, "")
 
 
-def read_runs(path: Path | str) -> Iterator[Run]:
+def read_runs(path: Path | str) -> Iterator[PublishedRun]:
     """Every row of a table in the layout of validation/training_runs.csv."""
     rows = read_table(path, COLUMNS, "runs")
     if not any(column in rows[0].cells for column in TIME_COLUMNS):
@@ -123,17 +123,17 @@ def read_runs(path: Path | str) -> Iterator[Run]:
     return map(run_from_row, rows)
 
 
-def run_from_row(row: Row) -> Run:
+def run_from_row(row: TableRow) -> PublishedRun:
     """The run that one row describes."""
     source = source_of(row)
     try:
         job = _job(row, source)
-        return Run(row, source, job, *reported_seconds(row, source, job), *reported_memory(row, source))
+        return PublishedRun(row, source, job, *reported_seconds(row, source, job), *reported_memory(row, source))
     except SpecError as error:
         raise error.under(f"row {row.text('row_id')}") from None
 
 
-def _job(row: Row, source: Source) -> Job:
+def _job(row: TableRow, source: Source) -> Job:
     stack = stack_from(source.stack)
     for variant in source.variants:
         if variant.applies(row):
@@ -159,7 +159,7 @@ def _job(row: Row, source: Source) -> Job:
     )
 
 
-def _model(row: Row, source: Source) -> Model:
+def _model(row: TableRow, source: Source) -> Model:
     gated, notes = bool(row.flag("gated_mlp")), row.text("notes").lower()
     early = source.stack == "megatron-2022" and not gated  # GPT-3's block: learned positions, biases, one embedding
     hidden, heads = row.whole("hidden"), row.whole("heads")
@@ -197,7 +197,7 @@ def _model(row: Row, source: Source) -> Model:
     return Model.from_dict(fields)
 
 
-def _strategy(row: Row, source: Source, stack: Stack) -> dict[str, Any]:
+def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
     tp, pp = row.whole("tp"), row.whole("pp")
     method = vocabulary.context_method(row.text("notes")) or source.context_method
     printed_zero = vocabulary.zero(row.text("zero"))
@@ -215,24 +215,24 @@ def _strategy(row: Row, source: Source, stack: Stack) -> dict[str, Any]:
     return fields | (_pipeline(row, source, pp) if pp > 1 else {})
 
 
-def _sequence_parallel(row: Row) -> bool:
+def _sequence_parallel(row: TableRow) -> bool:
     """As printed; where it is not, with tensor parallelism, as every framework recommends it."""
     printed = None if "sp" in row.assumed else row.flag("sp")
     return row.whole("tp") > 1 if printed is None else printed
 
 
-def _data_parallel(row: Row) -> int:
+def _data_parallel(row: TableRow) -> int:
     others = row.whole("tp") * row.whole("pp") * row.whole("cp", 1)
     return row.whole("dp", max(1, row.whole("gpus") // others))
 
 
-def _global_batch(row: Row) -> int:
+def _global_batch(row: TableRow) -> int:
     if row.number("gbs") is None and row.number("mbs") and row.number("microbatches"):
         return _data_parallel(row) * row.whole("mbs") * row.whole("microbatches")
     return row.whole("gbs")
 
 
-def _microbatch(row: Row, source: Source) -> int:
+def _microbatch(row: TableRow, source: Source) -> int:
     share = max(1, _global_batch(row) // _data_parallel(row))
     if row.number("mbs") is not None:
         return row.whole("mbs")
@@ -241,7 +241,7 @@ def _microbatch(row: Row, source: Source) -> int:
     return share if source.microbatch == "local batch" and row.whole("pp") == 1 else 1
 
 
-def _pipeline(row: Row, source: Source, pp: int) -> dict[str, Any]:
+def _pipeline(row: TableRow, source: Source, pp: int) -> dict[str, Any]:
     """Schedule, chunks per rank and layers per stage of a pipeline."""
     layers, schedule = row.whole("layers"), vocabulary.schedule(row.text("schedule")) or PLAIN
     chunks = row.whole("vpp", max(1, layers // pp) if source.layer_per_chunk else 1)

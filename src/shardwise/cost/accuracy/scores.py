@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.cost.accuracy.ranges import Range
-from shardwise.cost.accuracy.runs import Run, counts_reserved
+from shardwise.cost.accuracy.runs import PublishedRun, counts_reserved
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.reserved import reserved_bytes
 from shardwise.cost.step.prediction import predict
@@ -59,7 +59,7 @@ class Score:
     set_aside: str
 
 
-def score(run: Run, over: Range | None = None) -> Score:
+def score(run: PublishedRun, over: Range | None = None) -> Score:
     """The prediction for one run beside what was reported of it, and the range if it is given."""
     seconds, memory = predict(run.job).step_seconds, peak_memory(run.job)
     predicted, reported = predicted_memory(run), run.reported_memory_bytes
@@ -85,7 +85,7 @@ def score(run: Run, over: Range | None = None) -> Score:
     )
 
 
-def predicted_memory(run: Run) -> float:
+def predicted_memory(run: PublishedRun) -> float:
     """What the figure of a run counts: tensors, or what the allocator reserves for them.
 
     The framework's allowance is part of neither.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardwise.cost.accuracy.table import Row
+from shardwise.cost.accuracy.table import TableRow
 from shardwise.spec.stack import Stack
 
 
@@ -28,7 +28,7 @@ class Variant:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     stack: Mapping[str, Any] = field(default_factory=dict)
 
-    def applies(self, row: Row) -> bool:
+    def applies(self, row: TableRow) -> bool:
         if self.since > _container(row):
             return False
         return all(re.search(pattern, row.text(column), re.IGNORECASE) for column, pattern in self.cells.items())
@@ -41,7 +41,7 @@ class Variant:
         return replace(stack, **changes)
 
 
-def _container(row: Row) -> str:
+def _container(row: TableRow) -> str:
     """The release that a row names, like "26.06"; one that names none is older than any."""
     found = re.search(r"(?<![\d.])2\d\.[01]\d(?!\d)", f"{row.text('locator')} {row.text('row_id')}")
     return found[0] if found else ""
@@ -223,7 +223,7 @@ SET_ASIDE = {
 }
 
 
-def source_of(row: Row) -> Source:
+def source_of(row: TableRow) -> Source:
     """The source of a row; of one that is not listed, its framework if it names one, else this project's defaults."""
     text = row.text("source")
     for source in SOURCES:

@@ -27,7 +27,7 @@ def table_path(named: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One row: a cell by its column, a missing cell as an empty one."""
 
     cells: Mapping[str, str]
@@ -78,16 +78,16 @@ class Row:
         outside = re.sub(r"\([^)]*\)", "", self.text("assumed_fields"))
         return tuple(words.split()[0].lower() for words in re.split(r"[,;]", outside) if words.strip())
 
-    def printed(self, cells: Mapping[str, str]) -> Row:
+    def printed(self, cells: Mapping[str, str]) -> TableRow:
         """The row as it would be had the source printed ``cells``, and all else besides."""
-        return Row({**self.cells, **cells, "assumed_fields": ""})
+        return TableRow({**self.cells, **cells, "assumed_fields": ""})
 
 
 def columns_of(path: Path | str) -> tuple[str, ...]:
     return _read(path)[0]
 
 
-def read_table(path: Path | str, columns: Sequence[str], what: str) -> list[Row]:
+def read_table(path: Path | str, columns: Sequence[str], what: str) -> list[TableRow]:
     """The rows of a table that must have ``columns``."""
     present, rows = _read(path)
     if not present:
@@ -100,7 +100,7 @@ def read_table(path: Path | str, columns: Sequence[str], what: str) -> list[Row]
     return rows
 
 
-def _read(path: Path | str) -> tuple[tuple[str, ...], list[Row]]:
+def _read(path: Path | str) -> tuple[tuple[str, ...], list[TableRow]]:
     try:
         text = bounded_text(Path(path), _MOST_CHARACTERS)
         if text is None:
@@ -108,7 +108,7 @@ def _read(path: Path | str) -> tuple[tuple[str, ...], list[Row]]:
                 "table", f"{shown(str(path))} is larger than {_MOST_CHARACTERS >> 20} MiB", "is it a table?"
             )
         reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
-        rows = [Row(row) for row in reader]
+        rows = [TableRow(row) for row in reader]
         return tuple(name.strip() for name in reader.fieldnames or ()), rows
     except FileNotFoundError:
         raise SpecError("table", f"{shown(str(path))} is not there", "check the path") from None

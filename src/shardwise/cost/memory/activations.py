@@ -1,4 +1,4 @@
-"""What one layer keeps for its backward pass, tensor by tensor.
+"""What one layer keeps for its backward pass, tensor by tensor, and how many microbatches of it a rank holds.
 
 The list follows Korthikanti et al. 2022 (arXiv 2205.05198, section 4) and is generalised from the model's
 own tensors: with GELU of width 4h, multi-head attention, dropout, unfused attention and 16-bit elements it
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Literal
 
 from shardwise.cost.traffic.payload import Share
+from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.schedules import schedule_record
 
 Region = Literal["sequence", "tensor"]
 _E5M6_BYTES = 1.5  # DeepSeek-V3's format of what attention and the projection after it both read (arXiv 2412.19437)
@@ -260,3 +263,29 @@ def logits_bytes(job: Job, per_logit: float) -> float:
 def head_weights(job: Job) -> float:
     """Of the output projection, on one device."""
     return job.model.vocab * job.model.hidden / job.strategy.tp
+
+
+def microbatches_in_flight(job: Job, rank: int) -> float:
+    """Microbatches of the whole rank whose activations are alive at its peak."""
+    return chunks_in_flight(job, rank) / job.strategy.chunks_per_rank
+
+
+def chunks_in_flight(job: Job, rank: int) -> int:
+    """Chunks (of ``chunks_per_rank`` on this rank) whose activations are alive at the peak."""
+    strategy = job.strategy
+    return peak_chunks(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank, rank)
+
+
+def peak_chunks(schedule: str, pp: int, microbatches: int, chunks: int, rank: int) -> int:
+    """The same of a schedule. Without a pipeline there is one microbatch at a time, unless forwards come first."""
+    if pp == 1:
+        return chunks * (microbatches if schedule_record(schedule).forwards_first else 1)
+    return peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank)
+
+
+@lru_cache(maxsize=65536)
+def peak_chunks_of_kinds(
+    schedule: str, pp: int, microbatches: int, chunks: int, kinds: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...]:
+    """The same of the fullest rank of each kind, given the ranks of each."""
+    return tuple(max(peak_chunks(schedule, pp, microbatches, chunks, rank) for rank in ranks) for ranks in kinds)

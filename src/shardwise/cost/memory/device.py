@@ -15,9 +15,9 @@ from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
     layer_activation_bytes,
+    microbatches_in_flight,
 )
-from shardwise.cost.memory.in_flight import microbatches_in_flight
-from shardwise.cost.memory.offload import Travel
+from shardwise.cost.memory.offload import OffloadedActivations
 from shardwise.cost.memory.states import StateBytes, sharding_of, state_bytes
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, kept_activations, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import Moment, kinds_of, moments_of, transient_bytes
@@ -126,10 +126,10 @@ def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) ->
     )
 
 
-def travel_of(job: Job, contents: RankContents) -> Travel:
+def offloaded_activations(job: Job, contents: RankContents) -> OffloadedActivations:
     """The activations of a rank that offload moves."""
     passes = _passes(job, contents, dict.fromkeys(moments_of(job.stack), 0.0))
-    return Travel(passes.saved, passes.in_flight, contents.layers)
+    return OffloadedActivations(passes.saved, passes.in_flight, contents.layers)
 
 
 def device_memories(job: Job) -> tuple[DeviceMemory, ...]:

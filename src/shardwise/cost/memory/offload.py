@@ -16,7 +16,7 @@ _LAYERS_HERE = {"loss": 1, "layer": 2}
 
 
 @dataclass(frozen=True)
-class Travel:
+class OffloadedActivations:
     """``saved`` bytes of a microbatch in all ``layers`` of a rank, and how many microbatches are ``in_flight``."""
 
     saved: Any

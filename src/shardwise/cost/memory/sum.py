@@ -1,8 +1,8 @@
 """The memory of a device, added up once for all who ask: numbers for the rank of a job, columns for a sweep.
 
-What a device holds comes from two sides. `Held` is what is there whatever its passes do: model states, gathered layers,
-the framework. `PassMemory` is what passes hold whatever data parallelism does: activations, transient tensors, a
-recomputed layer. `MomentMemory` adds the two at one moment of a pass, less what is not there yet (`Absent`).
+What a device holds comes from two sides. `HeldMemory` is what is there whatever its passes do: model states, gathered
+layers, the framework. `PassMemory` is what passes hold whatever data parallelism does: activations, transient tensors,
+a recomputed layer. `MomentMemory` adds the two at one moment of a pass, less what is not there yet (`Absent`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
-from shardwise.cost.memory.offload import Travel
+from shardwise.cost.memory.offload import OffloadedActivations
 from shardwise.cost.memory.states import Sharding, StateBytes, rank_state_bytes
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, left_over
 from shardwise.layout.stages import RankContents
@@ -22,7 +22,7 @@ from shardwise.spec.schedules import schedule_record
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """What a device holds at a moment whatever its passes do; ``job`` counts for all but its strategy.
 
     ``replicated``: other devices compute gradients of the same parameters.
@@ -76,9 +76,9 @@ class Held:
 
 def held_at(
     job: Job, contents: RankContents, sharding: Sharding, moments: tuple[Moment, ...], *, replicated: bool
-) -> list[Held]:
+) -> list[HeldMemory]:
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
-    return [Held(job, contents, sharding, states, replicated, moment) for moment in moments]
+    return [HeldMemory(job, contents, sharding, states, replicated, moment) for moment in moments]
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _as_it_is(figure: Any) -> Any:
 class MomentMemory:
     """A device at one moment; ``spread`` makes what is held by blocks of a sweep into columns like those of passes."""
 
-    held: Held
+    held: HeldMemory
     passes: PassMemory
     spread: Callable[[Any], Any] = _as_it_is
 
@@ -211,11 +211,11 @@ class MomentMemory:
     def activations(self) -> Any:
         """What offload leaves of them on the device."""
         activations, share = self.passes.activations[self.moment], self.held.sharding.offload.activations
-        return self.travel.on_device(activations, share, self.moment) if share else activations
+        return self.offloaded.on_device(activations, share, self.moment) if share else activations
 
     @property
-    def travel(self) -> Travel:
-        return Travel(self.passes.saved, self.passes.in_flight, self.spread(self.held.contents.layers))
+    def offloaded(self) -> OffloadedActivations:
+        return OffloadedActivations(self.passes.saved, self.passes.in_flight, self.spread(self.held.contents.layers))
 
     @cached_property
     def absent(self) -> Absent:
@@ -250,7 +250,7 @@ class MomentMemory:
     def host(self) -> Any:
         """What offload has moved off the device."""
         states, share = self.spread(self.held.states.offloaded), self.held.sharding.offload.activations
-        return states + share * self.travel.away if share else states
+        return states + share * self.offloaded.away if share else states
 
 
 def _or_zero(figure: Any) -> Any:

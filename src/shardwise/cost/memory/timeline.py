@@ -11,15 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.cost.memory.activations import head_activation_bytes
+from shardwise.cost.memory.activations import head_activation_bytes, microbatches_in_flight
 from shardwise.cost.memory.device import (
     DeviceMemory,
     activation_bytes,
     memory_at_moments,
     memory_of_rank,
-    travel_of,
+    offloaded_activations,
 )
-from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.memory.transient import (
     TOGETHER,
@@ -171,7 +170,7 @@ class _PartsAtMoments(_Parts):
         least = min(one.gradients for one in self.moments.values())
         self.whole = replace(self.in_layer, gradients=least, communication=0.0)
         share = job.strategy.offload.activations
-        self.here = {one: share * travel_of(job, self.contents).here(one) for one in self.moments}
+        self.here = {one: share * offloaded_activations(job, self.contents).here(one) for one in self.moments}
         self.own_head = share * head_activation_bytes(job) if self.contents.has_head else 0.0  # not sent away
 
     def during(self, action: Action, chunks: float, heads: int) -> DeviceMemory:

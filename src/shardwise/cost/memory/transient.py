@@ -186,7 +186,7 @@ def gathered_bytes(
     """
     unit = divided_units(contents, sharding, tied=tied)
     if recipe.fp32_shards:
-        return gathered_at(unit, sharding, recipe, moment) + _travelling(unit, sharding, moment)
+        return gathered_at(unit, sharding, recipe, moment) + _in_transit(unit, sharding, moment)
     gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
     parameters = (select(sharding.keep_parameters, unit.layers, 2 * unit.layer) + unit.ends) * recipe.gathered
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
@@ -231,7 +231,7 @@ def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment)
     return gathered + (sharding.zero >= 2) * reduced
 
 
-def _travelling(unit: Units, sharding: Sharding, moment: Moment) -> Any:
+def _in_transit(unit: Units, sharding: Sharding, moment: Moment) -> Any:
     """fp32 shards of one layer that come to be gathered, and in the backward pass of one whose gradients leave."""
     share = sharding.offload.weights + (sharding.offload.gradients if moment == "layer" else 0.0)
     return 4 * share * unit.layer / sharding.shards

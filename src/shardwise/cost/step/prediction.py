@@ -1,4 +1,7 @@
-"""From the passes of the pipeline's ranks to the step: one rule for numbers (a job) and columns (a table)."""
+"""The predicted step of a job: compute by operators, communication as priced, what hides under what, the pipeline.
+
+From the passes of the pipeline's ranks to the step there is one rule for numbers (a job) and columns (a table).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from shardwise.collectives.arrays import select
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import StageSeconds, optimizer_seconds, stage_seconds
-from shardwise.cost.traffic.execution import as_run, step_traffic
-from shardwise.cost.traffic.overlap import ComputeWindows, Transfer
+from shardwise.cost.traffic.execution import executed, step_traffic
+from shardwise.cost.traffic.overlap import ComputeWindows, OverlappedTransfer
 from shardwise.cost.traffic.traffic import Traffic, with_exposed_seconds
 from shardwise.layout.stages import RankContents, rank_kinds
 from shardwise.pipeline import bubble_seconds as idle_seconds
@@ -33,7 +36,7 @@ class Passes:
 
 
 def passes_with_exposed(
-    compute: Passes, transfers: Sequence[Transfer], hidden: Sequence[Any], microbatches: Any
+    compute: Passes, transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], microbatches: Any
 ) -> Passes:
     """Computation, and what the layers' communication adds to it: exposed seconds, and compute units it takes.
 
@@ -221,5 +224,5 @@ def rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
         m * compute.attention.forward,
         m * compute.attention.backward,
     )
-    traffics = with_exposed_seconds([as_run(job, t) for t in step_traffic(job, contents)], windows)
+    traffics = with_exposed_seconds([executed(job, t) for t in step_traffic(job, contents)], windows)
     return RankPrediction(contents, compute, tuple(traffics), m)

@@ -34,7 +34,7 @@ _GROUPS = {
 
 
 @dataclass(frozen=True)
-class Cause:
+class StepCause:
     """A part of the predicted step; of a communication also the collective that is exposed longest, and its level."""
 
     part: str
@@ -52,7 +52,7 @@ class Bottleneck:
     """
 
     kind: Literal["device memory", "host memory", "time"]
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[StepCause, ...] = ()
     largest_part: str = ""
 
 
@@ -69,8 +69,8 @@ def bottleneck(analysis: Analysis) -> Bottleneck:
     return Bottleneck("time", tuple(_cause(analysis, part, parts[part]) for part in named))
 
 
-def _cause(analysis: Analysis, part: str, seconds: float) -> Cause:
-    cause = Cause(part, seconds, seconds / analysis.predicted_seconds)
+def _cause(analysis: Analysis, part: str, seconds: float) -> StepCause:
+    cause = StepCause(part, seconds, seconds / analysis.predicted_seconds)
     if part not in COMMUNICATION:
         return cause
     worst = max(analysis.dimension_traffics(part), key=lambda traffic: traffic.added_seconds, default=None)

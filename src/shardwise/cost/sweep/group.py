@@ -61,7 +61,7 @@ class ShardChoice:
 
 
 @dataclass(frozen=True)
-class Row:
+class GroupRow:
     """One row of a group's table."""
 
     layer: LayerChoice
@@ -72,7 +72,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Places:
+class GroupPlaces:
     """Which ranks the groups of each dimension inside a pipeline hold."""
 
     tensor: tuple[RankRun, ...]
@@ -110,9 +110,9 @@ class Group:
         return len(self.ranks) * len(self.layers) * len(self.schedules) * len(self.recomputes)
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> GroupPlaces:
         base = self.base
-        return Places(
+        return GroupPlaces(
             group_runs(base, ("tp",)),
             group_runs(base, ("cp",)),
             group_runs(base, ("pp",)),
@@ -120,7 +120,7 @@ class Group:
             expert_tensor_runs(base),
         )
 
-    def strategy(self, row: Row, column: ShardChoice, offload: Offload) -> Strategy:
+    def strategy(self, row: GroupRow, column: ShardChoice, offload: Offload) -> Strategy:
         """The strategy of one cell of the table."""
         return replace(
             self.base,

@@ -1,6 +1,6 @@
 """What one layer, the embedding and the head cost, once per distinct key: a rank of any table is a sum of these.
 
-The figures come from the functions that price a job (`stage_time`, `activations`, `communication`), asked about a rank
+The figures come from the functions that price a job (`stage_time`, `activations`, `traffic`), asked about a rank
 that holds nothing but the one part.
 """
 
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.memory.transient import Moment, moments_of, transient_bytes
+from shardwise.cost.step.stage_time import part_seconds
 from shardwise.cost.sweep.group import Group, LayerChoice
-from shardwise.cost.sweep.probes import KINDS, MODES, PROBES, SAVED, Probes, probed_saved_bytes, probed_seconds
 from shardwise.cost.traffic.context import context_traffic
-from shardwise.cost.traffic.execution import as_run
+from shardwise.cost.traffic.execution import executed
 from shardwise.cost.traffic.expert import expert_traffic
 from shardwise.cost.traffic.overlap import Pass, Window
 from shardwise.cost.traffic.payload import Payload, Role, sent_forward
@@ -24,12 +25,65 @@ from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_tr
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
-from shardwise.spec.stack import Stack as SoftwareStack
+from shardwise.spec.stack import Stack
+from shardwise.spec.strategy import Strategy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
+
+
+MODES = ("none", "selective", "full")
+KINDS = ((), (False,), (True,), (False, True))  # of layer that a rank may have: dense, mixture of experts
+# A rank with one part: dense layer, mixture-of-experts layer, embedding, head.
+PROBES = (
+    RankContents(0, 1, 0, False, False, 0.0, 0.0, 0.0),
+    RankContents(0, 0, 1, False, False, 0.0, 0.0, 0.0),
+    RankContents(0, 0, 0, True, False, 0.0, 0.0, 0.0),
+    RankContents(0, 0, 0, False, True, 0.0, 0.0, 0.0),
+)
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED = range(6)
+
+
+class Probes:
+    """The job of one microbatch with a layer choice, under each recompute mode; made when asked for."""
+
+    def __init__(self, job: Job, base: Strategy, layer: LayerChoice) -> None:
+        self._job, self._base, self._layer = job, base, layer
+        self._made: dict[str, Job] = {}
+
+    def __getitem__(self, mode: str) -> Job:
+        if mode not in self._made:
+            strategy = self._base.unchecked(
+                sequence_parallel=self._layer.sequence_parallel,
+                context_method=self._layer.context_method,
+                microbatch=self._layer.microbatch,
+                recompute=mode,
+                stage_layers="balanced",
+            )
+            training = self._job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
+            self._made[mode] = self._job.unchecked(strategy=strategy, training=training)
+        return self._made[mode]
+
+
+def probed_seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
+    seconds = part_seconds(job, probe)
+    return (
+        seconds.forward,
+        seconds.input_gradient,
+        seconds.weight_gradient,
+        seconds.attention.forward,
+        seconds.attention.backward,
+    )
+
+
+def probed_saved_bytes(job: Job, probe: RankContents) -> tuple[float, ...]:
+    if probe.has_embedding:
+        return (embedding_activation_bytes(job),)
+    if probe.has_head:
+        return (head_activation_bytes(job),)
+    return (layer_activation_bytes(job, moe=probe.moe_layers > 0),)
 
 
 @dataclass(frozen=True)
@@ -43,7 +97,7 @@ class LineKey:
 
 
 @dataclass(frozen=True)
-class Line:
+class PartLine:
     """``seconds``: part × mode × (all of it, what nothing hides, what recompute repeats, on each link).
 
     ``units_taken`` is the same for all.
@@ -61,12 +115,12 @@ class Parts:
     """
 
     figures: Array
-    lines: Mapping[LineKey, Line]
+    lines: Mapping[LineKey, PartLine]
     transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]  # by kinds of layer, with a head or not
 
 
 @dataclass(frozen=True)
-class Stack:
+class PartStack:
     """The parts of several layer choices as one array.
 
     ``figures``: figure × layer choice × part × mode: first those of `Parts`, then of every line its seconds, those of
@@ -92,7 +146,7 @@ class PartBook:
         self.line_width = 3 + len(self.links)
         self._parts: dict[tuple[Any, ...], Parts] = {}
         self._pieces: dict[tuple[Any, ...], Any] = {}
-        self._stacks: dict[tuple[int, ...], Stack] = {}
+        self._stacks: dict[tuple[int, ...], PartStack] = {}
 
     def parts(self, group: Group, layer: LayerChoice) -> Parts:
         base, places = group.base, group.places
@@ -103,27 +157,27 @@ class PartBook:
             found = self._parts[key] = self._priced(group, layer)
         return found
 
-    def stack(self, parts: Sequence[Parts]) -> Stack:
+    def stack(self, parts: Sequence[Parts]) -> PartStack:
         """The parts together; those of layouts that differ in their pipelines or data parallelism are the same."""
         key = tuple(map(id, parts))
         if key not in self._stacks:
             self._stacks[key] = self._stacked(parts)
         return self._stacks[key]
 
-    def _stacked(self, parts: Sequence[Parts]) -> Stack:
+    def _stacked(self, parts: Sequence[Parts]) -> PartStack:
         import numpy as np
 
-        none = Line(np.zeros((len(PROBES), len(MODES), self.line_width)), 0.0)
+        none = PartLine(np.zeros((len(PROBES), len(MODES), self.line_width)), 0.0)
         keys = _ordered(tuple(one.lines) for one in parts)
         lines = [[one.lines.get(key, none) for one in parts] for key in keys]
         figures = [np.stack([one.figures for one in parts])]
         figures += [np.stack([line.seconds for line in of_key]) for of_key in lines]
         together = np.ascontiguousarray(np.moveaxis(np.concatenate(figures, axis=-1), -1, 0))
         units = [np.array([line.units_taken for line in of_key]) for of_key in lines]
-        return Stack(together, tuple(keys), tuple(units))
+        return PartStack(together, tuple(keys), tuple(units))
 
     @property
-    def stack_flags(self) -> SoftwareStack:
+    def stack_flags(self) -> Stack:
         return self._job.stack
 
     @property
@@ -187,7 +241,7 @@ class PartBook:
         timed = (*common, exchanged, windowed)
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
-        lines: dict[LineKey, Line] = {}
+        lines: dict[LineKey, PartLine] = {}
         tensor = (*common, exchanged, base.ep == 1, places.tensor, places.expert_tensor)
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
         if base.cp > 1:
@@ -233,18 +287,18 @@ class PartBook:
             table[part, modes] = of(job, probe)
         return table
 
-    def _lines(self, jobs: Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, Line]:
+    def _lines(self, jobs: Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, PartLine]:
         """Lines of the four parts; those of a dimension that nothing hides are pooled, one for each pass."""
         import numpy as np
 
-        lines: dict[LineKey, Line] = {}
+        lines: dict[LineKey, PartLine] = {}
         none = np.zeros((len(PROBES), len(MODES), self.line_width))
         for part, modes, job, probe in self._asked(jobs):
             for traffic in traffic_of(job, probe):
                 if not (traffic.in_layer and traffic.count):
                     continue
-                run = as_run(job, traffic)
-                line = lines.setdefault(_line_key(run), Line(none.copy(), run.units_taken)).seconds
+                run = executed(job, traffic)
+                line = lines.setdefault(_line_key(run), PartLine(none.copy(), run.units_taken)).seconds
                 line[part, modes, 0] += run.seconds
                 line[part, modes, 1] += run.seconds * run.unhideable
                 line[part, modes, 2] += run.seconds * run.repeated

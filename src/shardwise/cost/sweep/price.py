@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.memory.states import stacked
+from shardwise.collectives import CollectiveKind, Topology
+from shardwise.collectives.arrays import is_array, maximum
+from shardwise.cost.memory.states import Sharding, stacked
+from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at
 from shardwise.cost.memory.transient import Moment, moments_of
 from shardwise.cost.step.stage_time import optimizer_seconds
-from shardwise.cost.sweep.book import CollectiveBook
-from shardwise.cost.sweep.columns import ColumnBook, ColumnClass
+from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
-from shardwise.cost.sweep.offloaded import Offloaded, RowsAtMoment, by_row
 from shardwise.cost.sweep.parts import PartBook
-from shardwise.cost.sweep.row_table import RowTable, joined_rows
-from shardwise.cost.sweep.rows import row_tables
+from shardwise.cost.sweep.rows import RowTable, joined_rows, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
-from shardwise.cost.traffic.overlap import PASSES, Pass, Transfer, Waiting, added_seconds, hidden_across_layers, waiting
+from shardwise.cost.traffic.offload import OffloadLine, activation_lines, host_topology, state_lines
+from shardwise.cost.traffic.overlap import (
+    PASSES,
+    OverlappedTransfer,
+    Pass,
+    Waiting,
+    added_seconds,
+    hidden_across_layers,
+    waiting,
+)
+from shardwise.cost.traffic.traffic import collective_price
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Offload, Strategy
@@ -28,12 +38,112 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+
+@dataclass(frozen=True)
+class RowsAtMoment:
+    """What passes hold at one moment in some rows of a batch, ``lengths`` of each block, on these ``kinds`` of rank."""
+
+    moment: Moment
+    passes: PassMemory
+    kinds: Any
+    lengths: Array
+
+    def spread(self, of_blocks: Any) -> Any:
+        """Figures of the blocks' kinds of rank for each of the rows."""
+        return by_row(of_blocks[self.kinds], self.lengths) if is_array(of_blocks) else of_blocks
+
+
+class Offloaded:
+    """One way to offload in a batch: what it leaves on the devices, and what it sends over the host's link."""
+
+    def __init__(self, job: Job, base: Strategy, contents: RankContents, sharding: Sharding, offload: Offload) -> None:
+        """``contents`` and ``sharding`` are those of the whole batch; ``base`` counts for its degrees."""
+        self.offload, self.overlapped = offload, base.overlap.offload
+        self.contents, self.recipe = contents, job.recipe
+        self.sharding = replace(sharding, offload=offload)
+        moments = moments_of(job.stack)
+        held = held_at(job, contents, self.sharding, moments, replicated=base.gradient_group > 1)
+        self.held, self.states = {one.moment: one for one in held}, held[0].states
+        self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
+        self.cluster = job.cluster
+        lines = self._state_lines(1) if offload.any else []
+        self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
+
+    def memory_bytes(self, moments: Sequence[RowsAtMoment]) -> tuple[Array, Any]:
+        """Of the fullest device, and what its host holds for it; every kind of rank has the last moment."""
+        each = [MomentMemory(self.held[one.moment], one.passes, one.spread) for one in moments]
+        memory: Any = each[0].total.max(axis=0)
+        for one in each[1:]:
+            memory = maximum(memory, one.total.max(axis=0))
+        return memory, each[-1].host.max(axis=0) if self.offload.any else 0.0
+
+    def waiting(
+        self, rows: RowTable, part: slice, lengths: Array, tail: Array, left: dict[Pass, Waiting]
+    ) -> tuple[Array, dict[Pass, Waiting]]:
+        """The ``tail`` of a step without offload and what is ``left`` to wait for of data parallelism, with offload."""
+        if not self.offload.any:
+            return tail, left
+        transfers = self._transfers(rows, part, lengths)
+        hidden = hidden_across_layers(transfers, *rows.ranks.windows(part))
+        together = {which: left[which].beside(waiting(transfers, hidden, which)) for which in PASSES}
+        return added_seconds(transfers, hidden, tail), together
+
+    def _link(self, line: OffloadLine) -> Topology:
+        return host_topology(self.cluster, line.link or self.offload.target)
+
+    def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[OverlappedTransfer]:
+        m = rows.microbatches[part]
+        transfers = [
+            self._transfer(line, *(by_row(one, lengths, line.count) for one in (seconds, on_link)))
+            for line, (seconds, on_link) in zip(self._state_lines(m), self.state_costs)
+            if seconds is not None
+        ]
+        if self.offload.activations:
+            moved = rows.ranks.passes.saved[:, None, part] * self.offload.activations
+            lines = activation_lines(moved, m)
+            cost = [m * one for one in _send(self._link(lines[0]), moved)]
+            transfers += [self._transfer(line, *cost) for line in lines]
+        return transfers
+
+    def _state_lines(self, microbatches: Any) -> list[OffloadLine]:
+        return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches)
+
+    def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> OverlappedTransfer:
+        """``seconds`` of all that the step sends of it, ``on_link`` those that keep the link busy."""
+        return OverlappedTransfer(
+            line.in_pass,
+            seconds,
+            {self._link(line).levels[0].name: on_link},
+            line.window_if(self.overlapped),
+            line.window_share,
+            line.last_only,
+            units_taken=self.units_taken,
+        )
+
+
+def by_row(of_blocks: Any, lengths: Array, times: Any = 1) -> Any:
+    """Figures of blocks (the last axis) for each of their rows, ``lengths`` of a block; ``times`` as much."""
+    if not is_array(of_blocks):
+        return of_blocks
+    of_rows: Array = of_blocks.repeat(lengths, axis=-1)  # three times as fast as ``take``
+    return times * of_rows if is_array(times) or times != 1 else of_rows
+
+
+def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
+    """Seconds of one message to the host, and those that keep the link busy; none for no bytes at all."""
+    if not size_bytes.any():
+        return None, None
+    cost = collective_price(CollectiveKind.SEND_RECV, size_bytes, host, "auto")
+    sent = size_bytes > 0  # not even the latency where one strategy of several sends nothing
+    return cost.seconds * sent, cost.bandwidth_seconds * sent
+
+
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows × columns: what fits a processor's cache
 CELLS_TO_START = 4 * CELLS_AT_ONCE
 
 
 @dataclass(frozen=True)
-class Block:
+class TableBlock:
     """The rows of one group and a class of its columns."""
 
     group: Group
@@ -53,10 +163,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TablePiece:
     """Some rows of some blocks, times their columns, with one way to offload."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[TableBlock]
     offload: Offload
     block_of_row: Array  # which block each row belongs to
     row_numbers: Array  # in that block's row table
@@ -82,15 +192,15 @@ class TablePricer:
         self.collectives = CollectiveBook(job.cluster, self.parts.links, job.strategy.collective)
         self.columns = ColumnBook(job, self.collectives)
 
-    def pieces(self, groups: Iterable[Group]) -> Iterator[Piece]:
+    def pieces(self, groups: Iterable[Group]) -> Iterator[TablePiece]:
         """The tables of all groups, in pieces that hold several small ones or part of a large one."""
         groups = list(groups)
         classes_of = [self.columns.classes(group) for group in groups]
         self.collectives.price_all()
-        gathered: dict[tuple[Any, ...], list[Block]] = {}
+        gathered: dict[tuple[Any, ...], list[TableBlock]] = {}
         for group, classes, rows in zip(groups, classes_of, row_tables(groups, self.parts)):
             for columns in classes if len(rows) else ():
-                block = Block(group, rows, columns)
+                block = TableBlock(group, rows, columns)
                 blocks = gathered.setdefault(block.likeness, [])
                 blocks.append(block)
                 if sum(one.cells for one in blocks) >= CELLS_TO_START:
@@ -105,7 +215,7 @@ class _Batch:
     Rows come last: they are many, and arrays are fast along their last axis.
     """
 
-    def __init__(self, pricer: TablePricer, blocks: list[Block]) -> None:
+    def __init__(self, pricer: TablePricer, blocks: list[TableBlock]) -> None:
         import numpy as np
 
         self.job, self.blocks, self.links = pricer.job, blocks, pricer.parts.links
@@ -153,13 +263,13 @@ class _Batch:
         held = {name: seconds[tickets] * units for name, seconds in zip(self.links, pricer.collectives.link_seconds.T)}
         return {name: seconds for name, seconds in held.items() if seconds.any()}
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TablePiece]:
         kinds, columns = self.seconds.shape[2:4]
         height = max(1, CELLS_AT_ONCE // (kinds * columns))
         for start in range(0, len(self.block_of_row), height):
             yield from self._pieces_of(slice(start, start + height))
 
-    def _pieces_of(self, part: slice) -> Iterator[Piece]:
+    def _pieces_of(self, part: slice) -> Iterator[TablePiece]:
         """The strategies of some rows, one piece for every way to offload."""
         import numpy as np
 
@@ -174,7 +284,7 @@ class _Batch:
                 seconds = seconds + together[which].longest
             step = rows.pipeline_seconds[part] + seconds.max(axis=0)
             numbers, sequences = self.row_numbers[part], rows.sequences[part]
-            yield Piece(self.blocks, one.offload, block, numbers, step, memory, host, sequences)
+            yield TablePiece(self.blocks, one.offload, block, numbers, step, memory, host, sequences)
 
     def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
         """Some rows of the kinds of rank that have such a moment, if there are any."""
@@ -192,14 +302,14 @@ class _Batch:
         tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths)
         return added_seconds(transfers, hidden, tail), {which: waiting(transfers, hidden, which) for which in PASSES}
 
-    def _data_transfers(self, part: slice, lengths: Array) -> list[Transfer]:
+    def _data_transfers(self, part: slice, lengths: Array) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts; those that nowhere cost anything are left out."""
         lines = self._lines(self.rows.microbatches[part], self.rows.last_share[part])
         transfers = []
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[number]
             transfers.append(
-                Transfer(
+                OverlappedTransfer(
                     line.window,
                     by_row(self.seconds[held, number], lengths, line.times),
                     {name: by_row(seconds, lengths, line.times) for name, seconds in links.items()},

@@ -149,7 +149,7 @@ def communication_units(job: Job, contents: RankContents) -> tuple[int, int]:
     return math.ceil(layers / dense), math.ceil(moe_layers / experts)
 
 
-class Wire(NamedTuple):
+class GradientWire(NamedTuple):
     """Bytes per element of reduced gradients and of gathered parameters, and whether a pass can hide the gather.
 
     ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
@@ -166,7 +166,7 @@ class Wire(NamedTuple):
     synchronise: Synchronise = Synchronise()
 
 
-def wire_bytes(job: Job, pp: int) -> Wire:
+def wire_bytes(job: Job, pp: int) -> GradientWire:
     """What the stack sends; parameters that it gathers in the optimizer's step are waited for."""
     recipe, stack = job.training.recipe, job.stack
     gradient = min(recipe.gradient, 2.0) if stack.gradient_reduce == "bf16" else recipe.gradient
@@ -174,7 +174,7 @@ def wire_bytes(job: Job, pp: int) -> Wire:
     fsdp = stack.sharded_parameters == "fp32 shards"
     gathered = 1.0 if narrow else recipe.weight
     late, compression = not stack.per_parameter_shards, job.strategy.compression
-    return Wire(gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise)
+    return GradientWire(gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def data_lines(
     sharding: Sharding,
     unit: SentParameters,
     shards: Any,
-    wire: Wire,
+    wire: GradientWire,
     microbatches: Any,
     last: Any,
 ) -> list[DataLine]:

@@ -44,7 +44,7 @@ def step_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 _NOT_DECOMPOSED = (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 
 
-def as_run(job: Job, traffic: Traffic) -> Traffic:
+def executed(job: Job, traffic: Traffic) -> Traffic:
     """The traffic with its device's share of compute units and its stack's kind of overlap."""
     taken = units_taken(job, traffic.dimension, traffic.kind, traffic.level_seconds)
     traffic = replace(traffic, units_taken=float(taken))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
-from shardwise.cost.memory.device import travel_of
+from shardwise.cost.memory.device import offloaded_activations
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic.overlap import Pass, Window
 from shardwise.cost.traffic.payload import Payload, Role, sent_backward, sent_forward
@@ -128,7 +128,7 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     target, sharding = strategy.offload.target, sharding_of(strategy)
     states = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer)
     share = strategy.offload.activations
-    moved = travel_of(job, contents).saved * share if share else 0.0
+    moved = offloaded_activations(job, contents).saved * share if share else 0.0
     lines = state_lines(contents, sharding, job.recipe, states, m) + activation_lines(moved, m)
     return [
         priced(

@@ -14,7 +14,7 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Transfer:
+class OverlappedTransfer:
     """One kind of communication of a step, as overlap sees it; every figure may be an array.
 
     ``link_seconds`` is how long it keeps each link busy. ``window`` is the computation it may run under,
@@ -58,7 +58,7 @@ class ComputeWindows:
         }[window]
 
 
-def hidden_in_layers(transfers: Sequence[Transfer], windows: ComputeWindows) -> list[Any]:
+def hidden_in_layers(transfers: Sequence[OverlappedTransfer], windows: ComputeWindows) -> list[Any]:
     """Seconds of each that hide under its pass's computation, one after the other: what belongs to a layer."""
     used: dict[str, Any] = {}
     hidden: list[Any] = []
@@ -75,7 +75,7 @@ def hidden_in_layers(transfers: Sequence[Transfer], windows: ComputeWindows) -> 
 
 
 def layer_windows(
-    transfers: Sequence[Transfer], hidden: Sequence[Any], windows: ComputeWindows
+    transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], windows: ComputeWindows
 ) -> tuple[dict[Pass, Any], dict[Pass, dict[str, Any]]]:
     """Seconds that each pass lasts with what its layers' own transfers leave exposed, and keep each link busy."""
     lasting: dict[Pass, Any] = {which: windows.seconds(which) for which in PASSES}
@@ -89,7 +89,7 @@ def layer_windows(
 
 
 def hidden_across_layers(
-    transfers: Sequence[Transfer], lasting: Mapping[Pass, Any], busy: Mapping[Pass, Mapping[str, Any]]
+    transfers: Sequence[OverlappedTransfer], lasting: Mapping[Pass, Any], busy: Mapping[Pass, Mapping[str, Any]]
 ) -> list[Any]:
     """Seconds of each that hide under computation: gradients, gathered parameters and offload, which span layers.
 
@@ -136,7 +136,7 @@ class Waiting:
         return Waiting((*self.left, *other.left), maximum(self.longest, other.longest))
 
 
-def waiting(transfers: Sequence[Transfer], hidden: Sequence[Any], which: Pass) -> Waiting:
+def waiting(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], which: Pass) -> Waiting:
     """What the pass's transfers that may be overlapped leave."""
     together = [
         (one, one.seconds - under)
@@ -155,7 +155,7 @@ def waiting(transfers: Sequence[Transfer], hidden: Sequence[Any], which: Pass) -
     return Waiting(left, longest)
 
 
-def added_seconds(transfers: Sequence[Transfer], hidden: Sequence[Any], to: Any) -> Any:
+def added_seconds(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], to: Any) -> Any:
     """``to``, and what a step is longer by besides waiting: what nothing hides, and the compute that the rest takes."""
     for transfer, under in zip(transfers, hidden):
         if transfer.window == "none":
@@ -169,7 +169,7 @@ def added_seconds(transfers: Sequence[Transfer], hidden: Sequence[Any], to: Any)
 _Taken = dict[tuple[Pass, str], tuple[Any, Any]]
 
 
-def _hidden_across(transfer: Transfer, lasting: Any, busy: Mapping[str, Any], taken: _Taken) -> Any:
+def _hidden_across(transfer: OverlappedTransfer, lasting: Any, busy: Mapping[str, Any], taken: _Taken) -> Any:
     share = transfer.window_share
     hidden = minimum(transfer.seconds * transfer.hideable, share * lasting)
     for name in transfer.link_seconds:

@@ -11,8 +11,8 @@ from shardwise.cost.traffic.network import level_names
 from shardwise.cost.traffic.overlap import (
     PASSES,
     ComputeWindows,
+    OverlappedTransfer,
     Pass,
-    Transfer,
     Window,
     hidden_across_layers,
     hidden_in_layers,
@@ -29,9 +29,10 @@ IN_LAYER = ("tp", "cp", "ep")
 class Traffic:
     """``count`` equal collectives of one step on the busiest device.
 
-    For ``window``, ``window_share``, ``last_only``, ``units_taken`` and ``repeated`` see `Transfer`; ``unhideable`` is
-    the share that nothing hides. ``once`` marks what is sent after the last microbatch, under nothing. A traffic whose
-    exposed time follows from its schedule (pipeline messages) carries it as ``fixed_exposed_seconds``.
+    For ``window``, ``window_share``, ``last_only``, ``units_taken`` and ``repeated`` see `OverlappedTransfer`;
+    ``unhideable`` is the share that nothing hides. ``once`` marks what is sent after the last microbatch, under
+    nothing. A traffic whose exposed time follows from its schedule (pipeline messages) carries it as
+    ``fixed_exposed_seconds``.
     """
 
     dimension: str
@@ -93,9 +94,9 @@ class Traffic:
         return self.dimension in IN_LAYER and not self.once
 
     @property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> OverlappedTransfer:
         """The same as overlap sees it."""
-        return Transfer(
+        return OverlappedTransfer(
             self.in_pass,
             self.seconds,
             self.level_seconds,

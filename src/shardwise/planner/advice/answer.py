@@ -11,7 +11,7 @@ from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import Campaign
 from shardwise.cost.step.verdict import SendingLess, sending_less
 from shardwise.cost.traffic.gradient_reduction import GradientTime, gradient_times
-from shardwise.planner.advice.explanation import Explanation, explain, textbook
+from shardwise.planner.advice.explanation import PlanExplanation, explain, textbook
 from shardwise.planner.advice.frameworks import FrameworkVerdict, who_can_run
 from shardwise.planner.advice.what_if import Size, WhatIf, sizes, what_if
 from shardwise.planner.advice.why_not import NotRun, WhyNot, judged, not_run, wish
@@ -38,7 +38,7 @@ class PlanAnswer:
     plan: Plan
     notes: tuple[str, ...]
     framework: str | None
-    explanation: Explanation
+    explanation: PlanExplanation
     textbook: Candidate | None
     runners: tuple[FrameworkVerdict, ...]
     why_not: tuple[WhyNot, ...]

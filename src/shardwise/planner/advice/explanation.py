@@ -41,7 +41,7 @@ class Turning:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class PlanExplanation:
     """The plan's first strategy against the next idea; ``within`` layouts take as long as the fastest, within noise."""
 
     first: Candidate
@@ -93,18 +93,18 @@ def _takes(loss: float) -> str:
     return "ties" if abs(loss) < TIE else f"takes {loss:+.1%}"
 
 
-def explain(found: Plan) -> Explanation:
+def explain(found: Plan) -> PlanExplanation:
     """The plan's first strategy against the next that is another idea."""
     first, second = found.best, next((row.best for row in found.rows[1:]), None)
     within = sum(found.group_of(one) == "within noise" for one in found.layouts)
     standing = (first, second, found.fastest, within, found.noise)
     if second is None:
-        return Explanation(*standing, "slower", "", ())
+        return PlanExplanation(*standing, "slower", "", ())
     group = found.group_of(second)
     deadline = found.request.deadline.part()
     turned = tuple(deadline.until(turnings(first, second))) if group == "slower" else ()
     differences = largest_differences(first, second)
-    return Explanation(*standing, group, differences, None if deadline.was_hit else turned)
+    return PlanExplanation(*standing, group, differences, None if deadline.was_hit else turned)
 
 
 def turnings(first: Candidate, second: Candidate) -> Iterator[Turning]:

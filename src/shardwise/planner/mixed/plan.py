@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.device import memory_of_rank
-from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place
 from shardwise.planner.candidate import Candidate, complexity

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise, permutations, product
 from typing import Any
 
-from shardwise.cost.memory.in_flight import microbatches_in_flight
+from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.room import room_of
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.sweep.price import Block, Piece
+from shardwise.cost.sweep.price import TableBlock, TablePiece
 from shardwise.planner.constraints import Allowed, has
 
 if TYPE_CHECKING:
@@ -23,18 +23,18 @@ _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, "offload"))
 class CellBook:
     """What ``of_block`` says of the rows and of the columns of each block, for the pieces of many."""
 
-    def __init__(self, of_block: Callable[[Block], tuple[Array, Array]]) -> None:
+    def __init__(self, of_block: Callable[[TableBlock], tuple[Array, Array]]) -> None:
         self._of_block = of_block
-        self._last: tuple[Sequence[Block], tuple[Array, Array, Array]] | None = None
+        self._last: tuple[Sequence[TableBlock], tuple[Array, Array, Array]] | None = None
 
-    def of(self, piece: Piece) -> tuple[Array, Array]:
-        """By row of the piece, and by column × block (`Piece.block_of_row`)."""
+    def of(self, piece: TablePiece) -> tuple[Array, Array]:
+        """By row of the piece, and by column × block (`TablePiece.block_of_row`)."""
         if self._last is None or self._last[0] is not piece.blocks:  # blocks come many pieces in a row
             self._last = (piece.blocks, self._of_blocks(piece.blocks))
         rows, columns, starts = self._last[1]
         return rows[starts[piece.block_of_row] + piece.row_numbers], columns
 
-    def _of_blocks(self, blocks: Sequence[Block]) -> tuple[Array, Array, Array]:
+    def _of_blocks(self, blocks: Sequence[TableBlock]) -> tuple[Array, Array, Array]:
         """All rows, column × block, and where each block's rows start."""
         import numpy as np
 
@@ -53,7 +53,7 @@ class Mask:
         self._entry, self._idle = entry, idle
         self._book = CellBook(self._of_block)
 
-    def cells(self, piece: Piece) -> Array | None:
+    def cells(self, piece: TablePiece) -> Array | None:
         """Column × row; None if no cell is among them."""
         if "offload" in self._entry and piece.offload not in self._entry["offload"]:
             return None
@@ -63,7 +63,7 @@ class Mask:
         mask: Array = columns.take(piece.block_of_row, -1) & rows
         return mask
 
-    def _of_block(self, block: Block) -> tuple[Array, Array]:
+    def _of_block(self, block: TableBlock) -> tuple[Array, Array]:
         """Which rows and which columns of a block match their fields."""
         import numpy as np
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.room import room_of
 from shardwise.cost.sweep.group import Group
-from shardwise.cost.sweep.price import Block, Piece, TablePricer
+from shardwise.cost.sweep.price import TableBlock, TablePiece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
 from shardwise.planner.search.deadline import Deadline
 from shardwise.planner.search.masks import Mask
@@ -35,7 +35,7 @@ class Found:
     step_seconds: float
     memory_bytes: float
     host_bytes: float
-    block: Block
+    block: TableBlock
     column: int
     row: int
     offload: Offload
@@ -122,7 +122,7 @@ def _batches(groups: Iterator[Group]) -> Iterator[list[Group]]:
     yield batch
 
 
-def _excluded(piece: Piece, masks: list[Mask]) -> Array | None:
+def _excluded(piece: TablePiece, masks: list[Mask]) -> Array | None:
     """The cells that some mask leaves out; None if none does."""
     excluded: Array | None = None
     for mask in masks:
@@ -132,7 +132,7 @@ def _excluded(piece: Piece, masks: list[Mask]) -> Array | None:
     return excluded
 
 
-def _layouts(piece: Piece) -> Layouts:
+def _layouts(piece: TablePiece) -> Layouts:
     """Where each block's rows start, which stand together, and what degrees it has."""
     import numpy as np
 
@@ -152,7 +152,7 @@ class _Keeper:
         self.front: list[Found | None] = [None] * MEMORY_STEPS
         self.least = np.inf
 
-    def take_not_run(self, piece: Piece, priced: Array | None, allowed: Array, excluded: Array | None) -> None:
+    def take_not_run(self, piece: TablePiece, priced: Array | None, allowed: Array, excluded: Array | None) -> None:
         """Of the cells that are priced and not run, the fastest that fits."""
         import numpy as np
 
@@ -166,7 +166,7 @@ class _Keeper:
         if score.flat[flat] < (np.inf if known is None else known.seconds_per_sequence):
             self.result.best_not_run = self._found(piece, score, flat)
 
-    def _fits(self, piece: Piece) -> Array:
+    def _fits(self, piece: TablePiece) -> Array:
         import numpy as np
 
         fits: Array = piece.memory_bytes <= self.capacity
@@ -174,7 +174,7 @@ class _Keeper:
             fits &= piece.host_bytes <= self.host
         return fits
 
-    def take(self, piece: Piece, allowed: Array | None, excluded: Array | None) -> None:
+    def take(self, piece: TablePiece, allowed: Array | None, excluded: Array | None) -> None:
         import numpy as np
 
         result = self.result
@@ -202,7 +202,7 @@ class _Keeper:
         self._of_degrees(piece, score, layouts)
         self._front(piece, score)
 
-    def _found(self, piece: Piece, score: Array, flat: int) -> Found:
+    def _found(self, piece: TablePiece, score: Array, flat: int) -> Found:
         column, row = divmod(int(flat), score.shape[1])
         return Found(
             float(score[column, row]),
@@ -215,7 +215,7 @@ class _Keeper:
             piece.offload,
         )
 
-    def _least_memory(self, piece: Piece, memory: Array, layouts: Layouts) -> None:
+    def _least_memory(self, piece: TablePiece, memory: Array, layouts: Layouts) -> None:
         import numpy as np
 
         starts, degrees = layouts
@@ -230,7 +230,7 @@ class _Keeper:
             score = np.broadcast_to(piece.step_seconds / piece.sequences, memory.shape)
             self.result.least_memory = self._found(piece, score, flat)
 
-    def _best(self, piece: Piece, score: Array) -> None:
+    def _best(self, piece: TablePiece, score: Array) -> None:
         import numpy as np
 
         better = np.flatnonzero(score < self.threshold)
@@ -244,7 +244,7 @@ class _Keeper:
         if len(self.result.best) == self.kept:
             self.threshold = self.result.best[-1].seconds_per_sequence
 
-    def _of_degrees(self, piece: Piece, score: Array, layouts: Layouts) -> None:
+    def _of_degrees(self, piece: TablePiece, score: Array, layouts: Layouts) -> None:
         """The best of every layout."""
         import numpy as np
 
@@ -258,7 +258,7 @@ class _Keeper:
                 flat = int(score[:, row].argmin()) * score.shape[1] + row
                 self.result.of_degrees[key] = self._found(piece, score, flat)
 
-    def _front(self, piece: Piece, score: Array) -> None:
+    def _front(self, piece: TablePiece, score: Array) -> None:
         """The best at every step of memory."""
         import numpy as np
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.sweep.group import Group, ShardChoice
-from shardwise.cost.sweep.price import Block, Piece
+from shardwise.cost.sweep.price import TableBlock, TablePiece
 from shardwise.planner.search.masks import CellBook
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -94,7 +94,7 @@ class Supported:
         fixed = (name for name in finding.techniques if name in GIVEN)
         return all(self._techniques[name](self.job.strategy, self.job.training, self.job.model) for name in fixed)
 
-    def allowed(self, piece: Piece) -> Array | None:
+    def allowed(self, piece: TablePiece) -> Array | None:
         """Column × row: whether a cell runs; None if all do."""
         import numpy as np
 
@@ -111,7 +111,7 @@ class Supported:
         allowed: Array = ~forbidden
         return allowed
 
-    def _block_bits(self, block: Block) -> tuple[Array, Array]:
+    def _block_bits(self, block: TableBlock) -> tuple[Array, Array]:
         """Bits of the rows, and of the columns, of a block."""
         base, layers, schedules, recomputes = self._group_bits(block.group)
         index = block.rows.index
