@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardwise import Job, analyze
 from shardwise.pipeline import build, draw_timeline, equal_stages, simulate, verify
-from shardwise.pipeline.builders.one_f_one_b import one_forward_one_backward
+from shardwise.pipeline.builders.flush import one_forward_one_backward
 from shardwise.pipeline.schedule import PipelineSchedule, loop_placement, one_copy
 from shardwise.spec.schedules import ScheduleRecord, register
 

@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"  # 1F1B wit
 MODULE = """
 from dataclasses import replace
 
-from shardwise.pipeline.builders.interleaved import interleaved
+from shardwise.pipeline.builders.flush import interleaved
 from shardwise.spec.schedules import ScheduleRecord
 
 

@@ -21,7 +21,7 @@ from shardwise.pipeline import (
     peak_chunks_in_flight,
     simulate,
 )
-from shardwise.pipeline.message_pace import messages_per_link
+from shardwise.pipeline.forms import messages_per_link
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import imported, schedule_record
 

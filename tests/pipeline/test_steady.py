@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from effort import examples
 from shardwise.pipeline import bubble_is_exact, bubble_seconds, build, chunks_per_rank, equal_stages, simulate, steady
+from shardwise.pipeline.schedule import StageTimes, stage_times
 from shardwise.pipeline.steady import repetition, simulated_pipeline
-from shardwise.pipeline.times import StageTimes, stage_times
 
 EXTRAPOLATED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe", "dualpipev")
 MANY = st.integers(9, 40)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.pipeline import ActionKind, bubble_is_exact, bubble_seconds, build, peak_chunks_in_flight
-from shardwise.pipeline.builders.one_f_one_b import one_f_one_b
+from shardwise.pipeline.builders.flush import one_f_one_b
 from shardwise.spec import schedules
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import ScheduleRecord, job_schedules, register, schedule_record, schedule_records

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.pipeline.activations import live_activations, peak_activations
 from shardwise.pipeline.build import build, chunks_per_rank
 from shardwise.pipeline.closed_forms import bubble_is_exact, bubble_seconds, peak_chunks_in_flight
-from shardwise.pipeline.drawing import draw_timeline
 from shardwise.pipeline.forms import ClosedForms, EqualStages
 from shardwise.pipeline.partition import (
     Layers,
@@ -16,11 +14,9 @@ from shardwise.pipeline.partition import (
     partition_kinds,
     partition_over,
 )
-from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, equal_stages, stage_times
 from shardwise.pipeline.simulator import simulate
-from shardwise.pipeline.timeline import Timeline
-from shardwise.pipeline.times import StageTimes, equal_stages, stage_times
-from shardwise.pipeline.trace import trace_events
+from shardwise.pipeline.timeline import Timeline, draw_timeline, live_activations, peak_activations, trace_events
 from shardwise.pipeline.verifier import InvalidPipelineSchedule, verify
 
 __all__ = [

@@ -6,8 +6,7 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
-from shardwise.pipeline.schedule import PipelineSchedule
-from shardwise.pipeline.times import StageTimes
+from shardwise.pipeline.schedule import PipelineSchedule, StageTimes
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.schedules import ScheduleRecord, chosen_chunks_schedules, imported, schedule_record
 

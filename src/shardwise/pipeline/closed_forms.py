@@ -10,13 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from shardwise.collectives.arrays import maximum
-from shardwise.pipeline.activations import peak_activations
 from shardwise.pipeline.build import build, chunks_per_rank
-from shardwise.pipeline.forms import ClosedForms, EqualStages
-from shardwise.pipeline.message_pace import paced_by_messages
-from shardwise.pipeline.schedule import PipelineSchedule
+from shardwise.pipeline.forms import ClosedForms, EqualStages, paced_by_messages
+from shardwise.pipeline.schedule import PipelineSchedule, equal_stages
 from shardwise.pipeline.simulator import simulate
-from shardwise.pipeline.times import equal_stages
+from shardwise.pipeline.timeline import peak_activations
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import ScheduleRecord, imported, schedule_record
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.pipeline.schedule import ActionKind, PipelineSchedule
+from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, StageTimes, checked_seconds
 from shardwise.pipeline.timeline import Timeline
-from shardwise.pipeline.times import StageTimes, checked_seconds
 from shardwise.pipeline.verifier import InvalidPipelineSchedule
 from shardwise.spec.errors import SpecError
 

@@ -1,13 +1,13 @@
-"""What a simulated schedule took: start and end of every action, and what follows from them."""
+"""What a simulated schedule took: when every action ran, activations held, as a drawing and as a Chrome trace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from shardwise.pipeline.schedule import PipelineSchedule
-from shardwise.pipeline.times import checked_seconds
-from shardwise.spec.errors import SpecError
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, checked_seconds
+from shardwise.spec.errors import SpecError, shown
 
 
 @dataclass(frozen=True)
@@ -87,3 +87,145 @@ class Timeline:
 
     def _last_ends(self) -> list[float]:
         return [own[-1] for own in self.ends if own]
+
+
+# -- What every rank holds for the backward pass, over time and at its peak --------------------------
+# The activation of a microbatch on a stage is held from the start of its forward to the end of its backward, or of its
+# weight gradient when the backward is split; the input gradient may release a share of it before.
+
+
+def peak_activations(
+    schedule: PipelineSchedule, stage_sizes: Sequence[float] | None = None, released_by_input_grad: float = 0.0
+) -> tuple[float, ...]:
+    """The most that each rank holds at any time, in the unit of ``stage_sizes`` (default: stages count 1).
+
+    A rank does one action at a time, so its order alone decides; no times are needed.
+    """
+    sizes = _checked(schedule, stage_sizes, released_by_input_grad)
+    return tuple(
+        max((held for _, held in _levels(actions, sizes, released_by_input_grad)), default=0.0)
+        for actions in schedule.actions
+    )
+
+
+def live_activations(
+    timeline: Timeline, stage_sizes: Sequence[float] | None = None, released_by_input_grad: float = 0.0
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Per rank the steps (seconds, held from then on)."""
+    schedule = timeline.schedule
+    sizes = _checked(schedule, stage_sizes, released_by_input_grad)
+    steps = []
+    for actions, starts, ends in zip(schedule.actions, timeline.starts, timeline.ends):
+        levels = _levels(actions, sizes, released_by_input_grad)
+        steps.append(
+            tuple(
+                (start if action.kind is ActionKind.F else end, held)
+                for (action, held), start, end in zip(levels, starts, ends)
+            )
+        )
+    return tuple(steps)
+
+
+def _levels(actions: Sequence[Action], sizes: Sequence[float], released: float) -> Iterator[tuple[Action, float]]:
+    """Every action with what is held once it has started (a forward) or ended (any other)."""
+    change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: -released, ActionKind.W: released - 1.0}
+    held = 0.0
+    for action in actions:
+        held += change[action.kind] * sizes[action.stage]
+        yield action, held
+
+
+def _checked(schedule: PipelineSchedule, sizes: Sequence[float] | None, released: float) -> Sequence[float]:
+    if not 0 <= released <= 1:
+        raise SpecError(
+            "released_by_input_grad", f"{shown(released)} is not between 0 and 1", "give a number between 0 and 1"
+        )
+    if sizes is None:
+        return [1.0] * schedule.stages
+    if len(sizes) != schedule.stages or any(not size >= 0 for size in sizes):
+        problem = f"{len(sizes)} sizes for {schedule.stages} stages, or a negative one"
+        raise SpecError("stage_sizes", problem, "give one size of 0 or more per stage")
+    return sizes
+
+
+# -- A small timeline as text: a row per rank, time to the right -------------------------------------
+
+
+def draw_timeline(timeline: Timeline, max_width: int = 160) -> str:
+    """``F0`` is the forward of microbatch 0, in small letters on any but the rank's first stage; dots are idle.
+
+    One character is as short as is needed to write every label in full, unless that is wider than ``max_width``.
+    """
+    schedule = timeline.schedule
+    width = min(max_width, _full_width(timeline))
+    start_of_all = min(own[0] for own in timeline.starts if own)
+    scale = width / (timeline.makespan_seconds or 1.0)
+    lines = [
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
+        f"{timeline.makespan_seconds:.4g} s, bubble {timeline.bubble_rate:.1%}"
+    ]
+    margin = len(str(schedule.ranks - 1))
+    for rank, actions in enumerate(schedule.actions):
+        row = ["."] * width
+        first_stage = min(schedule.stages_of(rank), default=0)
+        for action, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank]):
+            left, right = round((start - start_of_all) * scale), round((end - start_of_all) * scale)
+            row[left:right] = _label(action, first_stage).ljust(right - left, "-")[: right - left]
+        lines.append(f"{rank:>{margin}} {''.join(row)}")
+    return "\n".join(lines)
+
+
+def _label(action: Action, first_stage: int) -> str:
+    letter = str(action.kind) if action.stage == first_stage else action.kind.lower()
+    return f"{letter}{action.microbatch}"
+
+
+def _full_width(timeline: Timeline) -> int:
+    """Characters at which the shortest action still shows its whole label, and one more to tell it from the next."""
+    span = timeline.makespan_seconds
+
+    def needed() -> Iterator[float]:
+        for actions, starts, ends in zip(timeline.schedule.actions, timeline.starts, timeline.ends):
+            for action, start, end in zip(actions, starts, ends):
+                if end > start:
+                    yield (len(_label(action, 0)) + 1) * span / (end - start)
+
+    return max(1, round(max(needed(), default=1.0)))
+
+
+# -- A timeline as Chrome trace events (Perfetto and chrome://tracing read them), as plain data ------
+
+_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+}
+_COLOURS = {ActionKind.F: "good", ActionKind.B: "bad", ActionKind.I: "bad", ActionKind.W: "yellow"}
+
+
+def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
+    """A thread per rank with a slice per action, and a counter of the activations it holds; microseconds."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": timeline.schedule.name}}
+    ]
+    for rank, actions in enumerate(timeline.schedule.actions):
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        for action, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank]):
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{action.kind}{action.microbatch}",
+                    "cat": _NAMES[action.kind],
+                    "cname": _COLOURS[action.kind],
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": start * 1e6,
+                    "dur": (end - start) * 1e6,
+                    "args": {"stage": action.stage, "microbatch": action.microbatch},
+                }
+            )
+    for rank, steps in enumerate(live_activations(timeline)):
+        counter = {"ph": "C", "name": f"activations of rank {rank}", "pid": 0, "tid": rank}
+        events += [{**counter, "ts": at * 1e6, "args": {"held": held}} for at, held in steps]
+    return events

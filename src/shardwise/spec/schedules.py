@@ -94,21 +94,21 @@ class ScheduleRecord:
 # fmt: off
 _TABLE = (
     ScheduleRecord(
-        name="sequential", builder=_BUILDERS + "sequential:sequential", closed_forms=_BUILDERS + "sequential:FORMS",
+        name="sequential", builder=_BUILDERS + "flush:sequential", closed_forms=_BUILDERS + "flush:SEQUENTIAL_FORMS",
         source="one microbatch at a time", repeats="always", searched=False, in_jobs=False,
     ),
     ScheduleRecord(
-        name="gpipe", builder=_BUILDERS + "gpipe:gpipe", closed_forms=_BUILDERS + "gpipe:FORMS",
+        name="gpipe", builder=_BUILDERS + "flush:gpipe", closed_forms=_BUILDERS + "flush:GPIPE_FORMS",
         source="Huang et al. 2019 (arXiv 1811.06965): all m microbatches", forwards_first=True, repeats="always",
     ),
     ScheduleRecord(
-        name=PLAIN, builder=_BUILDERS + "one_f_one_b:one_f_one_b", closed_forms=_BUILDERS + "one_f_one_b:FORMS",
+        name=PLAIN, builder=_BUILDERS + "flush:one_f_one_b", closed_forms=_BUILDERS + "flush:ONE_F_ONE_B_FORMS",
         source="Narayanan et al. 2021 (arXiv 2104.04473) section 2.2: p − rank",
         complexity=0, repeats="always", lag=1,
     ),
     ScheduleRecord(
-        name="interleaved", builder=_BUILDERS + "interleaved:interleaved",
-        closed_forms=_BUILDERS + "interleaved:FORMS",
+        name="interleaved", builder=_BUILDERS + "flush:interleaved",
+        closed_forms=_BUILDERS + "flush:INTERLEAVED_FORMS",
         source="Megatron-LM schedules: 2(p−rank−1) + (v−1)p + 1 chunks; rank 0: L(1 + (p−1)/(pv)) layers",
         chunks=None, in_rounds=True, complexity=1, repeats="always",
     ),
@@ -123,15 +123,15 @@ _TABLE = (
     ),
     # Built for a memory limit, the best of several orders, and priced like zb-h1 and zb-h2: not searched.
     ScheduleRecord(
-        name="zb-1p", builder=_BUILDERS + "automatic:zb_1p", closed_forms=_BUILDERS + "automatic:ONE_P_FORMS",
+        name="zb-1p", builder=_BUILDERS + "zero_bubble:zb_1p", closed_forms=_BUILDERS + "zero_bubble:ONE_P_FORMS",
         source="Qi et al. 2023: limited to p", splits_backward=True, searched=False,
     ),
     ScheduleRecord(
-        name="zb-2p", builder=_BUILDERS + "automatic:zb_2p", closed_forms=_BUILDERS + "automatic:TWO_P_FORMS",
+        name="zb-2p", builder=_BUILDERS + "zero_bubble:zb_2p", closed_forms=_BUILDERS + "zero_bubble:TWO_P_FORMS",
         source="Qi et al. 2023: limited to 2p", splits_backward=True, searched=False,
     ),
     ScheduleRecord(
-        name="zb-auto", builder=_BUILDERS + "automatic:zb_auto", source="the memory limit that is given",
+        name="zb-auto", builder=_BUILDERS + "zero_bubble:zb_auto", source="the memory limit that is given",
         splits_backward=True, searched=False, in_jobs=False,
     ),
     ScheduleRecord(

@@ -17,7 +17,7 @@ from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.pipeline import chunks_per_rank
-from shardwise.pipeline.message_pace import messages_per_link
+from shardwise.pipeline.forms import messages_per_link
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import schedule_record
 

@@ -1,4 +1,4 @@
-"""From measured figures to the constants that \`plan\` prices with: each term is fitted where it dominates."""
+"""From measured figures to the constants that `plan` prices with: each term is fitted where it dominates."""
 
 from __future__ import annotations
 

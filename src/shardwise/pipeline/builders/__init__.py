@@ -1,1 +1,1 @@
-"""One file per idea of a pipeline schedule; each makes a ``PipelineSchedule``."""
+"""Pipeline schedules by family; each builder makes a ``PipelineSchedule`` and has its closed forms beside it."""

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
-from shardwise.pipeline.builders.fill import fill_weight_gradients
-from shardwise.pipeline.forms import ClosedForms, EqualStages
-from shardwise.pipeline.message_pace import in_round_trips, paced_by_messages
-from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, v_placement
-from shardwise.pipeline.times import StageTimes, equal_stages
+from shardwise.pipeline.builders.zero_bubble import fill_weight_gradients
+from shardwise.pipeline.forms import ClosedForms, EqualStages, in_round_trips, paced_by_messages
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, equal_stages, v_placement
 from shardwise.spec.schedules import schedule_record
 
 F, I = ActionKind.F, ActionKind.I  # noqa: E741

@@ -1,19 +1,154 @@
-"""ZB-H1 and ZB-H2: 1F1B with the backward split, weight gradients late enough to fill the tail.
-
-Qi et al. 2023, arXiv 2401.10241, section 2. Rank r keeps ``in_flight`` microbatches between forward and input
-gradient and lets ``lag`` weight gradients wait, so that every rank holds the same number of activations:
-H1 (p-r) + r = p, H2 (2(p-r)-1) + 2r = 2p-1.
-"""
+"""Zero-bubble schedules: the backward is split, and weight gradients fill what would be bubbles."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import product
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
-from shardwise.pipeline.builders.one_f_one_b import one_forward_one_backward
-from shardwise.pipeline.forms import ClosedForms, EqualStages
-from shardwise.pipeline.message_pace import one_f_one_b_wait
-from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, loop_placement, one_copy
+from shardwise.pipeline.builders.flush import one_forward_one_backward
+from shardwise.pipeline.forms import ClosedForms, EqualStages, one_f_one_b_wait
+from shardwise.pipeline.schedule import (
+    Action,
+    ActionKind,
+    PipelineSchedule,
+    StageTimes,
+    equal_stages,
+    loop_placement,
+    one_copy,
+)
+from shardwise.pipeline.simulator import simulate
+from shardwise.spec.errors import SpecError, shown
+
+# -- Weight gradients scheduled where a rank would wait: they are not needed soon, so they fill the bubbles
+# Given the order of forwards and input gradients on every rank, the actions are run in time (as the simulator would),
+# and a pending weight gradient goes in when the next action is not ready yet or when memory is full.
+
+F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741
+_ROUNDING = 1e-9
+
+
+def fill_weight_gradients(
+    name: str,
+    placement: tuple[int, ...],
+    microbatches: int,
+    orders: Sequence[Sequence[Action]],
+    limits: Sequence[float],
+    times: StageTimes,
+    comm_seconds: float = 0.0,
+    smallest_gap: float = 0.6,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    """``orders`` (forwards and input gradients, per rank) with the weight gradients put in.
+
+    No rank starts a forward that would make it hold more than its limit while it can run a weight gradient
+    instead; a forward counts 1, of which the input gradient gives ``released_by_input_grad`` back. A wait is
+    filled when it lasts at least ``smallest_gap`` weight gradients.
+    """
+    ranks = [_FilledRank(order, limit, released_by_input_grad) for order, limit in zip(orders, limits)]
+    messages = _Messages(placement, times, comm_seconds)
+    queue = [(0.0, number) for number in range(len(ranks))]
+    while queue:
+        now, number = heappop(queue)
+        rank = ranks[number]
+        action = rank.next
+        if action is None:
+            rank.finish()
+            continue
+        ready, certain = messages.earliest(action, now)
+        if rank.pending and (rank.is_full or ready - now >= smallest_gap * rank.pending_seconds(times) > 0):
+            action, ready = rank.pending[0], now
+        elif not certain:
+            messages.sleeping[action] = number
+            continue
+        rank.take(action)
+        end = max(now, ready) + messages.seconds[action.kind][action.stage]
+        heappush(queue, (end, number))
+        woken = messages.send(action, end)
+        if woken is not None:
+            heappush(queue, (now, woken))
+    return one_copy(name, microbatches, placement, (rank.made for rank in ranks))
+
+
+class _FilledRank:
+    """How far a rank is, what it holds, and which weight gradients it could run."""
+
+    def __init__(self, order: Sequence[Action], limit: float, released: float) -> None:
+        self.order, self.limit, self.released = order, limit, released
+        self.position, self.held = 0, 0.0
+        self.pending: deque[Action] = deque()
+        self.made: list[Action] = []
+
+    @property
+    def next(self) -> Action | None:
+        return self.order[self.position] if self.position < len(self.order) else None
+
+    @property
+    def is_full(self) -> bool:
+        return self.order[self.position].kind is F and self.held + 1 > self.limit + _ROUNDING
+
+    def pending_seconds(self, times: StageTimes) -> float:
+        return times.weight_grad[self.pending[0].stage]
+
+    def take(self, action: Action) -> None:
+        self.made.append(action)
+        if action.kind is W:
+            self.pending.popleft()
+            self.held -= 1 - self.released
+            return
+        self.position += 1
+        if action.kind is F:
+            self.held += 1
+        else:
+            self.held -= self.released
+            self.pending.append(Action(W, action.stage, action.microbatch))
+
+    def finish(self) -> None:
+        self.made += self.pending
+        self.pending.clear()
+
+
+class _Messages:
+    """When inputs arrive; an action with no arrival yet has a sender that has not started."""
+
+    def __init__(self, placement: tuple[int, ...], times: StageTimes, comm_seconds: float) -> None:
+        self.placement, self.comm_seconds = placement, comm_seconds
+        self.seconds = {F: times.forward, I: times.input_grad, W: times.weight_grad}
+        self.arrival: dict[Action, float] = {}
+        self.sleeping: dict[Action, int] = {}
+        self.link_free: dict[tuple[int, int], float] = {}
+
+    def earliest(self, action: Action, now: float) -> tuple[float, bool]:
+        """When the action's input is there, and whether that is certain or only the earliest possible time."""
+        source = action.stage - 1 if action.kind is F else action.stage + 1
+        if not 0 <= source < len(self.placement):
+            return now, True
+        if action in self.arrival:
+            return self.arrival[action], True
+        return now + self.seconds[action.kind][source] + self._hop(source, action.stage), False
+
+    def send(self, action: Action, end: float) -> int | None:
+        """Pass the result on; the rank that slept until it was sent, if one did."""
+        target = action.stage + 1 if action.kind is F else action.stage - 1
+        if action.kind is W or not 0 <= target < len(self.placement):
+            return None
+        message = Action(action.kind, target, action.microbatch)
+        link = self.placement[action.stage], self.placement[target]
+        arrival = max(end, self.link_free.get(link, 0.0)) + self._hop(action.stage, target)
+        self.arrival[message] = self.link_free[link] = arrival
+        return self.sleeping.pop(message, None)
+
+    def _hop(self, source: int, target: int) -> float:
+        return self.comm_seconds if self.placement[source] != self.placement[target] else 0.0
+
+
+# -- ZB-H1 and ZB-H2 ---------------------------------------------------------------------------------
+# Qi et al. 2023, arXiv 2401.10241, section 2. Rank r keeps ``in_flight`` microbatches between forward and input
+# gradient and lets ``lag`` weight gradients wait, so that every rank holds the same number of activations: H1 (p-r) +
+# r = p, H2 (2(p-r)-1) + 2r = 2p-1.
 
 
 def zb_h1(ranks: int, microbatches: int) -> PipelineSchedule:
@@ -79,3 +214,107 @@ def _h2_is_exact(case: EqualStages) -> bool:
 # p on every rank, r of them waiting for their weight gradient.
 H1_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), is_exact=_h1_is_exact, pace=h1_pace)
 H2_FORMS = ClosedForms(bubble=h2_bubble, in_flight=lambda p, m, v, r: min(m, 2 * p - 1), is_exact=_h2_is_exact)
+
+
+# -- Zero bubble under a memory limit: ZB-1p (p microbatches), ZB-2p (2p), or any other --------------
+# The search of Qi et al. 2023, arXiv 2401.10241, section 3.1, made simple: a 1F1B order with as many forwards ahead as
+# memory and the first backward's arrival allow, weight gradients filled in, and the few open choices tried.
+
+
+def zb_1p(
+    ranks: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    return _shortest("zb-1p", ranks, microbatches, ranks, times, comm_seconds, released_by_input_grad)
+
+
+def zb_2p(
+    ranks: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    return _shortest("zb-2p", ranks, microbatches, 2 * ranks, times, comm_seconds, released_by_input_grad)
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    memory_limit: float | None = None,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    if memory_limit is None:
+        raise SpecError("memory_limit", "zb-auto needs one", f"give a number of microbatches, such as {ranks}")
+    return _shortest("zb-auto", ranks, microbatches, memory_limit, times, comm_seconds, released_by_input_grad)
+
+
+def _shortest(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    memory_limit: float,
+    times: StageTimes | None,
+    comm_seconds: float,
+    released_by_input_grad: float,
+) -> PipelineSchedule:
+    """The order with the shortest longest rank among those tried; ``memory_limit`` in microbatch activations.
+
+    The published near-zero bubbles of ZB-2p need the share that the input gradient releases: 1 - 32/(34 + 5as/h)
+    for an unfused transformer layer (paper, Table 1).
+    """
+    if not memory_limit >= 1:
+        raise SpecError("memory_limit", f"{shown(memory_limit)} holds no microbatch", "give 1 or more")
+    known = times or equal_stages(ranks)
+
+    def cost(schedule: PipelineSchedule) -> float:
+        return simulate(schedule, known, comm_seconds).longest_rank_seconds
+
+    candidates = []
+    ahead = dict.fromkeys(_in_flights(known, memory_limit, comm_seconds))
+    for in_flight, smallest_gap in product(ahead, (0.3, 0.6, 1.0)):
+        orders = [one_forward_one_backward(r, microbatches, in_flight[r], ActionKind.I) for r in range(ranks)]
+        candidates.append(
+            fill_weight_gradients(
+                name,
+                loop_placement(ranks),
+                microbatches,
+                orders,
+                [memory_limit] * ranks,
+                known,
+                comm_seconds,
+                smallest_gap,
+                released_by_input_grad,
+            )
+        )
+    return min(candidates, key=cost)
+
+
+def _in_flights(times: StageTimes, memory_limit: float, comm_seconds: float) -> Iterator[tuple[int, ...]]:
+    """Forwards ahead of the first backward, per rank: 1F1B's, and what fits before it arrives (and one more)."""
+    ranks, limit = times.stages, int(memory_limit)
+    yield tuple(min(limit, ranks - rank) for rank in range(ranks))
+    for extra in (0.0, 0.999):
+        yield tuple(max(1, min(limit, int(_fitting(times, rank, comm_seconds) + extra))) for rank in range(ranks))
+
+
+def _fitting(times: StageTimes, rank: int, comm_seconds: float) -> float:
+    """Forwards of ``rank`` between its first input and its first gradient: there and back along the later stages."""
+    hops = times.stages - 1 - rank
+    away = sum(times.forward[rank:]) + sum(times.input_grad[rank + 1 :]) + 2 * hops * comm_seconds
+    pace = max(times.forward[: rank + 1])
+    return away / pace if pace else float(times.stages)
+
+
+def _2p_bubble(case: EqualStages) -> Any:
+    """As zb-h2, with room for as many waiting weight gradients as 2p activations give."""
+    return deferred_bubble(case, (2 * case.p - 1) / max(1 - case.released, 1e-9))
+
+
+ONE_P_FORMS = ClosedForms(bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), pace=h1_pace)
+TWO_P_FORMS = ClosedForms(bubble=_2p_bubble, in_flight=lambda p, m, v, r: min(m, 2 * p))
