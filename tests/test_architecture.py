@@ -9,9 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from shardwise.cli.main import main
+from shardwise.cost.memory.device import device_memories
 from source_rules import (
     FOREIGN_TEXT,
     MOST_LINES,
@@ -51,6 +54,17 @@ def test_every_module_keeps_every_rule() -> None:
 def test_every_package_is_in_the_list() -> None:
     present = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
     assert present == set(packages()), "docs/architecture.md lists the packages"
+
+
+def test_the_architecture_draws_every_room() -> None:
+    """A folder of a package, each in the row of its package."""
+    text = (
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    drawn = {f"{package}/{room}" for package, rooms in rows for room in re.findall(r"`(\w+)` \(", rooms)}
+    assert drawn == {one.name.removesuffix("/__init__.py") for one in modules() if one.name.count("/") == 2
+                     and one.name.endswith("/__init__.py")}  # fmt: skip
 
 
 def test_every_file_that_the_architecture_names_is_there() -> None:
@@ -209,6 +223,48 @@ def test_one_job_is_priced_without_numpy() -> None:
 def test_a_quick_command_needs_neither_torch_nor_ray() -> None:
     found = asked_for(*commands("list collectives", "explain all-reduce", "explain zero", "explain tp", "--help"))
     assert {code: names for code, names in found.items() if names - {"numpy"}} == {}
+
+
+# -- how far it is from the command line to a figure ---------------------------------------------------
+
+MOST_FILES = 8
+# A job that no other test has, so that nothing is remembered of it.
+UNKNOWN = "analyze --model llama3-70b --cluster dgx-h100:8 --tp 8 --pp 4 --zero 1 --global-batch 92 --seq 1880"
+
+
+def files_called(frame: FrameType | None) -> tuple[str, ...]:
+    """The files of the package whose functions are being called, from the command line to this frame."""
+    files: dict[str, None] = {}
+    while frame is not None:
+        place = Path(frame.f_code.co_filename)
+        if place.is_relative_to(SOURCE):
+            files[place.relative_to(SOURCE).as_posix()] = None
+        frame = frame.f_back
+    return tuple(reversed(files))
+
+
+def test_the_memory_of_a_device_is_at_most_eight_files_from_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chains: set[tuple[str, ...]] = set()  # of every call from when a device's memory is asked for until it is known
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        asked = frame.f_code is device_memories.__code__
+        if event == "call" and (asked or chains):
+            chains.add(files_called(frame))
+        elif event == "return" and asked:
+            sys.setprofile(None)
+
+    sys.setprofile(watch)
+    try:
+        assert main(UNKNOWN.split()) == 0
+    finally:
+        sys.setprofile(None)
+    to_memory = [chain for chain in chains if chain and chain[-1].startswith("cost/memory/")]
+    assert {chain[0] for chain in to_memory} == {"cli/main.py"}
+    assert {"cost/memory/device.py", "cost/memory/sum.py"} <= {chain[-1] for chain in to_memory}
+    longest = max(to_memory, key=len)
+    assert len(longest) <= MOST_FILES, longest
 
 
 # -- files -------------------------------------------------------------------------------------------
