@@ -13,13 +13,14 @@ import pytest
 
 from cli.running import error_line, run
 from shardwise.cli.main import VERBS
+from tables import table
 
 JOB = "analyze --model llama3-8b --cluster dgx-h100:2 --global-batch 64 --seq 2048"
 BARE = "analyze --layers 32 --hidden 4096 --heads 32 --gpus 64 --global-batch 64"
 NUMBERS = f"{BARE} --topology"
 
 
-@pytest.mark.parametrize(
+@table(
     ("command", "parts"),
     [
         # Degrees that do not fit the model, the cluster or the batch.
@@ -41,7 +42,7 @@ NUMBERS = f"{BARE} --topology"
         (f"{JOB} --model llama3-7b", ["model: unknown model 'llama3-7b'", "did you mean llama3-70b or llama3-8b"]),
         (f"{JOB} --model gpt5", ["model: unknown model 'gpt5'", "did you mean"]),
         (f"{JOB} --cluster dgx-h10:2", ["cluster: unknown cluster 'dgx-h10'", "did you mean dgx-h100"]),
-        (f"{JOB} --schedule 1f2b", ["strategy.schedule: '1f2b' is not a choice", "1f1b"]),
+        (f"{JOB} --schedule 1f2b", ["strategy.schedule: '1f2b' is not a pipeline schedule", "did you mean 1f1b"]),
         (f"{JOB} --zero 4", ["strategy.zero: '4' is not a choice", "choose one of 0, 1, 2, 3"]),
         (f"{JOB} --precision fp64", ["training.precision: 'fp64'", "bf16"]),
         (f"{JOB} --order tp,dp", ["strategy.order", "write it like [tp, cp, dp, pp]"]),
@@ -186,7 +187,7 @@ def test_a_hugging_face_folder_stands_wherever_a_model_does(tmp_path: Path, monk
     assert "'empty' is a folder without a config.json" in line
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], *([verb, "--help"] for verb in VERBS)])
+@table("arguments", [[], ["--help"], ["-h"], ["help"], *([verb, "--help"] for verb in VERBS)])
 def test_help_is_no_mistake(arguments: list[str]) -> None:
     result = run(*arguments)
     assert (result.status, result.err) == (0, "")

@@ -30,6 +30,7 @@ from shardwise.collectives import (
     verify,
 )
 from shardwise.collectives.table import rows_for_level_of_hierarchy
+from tables import table
 
 QUICK = settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(QUICK, max_examples=examples(600))
@@ -44,14 +45,14 @@ axes = st.builds(Axis, st.sampled_from((1, 2, 3, 5, 6, 7)), st.booleans())
 grids = st.builds(Grid, st.tuples(axes, axes) | st.tuples(axes, axes, axes)).filter(lambda grid: grid.size <= 100)
 
 
-@pytest.mark.parametrize("n", [*range(1, 34), 64])
 @pytest.mark.parametrize("name", SINGLE)
+@table("n", [*range(1, 34), 64])
 def test_one_level(name: str, n: int) -> None:
     assert_all_agree(single(name, n))
 
 
-@pytest.mark.parametrize("shape", GRIDS, ids=str)
-@pytest.mark.parametrize("name", ["mesh", "torus"])
+@table("shape", GRIDS)
+@table("name", ["mesh", "torus"])
 def test_grids(name: str, shape: tuple[int, ...]) -> None:
     assert_all_agree(getattr(Topology, name)(shape, 1e9, 1e-4))
 
@@ -69,8 +70,8 @@ def test_hierarchies(topology: Topology) -> None:
     assert_all_agree(topology)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("ratio", [1, 5, 100])
+@table("sizes", [(2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2)])
+@table("ratio", [1, 5, 100])
 def test_overlapped_levels_cost_at_least_the_slowest(sizes: tuple[int, ...], ratio: float) -> None:
     """Where the rounds of a level fill its ports, as rings through a switch do; and no more than levels in turn."""
     rates = [1e10 / ratio**index for index in range(len(sizes))]

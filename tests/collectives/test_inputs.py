@@ -23,9 +23,10 @@ from shardwise.collectives import (
 )
 from shardwise.collectives.listing import TOPOLOGIES
 from shardwise.spec.errors import SpecError
+from tables import table
 
 
-@pytest.mark.parametrize(("text", "kind"), [
+@table(("text", "kind"), [
     ("allreduce", "all_reduce"), ("all-reduce", "all_reduce"), ("AllReduce", "all_reduce"), ("a2a", "all_to_all"),
     ("p2p", "send_recv"), ("ReduceScatter", "reduce_scatter"), ("bcast", "broadcast"), ("all_gather", "all_gather"),
 ])  # fmt: skip
@@ -45,7 +46,7 @@ def test_constructors() -> None:
     assert hash(net) == hash(Topology(net.levels))
 
 
-@pytest.mark.parametrize(("make", "text"), [
+@table(("make", "text"), [
     (lambda: Topology.switch(0, 1e9), "0 is not a whole number"),
     (lambda: Topology.ring(2.5, 1e9), "2.5"),
     (lambda: Topology.ring(4, 0), "topology.bandwidth: 0 is not positive"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from shardwise.collectives import CollectiveKind
 from shardwise.engine import labels
 from shardwise.engine.labels import (
@@ -24,6 +22,7 @@ from shardwise.engine.labels import (
     step_name,
     wait_name,
 )
+from tables import table
 
 CALLED = {name: value for name, value in vars(Called).items() if name.isupper()}
 PHASES = {name: value for name, value in vars(StepPhase).items() if name.isupper()}
@@ -40,8 +39,8 @@ def test_steps_layers_and_passes_come_back() -> None:
                 assert (found.pass_kind, found.number, found.stage) == (kind, number, stage)
 
 
-@pytest.mark.parametrize("what", CALLED.values())
-@pytest.mark.parametrize("dimension", ["tp", "cp", "ep", "expert_tp", "pp", "dp", "world"])
+@table("what", CALLED.values())
+@table("dimension", ["tp", "cp", "ep", "expert_tp", "pp", "dp", "world"])
 def test_collectives_come_back(dimension: str, what: str) -> None:
     for called in (what, in_backward(what)):
         begun, waited = label_of(begin_name(dimension, called, 4096)), label_of(wait_name(dimension, called))
@@ -53,7 +52,7 @@ def test_collectives_come_back(dimension: str, what: str) -> None:
         assert begun.title == f"{dimension}: {called}"
 
 
-@pytest.mark.parametrize("message", [stage_output(3), stage_input_gradient(12)])
+@table("message", [stage_output(3), stage_input_gradient(12)])
 def test_a_message_is_what_its_receiver_waits_for(message: str) -> None:
     sent, waited = label_of(begin_name("pp", message_sent(message), 8)), label_of(wait_name("pp", message))
     assert sent.message == waited.what == message

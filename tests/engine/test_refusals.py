@@ -9,10 +9,11 @@ from shardwise.measure.verify import verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.support import MATRIX, Finding, verdict
-from spec.test_support import identity, using
+from spec.test_support import using
+from tables import table
 
 
-@pytest.mark.parametrize("row", MATRIX, ids=identity)
+@table("row", MATRIX)
 def test_every_row_is_refused_with_its_reason(row: Finding) -> None:
     job = using(*row.techniques)
     with pytest.raises(SpecError) as raised:
@@ -22,7 +23,7 @@ def test_every_row_is_refused_with_its_reason(row: Finding) -> None:
     assert worst.reason in str(raised.value) and worst.remedy in str(raised.value)
 
 
-@pytest.mark.parametrize("row", MATRIX[:1], ids=identity)
+@table("row", MATRIX[:1])
 def test_no_process_is_started_to_verify_what_is_refused(row: Finding) -> None:
     job: Job = using(*row.techniques)
     with pytest.raises(SpecError, match=row.remedy):

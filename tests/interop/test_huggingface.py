@@ -19,6 +19,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 from shardwise.spec.numerics import Numerics
 from shardwise.spec.parameters import parameter_count
+from tables import table
 
 LLAMA = CATALOGUE["meta-llama/Meta-Llama-3-8B"][1]
 
@@ -27,7 +28,7 @@ def shape(model: Model) -> Model:
     return replace(model, name="", source="", published_parameters=None, numerics=Numerics())
 
 
-@pytest.mark.parametrize("repository", CATALOGUE)
+@table("repository", CATALOGUE)
 def test_published_config_is_the_catalogue_model(repository: str) -> None:
     entry, config = CATALOGUE[repository]
     preset = presets.load("model", Model, entry)
@@ -36,7 +37,7 @@ def test_published_config_is_the_catalogue_model(repository: str) -> None:
     assert parameter_count(model) == parameter_count(preset)
 
 
-@pytest.mark.parametrize("repository", COUNTED)
+@table("repository", COUNTED)
 def test_published_config_has_the_published_parameters(repository: str) -> None:
     parameters, config = COUNTED[repository]
     assert parameter_count(model_from_hf_config(config)) == parameters
@@ -47,7 +48,7 @@ def test_every_family_has_a_published_config() -> None:
     assert seen == {*FAMILIES, *ALIASES}
 
 
-@pytest.mark.parametrize("model_type", sorted({*FAMILIES, *ALIASES} - {"deepseek_v2"}))
+@table("model_type", sorted({*FAMILIES, *ALIASES} - {"deepseek_v2"}))
 def test_library_defaults_alone_make_a_model(model_type: str) -> None:
     assert model_from_hf_config({"model_type": model_type}).name in (model_type, "deepseek_v3")
 
@@ -84,7 +85,7 @@ def test_a_mistake_in_the_language_model_names_its_place() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "field"),
     [
         ({"hidden_size": "4096"}, "hidden_size"),
@@ -154,14 +155,14 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
 # -- round trip --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [c for _, c in (*CATALOGUE.values(), *COUNTED.values())], ids=str)
+@table("config", [c for _, c in (*CATALOGUE.values(), *COUNTED.values())])
 def test_published_config_survives_the_round_trip(config: dict[str, Any]) -> None:
     model = model_from_hf_config(config)
     written = json.loads(json.dumps(hf_config_from_model(model)))
     assert shape(model_from_hf_config(written)) == shape(model)
 
 
-@pytest.mark.parametrize("entry", presets.names("model"))
+@table("entry", presets.names("model"))
 def test_catalogue_model_survives_the_round_trip_or_is_refused(entry: str) -> None:
     model = presets.load("model", Model, entry)
     if entry in ("bert-large", "palm-540b"):

@@ -15,6 +15,7 @@ from shardwise.spec import presets
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import parameter_count
+from tables import table
 
 CATALOGUE = presets.names("model")
 
@@ -63,13 +64,13 @@ def without_modules(name: str) -> Model:
     return replace(preset(name), mtp_layers=0)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@table("name", CATALOGUE)
 def test_one_device_holds_the_whole_model(name: str) -> None:
     model = preset(name)
     assert held_once(job(model, dp=1)) == parameter_count(model, with_prediction_modules=True)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@table("name", CATALOGUE)
 def test_pipeline_ranks_hold_the_model_between_them(name: str) -> None:
     """Both ends hold a tied embedding, and nothing else twice: positions stay on the first stage."""
     model = without_modules(name)
@@ -78,7 +79,7 @@ def test_pipeline_ranks_hold_the_model_between_them(name: str) -> None:
     assert held_once(case) == parameter_count(model) + twice
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@table("name", CATALOGUE)
 def test_tensor_parallel_ranks_hold_the_model_between_them(name: str) -> None:
     model = without_modules(name)
     tp = 4 if model.heads % 4 == 0 else 5
@@ -90,8 +91,8 @@ def test_tensor_parallel_ranks_hold_the_model_between_them(name: str) -> None:
     assert on_all_shards(case) == pytest.approx(expected + repeated, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if preset(name).moe])
-@pytest.mark.parametrize("ep", [2, 8])
+@table("name", [name for name in CATALOGUE if preset(name).moe])
+@table("ep", [2, 8])
 def test_expert_parallel_ranks_hold_the_experts_between_them(name: str, ep: int) -> None:
     model = without_modules(name)
     case = job(model, dp=8, ep=ep, pp=2, stage_layers="balanced")
@@ -101,8 +102,8 @@ def test_expert_parallel_ranks_hold_the_experts_between_them(name: str, ep: int)
 SCHEDULES = ["1f1b", "interleaved", "zbv", "v-half", "v-min", "dualpipev", "gpipe", "zb-h1"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("model", [LLAMA, MOE], ids=["dense", "moe"])
+@table("schedule", SCHEDULES)
+@table("model", [LLAMA, MOE])
 def test_every_schedule_places_every_layer_once(schedule: str, model: Model) -> None:
     case = job(model, dp=1, pp=4, schedule=schedule, interleave=2 if schedule == "interleaved" else 1,
                training={"global_batch": 8})  # fmt: skip
@@ -169,7 +170,7 @@ def test_expert_coordinates_name_the_ranks_that_hold_the_same_experts() -> None:
     assert all(sorted(members) == [0, 1, 2, 3] for members in groups.values())
 
 
-@pytest.mark.parametrize("order", [("tp", "cp", "dp", "pp"), ("pp", "dp", "cp", "tp"), ("cp", "pp", "tp", "dp")])
+@table("order", [("tp", "cp", "dp", "pp"), ("pp", "dp", "cp", "tp"), ("cp", "pp", "tp", "dp")])
 def test_groups_of_a_dimension_differ_in_that_coordinate_only(order: tuple[str, ...]) -> None:
     case = job(LLAMA, switched(4, 6), order=list(order), tp=2, cp=2, dp=3, pp=2)
     places = rank_places(case)

@@ -12,6 +12,7 @@ from effort import examples
 from shardwise.pipeline import ActionKind, build, chunks_per_rank, equal_stages, simulate, verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import job_schedules, schedule_records
+from tables import table
 
 SCHEDULES = job_schedules()
 NAMES = tuple(one.name for one in schedule_records())
@@ -40,8 +41,8 @@ def test_every_built_schedule_is_valid(name, ranks, microbatches):
     assert schedule.stages == schedule.ranks * chunks_per_rank(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", [1, 4])
+@table("name", NAMES)
+@table("ranks", [1, 4])
 def test_one_microbatch_passes_straight_through(name, ranks):
     schedule = build(name, ranks, 1 if name != "interleaved" else ranks, memory_limit=2 if name == "zb-auto" else None)
     verify(schedule)
@@ -54,7 +55,7 @@ def test_one_microbatch_passes_straight_through(name, ranks):
     assert span <= stages * (1 + backward) + 2
 
 
-@pytest.mark.parametrize("name", FIXED)
+@table("name", FIXED)
 def test_one_rank_never_waits(name):
     schedule = build(name, 1, 6)
     timeline = simulate(schedule, equal_stages(schedule.stages, 2.0, 3.0, 1.0), comm_seconds=5.0)
@@ -145,7 +146,7 @@ def test_a_schedule_prints_small():
     )
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "field"),
     [
         (("1f2b", 2, 2), "schedule"),

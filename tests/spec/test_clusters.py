@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from shardwise.spec import Cluster, Job, SpecError, presets
 from shardwise.spec.clusters import cluster_from, cluster_short, parse_shape
+from tables import table
 
 
 def widths(cluster: Cluster) -> list[int]:
     return [level.width for level in cluster.levels]
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "expected", "devices"),
     [
         ("dgx-h100", [8, 1], 8),
@@ -41,7 +42,7 @@ def test_a_shape_keeps_its_axes() -> None:
     assert cluster_from("tpu-v5p:8x8x16").levels[0].shape == (8, 8, 16)
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "said"),
     [
         ("dgx-h100:0", "0 nodes; use 1 or more"),
@@ -65,13 +66,13 @@ def test_a_size_that_cannot_be(name: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [7, None, ["dgx-h100"], True])
+@table("value", [7, None, ["dgx-h100"], True])
 def test_what_is_no_cluster(value: Any) -> None:
     with pytest.raises(SpecError, match="is not a cluster; give a preset name, a file or a mapping"):
         cluster_from(value)
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "devices", "expected"),
     [
         ("dgx-h100", 4, [4, 1]),
@@ -126,20 +127,20 @@ def test_shapes_are_read_as_written(axes: list[int]) -> None:
     assert parse_shape("x".join(map(str, axes)), "--shape") == tuple(axes)
 
 
-@pytest.mark.parametrize("text", ["", "x", "8xx8", "8x", "x8", "8*8", "8x-1", "٨x٨x", "8x" * 3, "1e3x2", "9" * 10])
+@table("text", ["", "x", "8xx8", "8x", "x8", "8*8", "8x-1", "٨x٨x", "8x" * 3, "1e3x2", "9" * 10])
 def test_what_is_no_shape(text: str) -> None:
     with pytest.raises(SpecError, match="is not a shape; write it like 8x8"):
         parse_shape(text, "--shape")
 
 
-@pytest.mark.parametrize("name", presets.names("cluster"))
+@table("name", presets.names("cluster"))
 def test_every_cluster_of_the_catalogue_takes_a_job(name: str) -> None:
     job = Job(model="llama3-8b", cluster=name, training={"global_batch": "1M-tokens"})  # type: ignore[arg-type]
     assert job.strategy.dp == job.cluster.devices
     assert Job.from_yaml(job.to_yaml()) == job
 
 
-@pytest.mark.parametrize("kind", presets.KINDS)
+@table("kind", presets.KINDS)
 def test_every_preset_loads_by_its_name_in_any_case(kind: str) -> None:
     from shardwise.spec import Device, Link, Model
     from shardwise.spec.stack import Stack
@@ -151,9 +152,7 @@ def test_every_preset_loads_by_its_name_in_any_case(kind: str) -> None:
         assert presets.load(kind, noun, name.upper()) == presets.load(kind, noun, name)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("llama3-70", "llama3-70b"), ("lama3-8b", "llama3-8b"), ("GPT2_XL", "gpt2-xl")]
-)
+@table(("wrong", "right"), [("llama3-70", "llama3-70b"), ("lama3-8b", "llama3-8b"), ("GPT2_XL", "gpt2-xl")])
 def test_an_unknown_preset_names_the_nearest(wrong: str, right: str) -> None:
     with pytest.raises(SpecError, match=rf"unknown model '{wrong}'; did you mean .*{re.escape(right)}"):
         Job(model=wrong, cluster="laptop")  # type: ignore[arg-type]
@@ -164,7 +163,7 @@ def test_a_name_unlike_any_points_to_the_list() -> None:
         Job(model="zzzzzz", cluster="laptop")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["..", "...", ".hidden", "a b", "é" * 300, "x\x00y", "a*"])
+@table("name", ["..", "...", ".hidden", "a b", "é" * 300, "x\x00y", "a*"])
 def test_a_name_that_is_no_name_is_unknown(name: str) -> None:
     with pytest.raises(SpecError, match="unknown model"):
         Job(model=name, cluster="laptop")  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.spec import Cluster, Device, Job, Link, Model, NetworkLevel, SpecError, Strategy, Training
+from tables import table
 
 DEVICE: dict[str, Any] = {"peak": {"bf16": "100TFLOPS"}, "memory": "24GiB", "memory_bandwidth": "1TB/s"}
 LEVEL: dict[str, Any] = {"size": 8, "bandwidth": "50GB/s", "latency": "2us"}
@@ -63,7 +64,7 @@ def test_defaults_are_left_out_of_plain_data() -> None:
     assert Link(bandwidth="1GB/s", latency=0).to_dict() == {"bandwidth": "1GB/s", "latency": 0}
 
 
-@pytest.mark.parametrize(
+@table(
     ("wrong", "right"),
     [("strategy.tpp", "tp"), ("strategy.recompte", "recompute"), ("training.optimiser", "optimizer"),
      ("clustr", "cluster"), ("model.hiden", "hidden"), ("cluster.device.memroy", "memory"),
@@ -76,7 +77,7 @@ def test_an_unknown_field_is_named_with_its_path_and_the_nearest_name(wrong: str
     assert right in error.remedy.removeprefix("did you mean ").rstrip("?").split(" or ")
 
 
-@pytest.mark.parametrize("missing", ["model", "cluster", "model.layers", "cluster.device", "cluster.device.memory"])
+@table("missing", ["model", "cluster", "model.layers", "cluster.device", "cluster.device.memory"])
 def test_a_missing_field_is_named_with_its_path(missing: str) -> None:
     parent, _, name = missing.rpartition(".")
     inner = JOB
@@ -87,7 +88,7 @@ def test_a_missing_field_is_named_with_its_path(missing: str) -> None:
     assert (error.field, error.problem) == (missing, "is missing")
 
 
-@pytest.mark.parametrize(
+@table(
     ("path", "value", "said"),
     [
         ("strategy.tp", "two", "'two' is not a quantity"),
@@ -134,7 +135,6 @@ def test_a_missing_field_is_named_with_its_path(missing: str) -> None:
         ("cluster.levels.efficiency", 0, "0.0 is not positive"),
         ("cluster.host_link", "nvlnk-4", "unknown link 'nvlnk-4'"),
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_a_wrong_value_is_named_with_its_path(path: str, value: Any, said: str) -> None:
     error = error_of(Job.from_dict, changed(JOB, path, value))
@@ -149,7 +149,7 @@ def test_choices_may_be_written_as_text() -> None:
     assert Strategy(zero="3").zero == 3  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@table(
     ("fields", "field"),
     [
         ({"topology": "torus"}, "shape"),
@@ -163,7 +163,7 @@ def test_a_network_level_says_what_it_lacks(fields: dict[str, Any], field: str) 
     assert error_of(NetworkLevel, **{**LEVEL, **fields}).field == field
 
 
-@pytest.mark.parametrize(
+@table(
     ("fields", "field"),
     [({"kv_heads": 3}, "kv_heads"), ({"heads": 6}, "heads"),
      ({"moe": {"experts": 4, "top_k": 1, "ffn": 8, "dense_layers": 5}}, "moe.dense_layers"),
@@ -174,7 +174,7 @@ def test_a_model_says_which_sizes_disagree(fields: dict[str, Any], field: str) -
     assert error_of(Model, **{**MODEL, **fields}).field == field
 
 
-@pytest.mark.parametrize(
+@table(
     ("fields", "field"),
     [
         ({"interleave": 2}, "interleave"),
@@ -186,7 +186,7 @@ def test_a_strategy_says_which_choices_disagree(fields: dict[str, Any], field: s
     assert error_of(Strategy, **fields).field == field
 
 
-@pytest.mark.parametrize("data", [None, 3, "text", [1, 2]])
+@table("data", [None, 3, "text", [1, 2]])
 def test_a_document_that_is_no_mapping_is_refused(data: object) -> None:
     assert "should be a mapping of fields" in error_of(Training.from_dict, data).problem
 

@@ -7,20 +7,21 @@ import pytest
 from shardwise.spec import presets
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
+from tables import table
 
 DEVICES = {name: presets.load("device", Device, name) for name in presets.names("device")}
 LINKS = {name: presets.load("link", Link, name) for name in presets.names("link")}
 CLUSTERS = {name: presets.load("cluster", Cluster, name) for name in presets.names("cluster")}
 
 
-@pytest.mark.parametrize("entry", [*DEVICES.items(), *LINKS.items(), *CLUSTERS.items()], ids=lambda entry: entry[0])
+@table("entry", [*DEVICES.items(), *LINKS.items(), *CLUSTERS.items()])
 def test_every_entry_has_its_own_name_and_a_source(entry: tuple[str, Device | Link | Cluster]) -> None:
     name, noun = entry
     assert noun.name == name
     assert len(noun.source) > 10
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@table("name", DEVICES)
 def test_devices_are_plausible(name: str) -> None:
     device = DEVICES[name]
     # A narrower float format is never slower, fp64 apart (vector and tensor rates mix there).
@@ -34,7 +35,7 @@ def test_devices_are_plausible(name: str) -> None:
     assert device.power
 
 
-@pytest.mark.parametrize("name", LINKS)
+@table("name", LINKS)
 def test_links_are_plausible(name: str) -> None:
     link = LINKS[name]
     assert link.kind in ("nvlink", "pcie", "infiniband", "ethernet", "ici", "storage", "memory")
@@ -42,7 +43,7 @@ def test_links_are_plausible(name: str) -> None:
     assert 1e-7 < link.latency < 1
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@table("name", CLUSTERS)
 def test_clusters_are_plausible(name: str) -> None:
     cluster = CLUSTERS[name]
     assert cluster.host_link is not None
@@ -56,7 +57,7 @@ def test_clusters_are_plausible(name: str) -> None:
     assert reached == sorted(reached, reverse=True)
 
 
-@pytest.mark.parametrize(
+@table(
     ("link", "gigabytes"),
     [  # one direction, after line coding; vendors print NVLink both ways
         ("nvlink-2", 150),
@@ -82,7 +83,7 @@ def test_known_link_bandwidths(link: str, gigabytes: float) -> None:
     assert LINKS[link].bandwidth == pytest.approx(gigabytes * 1e9, rel=1e-12)
 
 
-@pytest.mark.parametrize(
+@table(
     ("device", "bf16_teraflops", "memory_gib", "units"),
     [
         ("a100-80gb", 312, 80, 108),
@@ -102,7 +103,7 @@ def test_known_devices(device: str, bf16_teraflops: float, memory_gib: int, unit
     assert entry.compute_units == units
 
 
-@pytest.mark.parametrize(
+@table(
     "family",
     [
         ["nvlink-2", "nvlink-3", "nvlink-4", "nvlink-5"],

@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import shardwise.spec
 from shardwise.spec import presets
 from shardwise.spec.files import read_yaml
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
+from tables import table
 
 FOLDER = Path(shardwise.spec.__file__).parent / "catalogue" / "models"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -33,7 +32,7 @@ def written(path: Path) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@table("path", FILES)
 def test_parameters_are_the_published_ones(path: Path) -> None:
     published, count = (
         written(path)["published_parameters"],
@@ -45,20 +44,20 @@ def test_parameters_are_the_published_ones(path: Path) -> None:
         assert rounds_to(count, published), f"{count:,} is not {published}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@table("path", FILES)
 def test_entry_is_named_after_its_file_and_says_its_source(path: Path) -> None:
     model = presets.load("model", Model, path.stem)
     assert model.name == path.stem
     assert re.search(r"arXiv \d{4}\.\d{5}|[\w-]+/[\w.-]+ ", model.source), model.source
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@table("path", FILES)
 def test_entry_survives_the_round_trip(path: Path) -> None:
     model = presets.load("model", Model, path.stem)
     assert Model.from_dict(model.to_dict()) == model
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "printed"),
     [
         ("mixtral-8x7b", "12.9B"),  # arXiv 2401.04088 section 2.1: "13B active"; 12.9B at mistral.ai

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from effort import examples
 from shardwise.spec import Cluster, Job, Model, SpecError
 from shardwise.spec.rules import divisors, stage_layer_counts
+from tables import table
 
 DENSE = {"layers": 12, "hidden": 768, "heads": 24, "kv_heads": 6, "ffn": 3072, "vocab": 1000}
 EXPERTS = {**DENSE, "moe": {"experts": 8, "top_k": 2, "ffn": 1024, "shared_ffn": 512}}
@@ -34,7 +35,7 @@ def test_the_job_that_the_cases_break_is_sound() -> None:
     assert job(EXPERTS, tp=2, ep=8).strategy.dp == 24
 
 
-@pytest.mark.parametrize(
+@table(
     ("broken", "field", "problem", "remedy"),
     [
         ({"tp": 5}, "strategy.tp", "5 does not divide 24 query heads", "use 3 or 6"),
@@ -85,7 +86,6 @@ def test_the_job_that_the_cases_break_is_sound() -> None:
         ({"pp": 2, "schedule": "interleaved", "interleave": 2, "training": {"global_batch": 72}},
          "training.global_batch", "3 microbatches are not a multiple of pp 2", "use 96 sequences"),
     ],
-    ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_a_broken_rule_names_field_value_and_remedy(
     broken: dict[str, Any], field: str, problem: str, remedy: str
@@ -187,7 +187,7 @@ def test_divisors() -> None:
     assert all(10**18 % d == 0 for d in divisors(10**18))
 
 
-@pytest.mark.parametrize(
+@table(
     ("layers", "pp", "expected"), [(12, 4, (3, 3, 3, 3)), (10, 4, (2, 3, 3, 2)), (11, 4, (3, 3, 3, 2)), (3, 2, (2, 1))]
 )
 def test_balanced_stages_put_spare_layers_in_the_middle(layers: int, pp: int, expected: tuple[int, ...]) -> None:
@@ -214,7 +214,7 @@ def test_a_batch_in_tokens_rounds_to_the_nearest_the_layout_divides(
     assert not note or f"rounded to {built.sequences:,} sequences" in note
 
 
-@pytest.mark.parametrize(
+@table(
     ("batch", "request_"),
     [(1024, (1024, False)), ("1024", (1024, False)), ("1k", (1000, False)), ("16M-tokens", (16_000_000, True)),
      ("16M tokens", (16_000_000, True)), ("2e6 Tokens", (2_000_000, True)), ("1-token", (1, True))],
@@ -223,7 +223,7 @@ def test_batches_as_people_write_them(batch: Any, request_: tuple[int, bool]) ->
     assert job(devices=1, training={"global_batch": batch}).training.batch_request() == request_
 
 
-@pytest.mark.parametrize("batch", [0, -1, 1.5, "0.5-tokens", "tokens", "-tokens", "1e16", "", True, [4]])
+@table("batch", [0, -1, 1.5, "0.5-tokens", "tokens", "-tokens", "1e16", "", True, [4]])
 def test_batches_that_are_none(batch: Any) -> None:
     with pytest.raises(SpecError) as caught:
         job(devices=1, training={"global_batch": batch})

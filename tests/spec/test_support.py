@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from shardwise.spec.support import (
 )
 from shardwise.spec.training import OPTIMIZERS, RECIPES
 from spec.jobs import jobs
+from tables import table
 
 SCHEDULES = job_schedules()
 
@@ -193,7 +193,7 @@ def test_a_plain_job_runs() -> None:
     assert (verdict(job()).status, verdict(job()).findings) == ("runs", ())
 
 
-@pytest.mark.parametrize("name", TECHNIQUES)
+@table("name", TECHNIQUES)
 def test_every_technique_is_used_by_a_job(name: str) -> None:
     assert name in techniques_of(using(name))
 
@@ -223,7 +223,7 @@ def test_order_does_not_matter() -> None:
     assert between("tied-ends-on-one-rank", "zero-3").status == "needs"
 
 
-@pytest.mark.parametrize("row", MATRIX, ids=identity)
+@table("row", MATRIX)
 def test_every_row_is_reached_by_a_job(row: Finding) -> None:
     found = verdict(using(*row.techniques))
     assert row in found.findings
@@ -231,7 +231,7 @@ def test_every_row_is_reached_by_a_job(row: Finding) -> None:
     assert found.status == max((one.status for one in found.findings), key=STATUSES.index) == found.findings[0].status
 
 
-@pytest.mark.parametrize("row", [row for row in MATRIX if row.option], ids=identity)
+@table("row", [row for row in MATRIX if row.option])
 def test_the_option_that_a_row_needs_lifts_it(row: Finding) -> None:
     assert row.option
     before = using(*row.techniques).to_dict()
@@ -248,14 +248,14 @@ def test_the_option_that_a_row_needs_lifts_it(row: Finding) -> None:
 # -- against what was run, and against the schedules themselves --------------------------------------
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@table("name", SCHEDULES)
 def test_the_schedules_that_split_the_backward_pass_are_those_that_do(name: str) -> None:
     kinds = {action.kind for actions in build(name, 4, 12, 2 if name == "interleaved" else None).actions
              for action in actions}  # fmt: skip
     assert ("W" in kinds) == (schedule_record(name).splits_backward)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv", "zb-h1", "dualpipev"])
+@table("name", ["gpipe", "1f1b", "interleaved", "zbv", "zb-h1", "dualpipev"])
 def test_sharding_and_schedules_as_run_by_the_engine(name: str) -> None:
     """Every stage of ZeRO with every schedule; but not where one rank gathers a matrix for both ends of the model."""
     for sharding in ("zero-0", "zero-1", "zero-2", "zero-3-kept"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import parse, readable_bytes, readable_count, readable_rate, readable_seconds, render
+from tables import table
 
 DIMENSIONS = ["bytes", "seconds", "bytes/s", "flops/s", "count", "watts", "share"]
 DECIMAL = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
@@ -36,8 +37,8 @@ def every_unit() -> list[tuple[str, str, Fraction]]:
     return [*units, ("watts", "W", Fraction(1)), ("watts", "kW", Fraction(1000)), ("share", "%", Fraction(1, 100))]
 
 
-@pytest.mark.parametrize(("dimension", "unit", "factor"), every_unit())
-@pytest.mark.parametrize("number", ["1", "3", "400", "12.5", "0.1"])
+@table(("dimension", "unit", "factor"), every_unit())
+@table("number", ["1", "3", "400", "12.5", "0.1"])
 def test_a_unit_multiplies_exactly(dimension: str, unit: str, factor: Fraction, number: str) -> None:
     exact = Fraction(number) * factor
     value = parse(f"{number}{unit}", dimension)
@@ -59,9 +60,7 @@ def test_binary_and_decimal_prefixes_differ() -> None:
     assert parse("80GB", "bytes") == 80 * 10**9
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("1_000", 1000), ("70e9", 70e9), ("1.5e3", 1500), ("+5", 5), (".5", 0.5), ("-2", -2)]
-)
+@table(("text", "value"), [("1_000", 1000), ("70e9", 70e9), ("1.5e3", 1500), ("+5", 5), (".5", 0.5), ("-2", -2)])
 def test_number_formats(text: str, value: float) -> None:
     assert parse(text, "count") == value
 
@@ -71,8 +70,8 @@ def test_numbers_pass_unchanged() -> None:
     assert parse(0.25, "share") == 0.25
 
 
-@pytest.mark.parametrize("dimension", DIMENSIONS)
-@pytest.mark.parametrize(
+@table("dimension", DIMENSIONS)
+@table(
     "text",
     [
         "",
@@ -101,15 +100,13 @@ def test_bad_text_is_refused_with_an_example(text: str, dimension: str) -> None:
     assert caught.value.remedy.startswith(("write it like ", "use one of "))
 
 
-@pytest.mark.parametrize(
-    "value", [None, True, [1], {"a": 1}, math.nan, math.inf, -math.inf, 10**400], ids=lambda v: str(v)[:9]
-)
+@table("value", [None, True, [1], {"a": 1}, math.nan, math.inf, -math.inf, 10**400])
 def test_what_is_no_number_is_refused(value: object) -> None:
     with pytest.raises(SpecError):
         parse(value, "bytes")
 
 
-@pytest.mark.parametrize("text", ["5GB/s", "5s", "5FLOPS"])
+@table("text", ["5GB/s", "5s", "5FLOPS"])
 def test_a_unit_of_another_dimension_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="unknown unit"):
         parse(text, "bytes")
@@ -133,7 +130,7 @@ def test_rendered_text_reads_back_to_exactly_the_same_number(number: float, dime
     assert parse(render(number, dimension), dimension) == number
 
 
-@pytest.mark.parametrize(
+@table(
     ("number", "dimension", "text"),
     [
         (80 * 2**30, "bytes", "80GiB"),
@@ -148,7 +145,7 @@ def test_rendered_text_is_what_people_write(number: float, dimension: str, text:
     assert render(number, dimension) == text
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "readable"),
     [
         (readable_bytes(0), "0 B"),
