@@ -163,8 +163,10 @@ def rank_arithmetic(module: Module) -> Iterator[str]:
         elif isinstance(node, ast.AugAssign):
             if isinstance(node.op, (ast.FloorDiv, ast.Mod)) and is_rank(node.target):
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] == "stride":
-            yield ast.unparse(node)  # of a dimension; a tensor's has no arguments
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute | ast.Name):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            if name == "stride":  # of a dimension; a tensor's has no arguments
+                yield ast.unparse(node)
 
 
 # -- what a schedule is like is asked of its record -------------------------------------------------------
