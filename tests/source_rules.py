@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -211,6 +211,28 @@ def says_nothing(module: Module) -> Iterator[str]:
         yield "has no docstring"
 
 
+def private_torch(module: Module) -> Iterator[str]:
+    """What torch names with a leading underscore comes through one module, with its version and the reason."""
+    if module.name == "engine/torch_private.py":
+        return
+    names = set(imported(module))
+    names |= {ast.unparse(node) for node in module.nodes if isinstance(node, ast.Attribute)}
+    for name in sorted(one for one in names if re.fullmatch(r"[\w.]+", one)):
+        top, *rest = name.split(".")
+        if top in ("torch", "dist", "distributed_c10d") and any(re.fullmatch(r"_[A-Za-z]\w*", one) for one in rest):
+            yield name
+
+
+def class_names(read: Iterable[Module]) -> dict[str, list[str]]:
+    """The modules that define each class."""
+    found: dict[str, list[str]] = {}
+    for module in read:
+        for node in module.nodes:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module.name)
+    return found
+
+
 RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     imports_from_above,
     labels_taken_apart,
@@ -218,4 +240,5 @@ RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     schedule_names_asked,
     too_long,
     says_nothing,
+    private_torch,
 )

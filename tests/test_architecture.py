@@ -22,11 +22,13 @@ from source_rules import (
     RULES,
     SOURCE,
     Module,
+    class_names,
     imports_from_above,
     labels_taken_apart,
     modules,
     packages,
     parsed_labels,
+    private_torch,
     rank_arithmetic,
     says_nothing,
     schedule_names_asked,
@@ -44,7 +46,7 @@ FOREIGN = ["/" + "work/", " shared" + "/", '"shared' + "/"]
 
 def test_every_module_keeps_every_rule() -> None:
     """One walk; each fault with its module and the rule that it breaks."""
-    assert len(modules()) > 200 and len(RULES) == 6
+    assert len(modules()) > 200 and len(RULES) == 7
     found = [
         f"{module.name}: {rule.__name__}: {fault}" for module in modules() for rule in RULES for fault in rule(module)
     ]
@@ -132,6 +134,12 @@ def test_what_may_read_text_still_does() -> None:
         (schedule_names_asked, 'e = "1f1b"', "spec/schedules.py", False),
         (too_long, "\n" * (MOST_LINES + 1), "cost/x.py", True),
         (too_long, "\n" * MOST_LINES, "cost/x.py", False),
+        (private_torch, "from torch._C import Store", "engine/x.py", True),
+        (private_torch, "from torch.distributed.tensor.debug import _clear", "engine/x.py", True),
+        (private_torch, "torch._foreach_add_(a, b)", "training/x.py", True),
+        (private_torch, "from torch._C import Store", "engine/torch_private.py", False),
+        (private_torch, "import torch.__config__", "engine/x.py", False),
+        (private_torch, "self._torch = torch.cuda", "engine/x.py", False),
         (says_nothing, "import os", "cost/x.py", True),
         (says_nothing, '"""All."""\nimport os', "cost/x.py", False),
         (says_nothing, "", "cost/__init__.py", False),
@@ -141,6 +149,21 @@ def test_a_rule_finds_what_it_looks_for_and_nothing_else(
     rule: Callable[[Module], Iterator[str]], source: str, place: str, refused: bool
 ) -> None:
     assert any(rule(Module(place, source))) == refused
+
+
+# Still defined more than once; a name that no longer is leaves the list, and none comes in.
+SHARED_NAMES = {"Finding", "Grid", "Level", "Line", "Link", "Measured", "Place", "Request", "Schedule", "Shape"}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    shared = {name: places for name, places in class_names(modules()).items() if len(places) > 1}
+    assert {name: places for name, places in shared.items() if name not in SHARED_NAMES} == {}
+    assert set(shared) >= SHARED_NAMES, "no longer shared: take it off the list"
+
+
+def test_two_classes_of_one_name_are_found() -> None:
+    read = [Module("cost/x.py", "class A: ..."), Module("spec/y.py", "class A: ...\nclass B: ...")]
+    assert class_names(read) == {"A": ["cost/x.py", "spec/y.py"], "B": ["spec/y.py"]}
 
 
 # -- what a quick command imports --------------------------------------------------------------------

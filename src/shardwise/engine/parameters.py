@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.profiler_names import sent
+from shardwise.engine.torch_private import compute_local_shape_and_global_offset, foreach_copy_
 from shardwise.models.initialise import initial_value, is_stack_of_experts
 from shardwise.spec.model import Model
 
@@ -150,7 +150,7 @@ def parts_of(root: nn.Module) -> dict[str, HeldPart]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter of this rank: its name in the whole model, what part it is, and the tensor to train."""
 
     name: str
@@ -162,13 +162,13 @@ class Held:
         return None if self.parameter.grad is None else local(self.parameter.grad)
 
 
-def held(chunks: Iterable[nn.Module]) -> list[Held]:
+def held(chunks: Iterable[nn.Module]) -> list[HeldParameter]:
     """All parameters of a rank's stages, each once."""
-    found: dict[int, Held] = {}
+    found: dict[int, HeldParameter] = {}
     for chunk in chunks:
         parts = parts_of(chunk)
         for name, parameter in chunk.named_parameters():
-            found.setdefault(id(parameter), Held(plain_name(name), parts[plain_name(name)], parameter))
+            found.setdefault(id(parameter), HeldParameter(plain_name(name), parts[plain_name(name)], parameter))
     return list(found.values())
 
 
@@ -183,7 +183,7 @@ def ranks_with_copy(part: HeldPart, mesh: Mesh) -> int:
     return part.copies * replicas if part.counted else 0
 
 
-def sum_partial(parameters: Sequence[Held], mesh: Mesh) -> None:
+def sum_partial(parameters: Sequence[HeldParameter], mesh: Mesh) -> None:
     """Completes the gradients of whole parameters of which each rank has seen some tokens or heads only."""
     groups = sorted({one.part.partial for one in parameters if one.part.partial})
     for group in groups:
@@ -202,7 +202,7 @@ def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     with sent("tp", Called.WHOLE_GRADIENTS, flat):
         all_reduce_sum(flat, group)
     sizes = [one.numel() for one in tensors]
-    torch._foreach_copy_([one.view(-1) for one in tensors], list(torch.split(flat, sizes)))
+    foreach_copy_([one.view(-1) for one in tensors], list(torch.split(flat, sizes)))
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> No
 
 
 @torch.no_grad()
-def fill(one: Held, part_value: Whole) -> None:
+def fill(one: HeldParameter, part_value: Whole) -> None:
     """Writes into the local tensor what ``part_value`` gives for its part of the model."""
     local(one.parameter).copy_(divided_as(one.parameter, part_value(one.name, one.part)))
 

@@ -8,6 +8,7 @@ import torch
 from torch.profiler import record_function
 
 from shardwise.engine.labels import begin_name, wait_name
+from shardwise.engine.torch_private import profiler_enabled
 
 
 def marked(name: str) -> AbstractContextManager[object]:
@@ -15,7 +16,7 @@ def marked(name: str) -> AbstractContextManager[object]:
 
     Compiled layers take it as it is: they leave it out by themselves.
     """
-    if torch.compiler.is_compiling() or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling() or profiler_enabled():
         return record_function(name)
     return nullcontext()
 

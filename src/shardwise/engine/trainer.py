@@ -24,7 +24,7 @@ from shardwise.engine.offload.store import Store
 from shardwise.engine.optim.gradient_norm import REFUSED, GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.optim.optimizer import build_optimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
-from shardwise.engine.parameters import Held, as_divided, held, local, ranks_with_copy, sum_partial
+from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial
 from shardwise.engine.patterns import Patterns
 from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
 from shardwise.engine.pipeline.stage import Call
@@ -185,11 +185,11 @@ class Trainer(ABC, Generic[Given]):
         if self.outer is not None:
             self.outer.begin()
 
-    def weight(self, one: Held) -> Tensor:
+    def weight(self, one: HeldParameter) -> Tensor:
         """The fp32 values that are trained, wherever they are, divided as the parameter is."""
         return as_divided(self.optimizer.read(one.parameter, MASTER).to(self.device), one.parameter)
 
-    def gradient(self, one: Held) -> Tensor | None:
+    def gradient(self, one: HeldParameter) -> Tensor | None:
         """As `forward_backward` left it, wherever it is, divided as the parameter is; None if there is none."""
         self.data.settle_gradients(())
         stored = self.optimizer.stored
@@ -204,7 +204,7 @@ class Trainer(ABC, Generic[Given]):
         if self.store is not None and share:
             offload_activations(list(self.stages.values()), patterns, self.store, share)
 
-    def _stays(self, one: Held) -> bool:
+    def _stays(self, one: HeldParameter) -> bool:
         """Whether something is added to the gradient after data parallelism has reduced it."""
         ends = () if self.tied is None else (self.tied.embedding, self.tied.head)
         return bool(one.part.partial) or any(

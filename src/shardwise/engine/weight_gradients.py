@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.engine.torch_private import grouped_mm
+
 Compute = Callable[[], Sequence[Tensor]]
 Waiting = list[tuple[tuple[Tensor, ...], Compute]]
 
@@ -128,7 +130,7 @@ def _grouped(
     return _Grouped.apply(input, mat2, offs) if plain and mode.takes(input, mat2) else None  # type: ignore[no-untyped-call]
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {F.linear: _linear, torch._grouped_mm: _grouped}
+_REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {F.linear: _linear, grouped_mm: _grouped}
 
 
 class _Linear(torch.autograd.Function):
@@ -154,7 +156,7 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends)
         ctx.matrices = matrices
-        return torch._grouped_mm(rows, matrices, offs=ends)
+        return grouped_mm(rows, matrices, offs=ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -162,6 +164,6 @@ class _Grouped(torch.autograd.Function):
         gradient = gradient.contiguous()
         of_rows = None
         if ctx.needs_input_grad[0]:
-            of_rows = torch._grouped_mm(gradient, matrices.transpose(-2, -1), offs=ends)
-        (of_matrices,) = later(lambda: (torch._grouped_mm(rows.T, gradient, offs=ends),), matrices)
+            of_rows = grouped_mm(gradient, matrices.transpose(-2, -1), offs=ends)
+        (of_matrices,) = later(lambda: (grouped_mm(rows.T, gradient, offs=ends),), matrices)
         return of_rows, of_matrices, None

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from shardwise.engine.torch_private import clear_sharding_prop_cache
 from shardwise.layout.ranks import local_rank
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from shardwise.engine.torch_private import Store
 
 
 @contextmanager
@@ -35,4 +35,4 @@ def joined(
     dist.barrier()
     dist.destroy_process_group()
     # What PyTorch remembers of operators on DTensors names this world's groups, and equal meshes of the next find it.
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_names import sent
+from shardwise.engine.torch_private import all_to_all_single_autograd
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
 

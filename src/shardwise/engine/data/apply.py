@@ -20,6 +20,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import FP32, Precision
 from shardwise.engine.patterns import DECODER, Patterns, matching
+from shardwise.engine.torch_private import foreach_copy_
 from shardwise.spec.job import Job
 
 PREFETCH = 1  # units gathered ahead of the one that computes: one hides the gather where it can be hidden at all
@@ -93,7 +94,7 @@ class DataParallel:
         """After masters were written by others than the optimizer: the weights that are computed with follow."""
         masters = self.masters
         if masters:
-            torch._foreach_copy_(list(masters), list(masters.values()))
+            foreach_copy_(list(masters), list(masters.values()))
 
     def before_microbatch(self, last: bool) -> None:
         for part in self.parts.values():

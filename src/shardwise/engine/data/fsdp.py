@@ -18,6 +18,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.shards import TravellingGradients, TravellingWeights
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
+from shardwise.engine.torch_private import current_graph_task_id
 
 
 class Sharded:
@@ -183,7 +184,7 @@ def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], Non
     """A recomputed layer calls its experts in the backward pass, which is done with what follows and has let it go."""
 
     def choose(module: Any, _: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() >= 0
+        in_backward = current_graph_task_id() >= 0
         module.set_modules_to_forward_prefetch([] if in_backward else list(following))
 
     return choose

@@ -19,6 +19,7 @@ from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_names import sent, waited
+from shardwise.engine.torch_private import current_graph_task_id
 
 IN_FLIGHT = 2
 
@@ -73,7 +74,7 @@ class Unfinished:
 
     @property
     def may_begin(self) -> bool:
-        return self.will_finish or torch._C._current_graph_task_id() != -1
+        return self.will_finish or current_graph_task_id() != -1
 
     def add(self, one: _Reduction) -> None:
         if not self.will_finish:

@@ -23,6 +23,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.optim.precision import Precision
 from shardwise.engine.profiler_names import sent, waited
+from shardwise.engine.torch_private import current_graph_task_id, foreach_copy_, foreach_zero_
 from shardwise.spec.less_communication import Compression
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -237,7 +238,7 @@ def _completed(
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 # -- bucket ----------------------------------------------------------------------------------------
@@ -296,9 +297,9 @@ class Bucket:
         self.collected = True
         missing = [place for place, one in zip(self.places, self.parameters) if one.grad is None]
         if missing:
-            torch._foreach_zero_(missing)
+            foreach_zero_(missing)
         there = [(place, one.grad) for place, one in zip(self.places, self.parameters) if one.grad is not None]
-        torch._foreach_copy_([place for place, _ in there], [gradient for _, gradient in there])
+        foreach_copy_([place for place, _ in there], [gradient for _, gradient in there])
         for place, one in zip(self.places, self.parameters):
             one.grad = place
         return self.flat

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.engine.collectives.reductions import Pending, all_reduce_sum
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_names import sent
+from shardwise.engine.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_zero_
 from shardwise.spec.less_communication import Synchronise
 
 PIECE_BYTES = 25 * 2**20  # of weights that are summed together
@@ -46,8 +47,8 @@ class OuterSteps:
         """After the weights were given other values, the same on all workers."""
         self.steps = 0
         if self.anchors:
-            torch._foreach_copy_(self.anchors, [one.detach() for one in self.values])
-            torch._foreach_zero_(self.momenta)
+            foreach_copy_(self.anchors, [one.detach() for one in self.values])
+            foreach_zero_(self.momenta)
 
     @torch.no_grad()
     def after_step(self) -> bool:
@@ -60,17 +61,17 @@ class OuterSteps:
             if self.anchors:
                 self._outer_step(values, [self.anchors[n] for n in numbers], [self.momenta[n] for n in numbers])
             else:
-                torch._foreach_copy_(values, self._mean(values))
+                foreach_copy_(values, self._mean(values))
         return True
 
     def _outer_step(self, values: list[Tensor], anchors: list[Tensor], momenta: list[Tensor]) -> None:
-        gradients = self._mean(list(torch._foreach_sub(anchors, values)))
+        gradients = self._mean(list(foreach_sub(anchors, values)))
         momentum, rate = self.synchronise.outer_momentum, self.synchronise.outer_learning_rate
-        torch._foreach_mul_(momenta, momentum)
-        torch._foreach_add_(momenta, gradients)
-        torch._foreach_add_(gradients, momenta, alpha=momentum)
-        torch._foreach_add_(anchors, gradients, alpha=-rate)
-        torch._foreach_copy_(values, anchors)
+        foreach_mul_(momenta, momentum)
+        foreach_add_(momenta, gradients)
+        foreach_add_(gradients, momenta, alpha=momentum)
+        foreach_add_(anchors, gradients, alpha=-rate)
+        foreach_copy_(values, anchors)
 
     def _mean(self, tensors: list[Tensor]) -> list[Tensor]:
         """Of all workers, with the same bits on each."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.engine.torch_private import fused_adamw_, fused_sgd_
 from shardwise.spec.optimization import Optimization
 
 STATES: dict[str, tuple[str, ...]] = {
@@ -58,13 +59,13 @@ class Update:
             return
         if self.kind == "adamw":
             # The kernel of torch.optim.AdamW(fused=True), without its bookkeeping for each parameter.
-            torch._fused_adamw_(
+            fused_adamw_(
                 list(values), list(gradients), lists["exp_avg"], lists["exp_avg_sq"], [], [self.step] * len(values),
                 beta1=settings.beta1, beta2=settings.beta2, eps=settings.epsilon, amsgrad=False, **common,
             )  # fmt: skip
             return
         momentum = self.kind == "sgd-momentum"
-        torch._fused_sgd_(
+        fused_sgd_(
             list(values), list(gradients), lists["momentum_buffer"] if momentum else [],
             momentum=settings.momentum if momentum else 0.0, dampening=0.0, nesterov=False,
             is_first_step=False,  # the buffers are zero, which comes to the same

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.engine.profiler_names import named, sent
+from shardwise.engine.torch_private import foreach_mul_, foreach_norm
 
 REFUSED = -torch.inf  # the norm of a step that a rank wants left out, whatever its gradients are
 
@@ -44,7 +45,7 @@ class GradientNorm:
         """
         there = [one for one in gradients if one is not None]
         with named(StepPhase.GRADIENT_NORM):
-            norms = iter(torch._foreach_norm(there, 2, dtype=torch.float32)) if there else iter(())
+            norms = iter(foreach_norm(there, 2, dtype=torch.float32)) if there else iter(())
             each = torch.stack([self.zero if one is None else next(norms) for one in gradients] or [self.zero])
             if elsewhere is not None:
                 each = each + torch.stack([torch.zeros(()) if one is None else one for one in elsewhere]).to(each)
@@ -67,4 +68,4 @@ def clip_factor(norm: Tensor, maximum: float) -> Tensor:
 def scale_gradients(gradients: Sequence[Tensor | None], factor: Tensor) -> None:
     there = [one for one in gradients if one is not None]
     if there:
-        torch._foreach_mul_(there, factor)
+        foreach_mul_(there, factor)

@@ -12,11 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.engine.labels import Called
 from shardwise.engine.optim.elementwise import Update
 from shardwise.engine.profiler_names import sent
+from shardwise.engine.torch_private import (
+    compute_local_shape_and_global_offset,
+    foreach_add_,
+    foreach_div,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+)
 
 # The quintic whose slope at zero is as steep as convergence allows: kellerjordan.github.io/posts/muon
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -35,15 +42,15 @@ def muon_update(
     """One step of local ``values``; ``parameters`` tell how they are cut."""
     rate: float | Tensor = update.learning_rate
     if update.divisor is not None:
-        gradients = list(torch._foreach_div(gradients, update.divisor))
+        gradients = list(foreach_div(gradients, update.divisor))
     if update.bad is not None:  # no kernel of its own that could leave a step out: nothing is added to anything
         rate = rate * (1 - update.bad)
         for gradient in gradients:
             gradient.masked_fill_(update.bad.bool(), 0.0)
     directions = _directions(parameters, gradients, momenta, update.settings.momentum, update.bad)
-    torch._foreach_mul_(list(values), 1 - rate * update.weight_decay)
-    torch._foreach_mul_(directions, -rate)
-    torch._foreach_add_(list(values), directions)
+    foreach_mul_(list(values), 1 - rate * update.weight_decay)
+    foreach_mul_(directions, -rate)
+    foreach_add_(list(values), directions)
 
 
 def _directions(
@@ -58,11 +65,11 @@ def _directions(
     They stay where ``bad`` is 1; gradients are zero then.
     """
     if bad is None:
-        torch._foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
+        foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
     else:
-        torch._foreach_mul_(list(momenta), momentum + (1 - momentum) * bad)
-        torch._foreach_add_(list(momenta), list(gradients), alpha=1 - momentum)
-    ahead = torch._foreach_lerp(list(gradients), list(momenta), momentum)
+        foreach_mul_(list(momenta), momentum + (1 - momentum) * bad)
+        foreach_add_(list(momenta), list(gradients), alpha=1 - momentum)
+    ahead = foreach_lerp(list(gradients), list(momenta), momentum)
     wholes = [_whole(parameter, one) for parameter, one in zip(parameters, ahead)]
     results: dict[int, Tensor] = {}
     by_shape: dict[torch.Size, list[int]] = {}

@@ -19,6 +19,7 @@ from shardwise.engine.optim.elementwise import STATES as _ELEMENTWISE
 from shardwise.engine.optim.elementwise import Update
 from shardwise.engine.optim.muon import muon_update
 from shardwise.engine.profiler_names import named
+from shardwise.engine.torch_private import foreach_copy_
 from shardwise.spec.errors import SpecError
 from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Offload
@@ -254,7 +255,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     def _publish(self) -> None:
         """The weights that are computed with follow their masters."""
         if self.masters:
-            torch._foreach_copy_(list(self.masters), list(self.masters.values()))
+            foreach_copy_(list(self.masters), list(self.masters.values()))
         for parameter, tail in self._tails.items():
             self._rest(parameter, parameter.detach()).copy_(tail)
 

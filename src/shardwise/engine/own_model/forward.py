@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.own_model.apply import PassedBy
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.vocabulary import CutHead, cut_loss
+from shardwise.engine.torch_private import tree_leaves, tree_map_only
 from shardwise.models.loss import IGNORED, cross_entropy_sum
 from shardwise.spec.errors import SpecError, nearest_name
 
@@ -262,6 +262,4 @@ def _cast(arguments: Any, dtype: torch.dtype) -> Any:
     """Inputs in the format that the network computes in."""
     if dtype == torch.float32:
         return arguments
-    return torch.utils._pytree.tree_map_only(
-        Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, arguments
-    )
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, arguments)

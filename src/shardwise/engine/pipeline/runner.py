@@ -8,26 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType, _PipelineScheduleRuntime
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called
 from shardwise.engine.pipeline.stage import Call, Mailbox, Message, NoReduction, PipelineStage, Reduction
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_names import sent
+from shardwise.engine.torch_private import ComputationType, PipelineScheduleRuntime, RuntimeAction, add_send_recv
 from shardwise.engine.weight_gradients import Deferrable
 from shardwise.pipeline import Action, ActionKind, PipelineSchedule, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import schedule_record
 
-RuntimeActions = dict[int, list[_Action]]
+RuntimeActions = dict[int, list[RuntimeAction]]
 
 _KINDS = {
-    ActionKind.F: _ComputationType.FORWARD,
-    ActionKind.B: _ComputationType.FULL_BACKWARD,
-    ActionKind.I: _ComputationType.BACKWARD_INPUT,
-    ActionKind.W: _ComputationType.BACKWARD_WEIGHT,
+    ActionKind.F: ComputationType.FORWARD,
+    ActionKind.B: ComputationType.FULL_BACKWARD,
+    ActionKind.I: ComputationType.BACKWARD_INPUT,
+    ActionKind.W: ComputationType.BACKWARD_WEIGHT,
 }
 
 
@@ -58,7 +58,7 @@ def runtime_actions(schedule: PipelineSchedule) -> RuntimeActions:
     """
     require_runnable(schedule.name)
     passes = {rank: [_translated(action) for action in actions] for rank, actions in enumerate(schedule.actions)}
-    lists: RuntimeActions = _add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
+    lists: RuntimeActions = add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
     return lists
 
 
@@ -69,7 +69,7 @@ def forward_actions(schedule: PipelineSchedule) -> RuntimeActions:
         rank: [_translated(action) for action in actions if action.kind is ActionKind.F]
         for rank, actions in enumerate(schedule.actions)
     }
-    lists: RuntimeActions = _add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
+    lists: RuntimeActions = add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
     return lists
 
 
@@ -77,8 +77,8 @@ def splits_backward(schedule: PipelineSchedule) -> bool:
     return any(action.kind is ActionKind.W for actions in schedule.actions for action in actions)
 
 
-def _translated(action: Action) -> _Action:
-    return _Action(action.stage, _KINDS[action.kind], action.microbatch)
+def _translated(action: Action) -> RuntimeAction:
+    return RuntimeAction(action.stage, _KINDS[action.kind], action.microbatch)
 
 
 # -- runner ----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class PipelineRunner:
         return total
 
 
-class _Runtime(_PipelineScheduleRuntime):
+class _Runtime(PipelineScheduleRuntime):
     """PyTorch's runtime with lists that are complete: nothing is added to gather, reduce or scale."""
 
     def __init__(self, stages: list[PipelineStage], schedule: PipelineSchedule, actions: RuntimeActions) -> None:

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called, message_sent, pass_name, stage_input_gradient, stage_output
 from shardwise.engine.profiler_names import named, sent, waited
+from shardwise.engine.torch_private import PipelineStageBase
 from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, put_off
 from shardwise.models import Decoder
 
@@ -137,7 +137,7 @@ class NoReduction:
 Call = Callable[[nn.Module, Tensor, Batch, bool], Tensor]
 
 
-class PipelineStage(_PipelineStageBase):
+class PipelineStage(PipelineStageBase):
     """Holds of a microbatch what its backward pass needs, and no more.
 
     PyTorch's `PipelineStage` keeps a buffer for every message of a step for ever, each stage's output until its

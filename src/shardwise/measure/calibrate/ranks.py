@@ -21,7 +21,7 @@ from shardwise.layout.ranks import local_rank
 from shardwise.spec.errors import SpecError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from shardwise.engine.torch_private import Store
 
 
 Found = TypeVar("Found")

@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils._pytree import tree_iter
 
 from shardwise.collectives import CollectiveKind
 from shardwise.engine import profiler_names
 from shardwise.engine.labels import Label, label_of
+from shardwise.engine.torch_private import tree_iter
 from shardwise.measure.dryrun.result import RECEIVE
 from shardwise.measure.dryrun.world import replaced
 

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
+from shardwise.engine.torch_private import current_autograd_node, tree_iter
 from shardwise.measure.dryrun.result import PARTS, Bytes, Holder
 from shardwise.models.decoder import Decoder, Layer
 from shardwise.training.metrics.memory import TensorBytes
@@ -135,7 +134,7 @@ class Places:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_autograd_node() is not None
+    return current_autograd_node() is not None
 
 
 # -- bytes at every place ----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.cost.traffic.payload import Payload
 from shardwise.engine import engine as engine_module
@@ -21,6 +20,7 @@ from shardwise.engine.optim import optimizer
 from shardwise.engine.parameters import local
 from shardwise.engine.recompute import apply as recompute_apply
 from shardwise.engine.recompute.apply import recomputed_layers
+from shardwise.engine.torch_private import unset_fake_temporarily
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog

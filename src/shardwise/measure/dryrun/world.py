@@ -11,15 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import _sharding_prop
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
 from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
 from shardwise.engine.offload.store import BackgroundCopy, Lanes, Store, StoredRegion
+from shardwise.engine.torch_private import FakeStore, FakeTensorMode, FakeWork, sharding_prop
 from shardwise.models import dot_product, loss
 from shardwise.models.dot_product import shapes_taken
 from shardwise.models.norms import RMSNorm
@@ -68,7 +65,7 @@ def posing_as(rank: int, world: int) -> Iterator[None]:
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have shapes and no values, and take the memory that a GPU's kernels would."""
     # DTensor tries its operators on whole tensors in the mode it finds, where they would be counted.
-    no_mode = (_sharding_prop, "detect_fake_mode", lambda *_, **__: None)
+    no_mode = (sharding_prop, "detect_fake_mode", lambda *_, **__: None)
     with FakeTensorMode(allow_non_fake_inputs=True), kernels_of_a_gpu(), replaced(no_mode):
         yield
 

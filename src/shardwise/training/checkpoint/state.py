@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.engine.offload.states import MASTER
 from shardwise.engine.optim.optimizer import LocalOptimizer
-from shardwise.engine.parameters import Held, HeldPart, plain_name
+from shardwise.engine.parameters import HeldParameter, HeldPart, plain_name
+from shardwise.engine.torch_private import compute_local_shape_and_global_offset
 from shardwise.engine.trainer import Trainer
 from shardwise.training.checkpoint.boxes import ContiguousRun, Placed, placed, taken
 
@@ -81,7 +81,7 @@ def worker_of(trainer: Trainer[Any]) -> int:
     return 0 if trainer.outer is None else trainer.mesh.rank("dp")
 
 
-def kept_by_meetings(trainer: Trainer[Any], name: Callable[[Held], str]) -> list[Kept]:
+def kept_by_meetings(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[Kept]:
     """For workers that do not synchronise every step: outer optimizer states, sums in flight, a worker's own count."""
     trained = [one for one in trainer.parameters if one.parameter.requires_grad]
     found = []
@@ -165,7 +165,7 @@ def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
     trainer.data.publish()
 
 
-def places_of(one: Held) -> list[Placed]:
+def places_of(one: HeldParameter) -> list[Placed]:
     """The boxes of the whole parameter that the local tensor is."""
     dimensions = _runs(one.part)
     if isinstance(one.parameter, DTensor):
@@ -184,7 +184,7 @@ def _runs(part: HeldPart) -> list[list[ContiguousRun]]:
     return dimensions
 
 
-def _name(one: Held, tied: bool) -> str:
+def _name(one: HeldParameter, tied: bool) -> str:
     """A tied head on a stage of its own is the embedding of the whole model."""
     return "embedding.weight" if tied and one.name == "head.weight" else one.name
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.engine.torch_private import PyTorchFileReader
 from shardwise.spec.errors import SpecError, shown
 
 MOST_PICKLE_BYTES = 2**30
@@ -130,7 +131,7 @@ def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
             records = archive.infolist()
             names = [record.filename.rpartition("/")[2] for record in records]
             # Asked of torch's own reader: by what that sees torch.load decides whether to run the file's code.
-            reader: Any = torch._C.PyTorchFileReader
+            reader: Any = PyTorchFileReader
             is_script = "constants.pkl" in reader(_from_its_start(file)).get_all_records()
             if names.count("data.pkl") != 1 or is_script:
                 raise SpecError(str(path), "is not a file of torch.save (or TorchScript, which is code)", _TRUST)

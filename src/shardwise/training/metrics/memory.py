@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from shardwise.engine.torch_private import TorchDispatchMode, tree_iter
 
 Witness = Callable[[Any, Any, Any, Any], None]  # operator, arguments by place and by name, result
 

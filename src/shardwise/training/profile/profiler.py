@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler as autograd_profiler
-from torch.distributed import distributed_c10d
 
 from shardwise.engine.labels import backend_operation, layer_name, of_backend, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_names import named
+from shardwise.engine.torch_private import c10d, process_groups, profiler_autograd, profiler_kinds
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers
@@ -73,14 +73,14 @@ def _machine() -> str:
 @contextmanager
 def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]]:
     """Records until the end of the block; then the ranges can be had, in seconds since a moment in nanoseconds."""
-    kinds: Any = torch._C._profiler
+    kinds: Any = profiler_kinds
     activities = {kinds.ProfilerActivity.CPU}
     if device.type == "cuda":
         activities.add(kinds.ProfilerActivity.CUDA)
     # The public class knows no scopes; it makes the settings, which changed between versions.
     settings = autograd_profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None)
     config = settings.config(create_trace_id=False)  # type: ignore[no-untyped-call]
-    inner: Any = torch._C._autograd
+    inner: Any = profiler_autograd
     inner._prepare_profiler(config, activities)
     inner._enable_profiler(config, activities, {kinds.RecordScope.USER_SCOPE})
     found: list[Any] = []
@@ -111,7 +111,7 @@ class _Lanes:
         self._host = threading.get_native_id()
 
     def of(self, event: Any) -> int:
-        if event.device_type() != torch._C._autograd.DeviceType.CPU:
+        if event.device_type() != profiler_autograd.DeviceType.CPU:
             return STREAMS + int(event.device_resource_id())
         thread = int(event.device_resource_id())
         # A send or a receive of gloo begins on the thread that trains and ends there much later: it lies beside.
@@ -138,7 +138,7 @@ def record_flights() -> None:
 
 def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
     """What began between two moments, in seconds since a third."""
-    backend: Any = torch._C._distributed_c10d
+    backend: Any = c10d
     recorded: list[dict[str, Any]] = json.loads(backend._dump_fr_trace_json()).get("entries", [])
     members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in _groups()}
     return tuple(
@@ -155,7 +155,7 @@ def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
 
 def _groups() -> list[dist.ProcessGroup]:
     """This rank's."""
-    return [group for group in distributed_c10d._world.pg_map if group is not None]
+    return process_groups()
 
 
 # -- profiler --------------------------------------------------------------------------------------
