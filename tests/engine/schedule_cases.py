@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives import CollectiveKind, Schedule, Topology, build_schedule, pairs
-from shardwise.collectives.pipelining import pipelined
+from shardwise.collectives.build import pipelined
 from shardwise.engine.collectives import Communicator
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)

@@ -7,9 +7,9 @@ import pytest
 from engine.schedule_cases import run_all, schedules
 from engine.workers import on_ranks
 from shardwise.collectives import CollectiveKind, Topology, Transfer, build_schedule, verify
-from shardwise.collectives.bits import same_bits
-from shardwise.collectives.pipelining import pipelined
+from shardwise.collectives.build import pipelined
 from shardwise.collectives.schedule import schedule_of
+from shardwise.collectives.verifier import same_bits
 
 
 @pytest.mark.parametrize("world", range(2, 9))

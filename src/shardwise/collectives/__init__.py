@@ -8,8 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise.collectives.api import LatencyAndVolume, Volume, collective_latency_and_volume, p2p_latency
-from shardwise.collectives.cost import collective_cost
+from shardwise.collectives.cost import (
+    LatencyAndVolume,
+    Volume,
+    collective_cost,
+    collective_latency_and_volume,
+    crossovers,
+    p2p_latency,
+)
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.placement import place
 from shardwise.collectives.schedule import Schedule, Transfer
@@ -19,22 +25,18 @@ from shardwise.collectives.work import CollectiveCost, LevelCost
 
 if TYPE_CHECKING:
     from shardwise.collectives.build import build_schedule
-    from shardwise.collectives.crossover import crossovers
-    from shardwise.collectives.drawing import draw_rounds
-    from shardwise.collectives.listing import Pair, pairs, why_not
-    from shardwise.collectives.pricing import price_schedule
-    from shardwise.collectives.simulate import simulated_seconds
+    from shardwise.collectives.listing import Pair, draw_rounds, pairs, why_not
+    from shardwise.collectives.pricing import price_schedule, simulated_seconds
     from shardwise.collectives.verifier import InvalidSchedule, verify
 
 _LATER = {
     "build_schedule": "build",
-    "crossovers": "crossover",
-    "draw_rounds": "drawing",
+    "draw_rounds": "listing",
     "Pair": "listing",
     "pairs": "listing",
     "why_not": "listing",
     "price_schedule": "pricing",
-    "simulated_seconds": "simulate",
+    "simulated_seconds": "pricing",
     "InvalidSchedule": "verifier",
     "verify": "verifier",
 }

@@ -3,23 +3,194 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.collectives.algorithms.base import Algorithm
-from shardwise.collectives.algorithms.direct import direct_schedule
-from shardwise.collectives.algorithms.ring import ring_build
+from shardwise.collectives.algorithms.pairwise import direct_schedule
+from shardwise.collectives.algorithms.rings import ring_build
 from shardwise.collectives.arrays import checked_size
 from shardwise.collectives.cost import family, parse_composite, textbook_name, without_unit_levels
 from shardwise.collectives.hierarchy import hierarchical_cost, stages
 from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.nesting import nest
-from shardwise.collectives.pipelining import pipelined
-from shardwise.collectives.schedule import Schedule, schedule_of
+from shardwise.collectives.schedule import Schedule, Transfer, embed, schedule_of, side_by_side
 from shardwise.collectives.shapes import Switch
 from shardwise.collectives.table import LEVELS_ROWS, choose, rows_for
 from shardwise.collectives.topology import Level, Topology
 from shardwise.spec.errors import SpecError, shown
+
+# -- Schedules over several levels, made of the levels' own schedules --------------------------------
+# Rank r of a level with ``below`` devices per member and ``size`` members is member r // below % size of the group
+# (above, rail) = (r // (below*size), r % below). While a level has its turn all its groups run at once.
+
+BuildLevel = Callable[[int, CollectiveKind], Schedule]
+Rounds = list[list[Transfer]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A level's position in the hierarchy."""
+
+    below: int
+    size: int
+    above: int
+
+    def ranks(self, above: int, rail: int) -> list[int]:
+        """The members of one group."""
+        return [rail + self.below * (member + self.size * above) for member in range(self.size)]
+
+    def gathered(self, member: int, rail: int, split: int) -> list[int]:
+        """Chunks a member holds before its level's turn: those of its rail, all levels above included."""
+        ranks = (rail + self.below * (member + self.size * above) for above in range(self.above))
+        return [rank * split + part for rank in ranks for part in range(split)]
+
+
+def _places(topology: Topology) -> list[_Place]:
+    places = []
+    for index, level in enumerate(topology.levels):
+        below = topology.below(index)
+        places.append(_Place(below, level.size, topology.size // (below * level.size)))
+    return places
+
+
+def _cut(chunks: Sequence[int], parts: int) -> list[tuple[int, ...]]:
+    """``chunks`` in ``parts`` equal runs."""
+    length, rest = divmod(len(chunks), parts)
+    assert rest == 0
+    return [tuple(chunks[i * length : (i + 1) * length]) for i in range(parts)]
+
+
+def nest(kind: CollectiveKind, topology: Topology, build: BuildLevel, name: str) -> Schedule:
+    """The levels' schedules, ``build(level index, kind)``, as one schedule for all devices."""
+    match kind:
+        case CollectiveKind.BROADCAST | CollectiveKind.REDUCE:
+            return _from_leaders(kind, topology, build, name)
+        case CollectiveKind.ALL_TO_ALL:
+            return _exchange(topology, build, name)
+        case CollectiveKind.ALL_REDUCE:
+            return _all_reduce(topology, build, name)
+    return _blockwise(kind, topology, build, name)
+
+
+def _blockwise(kind: CollectiveKind, topology: Topology, build: BuildLevel, name: str) -> Schedule:
+    """Gathering kinds go outermost level first, scattering kinds innermost first; rooted ones in the root's groups."""
+    places = _places(topology)
+    parts = [build(index, kind) for index in range(len(places))]
+    split = math.lcm(*(part.chunk_count // part.n for part in parts))
+    order = range(len(places))
+    outer_first = kind in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
+    only_root = kind in (CollectiveKind.GATHER, CollectiveKind.SCATTER)
+    rounds: Rounds = []
+    for index in reversed(order) if outer_first else order:
+        rounds += _block_turn(places[index], parts[index], split, only_root)
+    return schedule_of(kind, topology.size, topology.size * split, rounds, name)
+
+
+def _block_turn(place: _Place, part: Schedule, split: int, only_root: bool) -> Rounds:
+    per_member = part.chunk_count // part.n
+
+    def groups() -> Iterable[Rounds]:
+        for rail in range(place.below):
+            pieces = [_cut(place.gathered(member, rail, split), per_member) for member in range(place.size)]
+            chunks = dict(enumerate(piece for member in pieces for piece in member))
+            for above in range(1 if only_root else place.above):
+                yield embed(part.rounds, place.ranks(above, rail), chunks)
+
+    return side_by_side(groups())
+
+
+def _all_reduce(topology: Topology, build: BuildLevel, name: str) -> Schedule:
+    """Reduce-scatter inside, all-reduce of the shares across the outermost level, all-gather inside."""
+    places = _places(topology)
+    last = len(places) - 1
+    scatters = [build(index, CollectiveKind.REDUCE_SCATTER) for index in range(last)]
+    gathers = [build(index, CollectiveKind.ALL_GATHER) for index in range(last)]
+    across = build(last, CollectiveKind.ALL_REDUCE)
+    needed = across.chunk_count // math.gcd(across.chunk_count, across.n)
+    split = math.lcm(needed, *(part.chunk_count // part.n for part in scatters))
+    rounds: Rounds = []
+    for place, part in zip(places, scatters):
+        rounds += _block_turn(place, part, split, only_root=False)
+    outer, shares = places[last], []
+    for rail in range(outer.below):
+        held = [chunk for member in range(outer.size) for chunk in outer.gathered(member, rail, split)]
+        chunks = dict(enumerate(_cut(held, across.chunk_count)))
+        shares.append(embed(across.rounds, outer.ranks(0, rail), chunks))
+    rounds += side_by_side(shares)
+    for place, part in reversed(list(zip(places, gathers))):
+        rounds += _block_turn(place, part, split, only_root=False)
+    return schedule_of(CollectiveKind.ALL_REDUCE, topology.size, topology.size * split, rounds, name)
+
+
+def _from_leaders(kind: CollectiveKind, topology: Topology, build: BuildLevel, name: str) -> Schedule:
+    """Broadcast from the outermost level's leaders inwards; reduce the other way."""
+    places = _places(topology)
+    parts = [build(index, kind) for index in range(len(places))]
+    count = math.lcm(*(part.chunk_count for part in parts))
+    turns = []
+    for place, part in zip(places, parts):
+        chunks = dict(enumerate(_cut(range(count), part.chunk_count)))
+        groups = [embed(part.rounds, place.ranks(above, 0), chunks) for above in range(place.above)]
+        turns.append(side_by_side(groups))
+    if kind is CollectiveKind.BROADCAST:
+        turns.reverse()
+    return schedule_of(kind, topology.size, count, [one for turn in turns for one in turn], name)
+
+
+def _exchange(topology: Topology, build: BuildLevel, name: str) -> Schedule:
+    """All-to-all along every level in turn: blocks for member j of this level move to it, whatever their final rank."""
+    places, n = _places(topology), topology.size
+    rounds: Rounds = []
+    for index, place in enumerate(places):
+        part = build(index, CollectiveKind.ALL_TO_ALL)
+        assert part.chunk_count == place.size**2
+        groups = []
+        for above in range(place.above):
+            for rail in range(place.below):
+                blocks = _exchanged(place, above, rail, n)
+                groups.append(embed(part.rounds, place.ranks(above, rail), blocks))
+        rounds += side_by_side(groups)
+    return schedule_of(CollectiveKind.ALL_TO_ALL, n, n * n, rounds, name)
+
+
+def _exchanged(place: _Place, above: int, rail: int, n: int) -> dict[int, tuple[int, ...]]:
+    """Blocks in each pair's message: below this level they are already where they shall be."""
+    blocks = {}
+    for i in range(place.size):
+        sources = [low + place.below * (i + place.size * above) for low in range(place.below)]
+        for j in range(place.size):
+            targets = [rail + place.below * (j + place.size * high) for high in range(place.above)]
+            blocks[i * place.size + j] = tuple(src * n + dst for src in sources for dst in targets)
+    return blocks
+
+
+# -- Any schedule in pieces that follow one another: while one piece crosses the slow level, the next is inside
+
+
+def pipelined(schedule: Schedule, pieces: int, algorithm: str | None = None) -> Schedule:
+    """Every chunk cut into ``pieces``; piece p runs through the rounds of ``schedule`` p rounds later than piece 0."""
+    if pieces == 1:
+        return schedule if algorithm is None else replace(schedule, algorithm=algorithm)
+
+    def of_piece(piece: int) -> list[list[Transfer]]:
+        later: list[list[Transfer]] = [[] for _ in range(piece)]
+        return later + [
+            [replace(t, chunks=tuple(chunk * pieces + piece for chunk in t.chunks)) for t in one]
+            for one in schedule.rounds
+        ]
+
+    rounds = side_by_side([of_piece(piece) for piece in range(pieces)])
+    return replace(
+        schedule,
+        chunk_count=schedule.chunk_count * pieces,
+        chunk_fraction=schedule.chunk_fraction / pieces,
+        rounds=tuple(map(tuple, rounds)),
+        algorithm=algorithm or schedule.algorithm,
+    )
+
+
+# -- schedules by name -------------------------------------------------------------------------------
 
 DEFAULT_CHUNKS = 4
 MOST_PIECES = 16

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives.arrays import checked_size, is_array
 from shardwise.collectives.hierarchy import (
@@ -16,14 +17,15 @@ from shardwise.collectives.hierarchy import (
     stage,
 )
 from shardwise.collectives.kinds import CollectiveKind
-from shardwise.collectives.libraries import offered, runs_levels_in_turn
+from shardwise.collectives.shapes import Switch
 from shardwise.collectives.table import EXACT, LEVELS_ROWS, ROWS, choose, rows_for, rows_for_level_of_hierarchy
-from shardwise.collectives.topology import Topology
-from shardwise.collectives.work import CollectiveCost, level_cost, settle
+from shardwise.collectives.topology import Level, Topology, offered, runs_levels_in_turn
+from shardwise.collectives.work import CollectiveCost, Work, level_cost, settle
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 if TYPE_CHECKING:
     from shardwise.collectives.arrays import Size
+
 
 _COMPOSITE = re.compile(r"(hierarchical|hierarchical_pipelined)(?:\(([\w, ]+)\))?")
 
@@ -205,3 +207,102 @@ def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
         exact=all(cost.exact for cost in chosen),
         levels=levels,
     )
+
+
+# -- The short questions: how long and how many bytes does a collective, or one message, take? -------
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes the busiest rank sends and receives, and bytes of all ranks."""
+
+    sent_bytes: Size
+    received_bytes: Size
+    total_bytes: Size
+
+
+@dataclass(frozen=True)
+class LatencyAndVolume:
+    """``latency`` is the whole time in seconds, ``steps`` the rounds one after the other."""
+
+    latency: Size
+    volume: Volume
+    steps: Size
+    algorithm: str
+
+
+class Link(Protocol):
+    """Anything with a bandwidth (bytes/s, one direction) and a latency (seconds)."""
+
+    @property
+    def bandwidth(self) -> float: ...
+
+    @property
+    def latency(self) -> float: ...
+
+
+def collective_latency_and_volume(
+    kind: str | CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str = "textbook"
+) -> LatencyAndVolume:
+    """Seconds, bytes and rounds of one collective; the arguments are those of ``collective_cost``."""
+    cost = collective_cost(kind, size_bytes, topology, algorithm)
+    volume = Volume(cost.sent_bytes, cost.received_bytes, cost.total_bytes)
+    return LatencyAndVolume(cost.seconds, volume, cost.steps, cost.algorithm)
+
+
+def p2p_latency(size_bytes: Any, link: Link) -> LatencyAndVolume:
+    """latency + size/bandwidth of one message over ``link`` (a catalogue link, a Level with its ramp, ...)."""
+    size = checked_size(size_bytes)
+    level = link if isinstance(link, Level) else Level(Switch(2), link.bandwidth, link.latency)
+    cost = level_cost(0, level, Work(hops=1, bytes=size))
+    seconds = cost.latency_seconds + cost.bandwidth_seconds
+    return LatencyAndVolume(seconds, Volume(size, size, size), 1, "direct")
+
+
+# -- The sizes at which another algorithm becomes the cheapest, as NCCL's tuner finds them (src/graph/tuning.cc)
+
+_SCAN = [2.0 ** (step / 2) for step in range(81)]  # 1 byte .. 1 TiB
+_CLOSE = 1 + 1e-6
+
+
+def crossovers(
+    kind: str | CollectiveKind, topology: Topology, algorithms: Sequence[str] | None = None
+) -> list[tuple[float, str, str]]:
+    """(size_bytes, from, to) wherever the cheapest of ``algorithms`` (default: all that "auto" considers) changes.
+
+    Of algorithms that cost the same, the one named first is kept.
+    """
+    kind = CollectiveKind.parse(kind)
+    slim, _ = without_unit_levels(topology)
+    if not slim.levels:
+        return []
+    if algorithms is not None and not algorithms:
+        raise SpecError("algorithms", "no algorithm to compare", "name at least two, or leave it out")
+    names = algorithms or list(dict.fromkeys(name for size in _SCAN for name in candidates(kind, size, slim)))
+
+    def cheapest(size: float) -> str:
+        best, least = names[0], math.inf
+        for name in names:
+            seconds = float(collective_cost(kind, size, slim, name).seconds)
+            if seconds < least * (1 - 1e-9):
+                best, least = name, seconds
+        return best
+
+    found: list[tuple[float, str, str]] = []
+
+    def search(low: float, first: str, high: float, last: str) -> None:
+        """Halve the gap (on a logarithmic scale) until it is closed."""
+        if first == last:
+            return
+        if high / low < _CLOSE:
+            found.append((high, first, last))
+            return
+        middle = math.sqrt(low * high)
+        between = cheapest(middle)
+        search(low, first, middle, between)
+        search(middle, between, high, last)
+
+    winners = [cheapest(size) for size in _SCAN]
+    for low, first, high, last in zip(_SCAN, winners, _SCAN[1:], winners[1:]):
+        search(low, first, high, last)
+    return found

@@ -2,16 +2,128 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.collectives.arrays import checked_size
-from shardwise.collectives.routes import Link, Router, expand
-from shardwise.collectives.schedule import Round, Schedule
+from shardwise.collectives.schedule import Round, Schedule, Transfer
+from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Shape, Switch, Tree
 from shardwise.collectives.topology import Topology
 from shardwise.collectives.work import CollectiveCost, Work, settle
 from shardwise.spec.errors import SpecError
+
+# -- The links a message uses, with the interleaved groups of strided axes laid out side by side -----
+
+Link = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Hops and directed links of one message, all on one level."""
+
+    level: int
+    hops: int
+    links: tuple[Link, ...]
+
+
+def expand(topology: Topology) -> tuple[Topology, list[list[int]]]:
+    """The network in which no axis is strided, and the rank lists of all the groups that share it.
+
+    A stride of s on an axis stands for s interleaved groups; here they are written out. Only the first axis
+    with more than one member is strided in what place() makes; shared ports are dealt out accordingly.
+    """
+    levels, rails = [], 1
+    groups = [[0]]
+    unit = 1
+    for level in topology.levels:
+        ports = None if level.ports is None else level.ports * rails
+        levels.append(replace(level, shape=level.shape.expanded(), ports=ports))
+        for size, stride in level.shape.strides:
+            groups = [
+                [member + (index * stride + offset) * unit for index in range(size) for member in group]
+                for offset in range(stride)
+                for group in groups
+            ]
+            unit *= size * stride
+            rails *= stride
+    return replace(topology, levels=tuple(levels)), groups
+
+
+class Router:
+    """Routes between the devices of a topology without strides."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._below = [topology.below(i) for i in range(len(topology.levels))]
+        self._known: dict[tuple[int, int], Route] = {}
+
+    def route(self, src: int, dst: int) -> Route:
+        known = self._known.get((src, dst))
+        if known is None:
+            known = self._known[src, dst] = self._find(src, dst)
+        return known
+
+    def _find(self, src: int, dst: int) -> Route:
+        """The lowest common level's links only; a device's rail is its index below, modulo the ports."""
+        for index in reversed(range(len(self._below))):
+            level, below = self.topology.levels[index], self._below[index]
+            here, there = src // below % level.size, dst // below % level.size
+            if here == there:
+                continue
+            ports = level.ports or below
+            rails = src % below % ports, dst % below % ports
+            instance = src // (below * level.size)
+            hops, path = _path(level.shape, here, there, rails)
+            return Route(index, hops, tuple((index, instance, *link) for link in path))
+        raise AssertionError(f"{src} sends to itself")
+
+
+def _path(shape: Shape, src: int, dst: int, rails: tuple[int, int]) -> tuple[int, list[Link]]:
+    """Hops and links from member ``src`` to ``dst``; a rail has a network of its own."""
+    match shape:
+        case Switch():
+            return 1, [("out", src, rails[0]), ("in", dst, rails[1])]
+        case FullyConnected():
+            return 1, [("pair", src, dst, rails[0])]
+        case Tree():
+            height = (src ^ dst).bit_length()
+            up = [("up", h, src >> h, rails[0]) for h in range(height)]
+            return 1, [*up, *(("down", h, dst >> h, rails[0]) for h in range(height))]
+        case Grid():
+            links = [(*link, rails[0]) for link in _walk(shape, src, dst)]
+            return len(links), links
+
+
+def _walk(grid: Grid, src: int, dst: int) -> Iterator[Link]:
+    """Dimension-ordered shortest route, axis 0 first."""
+    here, unit = src, 1
+    for number, axis in enumerate(grid.axes):
+        assert axis.stride == 1
+        start, end = src // unit % axis.size, dst // unit % axis.size
+        distance, direction = _way(axis, start, end)
+        for step in range(distance):
+            yield number, here, direction
+            at, after = (start + direction * step) % axis.size, (start + direction * (step + 1)) % axis.size
+            here += (after - at) * unit
+        unit *= axis.size
+
+
+def _way(axis: Axis, start: int, end: int) -> tuple[int, int]:
+    if not axis.is_ring:
+        return abs(end - start), 1 if end > start else -1
+    up = (end - start) % axis.size
+    down = axis.size - up
+    if up == 0:
+        return 0, 1
+    if up == down:
+        return up, 1 if start % 2 == 0 else -1
+    return min(up, down), 1 if up < down else -1
+
+
+# -- round by round ----------------------------------------------------------------------------------
 
 
 def price_schedule(
@@ -83,3 +195,81 @@ def volume_of(schedule: Schedule, size: Any) -> Work:
     chunk = size * schedule.chunk_fraction
     steps = len(schedule.rounds)
     return Work(0, 0, steps, max(sent) * chunk, max(received) * chunk, sum(sent) * chunk)
+
+
+# -- message by message ------------------------------------------------------------------------------
+# `price_schedule` lets every round wait for its slowest message, as the closed forms do. A rank of the executor waits
+# only for what it needs: of a ring through fast and slow links every chunk meets each of them in turn, and the fast
+# ones do not cost a slow one's latency.
+
+
+def simulated_seconds(schedule: Schedule, topology: Topology, size_bytes: Any) -> float:
+    """Seconds until the last message has arrived; links pass one message after the other, in the order they are ready.
+
+    What a level costs once, its startup and its ramp, is added as in `price_schedule`.
+    """
+    size = float(checked_size(size_bytes))
+    wide, interleaved = expand(topology)
+    ends = [_ends(schedule, wide, ranks, size) for ranks in interleaved]
+    levels = price_schedule(schedule, topology, size).levels
+    once = sum(
+        topology.levels[one.level_index].startup + float(one.bandwidth_seconds)
+        - float(one.bytes) / topology.levels[one.level_index].rate
+        for one in levels
+        if one.hops or one.bytes
+    )  # fmt: skip
+    return max(ends, default=0.0) + once
+
+
+def _ends(schedule: Schedule, topology: Topology, ranks: list[int], size: float) -> float:
+    """When the last message arrives among ``ranks`` of the network."""
+    router, chunk_bytes = Router(topology), size * schedule.chunk_fraction
+    transfers, waits_for, unlocks = _dependencies(schedule)
+    free: dict[Link, float] = defaultdict(float)
+    ready_at = [0.0] * len(transfers)
+    ready = [(0.0, number) for number, count in enumerate(waits_for) if not count]
+    heapq.heapify(ready)
+    last = 0.0
+    while ready:
+        now, number = heapq.heappop(ready)
+        one = transfers[number]
+        route = router.route(ranks[one.src], ranks[one.dst])
+        level = topology.levels[route.level]
+        on_link = len(one.chunks) * chunk_bytes / level.rate
+        for link in route.links:  # streams share a port: a message that waits for one link does not hold another
+            free[link] = max(now, free[link]) + on_link
+        arrived = max(free[link] for link in route.links) + route.hops * level.latency
+        last = max(last, arrived)
+        for later in unlocks[number]:
+            ready_at[later] = max(ready_at[later], arrived)
+            waits_for[later] -= 1
+            if not waits_for[later]:
+                heapq.heappush(ready, (ready_at[later], later))
+    return last
+
+
+def _dependencies(schedule: Schedule) -> tuple[list[Transfer], list[int], list[list[int]]]:
+    """All transfers in the order of their rounds, how many each waits for, and whom its arrival unlocks.
+
+    A message waits for the newest arrivals of its chunks at its sender, and to a sum for one more at the same place.
+    """
+    transfers: list[Transfer] = []
+    waits_for: list[int] = []
+    unlocks: list[list[int]] = []
+    newest: dict[tuple[int, int], set[int]] = {}  # what arrived last of a chunk at a rank
+    for one in schedule.rounds:
+        arrivals: dict[tuple[int, int], set[int]] = {}
+        for transfer in one:
+            number = len(transfers)
+            before = set().union(*(newest.get((transfer.src, chunk), set()) for chunk in transfer.chunks))
+            for earlier in before:
+                unlocks[earlier].append(number)
+            transfers.append(transfer)
+            waits_for.append(len(before))
+            unlocks.append([])
+            for chunk in transfer.chunks:
+                arrivals.setdefault((transfer.dst, chunk), set()).add(number)
+        for place, numbers in arrivals.items():
+            summed = any(transfers[number].reduce for number in numbers)
+            newest[place] = numbers | newest.get(place, set()) if summed else numbers
+    return transfers, waits_for, unlocks

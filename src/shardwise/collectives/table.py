@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.collectives.algorithms.base import Algorithm
-from shardwise.collectives.algorithms.binomial import BINOMIAL
-from shardwise.collectives.algorithms.bucket import BUCKET, DIMENSION_ORDERED
-from shardwise.collectives.algorithms.chain import CHAIN, SPANNING_TREE
-from shardwise.collectives.algorithms.direct import DIRECT, PAIRWISE
-from shardwise.collectives.algorithms.double_tree import DOUBLE_BINARY_TREE
-from shardwise.collectives.algorithms.halving import BRUCK, HALVING_DOUBLING, RECURSIVE_DOUBLING
-from shardwise.collectives.algorithms.in_network import NVLS, SHARP
-from shardwise.collectives.algorithms.ring import BIDIRECTIONAL_RING, LINE, RING
-from shardwise.collectives.algorithms.scatter_gather import SCATTER_ALL_GATHER
+from shardwise.collectives.algorithms.base import NVLS, SHARP, Algorithm
+from shardwise.collectives.algorithms.pairwise import BRUCK, DIRECT, HALVING_DOUBLING, PAIRWISE, RECURSIVE_DOUBLING
+from shardwise.collectives.algorithms.rings import BIDIRECTIONAL_RING, BUCKET, DIMENSION_ORDERED, LINE, RING
+from shardwise.collectives.algorithms.trees import (
+    BINOMIAL,
+    CHAIN,
+    DOUBLE_BINARY_TREE,
+    SCATTER_ALL_GATHER,
+    SPANNING_TREE,
+)
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.topology import Level
 from shardwise.spec.errors import SpecError, nearest_name, shown

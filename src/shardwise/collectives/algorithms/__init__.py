@@ -1,1 +1,1 @@
-"""One file per algorithm: its rounds (``build``) and their price (``work``) side by side."""
+"""Algorithms by family: the rounds of each (``build``) and their price (``work``) side by side."""
