@@ -18,7 +18,7 @@ import numpy as np
 
 from shardwise.cost.accuracy.runs import PublishedRun, read_runs
 from shardwise.cost.step.prediction import predict
-from shardwise.spec.efficiency import Efficiency
+from shardwise.spec.hardware import Efficiency
 from shardwise.spec.job import Job
 
 TABLE = Path(__file__).parent.parent / "validation" / "training_runs.csv"

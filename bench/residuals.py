@@ -26,7 +26,7 @@ from fit_devices import FITS, PRIOR_WIDTH, ROW_WIDTH, TABLE, Fit, groups, log_er
 from shardwise.cost.accuracy.residuals import COVERAGE, FILE, ONE_JOB, Residuals, kind_of, residuals
 from shardwise.cost.accuracy.runs import PublishedRun, read_runs
 from shardwise.cost.accuracy.scores import score
-from shardwise.spec.efficiency import Efficiency
+from shardwise.spec.hardware import Efficiency
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 TOLERANCE = 1e-3  # of an error, between machines: linear algebra rounds differently

@@ -16,7 +16,7 @@ _PUBLIC = {
     "Device": "shardwise.spec.hardware",
     "Link": "shardwise.spec.hardware",
     "Job": "shardwise.spec.job",
-    "Optimization": "shardwise.spec.optimization",
+    "Optimization": "shardwise.spec.training",
     "Model": "shardwise.spec.model",
     "Strategy": "shardwise.spec.strategy",
     "Training": "shardwise.spec.training",
@@ -82,9 +82,8 @@ if TYPE_CHECKING:
     from shardwise.spec.job import Job
     from shardwise.spec.model import Model
     from shardwise.spec.network import Link
-    from shardwise.spec.optimization import Optimization
     from shardwise.spec.strategy import Strategy
-    from shardwise.spec.training import Training
+    from shardwise.spec.training import Optimization, Training
 
 
 def __getattr__(name: str) -> Any:

@@ -19,9 +19,8 @@ from shardwise.engine.optim.precision import FP32, Precision
 from shardwise.engine.parameters import parts_of
 from shardwise.models import Decoder, initialise, moe
 from shardwise.spec.model import MixtureOfExperts, Model
-from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
+from shardwise.spec.training import Optimization, Training
 
 # Sizes that 2 and 4 ranks do not divide, biases, norms with biases.
 UNEVEN = Model(

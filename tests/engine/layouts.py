@@ -16,11 +16,10 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.optimization import Optimization
 from shardwise.spec.presets import resolve
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import Verdict, verdict
-from shardwise.spec.training import Training
+from shardwise.spec.training import Optimization, Training
 
 HERE = Path(__file__).parent
 MOST_RANKS = 8

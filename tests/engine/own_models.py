@@ -23,9 +23,8 @@ from shardwise.models.dot_product import AttentionArguments, dot_product_attenti
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
+from shardwise.spec.training import Optimization, Training
 
 STEPS, SEQ, VOCAB = 3, 16, 61
 OPTIMIZATION = Optimization(epsilon=1e-5)  # as in `verify`: rounding is not to be amplified

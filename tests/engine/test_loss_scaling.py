@@ -14,11 +14,9 @@ from shardwise.engine.optim.optimizer import local
 from shardwise.measure.reference import sample_batch
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
-from shardwise.spec.model import MixtureOfExperts, Model
-from shardwise.spec.numerics import Numerics
-from shardwise.spec.optimization import LossScaling, Optimization
+from shardwise.spec.model import MixtureOfExperts, Model, Numerics
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
+from shardwise.spec.training import LossScaling, Optimization, Training
 
 DENSE = Model(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=64, activation="swiglu", norm="rmsnorm")
 MIXTURE = Model(

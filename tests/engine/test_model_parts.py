@@ -9,8 +9,7 @@ import pytest
 from engine.parity import check
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
-from shardwise.spec.model import Model
-from shardwise.spec.numerics import Numerics, RopeScaling
+from shardwise.spec.model import Model, Numerics, RopeScaling
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 

@@ -15,8 +15,8 @@ from shardwise.engine.engine import Engine
 from shardwise.measure.reference import sample_batch
 from shardwise.models.loss import IGNORED
 from shardwise.spec import Job
-from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Strategy
+from shardwise.spec.training import Optimization
 
 STEPS = 6
 EPSILON = 1e-3  # above most second moments: the rounding of small ones does not grow

@@ -15,8 +15,7 @@ from shardwise.engine.optim.gradient_norm import GradientNorm, clip_factor, scal
 from shardwise.engine.optim.muon import orthogonal
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
 from shardwise.spec.errors import SpecError
-from shardwise.spec.optimization import Optimization
-from shardwise.spec.training import Training
+from shardwise.spec.training import Optimization, Training
 
 SHAPES = {
     "embedding.weight": (11, 6),

@@ -9,9 +9,8 @@ from engine.data_cases import UNEVEN, Case, Trained, alone, together
 from engine.workers import on_ranks
 from shardwise.engine.optim.precision import FP32, LossScaler, Precision, precision_of
 from shardwise.spec.errors import SpecError
-from shardwise.spec.optimization import LossScaling
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
+from shardwise.spec.training import LossScaling, Training
 
 HALF = Precision(torch.bfloat16, torch.bfloat16)
 MIXED = Precision(torch.bfloat16, torch.float32)

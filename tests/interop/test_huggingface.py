@@ -16,8 +16,7 @@ from shardwise.interop import hf_config_from_model, model_from_hf_config
 from shardwise.interop.families import ALIASES, FAMILIES
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import Model
-from shardwise.spec.numerics import Numerics
+from shardwise.spec.model import Model, Numerics
 from shardwise.spec.parameters import parameter_count
 from tables import table
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Outcome
-from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.run import Timeouts
 
 # What each program begins with; `attempt` counts from 1, `others_wait` is what a rank in a collective looks like.
 PREFACE = """

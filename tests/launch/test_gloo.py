@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.running import PREFACE, launch
 from launch.warm import warm_ranks
-from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.run import Timeouts
 
 GROUP = (
     PREFACE

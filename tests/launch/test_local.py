@@ -14,7 +14,7 @@ from launch.running import PREFACE, QUICK, alive, launch, noted_pids, program, w
 from shardwise.launch.local import KEPT, new_folder, supervise
 from shardwise.launch.outcome import Commit, Event
 from shardwise.spec.errors import SpecError
-from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.run import Timeouts
 
 
 def test_ranks_know_their_place_and_end_well(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ from shardwise.measure.calibrate.fit import Wire, fit, fitted_device, fitted_lev
 from shardwise.measure.calibrate.link_samples import LinkSample, level_groups
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
-from shardwise.spec.efficiency import Efficiency
-from shardwise.spec.hardware import Device
+from shardwise.spec.hardware import Device, Efficiency
 from shardwise.spec.network import NetworkLevel
 
 BASE = Device(peak=FrozenMapping({"fp32": 1e12, "bf16": 1e12}), memory=2**34, memory_bandwidth=1e11, vendor="generic")

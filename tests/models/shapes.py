@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models import Decoder, initialise
-from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model
-from shardwise.spec.numerics import Numerics
+from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model, Numerics
 
 _LLAMA: dict[str, Any] = {
     "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "activation": "swiglu",

@@ -20,8 +20,7 @@ from shardwise.models import Decoder
 from shardwise.models.huggingface import read_model, read_slice, read_tensors, write_folder
 from shardwise.models.huggingface.folder import INDEX, SINGLE
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import Model
-from shardwise.spec.numerics import Numerics, RopeScaling
+from shardwise.spec.model import Model, Numerics, RopeScaling
 
 Files = dict[str, Tensor]
 

@@ -12,8 +12,7 @@ from models.shapes import SHAPES, decoder_of, gradients, tokens
 from shardwise.models.experts import LocalExchange, grouped_product
 from shardwise.models.initialise import initialise
 from shardwise.models.moe import MoELayer, TopKRouter, balance_value
-from shardwise.spec.model import Model
-from shardwise.spec.numerics import Numerics
+from shardwise.spec.model import Model, Numerics
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 SOFTMAX, SIGMOID = SHAPES["moe"], SHAPES["mla"]

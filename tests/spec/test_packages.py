@@ -13,9 +13,9 @@ import pytest
 
 from cli.running import error_line, run
 from shardwise.cli.inputs import require_torch
-from shardwise.spec import packages
+from shardwise.spec import installation
 from shardwise.spec.errors import SpecError
-from shardwise.spec.packages import TESTED_TORCH, torch_notes
+from shardwise.spec.installation import TESTED_TORCH, torch_notes
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ["--model", "tiny", "--cluster", "laptop:1", "--global-batch", "1", "--seq", "32"]
@@ -29,7 +29,7 @@ def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def find_spec(asked: str, package: str | None = None) -> Any:
         return None if asked == name else found(asked, package)
 
-    monkeypatch.setattr(packages.importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(installation.importlib.util, "find_spec", find_spec)
     return name
 
 
@@ -95,5 +95,5 @@ def test_the_tested_versions_are_those_that_are_installed() -> None:
 
 def test_a_missing_wandb_names_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match=r"^run\.logging\.wandb: needs the package wandb, .*; pip install wandb$"):
-        monkeypatch.setattr(packages, "is_installed", lambda name: name != "wandb")
-        packages.require_packages("run.logging.wandb", "wandb")
+        monkeypatch.setattr(installation, "is_installed", lambda name: name != "wandb")
+        installation.require_packages("run.logging.wandb", "wandb")

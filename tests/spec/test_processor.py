@@ -8,8 +8,8 @@ import pytest
 
 from cli.running import run
 from shardwise.launch.preflight import preflight
-from shardwise.spec import Job, processor
-from shardwise.spec.processor import slow_formats, slow_precision_notes
+from shardwise.spec import Job, installation
+from shardwise.spec.installation import slow_formats, slow_precision_notes
 
 AVX_2 = "flags\t\t: fpu sse4_2 fma avx avx2 f16c"
 AVX_512 = AVX_2 + " avx512f avx512dq avx512bw avx512vl"
@@ -49,7 +49,7 @@ def test_a_run_on_a_slow_processor_is_told_what_to_set(
 
 def test_a_plan_for_processors_says_so_whatever_machine_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(installation, "CPUINFO", tmp_path / "none")
     flags = ["plan", "--model", "tiny", "--cluster", "laptop:2", "--seq", "64", "--global-batch", "4"]
     assert "a CPU without instructions for bf16 takes many times as long" in run(*flags).out
     assert "instructions" not in run(*flags, "--precision", "fp32").out

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.spec import Job, SpecError
-from shardwise.spec.run import Run
-from shardwise.spec.run_data import Data
+from shardwise.spec.run import Data, Run
 
 
 def job(**run: Any) -> Job:

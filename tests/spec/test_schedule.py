@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.schedule import Schedule
+from shardwise.spec.run import Schedule
 
 KINDS = st.sampled_from(["constant", "cosine", "linear", "wsd"])
 

@@ -22,8 +22,8 @@ from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.hardware import Cluster
+from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
-from shardwise.spec.packages import require_packages
 
 if TYPE_CHECKING:
     from shardwise.measure.calibrate.run import Calibration

@@ -14,7 +14,7 @@ from shardwise.api.results import Result, Rows
 from shardwise.report.compare import comparison_data, comparison_page
 from shardwise.report.page import Page
 from shardwise.spec.errors import SpecError
-from shardwise.spec.packages import require_packages
+from shardwise.spec.installation import require_packages
 
 if TYPE_CHECKING:
     from shardwise.measure.compare.comparison import Comparison

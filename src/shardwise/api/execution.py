@@ -22,9 +22,9 @@ from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
+from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
-from shardwise.spec.packages import require_packages
-from shardwise.spec.profile import Profile
+from shardwise.spec.run import Profile
 from shardwise.spec.units import parse
 from shardwise.training.metrics.lines import RunSummary
 from shardwise.training.run_folder import RunFolder

@@ -12,17 +12,16 @@ from shardwise.api.changes import changed, set_field, with_steps
 from shardwise.api.given import JobArguments
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
-from shardwise.spec.automatic import without_auto
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
+from shardwise.spec.installation import planned_precision_notes
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.processor import planned_precision_notes
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.stack import stack_from
-from shardwise.spec.strategy import Strategy
+from shardwise.spec.strategy import Strategy, without_auto
 from shardwise.spec.training import Training
 from shardwise.spec.units import parse
 

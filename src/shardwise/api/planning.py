@@ -25,9 +25,9 @@ from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.report.page import Page
 from shardwise.report.plan_json import candidate_data, family_data, plan_data, ranked_data
 from shardwise.report.plan_text import plan_page
+from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
-from shardwise.spec.mixed import parse_mixed
 from shardwise.spec.units import parse
 
 OnProgress = Callable[[str], None]

@@ -13,8 +13,8 @@ from shardwise.api.results import Result, Rows
 from shardwise.report.page import Page
 from shardwise.report.verify import verification_data, verification_page
 from shardwise.spec.errors import SpecError
+from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
-from shardwise.spec.packages import require_packages
 
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verification

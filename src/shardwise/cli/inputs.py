@@ -13,8 +13,8 @@ from shardwise.api.inputs import whole
 from shardwise.cli.arguments import given
 from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.installation import require_packages, torch_notes
 from shardwise.spec.job import Job
-from shardwise.spec.packages import require_packages, torch_notes
 
 __all__ = ["job_from", "model_from", "path_from", "print_notes", "require_torch", "whole"]
 

@@ -12,8 +12,8 @@ from shardwise.cli.output import add_output_arguments, form_of, show
 from shardwise.cli.plan_progress import Progress
 from shardwise.planner.constraints import OFFLOADS
 from shardwise.report.page import Line, Page
+from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.mixed import parse_mixed
 
 _EXAMPLE = """
 shardwise plan --model llama3-405b --cluster dgx-h100:2048 --global-batch 16M-tokens --seq 8192

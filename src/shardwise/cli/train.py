@@ -13,7 +13,7 @@ from shardwise.cli.inputs import print_notes, whole
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.run import Launch
 from shardwise.report.training import points_page
-from shardwise.spec.packages import torch_notes
+from shardwise.spec.installation import torch_notes
 from shardwise.spec.units import parse
 
 _EXAMPLE = """

@@ -11,8 +11,7 @@ from typing import Any
 
 from shardwise.interop.keys import Config
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.model import Model
-from shardwise.spec.numerics import RopeScaling
+from shardwise.spec.model import Model, RopeScaling
 
 # Field of RopeScaling -> key of the config.
 _KEYS = {

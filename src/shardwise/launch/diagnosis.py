@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.launch.outcome import MISTAKE, STOPPED_WITHOUT_CHECKPOINT, Cause, Failure
 from shardwise.launch.ranks import RankProcess
 from shardwise.spec.errors import shown
-from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_duration
 from shardwise.training.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, log_path
 

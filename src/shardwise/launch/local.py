@@ -28,7 +28,7 @@ from shardwise.launch.outcome import (
 )
 from shardwise.launch.ranks import RankProcess, RankProcesses
 from shardwise.spec.errors import SpecError
-from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.run import Timeouts
 from shardwise.spec.units import counted, readable_duration
 
 POLL_SECONDS = 0.05

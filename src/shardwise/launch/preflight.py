@@ -21,9 +21,8 @@ from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.files import read_yaml
+from shardwise.spec.installation import TRAINING, require_packages, slow_precision_notes
 from shardwise.spec.job import Job
-from shardwise.spec.packages import TRAINING, require_packages
-from shardwise.spec.processor import slow_precision_notes
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.folder import require_start

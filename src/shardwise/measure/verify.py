@@ -26,8 +26,8 @@ from shardwise.launch.pool import Pool, WorkerPlace
 from shardwise.measure.reference import Reference, reference_key, run_reference, sample_batch, sample_weight
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.optimization import Optimization
 from shardwise.spec.parameters import parameter_count
+from shardwise.spec.training import Optimization
 from shardwise.spec.units import readable_bytes
 
 # -- How far a parallel run is from the single process: one number for every tensor, and which is the worst

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.spec.model import Model
-from shardwise.spec.numerics import RopeScaling
+from shardwise.spec.model import Model, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]
 

@@ -12,7 +12,7 @@ from shardwise.planner.mixed.step import KindPart, MixedStep
 from shardwise.report.console import table
 from shardwise.report.page import Line, Page
 from shardwise.report.tables import FittedTable
-from shardwise.spec.mixed import sized_name
+from shardwise.spec.clusters import sized_name
 from shardwise.spec.units import counted, readable_bytes, readable_rate, readable_seconds
 
 SHOWN = 6

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from shardwise.spec import presets
+from shardwise.spec.codec import Spec, reference
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import read_yaml
 from shardwise.spec.hardware import Cluster
-from shardwise.spec.network import NetworkLevel, link_of
+from shardwise.spec.network import Link, NetworkLevel, link_of
 
 _SIZED = re.compile(r"(.+?):(\d+(?:x\d+)*)")
 
@@ -76,3 +81,101 @@ def _candidate_names(cluster: Cluster) -> list[str]:
         *(f"{cluster.name}:{shape}" for shape in shapes),
         f"{cluster.name}:{cluster.devices // width}",
     ]
+
+
+# -- Clusters of several kinds of nodes: "dgx-h100:4+dgx-a100:8", or a mapping {kinds: [...], link: ...}
+
+MOST_KINDS = 3
+
+
+def _kinds(values: Any) -> tuple[Cluster, ...]:
+    if isinstance(values, str) or not isinstance(values, (list, tuple)):
+        raise SpecError("", f"{shown(values)} should be a list of clusters", "write it like [dgx-h100:4, dgx-a100:8]")
+    return tuple(cluster_from(value) for value in values)
+
+
+def _short(kinds: tuple[Cluster, ...]) -> list[Any]:
+    return [cluster_short(kind) for kind in kinds]
+
+
+def _link(value: Any) -> Link | None:
+    return None if value is None else presets.resolve("link", Link, value)
+
+
+def _link_short(link: Link | None) -> Any:
+    return None if link is None else presets.shorten(link)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedCluster(Spec):
+    """Kinds of nodes, each a cluster of equal devices, joined by ``link`` (one device's connection to another kind).
+
+    Left out, it is the slower of the kinds' outermost links.
+    """
+
+    kinds: tuple[Cluster, ...] = reference(_kinds, _short)
+    link: Link | None = reference(_link, _link_short, default=None)
+
+    def check(self) -> None:
+        if not 2 <= len(self.kinds) <= MOST_KINDS:
+            raise SpecError("kinds", f"{len(self.kinds)} kinds of nodes", f"give 2 or {MOST_KINDS}")
+
+    @property
+    def devices(self) -> int:
+        return sum(kind.devices for kind in self.kinds)
+
+    @property
+    def name(self) -> str:
+        return " + ".join(sized_name(kind) for kind in self.kinds)
+
+    @cached_property
+    def between(self) -> NetworkLevel:
+        """The network between two kinds, as a level that joins two members."""
+        if self.link is not None:
+            return NetworkLevel(name="between kinds", size=2, link=self.link)
+        return min((_outermost(kind) for kind in self.kinds), key=_reached)
+
+    @cached_property
+    def joined(self) -> tuple[Cluster, ...]:
+        """Two of each kind over the network between the kinds: what a stage of that kind sees of the whole."""
+        return tuple(replace(kind, levels=(*kind.levels, self.between)) for kind in self.kinds)
+
+
+def sized_name(kind: Cluster) -> str:
+    """A kind as its user wrote it, or its devices."""
+    short = cluster_short(kind)
+    return short if isinstance(short, str) else f"{kind.name} ({kind.devices} × {kind.device.name})"
+
+
+def _outermost(kind: Cluster) -> NetworkLevel:
+    """The outermost level with the bandwidth that one device has of it while all others send too."""
+    level = kind.levels[-1]
+    below = math.prod(inner.width for inner in kind.levels[:-1])
+    share = 1.0 if level.ports is None else min(1.0, level.ports / below)
+    return NetworkLevel(
+        name="between kinds",
+        size=2,
+        bandwidth=level.bandwidth_per_direction * share,
+        latency=level.latency_per_step,
+        efficiency=level.reached_share,
+        startup=level.startup,
+        ramp=level.ramp,
+    )
+
+
+def _reached(level: NetworkLevel) -> float:
+    return level.bandwidth_per_direction * level.reached_share
+
+
+def parse_mixed(value: Any) -> MixedCluster | None:
+    """The mixed cluster that a name like "dgx-h100:4+dgx-a100:8", a mapping with ``kinds`` or a file of one describes.
+
+    None if it is something else; raises SpecError for one that is wrong.
+    """
+    if isinstance(value, MixedCluster):
+        return value
+    if isinstance(value, str) and "+" in value:
+        return MixedCluster.from_dict({"kinds": [name.strip() for name in value.split("+")]})
+    if isinstance(value, str) and value.endswith((".yaml", ".yml", ".json")):
+        value = read_yaml(value, "file")
+    return MixedCluster.from_dict(value) if isinstance(value, Mapping) and "kinds" in value else None

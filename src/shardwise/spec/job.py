@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from shardwise.spec import presets, rules
-from shardwise.spec.automatic import without_auto
 from shardwise.spec.clusters import cluster_from, cluster_short
 from shardwise.spec.codec import Spec, reference
 from shardwise.spec.files import dump_yaml, parse_yaml
@@ -15,7 +14,7 @@ from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run
 from shardwise.spec.stack import Stack, default_stack, stack_from
-from shardwise.spec.strategy import Strategy
+from shardwise.spec.strategy import Strategy, without_auto
 from shardwise.spec.training import Recipe, Training
 
 

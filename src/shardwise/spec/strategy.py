@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.spec.codec import Spec, count, quantity, reference
 from shardwise.spec.errors import SpecError, shown
@@ -15,13 +16,7 @@ from shardwise.spec.less_communication import (
     synchronise_from,
     synchronise_short,
 )
-from shardwise.spec.schedules import (
-    PLAIN,
-    ScheduleRecord,
-    chosen_chunks_schedules,
-    job_schedules,
-    schedule_record,
-)
+from shardwise.spec.schedules import PLAIN, ScheduleRecord, chosen_chunks_schedules, job_schedules, schedule_record
 
 Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "cp", "dp", "pp")
@@ -182,3 +177,36 @@ class Strategy(Spec):
     def degree(self, dimension: str) -> int:
         degree: int = self.data_parallel if dimension == "dp" else getattr(self, dimension)
         return degree
+
+
+# -- `auto` in a strategy: what a job leaves to the planner, written where its value would stand -----
+# A strategy holds values alone, so that the planner and the engine always have them: `microbatch: auto` becomes the
+# smallest, and `run.automatic` remembers that it was asked for.
+
+Automatic = Literal["microbatch", "optimizer", "gradients", "weights", "activations"]
+AUTO = "auto"
+_OFFLOADED: tuple[Automatic, ...] = ("optimizer", "gradients", "weights", "activations")
+
+
+def without_auto(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a job with every `auto` of its strategy moved to `run.automatic`; others as they are."""
+    strategy, run = job.get("strategy"), job.get("run", {})
+    if not isinstance(strategy, Mapping) or not isinstance(run, Mapping):
+        return job
+    asked: list[Automatic] = []
+    kept = dict(strategy)
+    if strategy.get("microbatch") == AUTO:
+        asked.append("microbatch")
+        del kept["microbatch"]
+    offload = strategy.get("offload")
+    if offload == AUTO:
+        asked += _OFFLOADED
+        del kept["offload"]
+    elif isinstance(offload, Mapping):
+        asked += [kind for kind in _OFFLOADED if offload.get(kind) == AUTO]
+        kept["offload"] = {name: value for name, value in offload.items() if name not in asked}
+    if not asked:
+        return job
+    before = run.get("automatic", ())
+    automatic = [*before, *(one for one in asked if one not in before)]
+    return {**job, "strategy": kept, "run": {**run, "automatic": automatic}}

@@ -10,7 +10,44 @@ from shardwise.spec import units
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import LONGEST
-from shardwise.spec.optimization import Optimization
+
+# -- How the weights move: constants of the optimizer that change no memory and no time --------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling(Spec):
+    """How an fp16 loss is made larger: ``static`` for ever, or from ``initial`` on, found by trial.
+
+    The scale doubles after ``window`` good steps in a row and halves, never below ``minimum``, when ``hysteresis``
+    bad ones have come since it last changed (Megatron-LM and DeepSpeed count alike).
+    """
+
+    initial: float = field(default=2.0**16, metadata={"above": 0})
+    window: int = count(1000)
+    hysteresis: int = count(2)
+    minimum: float = field(default=1.0, metadata={"above": 0})
+    static: float | None = field(default=None, metadata={"above": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization(Spec):
+    """``clip_norm`` limits the norm of the whole gradient (null: no limit); ``decay`` spares norms and biases.
+
+    ``momentum`` is that of SGD and Muon. The defaults are those of the large open models (Llama, OLMo).
+    """
+
+    learning_rate: float = field(default=3e-4, metadata={"above": 0})
+    decay: float = field(default=0.1, metadata={"minimum": 0})
+    beta1: float = field(default=0.9, metadata={"minimum": 0, "maximum": 1})
+    beta2: float = field(default=0.95, metadata={"minimum": 0, "maximum": 1})
+    epsilon: float = field(default=1e-8, metadata={"above": 0})
+    momentum: float = field(default=0.95, metadata={"minimum": 0, "maximum": 1})
+    clip_norm: float | None = field(default=1.0, metadata={"above": 0})
+    loss_scaling: LossScaling = LossScaling()
+    seed: int = count(0, minimum=0)
+
+
+# -- the training ------------------------------------------------------------------------------------
 
 MOST_SEQUENCES, MOST_TOKENS = 10**9, 10**15  # of a step
 _TOKENS = re.compile(r"\s*(.+?)[\s-]*tokens?\s*", re.IGNORECASE)

@@ -17,8 +17,7 @@ import torch
 from shardwise.engine.optim.gradient_norm import REFUSED
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
-from shardwise.spec.run import Run
-from shardwise.spec.run_health import NonFinite, Spikes
+from shardwise.spec.run import NonFinite, Run, Spikes
 
 LEAST_LOSSES = 8  # before a median is meaningful
 

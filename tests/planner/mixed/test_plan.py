@@ -18,11 +18,10 @@ from shardwise.planner.mixed.step import Arrangement, MixedStep, message_seconds
 from shardwise.planner.search.stages import pieces_of
 from shardwise.report.mixed import mixed_data, print_mixed
 from shardwise.spec import presets
-from shardwise.spec.clusters import cluster_from
+from shardwise.spec.clusters import MixedCluster, cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
-from shardwise.spec.mixed import MixedCluster
 from shardwise.spec.model import Model
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.strategy import Strategy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.torch_private import fused_adamw_, fused_sgd_
-from shardwise.spec.optimization import Optimization
+from shardwise.spec.training import Optimization
 
 STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),

@@ -21,9 +21,8 @@ from shardwise.engine.optim.muon import muon_update
 from shardwise.engine.profiler_names import named
 from shardwise.engine.torch_private import foreach_copy_
 from shardwise.spec.errors import SpecError
-from shardwise.spec.optimization import Optimization
 from shardwise.spec.strategy import Offload
-from shardwise.spec.training import Training
+from shardwise.spec.training import Optimization, Training
 
 NOWHERE = Offload()
 STATES = {**_ELEMENTWISE, "muon": ("momentum_buffer",)}

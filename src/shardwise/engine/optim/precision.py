@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.optimization import LossScaling
-from shardwise.spec.training import RECIPES, Training
+from shardwise.spec.training import RECIPES, LossScaling, Training
 
 FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

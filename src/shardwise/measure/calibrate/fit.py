@@ -24,8 +24,7 @@ from shardwise.measure.calibrate.device_samples import (
 )
 from shardwise.measure.calibrate.link_samples import LinkSample
 from shardwise.spec.codec import FrozenMapping
-from shardwise.spec.efficiency import Efficiency
-from shardwise.spec.hardware import Device
+from shardwise.spec.hardware import Device, Efficiency
 from shardwise.spec.job import Job
 from shardwise.spec.network import NetworkLevel, Transport
 

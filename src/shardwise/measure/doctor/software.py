@@ -18,9 +18,8 @@ from shardwise.launch.local import supervise
 from shardwise.launch.owned import OwnedFolder
 from shardwise.measure.doctor.host import Examination, Finding
 from shardwise.measure.verify import available_bytes
-from shardwise.spec.packages import TESTED_TORCH, is_installed
-from shardwise.spec.processor import slow_formats
-from shardwise.spec.timeouts import Timeouts
+from shardwise.spec.installation import TESTED_TORCH, is_installed, slow_formats
+from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_bytes, readable_seconds
 from shardwise.training.attempt import Reporter, WorldPlace
 

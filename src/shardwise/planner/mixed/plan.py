@@ -22,9 +22,9 @@ from shardwise.planner.request import Request
 from shardwise.planner.search.deadline import USUAL_SECONDS, Deadline
 from shardwise.planner.search.stages import Pieces, divisions, pieces_of, room_for_pieces
 from shardwise.planner.search.supported import require_offered
+from shardwise.spec.clusters import MixedCluster, parse_mixed
 from shardwise.spec.errors import DoesNotFit, SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.mixed import MixedCluster, parse_mixed
 from shardwise.spec.model import Model
 from shardwise.spec.stack import Stack, default_stack
 from shardwise.spec.strategy import Strategy

@@ -19,9 +19,9 @@ from shardwise.planner.mixed.step import Arrangement
 from shardwise.planner.search.space import MOST_MICROBATCH_TOKENS, plain_strategy
 from shardwise.planner.search.stages import NOTHING, Pieces, pieces_of
 from shardwise.planner.search.supported import findings_of, offers_priced
+from shardwise.spec.clusters import MixedCluster
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.mixed import MixedCluster
 from shardwise.spec.rules import check_model_fits, divisors
 from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
 from shardwise.spec.strategy import DIMENSIONS, Strategy

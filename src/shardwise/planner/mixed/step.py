@@ -15,9 +15,9 @@ from shardwise.cost.traffic.pipeline import message_traffic
 from shardwise.layout.stages import placement, rank_contents, stages_of_rank
 from shardwise.pipeline import stage_times
 from shardwise.pipeline.steady import simulated_pipeline
+from shardwise.spec.clusters import MixedCluster
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
-from shardwise.spec.mixed import MixedCluster
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.strategy import Strategy
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.packages import require_packages
+from shardwise.spec.installation import require_packages
 from shardwise.training.data.sources import Document, read_documents, require_readable
 from shardwise.training.data.token_files import PairWriter, Tokens, narrowest
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.run_data import MOST_SHARDS
+from shardwise.spec.run import MOST_SHARDS
 from shardwise.training.data.token_files import TokenFiles, Tokens
 
 ROUNDS = 6  # four mix well for statistics (Luby and Rackoff 1988); two more cost little

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.packages import require_packages
+from shardwise.spec.installation import require_packages
 
 _PARQUET = (".parquet",)
 TEXT_BYTES = 2**20  # of one piece of a text file without blank lines

@@ -27,7 +27,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers
 from shardwise.spec.job import Job
-from shardwise.spec.profile import Profile
+from shardwise.spec.run import Profile
 from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
 _MEETINGS = 11

@@ -1,12 +1,57 @@
-"""Which formats this machine's CPU multiplies at a sensible speed, read from Linux without loading PyTorch."""
+"""What this machine has: optional packages, and the number formats its processor multiplies at a sensible speed."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import re
 from functools import cache
 from pathlib import Path
 
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.training import RECIPES
+
+# -- Packages that not every installation has: what needs them says so before anything starts, with the line to install
+# Nothing is imported to find out.
+
+TRAINING = ("torch", "safetensors")
+TESTED_TORCH = ((2, 11), (2, 13))  # the first and the last, as pyproject.toml has them
+_EXTRAS = {"torch": "train", "safetensors": "train", "pyarrow": "data", "tokenizers": "data"}
+_TITLES = {"torch": "PyTorch"}
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # a module that is imported and has no specification
+        return False
+
+
+def require_packages(what: str, *names: str) -> None:
+    """Raises SpecError for the first package that ``what`` needs and that is not installed."""
+    for name in names:
+        if not is_installed(name):
+            wanted = f"'shardwise[{_EXTRAS[name]}]'" if name in _EXTRAS else name
+            title = _TITLES.get(name, f"the package {name}")
+            raise SpecError(what, f"needs {title}, which is not installed", f"pip install {wanted}")
+
+
+def torch_notes() -> list[str]:
+    """A line where PyTorch is older or newer than what is tested."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = re.match(r"(\d+)\.(\d+)", version)
+    first, last = TESTED_TORCH
+    if found is None or first <= (int(found[1]), int(found[2])) <= last:
+        return []
+    tested = " to ".join(f"{major}.{minor}" for major, minor in TESTED_TORCH)
+    return [f"PyTorch {version} is not tested here, {tested} are: pip install 'shardwise[train]'"]
+
+
+# -- Which formats this machine's CPU multiplies at a sensible speed, read from Linux without loading PyTorch
 
 CPUINFO = Path("/proc/cpuinfo")
 # Any one of these sets. oneDNN multiplies bf16 on AVX-512 (converted in registers), with AVX-NE-CONVERT, or on Arm with
