@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from shardwise.cost.traffic.offload import offload_traffic
-from shardwise.cost.traffic.payload import Payload
+from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine.engine import Engine
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job

@@ -14,7 +14,7 @@ from engine.workers import on_ranks
 from shardwise.cost.analysis import analyze
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.traffic.gradient_reduction import choose, gradient_groups, gradient_times
-from shardwise.cost.traffic.payload import Role
+from shardwise.cost.traffic.traffic import Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
 from shardwise.measure.reference import sample_batch

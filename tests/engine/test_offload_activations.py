@@ -9,7 +9,7 @@ import torch
 
 from engine.workers import on_ranks
 from shardwise.cost.traffic.offload import offload_traffic
-from shardwise.cost.traffic.payload import Role, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.states import local
 from shardwise.layout.stages import rank_contents

@@ -11,7 +11,7 @@ import torch
 
 from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
-from shardwise.cost.traffic.payload import Payload
+from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.offload.states import local

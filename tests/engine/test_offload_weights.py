@@ -10,7 +10,7 @@ import torch
 
 from engine.offload_cases import assert_equal, priced_bytes, states_of
 from engine.workers import on_ranks
-from shardwise.cost.traffic.payload import Payload, Role
+from shardwise.cost.traffic.traffic import Payload, Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload import states
 from shardwise.engine.refuse import require_runs

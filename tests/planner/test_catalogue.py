@@ -9,7 +9,7 @@ import pytest
 
 from planner.cases import job_of, within
 from shardwise.cost.memory.device import peak_memory
-from shardwise.planner.advice.missing import what_is_missing
+from shardwise.planner.advice.remedy import what_is_missing
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request

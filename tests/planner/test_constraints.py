@@ -21,7 +21,7 @@ from shardwise.planner.constraints import (
 )
 from shardwise.planner.plan import Plan, plan, required
 from shardwise.planner.request import Request
-from shardwise.planner.search.masks import Mask
+from shardwise.planner.search.supported import Mask
 from shardwise.spec.errors import SpecError
 
 

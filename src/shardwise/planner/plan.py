@@ -282,7 +282,7 @@ def required(found: Plan | Search, request: Request) -> Plan:
     """The plan, or one line that says what is missing: room (DoesNotFit), or what divides and runs (SpecError)."""
     if isinstance(found, Plan):
         return found
-    from shardwise.planner.advice.missing import what_is_missing
+    from shardwise.planner.advice.remedy import what_is_missing
 
     kind = DoesNotFit if found.least_memory is not None else SpecError
     raise kind("plan", *what_is_missing(found, request))

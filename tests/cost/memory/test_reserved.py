@@ -11,11 +11,12 @@ import pytest
 
 from cost.builders import LLAMA, job
 from shardwise.cost.accuracy.runs import read_runs
-from shardwise.cost.memory.device import memory_of_rank, peak_memory
-from shardwise.cost.memory.reserved import (
+from shardwise.cost.memory.device import (
     FRAGMENTATION,
     LAUNCH_QUEUE,
     late_gradient_bytes,
+    memory_of_rank,
+    peak_memory,
     reserved_bytes,
     waiting_bytes,
 )

@@ -13,7 +13,7 @@ from cost.builders import (
     traffics,
 )
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.traffic.payload import Share
+from shardwise.cost.traffic.traffic import Share
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.parameters import parameter_count
 

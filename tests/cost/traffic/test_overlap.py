@@ -15,8 +15,16 @@ from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.analysis import analyze
 from shardwise.cost.step.floor import stage_compute, step_floor
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.payload import Payload, Phase, Role
-from shardwise.cost.traffic.traffic import IN_LAYER, ComputeWindows, Traffic, priced, with_exposed_seconds
+from shardwise.cost.traffic.traffic import (
+    IN_LAYER,
+    ComputeWindows,
+    Payload,
+    Phase,
+    Role,
+    Traffic,
+    priced,
+    with_exposed_seconds,
+)
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 

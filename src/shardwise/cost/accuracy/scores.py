@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.accuracy.ranges import Range
 from shardwise.cost.accuracy.runs import PublishedRun, counts_reserved
-from shardwise.cost.memory.device import memory_of_rank, peak_memory
-from shardwise.cost.memory.reserved import reserved_bytes
+from shardwise.cost.memory.device import memory_of_rank, peak_memory, reserved_bytes
 from shardwise.cost.step.prediction import predict
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Literal
 
-from shardwise.cost.traffic.payload import Share
+from shardwise.cost.traffic.traffic import Share
 from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model

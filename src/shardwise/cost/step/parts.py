@@ -10,8 +10,7 @@ from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.prediction import Prediction, RankPrediction
 from shardwise.cost.step.simulation import SimulatedStep, rank_predictions
 from shardwise.cost.step.stage_time import optimizer_seconds, seconds_by_kind
-from shardwise.cost.traffic.payload import Payload
-from shardwise.cost.traffic.traffic import IN_LAYER, Traffic
+from shardwise.cost.traffic.traffic import IN_LAYER, Payload, Traffic
 from shardwise.spec.job import Job
 
 COMPUTE = ("products", "attention", "memory-bound", "launches")

@@ -19,10 +19,9 @@ from shardwise.cost.traffic.context import context_traffic
 from shardwise.cost.traffic.execution import executed
 from shardwise.cost.traffic.expert import expert_traffic
 from shardwise.cost.traffic.overlap import Pass, Window
-from shardwise.cost.traffic.payload import Payload, Role, sent_forward
 from shardwise.cost.traffic.pipeline import message_traffic, tied_bytes, tied_traffic
 from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_traffic
-from shardwise.cost.traffic.traffic import Traffic
+from shardwise.cost.traffic.traffic import Payload, Role, Traffic, sent_forward
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack

@@ -11,8 +11,7 @@ from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import fully_recomputed_share
 from shardwise.cost.traffic.network import exchanging, spanned
 from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.payload import Payload, Role, sent_backward, sent_forward
-from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
 from shardwise.layout.groups import group_runs
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job

@@ -19,8 +19,7 @@ from shardwise.cost.memory.states import Sharding, sharding_of
 from shardwise.cost.traffic.gradient_reduction import gradient_price, measured_schedules
 from shardwise.cost.traffic.network import level_names, spanned
 from shardwise.cost.traffic.overlap import Pass
-from shardwise.cost.traffic.payload import Payload, Role, Share, sent_backward, sent_forward
-from shardwise.cost.traffic.traffic import Traffic
+from shardwise.cost.traffic.traffic import Payload, Role, Share, Traffic, sent_backward, sent_forward
 from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job

@@ -14,10 +14,9 @@ from shardwise.cost.traffic.context import context_traffic
 from shardwise.cost.traffic.data import data_traffic
 from shardwise.cost.traffic.expert import expert_traffic
 from shardwise.cost.traffic.offload import offload_traffic
-from shardwise.cost.traffic.payload import Role
 from shardwise.cost.traffic.pipeline import pipeline_traffic
 from shardwise.cost.traffic.tensor import tensor_traffic
-from shardwise.cost.traffic.traffic import Traffic
+from shardwise.cost.traffic.traffic import Role, Traffic
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
 

@@ -25,8 +25,7 @@ from shardwise.collectives.arrays import is_array
 from shardwise.collectives.build import require_schedule
 from shardwise.collectives.cost import candidates, select, without_unit_levels
 from shardwise.cost.traffic.network import spanned
-from shardwise.cost.traffic.payload import Payload, Role, Share
-from shardwise.cost.traffic.traffic import collective_price
+from shardwise.cost.traffic.traffic import Payload, Role, Share, collective_price
 from shardwise.layout.groups import RankRun
 from shardwise.layout.sharding import SharedRanks, dense_ranks, divided_over, expert_ranks
 from shardwise.spec.errors import SpecError

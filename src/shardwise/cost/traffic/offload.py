@@ -17,8 +17,7 @@ from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
 from shardwise.cost.traffic.overlap import Pass, Window
-from shardwise.cost.traffic.payload import Payload, Role, sent_backward, sent_forward
-from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
 from shardwise.layout.stages import RankContents
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster

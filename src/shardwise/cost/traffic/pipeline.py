@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.cost.traffic.network import spanned
-from shardwise.cost.traffic.payload import Payload, Role, sent_backward, sent_forward
-from shardwise.cost.traffic.traffic import Traffic, collective_price, priced
+from shardwise.cost.traffic.traffic import Payload, Role, Traffic, collective_price, priced, sent_backward, sent_forward
 from shardwise.layout.groups import group_runs
 from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import RankContents, embedding_on_both_ends

@@ -24,8 +24,7 @@ from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.expert import expected_destinations
 from shardwise.cost.traffic.network import spanned
 from shardwise.cost.traffic.overlap import Window
-from shardwise.cost.traffic.payload import Payload, Phase, Role, Share, sent_backward, sent_forward
-from shardwise.cost.traffic.traffic import Traffic, priced
+from shardwise.cost.traffic.traffic import Payload, Phase, Role, Share, Traffic, priced, sent_backward, sent_forward
 from shardwise.layout.groups import expert_tensor_runs, group_runs
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job

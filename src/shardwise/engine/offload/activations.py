@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.cost.traffic.payload import Role, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.offload.store import BackgroundCopy, Store
 from shardwise.engine.patterns import Patterns, matching
 

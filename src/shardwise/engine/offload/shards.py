@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.cost.traffic.payload import Payload, Phase, Role, sent_backward
+from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward
 from shardwise.engine.data.fsdp_collectives import parameter_groups
 from shardwise.engine.offload.states import StoredStates, local
 from shardwise.engine.offload.store import BackgroundCopy

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.cost.traffic.payload import Role, sent_backward, sent_forward
+from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion
 from shardwise.engine.optim.elementwise import Update
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwise.cost.traffic.payload import Payload
+from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine.offload.folder import FIELD, folder_of, nameless_file
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload

@@ -12,8 +12,7 @@ from shardwise.cost.compute.operators import fully_recomputed_share, head_operat
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.payload import Payload, Role
-from shardwise.cost.traffic.traffic import Traffic
+from shardwise.cost.traffic.traffic import Payload, Role, Traffic
 from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates

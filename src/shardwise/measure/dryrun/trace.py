@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.cost.traffic.payload import Payload
+from shardwise.cost.traffic.traffic import Payload
 from shardwise.engine import engine as engine_module
 from shardwise.engine.batch import Batch
 from shardwise.engine.context.distributed_attention import AcrossRanks

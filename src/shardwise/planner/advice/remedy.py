@@ -1,24 +1,135 @@
-"""What makes a job fit that does not: a single change, another strategy, offload, or other devices. Each is priced."""
+"""What makes a job fit that does not: a single change, another strategy, offload, or other devices, each priced;
+and what is missing where nothing fits: memory, devices, or a batch that divides.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.cost.memory.device import peak_memory
-from shardwise.cost.memory.room import fit_of
+from shardwise.cost.memory.room import fit_of, room_of
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.verdict import fitting_change, neighbours
-from shardwise.planner.advice.missing import what_is_missing
 from shardwise.planner.automatic import KINDS, smallest_offload
+from shardwise.planner.candidate import job_with
+from shardwise.planner.constraints import Allowed
 from shardwise.planner.describe import change_words, strategy_words
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
+from shardwise.planner.search.search import Search, search
+from shardwise.planner.search.supported import findings_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes
+
+_MOST_TIMES = 1024  # as many devices
+
+
+def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
+    """Why there is no plan, and what would make one."""
+    if found.was_stopped:
+        problem = f"nothing that fits was found within the time limit of {request.seconds:g} s"
+        return problem, "give it longer (--time-limit 10min), or bound it: --tp 8, --pp 1..16"
+    if not found.wanted:
+        return _no_layout(request)
+    least = found.least_memory
+    if least is None:
+        return f"this project's engine runs none of the strategies that divide{_first_lack(found, request)}", (
+            "use --any for what is only priced"
+        )
+    strategy = least.strategy()
+    cluster, room = request.job.cluster, request.room
+    if least.memory_bytes <= room.planned_bytes and cluster.host_memory is not None:
+        host = readable_bytes(least.host_bytes * cluster.node_devices)
+        return (
+            f"nothing fits: offloading ({strategy_words(strategy)}) would need {host} of host memory per node, "
+            f"{readable_bytes(cluster.host_memory)} are there",
+            "use more devices, or hosts with more memory",
+        )
+    usable = f"{cluster.device.name} has {readable_bytes(room.usable_bytes)}"
+    if room.is_capped:
+        usable += " as capped"
+    elif least.memory_bytes <= room.usable_bytes:
+        usable += f", of which a plan leaves {readable_bytes(room.margin_bytes)} free for the error bar of memory"
+    need = readable_bytes(least.memory_bytes)
+    problem = f"nothing fits: the smallest strategy ({strategy_words(strategy)}) needs {need} per device, {usable}"
+    return problem, ", or ".join(_remedies(request, least.memory_bytes))
+
+
+def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
+    """Each of them was tried, or follows from what fits."""
+    room, device = request.room, request.job.cluster.device
+    if room.is_capped and room_of(request.job).planned_bytes >= least_bytes:
+        yield "leave out --max-memory"
+        return
+    devices = _devices_that_fit(request)
+    if devices:
+        yield f"use {devices:,} devices"
+    if room.is_capped:
+        return
+    if least_bytes <= room.usable_bytes:
+        yield "plan without that margin (--max-memory 100%)"
+    tensors = (room.planned_bytes - device.framework_memory) / (room.usable_bytes - device.framework_memory)
+    whole = device.driver_memory + device.framework_memory + (least_bytes - device.framework_memory) / tensors
+    yield f"use devices with {math.ceil(whole / 2**30):,} GiB"
+
+
+def _first_lack(found: Search, request: Request) -> str:
+    """What stands in the way of the fastest strategy that is only priced."""
+    if found.best_not_run is None:
+        return ""
+    job = job_with(request.job, found.best_not_run.strategy(), found.best_not_run.sequences)
+    return "".join(f" ({' with '.join(one.techniques)}: {one.reason})" for one in findings_of(job)[:1])
+
+
+def _no_layout(request: Request) -> tuple[str, str]:
+    """Nothing divides: the constraints contradict each other or the batch is too small."""
+    job, constraints = request.job, request.constraints
+    fixed: dict[str, Any] = {"dp": None, "stage_layers": "balanced"}
+    for name, one in constraints.allowed.items():
+        if one.values is not None and len(one.values) == 1:
+            fixed[name] = one.values[0]
+    try:
+        replace(job, strategy=replace(Strategy(), **fixed))
+    except SpecError as error:
+        return f"{error.field}: {error.problem}" if error.field else error.problem, error.remedy
+    if constraints.allowed:
+        words = ", ".join(f"{name} {one}" for name, one in constraints.allowed.items())
+        return f"no layout of {job.cluster.devices:,} devices has {words} and a batch that divides", "relax one of them"
+    return (
+        f"the global batch {job.training.global_batch} does not divide over any layout of "
+        f"{job.cluster.devices:,} devices",
+        "use a batch with more divisors, or one in tokens such as 4M-tokens, which is rounded",
+    )
+
+
+def _devices_that_fit(request: Request) -> int | None:
+    """The least power of two times as many devices on which something fits; None if none does."""
+    cluster = request.job.cluster
+    small = {"recompute": Allowed(("full",)), "recompute_layers": Allowed((None,)), "microbatch": Allowed((1,)),
+             "schedule": Allowed((PLAIN,)), "shard_group": Allowed((None,))}  # fmt: skip
+    allowed = {name: one for name, one in small.items() if name not in request.constraints.allowed}
+    times = 2
+    while times <= _MOST_TIMES:
+        try:
+            larger = cluster.with_devices(cluster.devices * times)
+        except SpecError:
+            return None
+        constraints = request.constraints.with_allowed(allowed)
+        wider = replace(request.on(larger), constraints=constraints)
+        space = wider.space(offload=request.offload is not False)
+        deadline, capacity = request.deadline.part(), request.capacity_bytes
+        if search(space, memory_bytes=capacity, any_priced=request.any_priced, kept=1, deadline=deadline).best:
+            return larger.devices
+        times *= 2
+    return None
+
 
 SEARCH_SECONDS = 5.0  # for unsolicited advice; `plan` searches longer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.planner.advice.missing import what_is_missing
+from shardwise.planner.advice.remedy import what_is_missing
 from shardwise.planner.candidate import PARTS, Candidate
 from shardwise.planner.constraints import Allowed, has
 from shardwise.planner.describe import strategy_words

@@ -18,8 +18,7 @@ from shardwise.planner.constraints import Constraints
 from shardwise.planner.mixed.space import MixedRequest, MixedSpace, estimated
 from shardwise.planner.mixed.step import Arrangement, MixedStep, mixed_step
 from shardwise.planner.plan import Plan, plan
-from shardwise.planner.request import Request
-from shardwise.planner.search.deadline import USUAL_SECONDS, Deadline
+from shardwise.planner.request import USUAL_SECONDS, Deadline, Request
 from shardwise.planner.search.stages import Pieces, divisions, pieces_of, room_for_pieces
 from shardwise.planner.search.supported import require_offered
 from shardwise.spec.clusters import MixedCluster, parse_mixed

@@ -10,8 +10,8 @@ from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.cost.step.prediction import Prediction, RankPrediction, rank_prediction
 from shardwise.cost.step.simulation import seconds_of_stages
-from shardwise.cost.traffic.payload import Role, sent_forward
 from shardwise.cost.traffic.pipeline import message_traffic
+from shardwise.cost.traffic.traffic import Role, sent_forward
 from shardwise.layout.stages import placement, rank_contents, stages_of_rank
 from shardwise.pipeline import stage_times
 from shardwise.pipeline.steady import simulated_pipeline

@@ -10,10 +10,9 @@ from shardwise.cost.memory.room import room_of
 from shardwise.cost.sweep.group import Group
 from shardwise.cost.sweep.price import TableBlock, TablePiece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
-from shardwise.planner.search.deadline import Deadline
-from shardwise.planner.search.masks import Mask
+from shardwise.planner.request import Deadline
 from shardwise.planner.search.space import Space
-from shardwise.planner.search.supported import Supported
+from shardwise.planner.search.supported import Mask, Supported
 from shardwise.spec.strategy import Offload, Strategy
 
 if TYPE_CHECKING:

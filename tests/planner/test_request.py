@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ import pytest
 from cli.running import run, strict_json
 from planner.cases import job_of, within
 from shardwise.planner.plan import Plan, plan, required
-from shardwise.planner.request import Request
-from shardwise.planner.search import deadline
+from shardwise.planner.request import Deadline, Request
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 
@@ -38,7 +38,7 @@ def test_what_no_job_has_is_refused_by_its_field(path: str) -> None:
 
 
 def test_the_command_says_so_at_once(tmp_path: Path) -> None:
-    example = (Path(__file__).parents[3] / "examples" / "deepseek-v3-hgx-h800.yaml").read_text(encoding="utf-8")
+    example = (Path(__file__).parents[2] / "examples" / "deepseek-v3-hgx-h800.yaml").read_text(encoding="utf-8")
     job = tmp_path / "job.yaml"
     job.write_text(example.replace("seq: 4096", f"seq: {ABSURD}"), encoding="utf-8")
     for verb in ("plan --output -", "analyze", "dryrun"):
@@ -62,7 +62,7 @@ def test_a_search_that_takes_too_long_gives_the_best_so_far(monkeypatch: pytest.
     request = Request(job_of("llama3-8b", "dgx-h100:2", 64), within(cp="1", schedule="1f1b", recompute="none"))
     whole = plan(request)
     assert isinstance(whole, Plan) and not whole.search.was_stopped
-    monkeypatch.setattr(deadline.time, "process_time", Clock())
+    monkeypatch.setattr(time, "process_time", Clock())
     part = plan(replace(request, time_limit_seconds=12.0))
     assert isinstance(part, Plan) and part.search.was_stopped
     assert 0 < part.search.priced < whole.search.priced
@@ -70,7 +70,7 @@ def test_a_search_that_takes_too_long_gives_the_best_so_far(monkeypatch: pytest.
 
 def test_where_there_was_no_time_to_find_anything_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(job_of("llama3-70b", "dgx-h100:1", 64), offload=False, time_limit_seconds=2.0)
-    monkeypatch.setattr(deadline.time, "process_time", Clock())
+    monkeypatch.setattr(time, "process_time", Clock())
     with pytest.raises(SpecError, match="within the time limit of 2 s"):
         required(plan(request), request)
 
@@ -79,7 +79,7 @@ def test_one_limit_holds_for_all_that_is_asked(monkeypatch: pytest.MonkeyPatch) 
     """What there is no time for is left out and named; the plan is there."""
     command = "plan --model tiny --cluster laptop:2 --global-batch 4 --seq 64 --output - --json --pp 1 --time-limit 6s"
     clock = Clock()
-    monkeypatch.setattr(deadline.time, "process_time", clock)
+    monkeypatch.setattr(time, "process_time", clock)
     found = run(*command.split(), *(["--why-not", "tp=2", "--what-if", "memory=192GB", "--what-if", "device=cpu"]))
     assert found.status == 0, found.err
     answer = json.loads(found.out)
@@ -100,7 +100,7 @@ LARGEST = [
 @pytest.mark.parametrize("asked", LARGEST)
 def test_the_largest_jobs_are_answered(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the largest numbers that are taken: an answer or one line, and no figure that is none."""
-    monkeypatch.setattr(deadline.time, "process_time", Clock())
+    monkeypatch.setattr(time, "process_time", Clock())
     for verb in ("plan --output - --json --time-limit 6s", "analyze --json"):
         found = run(*verb.split(), *asked.split())
         assert found.status in (0, 1, 2), found.err
@@ -112,8 +112,8 @@ def test_the_largest_jobs_are_answered(asked: str, monkeypatch: pytest.MonkeyPat
 
 def test_parts_leave_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(deadline.time, "process_time", lambda: now[0])
-    whole = deadline.Deadline(16.0)
+    monkeypatch.setattr(time, "process_time", lambda: now[0])
+    whole = Deadline(16.0)
     parts = []
     for _ in range(3):
         parts.append(whole.part())
@@ -124,7 +124,7 @@ def test_parts_leave_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mixed_cluster_has_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline.time, "process_time", Clock())
+    monkeypatch.setattr(time, "process_time", Clock())
     command = "plan --model llama3-8b --cluster dgx-h100:1+dgx-a100:1 --global-batch 64 --seq 4096 --tp 8 --json"
     assert json.loads(run(*command.split(), "--time-limit", "100000s").out)["was_stopped"] is False
     found = run(*command.split(), "--time-limit", "40s")
