@@ -28,10 +28,11 @@ def test_a_job_a_file_a_mapping_and_keywords_are_the_same(tmp_path: Path) -> Non
         assert shardwise.analyze(given).to_dict() == by_keywords.to_dict()
 
 
-def test_results_say_what_the_commands_say() -> None:
+def test_results_say_what_the_commands_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert shardwise.analyze(**KEYWORDS).to_dict() == run_json("analyze", *FLAGS.split())
     text = str(shardwise.analyze(**KEYWORDS))
-    assert " ".join(run("analyze", *FLAGS.split()).out.split()) == " ".join(text.split())
+    assert " ".join(run("analyze", *FLAGS.split(), columns=200).out.split()) == " ".join(text.split())
     scored = shardwise.validate("pipeline_bubble")
     assert json.loads(json.dumps(scored.to_dict())) == run_json("validate", "pipeline_bubble")
 

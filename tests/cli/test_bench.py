@@ -58,9 +58,9 @@ def test_bus_bandwidth_by_the_definitions_of_nccl_tests() -> None:
 def test_the_levels_of_a_network_and_the_world() -> None:
     cluster = cluster_of(Emulation.parse("2x3,1Gbit,1ms"), cluster_from("laptop"))
     inside, between, world = levels_of(cluster)
-    assert inside.groups(6) == [[0, 1, 2], [3, 4, 5]]
-    assert between.groups(6) == [[0, 3], [1, 4], [2, 5]]
-    assert (world.name, world.groups(6)) == ("world", [[0, 1, 2, 3, 4, 5]])
+    assert inside.groups(6) == ((0, 1, 2), (3, 4, 5))
+    assert between.groups(6) == ((0, 3), (1, 4), (2, 5))
+    assert (world.name, world.groups(6)) == ("world", ((0, 1, 2, 3, 4, 5),))
     assert [level.name for level in levels_of(cluster_from("laptop:4"))] == ["world"]
     assert isinstance(world, Level) and sizes_between(8, 100) == (8, 32, 100)
 
