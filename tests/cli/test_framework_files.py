@@ -17,7 +17,7 @@ from interop.random_jobs import drawn
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.interop.frameworks import TARGETS
-from shardwise.interop.frameworks.said import said_by
+from shardwise.interop.frameworks.job_fields import said_by
 from shardwise.spec import Job, SpecError
 from shardwise.spec.files import dump_yaml
 

@@ -9,8 +9,8 @@ import pytest
 
 from interop.random_jobs import drawn
 from shardwise.interop.frameworks import TARGETS, can_run, export, target
-from shardwise.interop.frameworks.names import recorded
-from shardwise.interop.frameworks.said import said_by, shape_of
+from shardwise.interop.frameworks.documents import recorded
+from shardwise.interop.frameworks.job_fields import said_by, shape_of
 from shardwise.spec import Job, SpecError
 
 NUMBER = 200
@@ -65,7 +65,7 @@ def test_nothing_is_dropped_silently(name: str) -> None:
 
 
 def nested(fields: dict[str, Any]) -> dict[str, Any]:
-    from shardwise.interop.frameworks.parts import Imported
+    from shardwise.interop.frameworks.target import Imported
 
     tree = Imported("", fields).nested()
     strategy = tree["strategy"]

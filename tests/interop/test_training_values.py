@@ -10,7 +10,7 @@ import pytest
 
 from interop.test_frameworks import there_and_back
 from shardwise.interop.frameworks import TARGETS, export
-from shardwise.interop.frameworks.said import value_at
+from shardwise.interop.frameworks.job_fields import value_at
 from shardwise.spec import Job
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.model import Model

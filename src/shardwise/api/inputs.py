@@ -109,7 +109,7 @@ def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
 
 
 def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    from shardwise.interop.frameworks.parts import fitting_run
+    from shardwise.interop.frameworks.target import fitting_run
 
     return fitting_run(run)
 

@@ -6,12 +6,155 @@ its key and the value the `transformers` library takes when the key is absent.
 
 from __future__ import annotations
 
-from shardwise.interop import rope, translate
-from shardwise.interop.gpt_families import FALCON, GPT_2, GPT_NEOX, GPT_OSS, OPT, PHI
-from shardwise.interop.keys import GATED, LIST, MAPPING, TEXT, Family, activation, key, with_defaults
-from shardwise.interop.shared_keys import BIAS, GROUPED, KV_HEADS, NUMERICS, RMS, ROTARY_SHARE, SHAPE, SILU, WINDOW
+from shardwise.interop import keys
+from shardwise.interop.keys import GATED, LIST, MAPPING, PLAIN, TEXT, Family, activation, key, with_defaults
+
+# -- Keys of a ``config.json`` that many families of Hugging Face share, with the defaults of Llama
 
 # fmt: off
+SHAPE = {
+    "layers": key("num_hidden_layers", 32),
+    "hidden": key("hidden_size", 4096),
+    "heads": key("num_attention_heads", 32),
+    "ffn": key("intermediate_size", 11008),
+    "vocab": key("vocab_size", 32000),
+    "max_seq": key("max_position_embeddings", 2048),
+    "tied_embeddings": key("tie_word_embeddings", False),
+}
+KV_HEADS = {"kv_heads": key("num_key_value_heads", None, nullable=True)}
+GROUPED = {**SHAPE, **KV_HEADS, "head_dim": key("head_dim", None, nullable=True)}
+SILU = activation("hidden_act", "silu", GATED)
+BIAS = {"qkv_bias": key("attention_bias", False), "attention_out_bias": key("attention_bias", False)}
+WINDOW = {"sliding_window": key("sliding_window", None)}
+NUMERICS = {
+    "numerics.norm_epsilon": key("rms_norm_eps", 1e-6),
+    "numerics.rope_theta": key("rope_theta", 10_000.0, read=keys.read_theta),
+    "numerics.rope_scaling": key(
+        "rope_scaling", None, holds=MAPPING, read=keys.read_scaling, write=keys.write_scaling
+    ),
+}
+
+ROTARY_SHARE = {"numerics.rotary_share": key("partial_rotary_factor", 1.0, read=keys.read_share)}
+
+RMS = {"norm": "rmsnorm", "positions": "rope"}
+LAYER_NORM = {"norm": "layernorm", "positions": "learned"}
+BIASED = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
+# fmt: on
+
+
+# -- The GPT line of Hugging Face's families: layer norms and biases, in the older ways of writing a config
+
+# fmt: off
+GPT_2 = Family(
+    "gpt2",
+    {
+        "layers": key("n_layer|num_hidden_layers", 12),
+        "hidden": key("n_embd|hidden_size", 768),
+        "heads": key("n_head|num_attention_heads", 12),
+        "ffn": key("n_inner", None, read=keys.four_times("n_embd")),
+        "vocab": key("vocab_size", 50257),
+        "max_seq": key("n_positions|max_position_embeddings", 1024),
+        "tied_embeddings": key("tie_word_embeddings", True),
+        **activation("activation_function", "gelu_new", PLAIN),
+        "numerics.norm_epsilon": key("layer_norm_epsilon", 1e-5),
+    },
+    {**LAYER_NORM, **BIASED},
+    {"add_cross_attention": False, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+)
+GPT_NEOX = Family(
+    "gpt_neox",
+    with_defaults(
+        {
+            **SHAPE, **BIAS,
+            **activation("hidden_act", "gelu", PLAIN),
+            "parallel_block": key("use_parallel_residual", True),
+            "numerics.norm_epsilon": key("layer_norm_eps", 1e-5),
+            "numerics.rope_theta": key("rotary_emb_base|rope_theta", 10_000.0, read=keys.read_theta),
+            "numerics.rope_scaling": NUMERICS["numerics.rope_scaling"],
+            "numerics.rotary_share": key("rotary_pct|partial_rotary_factor", 0.25, read=keys.read_share),
+        },
+        layers=44, hidden=6144, heads=64, ffn=24576, vocab=50432, qkv_bias=True, attention_out_bias=True,
+    ),
+    {"norm": "layernorm", "positions": "rope", "mlp_bias": True},
+)
+PHI = Family(
+    "phi",
+    with_defaults(
+        {
+            **SHAPE, **KV_HEADS, **NUMERICS, **ROTARY_SHARE,
+            **activation("hidden_act", "gelu_new", PLAIN),
+            "qk_norm": key("qk_layernorm", False),
+            "numerics.norm_epsilon": key("layer_norm_eps", 1e-5),
+        },
+        layers=24, hidden=2048, ffn=8192, vocab=51200, **{"numerics.rotary_share": 0.5},
+    ),
+    {
+        **BIASED, "norm": "layernorm", "positions": "rope", "parallel_block": True, "norms_per_layer": 1,
+        "lm_head_bias": True,
+    },
+)
+GPT_OSS = Family(
+    "gpt_oss",
+    with_defaults(
+        {
+            **GROUPED, **SILU, **BIAS, **WINDOW,
+            "moe.experts": key("num_local_experts", 128),
+            "moe.top_k": key("num_experts_per_tok|experts_per_token", 4),
+            "moe.ffn": key("intermediate_size", 2880),
+        },
+        layers=36, hidden=2880, heads=64, kv_heads=8, head_dim=64, ffn=2880, vocab=201088, max_seq=131072,
+        qkv_bias=True, attention_out_bias=True, sliding_window=128,
+    ),
+    {**RMS, "mlp_bias": True, "moe.router_bias": True, "sliding_window_every": 2},
+)
+OPT = Family(
+    "opt",
+    with_defaults(
+        {
+            **SHAPE,
+            "ffn": key("ffn_dim", 3072),
+            **activation("activation_function", "relu", PLAIN),
+            "qkv_bias": key("enable_bias", True),
+            "attention_out_bias": key("enable_bias", True),
+            "mlp_bias": key("enable_bias", True),
+        },
+        layers=12, hidden=768, heads=12, vocab=50272, tied_embeddings=True,
+    ),
+    LAYER_NORM,
+    {
+        "do_layer_norm_before": True,
+        "layer_norm_elementwise_affine": True,
+        "_remove_final_layer_norm": False,
+        "word_embed_proj_dim": lambda config: config["hidden_size"],
+    },
+)
+FALCON = Family(
+    "falcon",
+    {
+        "layers": key("num_hidden_layers|n_layer", 32),
+        "hidden": key("hidden_size|n_embed", 4544),
+        "heads": key("num_attention_heads|n_head", 71),
+        "kv_heads": key("num_kv_heads|n_head_kv", None, read=keys.falcon_kv_heads),
+        "ffn": key("ffn_hidden_size", None, read=keys.four_times("hidden_size")),
+        "vocab": key("vocab_size", 65024),
+        "max_seq": key("max_position_embeddings", 2048),
+        "tied_embeddings": key("tie_word_embeddings", True),
+        **activation("activation", "gelu", PLAIN),
+        "qkv_bias": key("bias", False),
+        "attention_out_bias": key("bias", False),
+        "mlp_bias": key("bias", False),
+        "norms_per_layer": key("num_ln_in_parallel_attn", None, read=keys.falcon_norms),
+        "parallel_block": key("parallel_attn", True, read=keys.falcon_parallel),
+        "positions": key("alibi", False, read=keys.alibi_positions, write=keys.is_alibi),
+    },
+    {"norm": "layernorm"},
+    also=keys.falcon_switches,
+)
+# fmt: on
+# fmt: off
+
+
+# -- the families ------------------------------------------------------------------------------------
 # -- Llama and Mistral -------------------------------------------------------------------------------------
 
 _LLAMA = Family("llama", {**GROUPED, **SILU, **BIAS, **NUMERICS, "mlp_bias": key("mlp_bias", False)}, RMS)
@@ -38,7 +181,7 @@ _PHI_3 = Family(
         hidden=3072, ffn=8192, vocab=32064, max_seq=4096, **{"numerics.norm_epsilon": 1e-5},
     ),
     RMS,
-    also=translate.phi_3_lengths,
+    also=keys.phi_3_lengths,
 )
 
 # -- OLMo --------------------------------------------------------------------------------------------------
@@ -63,7 +206,7 @@ _OLMO_2 = Family(
 _QWEN = with_defaults(
     {
         **GROUPED, **SILU, **NUMERICS,
-        "sliding_window": key("sliding_window", 4096, nullable=True, read=translate.qwen_window),
+        "sliding_window": key("sliding_window", 4096, nullable=True, read=keys.qwen_window),
     },
     ffn=22016, vocab=151936, max_seq=32768, kv_heads=32,
 )
@@ -74,15 +217,15 @@ _QWEN_EXPERTS = {
     "moe.every": key("decoder_sparse_step", 1),
     "numerics.renormalise_top_k": key("norm_topk_prob", False),
     "moe.dense_layers": key(
-        "mlp_only_layers", None, holds=LIST, read=translate.leading_layers, write=translate.first_layers
+        "mlp_only_layers", None, holds=LIST, read=keys.leading_layers, write=keys.first_layers
     ),
 }
-_QWEN_2 = Family("qwen2", _QWEN, {**RMS, "qkv_bias": True}, also=translate.qwen_window_switch)
+_QWEN_2 = Family("qwen2", _QWEN, {**RMS, "qkv_bias": True}, also=keys.qwen_window_switch)
 _QWEN_3 = Family(
     "qwen3",
     with_defaults({**_QWEN, **BIAS}, head_dim=128),
     {**RMS, "qk_norm": True},
-    also=translate.qwen_window_switch,
+    also=keys.qwen_window_switch,
 )
 _QWEN_2_MOE = Family(
     "qwen2_moe",
@@ -96,7 +239,7 @@ _QWEN_2_MOE = Family(
     ),
     {**RMS, "moe.shared_gate": True},
     {"use_sliding_window": False},  # transformers gives this family's window to other layers than its siblings'
-    also=translate.qwen_window_switch,
+    also=keys.qwen_window_switch,
 )
 _QWEN_3_MOE = Family(
     "qwen3_moe",
@@ -106,7 +249,7 @@ _QWEN_3_MOE = Family(
         **{"moe.experts": 128, "moe.top_k": 8, "moe.ffn": 768},
     ),
     {**RMS, "qk_norm": True},
-    also=translate.qwen_window_switch,
+    also=keys.qwen_window_switch,
 )
 
 # -- DeepSeek: the config's head_dim is the rotary part of a head, so it is not read ------------------------
@@ -122,17 +265,17 @@ _DEEPSEEK = {
     "moe.top_k": key("num_experts_per_tok", None, nullable=False),
     "moe.ffn": key("moe_intermediate_size", 1407),
     "moe.shared_ffn": key(
-        "n_shared_experts", 2, nullable=True, read=translate.shared_width, write=translate.shared_number
+        "n_shared_experts", 2, nullable=True, read=keys.shared_width, write=keys.shared_number
     ),
     "moe.dense_layers": key("first_k_dense_replace", 0),
     "moe.router": key("scoring_func", "softmax", holds=TEXT),
     "numerics.router_scale": key("routed_scaling_factor", 1.0),
     "numerics.renormalise_top_k": key("norm_topk_prob", False),
     "moe.router_bias": key(
-        "topk_method", "greedy", holds=TEXT, read=translate.has_bias, write=translate.routing_method
+        "topk_method", "greedy", holds=TEXT, read=keys.has_bias, write=keys.routing_method
     ),
-    "moe.groups": key("n_group", None, read=translate.expert_groups),
-    "moe.groups_used": key("topk_group", None, read=translate.expert_groups),
+    "moe.groups": key("n_group", None, read=keys.expert_groups),
+    "moe.groups_used": key("topk_group", None, read=keys.expert_groups),
 }
 _DEEPSEEK_REQUIRES = {"moe_layer_freq": 1, "attention_bias": False, "use_mla": True}
 _DEEPSEEK_V2 = Family("deepseek_v2", _DEEPSEEK, RMS, {**_DEEPSEEK_REQUIRES, "scoring_func": "softmax"})
@@ -155,7 +298,7 @@ _GEMMA_KEYS = with_defaults(
     {
         **GROUPED, **BIAS, **NUMERICS,
         **activation("hidden_activation|hidden_act", "gelu_pytorch_tanh", GATED),
-        "numerics.embedding_scale": key("hidden_size", 3072, read=translate.root, write=translate.width),
+        "numerics.embedding_scale": key("hidden_size", 3072, read=keys.root, write=keys.width),
     },
     layers=28, hidden=3072, heads=16, kv_heads=16, head_dim=256, ffn=24576, vocab=256000, max_seq=8192,
     tied_embeddings=True,
@@ -163,7 +306,7 @@ _GEMMA_KEYS = with_defaults(
 _GEMMA_2_KEYS = with_defaults(
     {
         **_GEMMA_KEYS, **WINDOW,
-        "numerics.attention_scalar": key("query_pre_attn_scalar", 256, write=translate.whole),
+        "numerics.attention_scalar": key("query_pre_attn_scalar", 256, write=keys.whole),
         "numerics.logit_softcap": key("final_logit_softcapping", None),
     },
     layers=26, hidden=2304, heads=8, kv_heads=4, ffn=9216, sliding_window=4096, **{"numerics.embedding_scale": 2304},
@@ -176,14 +319,14 @@ _GEMMA_2 = Family(
     with_defaults(
         {
             **_GEMMA_2_KEYS,
-            "sliding_window": key("sliding_window", 4096, nullable=True, read=translate.second_window),
+            "sliding_window": key("sliding_window", 4096, nullable=True, read=keys.second_window),
             "numerics.attention_softcap": key("attn_logit_softcapping", 50.0, nullable=True),
         },
         **{"numerics.logit_softcap": 30.0},
     ),
     {**_GEMMA_NORMS, "norms_per_layer": 4, "sliding_window_every": 2},
     _ONE_DIRECTION,
-    also=translate.layer_kinds,
+    also=keys.layer_kinds,
 )
 _GEMMA_3 = Family(
     "gemma3_text",
@@ -191,19 +334,19 @@ _GEMMA_3 = Family(
         {
             **_GEMMA_2_KEYS,
             "sliding_window_every": key(
-                "sliding_window_pattern|_sliding_window_pattern", 6, read=translate.window_every
+                "sliding_window_pattern|_sliding_window_pattern", 6, read=keys.window_every
             ),
-            "numerics.rope_theta": key("rope_theta", 1e6, read=rope.read_global_theta),
+            "numerics.rope_theta": key("rope_theta", 1e6, read=keys.read_global_theta),
             "numerics.rope_scaling": key(
-                "rope_scaling", None, holds=MAPPING, read=rope.read_global_scaling, write=rope.write_scaling
+                "rope_scaling", None, holds=MAPPING, read=keys.read_global_scaling, write=keys.write_scaling
             ),
-            "numerics.windowed_rope_theta": key("rope_local_base_freq", 10_000.0, read=rope.read_windowed_theta),
+            "numerics.windowed_rope_theta": key("rope_local_base_freq", 10_000.0, read=keys.read_windowed_theta),
         },
         vocab=262208, max_seq=131072,
     ),
     {**_GEMMA_NORMS, "norms_per_layer": 4, "qk_norm": True},
     {**_ONE_DIRECTION, "attn_logit_softcapping": None},
-    also=translate.layer_kinds,
+    also=keys.layer_kinds,
 )
 # fmt: on
 

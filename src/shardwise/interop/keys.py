@@ -1,4 +1,4 @@
-"""How one `Model` field is written in a ``config.json``, and what makes a family of such configs."""
+"""How each `Model` field is written in a ``config.json``: keys, rotary positions, and values spelled differently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.model import Model
+from shardwise.spec.model import Model, RopeScaling
 
 Config = Mapping[str, Any]
 
@@ -111,3 +111,249 @@ def activation(names: str, default: str, meanings: Mapping[str, str]) -> dict[st
 
 def _gelu(name: str) -> str:
     return "exact" if name == "gelu" else "tanh"
+
+
+# -- The rotary positions of a ``config.json``, in its older and its newer spelling, and back in the older one
+# Older configs have ``rope_theta`` beside an optional ``rope_scaling``; since transformers 5 both stand in one
+# ``rope_parameters``. Every version reads the older spelling.
+
+# Field of RopeScaling -> key of the config.
+_KEYS = {
+    "factor": "factor",
+    "original_seq": "original_max_position_embeddings",
+    "low_frequency": "low_freq_factor",
+    "high_frequency": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all": "mscale_all_dim",
+    "truncate": "truncate",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+}
+_KINDS = ("linear", "llama3", "yarn", "longrope")
+_SEEING_ALL, _WINDOWED = "full_attention", "sliding_attention"
+
+
+def read_theta(value: Any, config: Config) -> Any:
+    return _parameters(config).get("rope_theta", value)
+
+
+def read_share(value: Any, config: Config) -> Any:
+    """The part of a head's features that turns."""
+    return _parameters(config).get("partial_rotary_factor", value)
+
+
+def read_windowed_theta(value: Any, config: Config) -> Any:
+    """Of a family whose layers with a window turn by frequencies of their own."""
+    windowed = _parameters(config, _WINDOWED)
+    kind = windowed.get("rope_type", "default")
+    if kind != "default":
+        raise SpecError(f"rope_parameters.{_WINDOWED}.rope_type", f"{shown(kind)} is not supported", "use default")
+    return windowed.get("rope_theta", value) if _are_several(config) else value
+
+
+def read_global_theta(value: Any, config: Config) -> Any:
+    return _parameters(config, _SEEING_ALL).get("rope_theta", value)
+
+
+def read_global_scaling(value: Any, config: Config) -> RopeScaling | None:
+    return _scaling(value, config, _parameters(config, _SEEING_ALL))
+
+
+def read_scaling(value: Any, config: Config) -> RopeScaling | None:
+    return _scaling(value, config, _parameters(config))
+
+
+def _scaling(value: Any, config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
+    name = "rope_scaling" if value else "rope_parameters"
+    said = value or parameters
+    kind = said.get("rope_type", said.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name, in Phi-3
+    if kind == "default":
+        return None
+    if kind not in _KINDS:
+        raise SpecError(f"{name}.rope_type", f"{shown(kind)} is not supported", f"use one of {', '.join(_KINDS)}")
+    fields = {field: said[key] for field, key in _KEYS.items() if said.get(key) is not None}
+    longest = config["max_position_embeddings"]
+    if kind == "longrope" and "original_max_position_embeddings" in config:
+        fields.setdefault("original_seq", config["original_max_position_embeddings"])
+    if kind != "linear":
+        fields.setdefault("original_seq", longest)
+    if "factor" not in fields and isinstance(fields.get("original_seq"), int):
+        fields["factor"] = longest / max(1, fields["original_seq"])
+    try:
+        return RopeScaling.from_dict({"kind": kind, **fields})
+    except SpecError as error:
+        raise SpecError(f"{name}.{_KEYS.get(error.field, error.field)}", error.problem, error.remedy) from None
+
+
+def write_scaling(value: RopeScaling | None, model: Model) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    said = {key: getattr(value, field) for field, key in _KEYS.items() if field in value.to_dict()}
+    if value.kind == "llama3":  # these two have no default in transformers
+        said |= {"low_freq_factor": value.low_frequency, "high_freq_factor": value.high_frequency}
+    if value.kind == "longrope":
+        said |= {"short_factor": list(value.short_factors), "long_factor": list(value.long_factors)}
+    return {"rope_type": value.kind, **said}
+
+
+def _parameters(config: Config, layers: str = "") -> Mapping[str, Any]:
+    """Those of all layers, or of the kind ``layers`` where kinds differ."""
+    parameters = config.get("rope_parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise SpecError("rope_parameters", f"{shown(parameters)} is not a mapping", "correct that value of the config")
+    if not _are_several(config):
+        return parameters
+    if not layers:
+        raise SpecError("rope_parameters", "differ between kinds of layers", "only one for all layers is read")
+    inner = parameters.get(layers)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _are_several(config: Config) -> bool:
+    parameters = config.get("rope_parameters")
+    return isinstance(parameters, Mapping) and any(isinstance(inner, Mapping) for inner in parameters.values())
+
+
+# -- Readers and writers for fields that a config and a `Model` express differently ------------------
+# A reader takes the config's value and the whole config, with the library's defaults filled in; a writer takes the
+# field's value and the whole model.
+
+
+def four_times(name: str) -> Callable[[Any, Config], Any]:
+    """An MLP width that is four times the hidden size, which stands under ``name``, unless given."""
+    return lambda value, config: 4 * config[name] if value is None else value
+
+
+def leading_layers(value: Any, config: Config) -> int:
+    """Qwen's list of dense layers as a number of leading ones."""
+    layers = list(value or ())
+    if layers != list(range(len(layers))) or (layers and config["decoder_sparse_step"] != 1):
+        raise SpecError("mlp_only_layers", f"{shown(value)} are not the first layers", "only leading layers are read")
+    return len(layers)
+
+
+def first_layers(value: Any, model: Model) -> list[int]:
+    return list(range(value))
+
+
+def qwen_window(value: Any, config: Config) -> Any:
+    """Qwen's window holds from layer ``max_window_layers`` on, and only if switched on."""
+    if not config.get("use_sliding_window", False):
+        return None
+    first = config.get("max_window_layers", 28)
+    if first == config["num_hidden_layers"]:
+        return None
+    if first != 0:
+        raise SpecError("max_window_layers", f"{shown(first)} leaves some layers unwindowed", "use 0, or no window")
+    return value
+
+
+def qwen_window_switch(model: Model) -> dict[str, Any]:
+    return {"use_sliding_window": True, "max_window_layers": 0} if model.sliding_window else {}
+
+
+def window_every(value: Any, config: Config) -> Any:
+    """Gemma lists the kind of every layer: all n-th ones see all keys."""
+    return _listed_every(value, config)
+
+
+def second_window(value: Any, config: Config) -> Any:
+    """Gemma 2 has no setting for its pattern; its list of layers has to show it."""
+    _listed_every(2, config)
+    return value
+
+
+def _listed_every(every: Any, config: Config) -> Any:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and isinstance(every, int) and kinds != _layer_kinds(len(kinds), every):
+        raise SpecError("layer_types", f"are not such that every {every}th layer sees all keys", "correct the config")
+    return every
+
+
+def _layer_kinds(layers: int, every: int) -> list[str]:
+    whole = range(every - 1, layers, every) if every > 1 else range(0)
+    return ["full_attention" if index in whole else "sliding_attention" for index in range(layers)]
+
+
+def phi_3_lengths(model: Model) -> dict[str, Any]:
+    """What Phi-3 has outside of the scaling of its positions; and no padding that lies beyond a small vocabulary."""
+    scaling = model.numerics.rope_scaling
+    padding = {"pad_token_id": None} if model.vocab <= 32000 else {}
+    return {"original_max_position_embeddings": (scaling and scaling.original_seq) or model.max_seq, **padding}
+
+
+def layer_kinds(model: Model) -> dict[str, Any]:
+    return {"layer_types": _layer_kinds(model.layers, model.sliding_window_every)}
+
+
+def root(value: Any, config: Config) -> Any:
+    """Gemma multiplies embeddings by the root of their width."""
+    return float(value) ** 0.5 if 0 < value < 1e12 else 1.0  # the width itself is refused where it is none
+
+
+def whole(value: Any, model: Model) -> Any:
+    """Without a fraction where there is none: some keys take no other numbers."""
+    return value if value is None or value != int(value) else int(value)
+
+
+def width(value: Any, model: Model) -> int:
+    return model.hidden
+
+
+def shared_width(value: Any, config: Config) -> Any:
+    """DeepSeek counts its shared experts; `Model` takes the width of all of them together."""
+    return (value or 0) * config["moe_intermediate_size"]
+
+
+def shared_number(value: Any, model: Model) -> Any:
+    return value // model.moe.ffn if model.moe else 0
+
+
+def has_bias(value: Any, config: Config) -> bool:
+    """DeepSeek-V3 balances load by a bias on the router, under this name of its method."""
+    return bool(value == "noaux_tc")
+
+
+def routing_method(value: Any, model: Model) -> str:
+    if value:
+        return "noaux_tc"
+    return "group_limited_greedy" if model.moe and model.moe.groups > 1 else "greedy"
+
+
+def expert_groups(value: Any, config: Config) -> Any:
+    return 1 if value is None or config["topk_method"] == "greedy" else value
+
+
+def falcon_norms(value: Any, config: Config) -> Any:
+    if config.get("new_decoder_architecture", False):
+        return 2 if value is None else value
+    return 1 if config["parallel_attn"] else 2
+
+
+def falcon_kv_heads(value: Any, config: Config) -> Any:
+    if config.get("new_decoder_architecture", False):
+        return value
+    return 1 if config.get("multi_query", True) else None
+
+
+def falcon_parallel(value: Any, config: Config) -> Any:
+    return True if config.get("new_decoder_architecture", False) else value
+
+
+def alibi_positions(value: Any, config: Config) -> str:
+    return "none" if value else "rope"
+
+
+def is_alibi(value: Any, model: Model) -> bool:
+    return bool(value == "none")
+
+
+def falcon_switches(model: Model) -> dict[str, Any]:
+    grouped = model.kv_heads not in (1, model.heads) or (model.parallel_block and model.norms_per_layer == 2)
+    return {"new_decoder_architecture": grouped, "multi_query": model.kv_heads == 1}

@@ -14,12 +14,10 @@ from typing import Any
 from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
-from shardwise.interop.frameworks.files import read_file, recognise
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
-from shardwise.interop.frameworks.parts import Exported, Imported, Lost
-from shardwise.interop.frameworks.running import as_run_by, decides, own_stack, same_products
-from shardwise.interop.frameworks.target import Target
+from shardwise.interop.frameworks.reading import as_run_by, decides, own_stack, read_file, recognise, same_products
+from shardwise.interop.frameworks.target import Exported, Imported, Lost, Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.interop.frameworks import more_training_values
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import YAML, Settings
 from shardwise.interop.frameworks.target import Reading, Target
 from shardwise.spec.errors import SpecError
@@ -173,7 +173,7 @@ def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
     if {optimizer, weights} != {"none"}:
         fields["strategy.offload.target"] = "nvme" if "nvme" in (optimizer, weights) else "cpu"
     reading.count(_DEEPSPEED + "gradient_accumulation_steps")
-    more_training_values.read_accelerate(reading, fields)
+    training_values.read_accelerate(reading, fields)
 
 
 def _notes(job: Job) -> list[str]:

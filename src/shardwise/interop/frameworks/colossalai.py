@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.interop.frameworks import more_training_values
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import JSON, Settings
 from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError
@@ -46,7 +46,7 @@ def _compose(job: Job) -> Settings:
     elif strategy.tp > 1 and strategy.sequence_parallel:
         settings[_IN + "enable_sequence_parallelism"] = True
         settings[_IN + "sequence_parallelism_mode"] = "split_gather"
-    return {**settings, **_pipeline(job), **_recompute(job), **more_training_values.colossalai_settings(job)}
+    return {**settings, **_pipeline(job), **_recompute(job), **training_values.colossalai_settings(job)}
 
 
 def _outermost(job: Job) -> str:
@@ -101,7 +101,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     fields["training.attention"] = "flash" if flash or fields.get("strategy.context_method") == "ring" else "unfused"
     _read_pipeline(reading, fields)
     _read_recompute(reading, fields)
-    more_training_values.read_colossalai(reading, fields)
+    training_values.read_colossalai(reading, fields)
 
 
 def _read_sequence(reading: Reading, fields: dict[str, Any]) -> None:

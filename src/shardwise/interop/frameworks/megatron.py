@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.interop.frameworks import megatron_model, megatron_recompute, training_values
+from shardwise.interop.frameworks import megatron_model, megatron_reading, training_values
 from shardwise.interop.frameworks.documents import COMMAND, Settings
 from shardwise.interop.frameworks.megatron_reading import SHARDED, interpret
 from shardwise.interop.frameworks.target import Option, Target
@@ -28,7 +28,7 @@ def _compose(job: Job) -> Settings:
         **_PRECISION[training.precision],
         **_sharding(job),
         **_pipeline(job),
-        **megatron_recompute.compose(job),
+        **megatron_reading.compose_recompute(job),
         "--seq-length": training.seq,
         "--attention-dropout": dropout,
         "--hidden-dropout": dropout,
@@ -146,7 +146,7 @@ MEGATRON = Target(
     notes=_notes,
     stacks=("megatron-core", "megatron-bridge", "megatron-2022", "simumax"),
     recipe="bf16-fp32-grads",
-    selective=megatron_recompute.selective,
+    selective=megatron_reading.selective,
     reasons={
         "strategy.zero": "Muon runs without sharding or as dist_muon (ZeRO-1)",
         "strategy.keep_parameters": "Megatron-FSDP frees gathered weights after use",

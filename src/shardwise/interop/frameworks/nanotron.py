@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.interop.frameworks import more_training_values
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import YAML, Settings
 from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError
@@ -51,7 +51,7 @@ def _compose(job: Job) -> Settings:
     }
     if adam:
         settings[_FACTORY + "torch_adam_is_fused"] = True
-    return {**settings, **more_training_values.nanotron_settings(job)}
+    return {**settings, **training_values.nanotron_settings(job)}
 
 
 def _model(model: Model) -> Settings:
@@ -93,7 +93,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     if ranks:
         fields["training.global_batch"] = fields.get("strategy.microbatch", 1) * accumulation * ranks
     reading.value(_FACTORY + "torch_adam_is_fused")
-    more_training_values.read_nanotron(reading, fields)
+    training_values.read_nanotron(reading, fields)
     fields["strategy.order"] = ("tp", "cp", "dp", "pp")
     layers = fields.get("model.layers")
     if layers and fields["strategy.pp"] > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.interop.frameworks import more_training_values
+from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import TOML, Settings
 from shardwise.interop.frameworks.target import Option, Reading, Target
 from shardwise.spec.errors import SpecError, shown
@@ -66,7 +66,7 @@ def _compose(job: Job) -> Settings:
         "training.mixed_precision_param": "float32" if training.precision == "fp32" else "bfloat16",
         "training.mixed_precision_reduce": "float32",
         "training.local_batch_size": strategy.microbatch * (job.microbatches if strategy.pp > 1 else 1),
-        **more_training_values.torchtitan_settings(job),
+        **training_values.torchtitan_settings(job),
         "training.enable_cpu_offload": True if _offloads_all(job) else None,
         _PARALLEL + "data_parallel_replicate_degree": replicas,
         _PARALLEL + "data_parallel_shard_degree": strategy.data_parallel // replicas,
@@ -207,7 +207,7 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
     fields["training.precision"] = next(iter(quantized.values()), mixed)
     reading.used.add("training.mixed_precision_reduce")
     reading.choice("optimizer.name", {"AdamW": "adamw", "Adam": "adamw"})
-    more_training_values.read_torchtitan(reading, fields)
+    training_values.read_torchtitan(reading, fields)
     fields["training.attention"] = "flash"
     mode, option = fields["strategy.recompute"], reading.text("activation_checkpoint.selective_ac_option", "2")
     if mode == "selective" and option == "op":

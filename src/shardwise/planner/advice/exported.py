@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory.room import fit_of
 from shardwise.interop.frameworks import as_run_by, lacking, target
-from shardwise.interop.frameworks.said import said_by
+from shardwise.interop.frameworks.job_fields import said_by
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
