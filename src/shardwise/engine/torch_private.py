@@ -56,7 +56,19 @@ RuntimeAction = _schedules._Action
 ComputationType = _schedules._ComputationType
 PipelineScheduleRuntime = _schedules._PipelineScheduleRuntime
 PipelineStageBase = _stage._PipelineStageBase
-add_send_recv = _schedules._add_send_recv
+
+
+def with_messages(
+    passes: dict[int, list[RuntimeAction]], rank_of_stage: Callable[[int], int], stages: int
+) -> dict[int, list[RuntimeAction]]:
+    """The passes of every rank with sends and receives between them.
+
+    From 2.15 on the runtime wants a wait for every send; before, it waits for all of them at the end by itself.
+    """
+    lists: dict[int, list[RuntimeAction]] = _schedules._add_send_recv(passes, rank_of_stage, stages)
+    add_waits: Any = getattr(_schedules, "_add_wait_send", None)
+    return lists if add_waits is None else add_waits(lists)
+
 
 # One kernel for a list of tensors: what torch.optim itself calls, without a public name (2.13).
 foreach_add_ = torch._foreach_add_

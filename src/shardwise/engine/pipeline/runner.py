@@ -14,7 +14,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.pipeline.stage import Call, Mailbox, Message, NoReduction, PipelineStage, Reduction
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_names import sent
-from shardwise.engine.torch_private import ComputationType, PipelineScheduleRuntime, RuntimeAction, add_send_recv
+from shardwise.engine.torch_private import ComputationType, PipelineScheduleRuntime, RuntimeAction, with_messages
 from shardwise.engine.weight_gradients import Deferrable
 from shardwise.pipeline import Action, ActionKind, PipelineSchedule, build
 from shardwise.spec.errors import SpecError
@@ -58,8 +58,7 @@ def runtime_actions(schedule: PipelineSchedule) -> RuntimeActions:
     """
     require_runnable(schedule.name)
     passes = {rank: [_translated(action) for action in actions] for rank, actions in enumerate(schedule.actions)}
-    lists: RuntimeActions = add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
-    return lists
+    return with_messages(passes, lambda stage: schedule.placement[stage], schedule.stages)
 
 
 def forward_actions(schedule: PipelineSchedule) -> RuntimeActions:
@@ -69,8 +68,7 @@ def forward_actions(schedule: PipelineSchedule) -> RuntimeActions:
         rank: [_translated(action) for action in actions if action.kind is ActionKind.F]
         for rank, actions in enumerate(schedule.actions)
     }
-    lists: RuntimeActions = add_send_recv(passes, lambda stage: schedule.placement[stage], schedule.stages)
-    return lists
+    return with_messages(passes, lambda stage: schedule.placement[stage], schedule.stages)
 
 
 def splits_backward(schedule: PipelineSchedule) -> bool:
