@@ -17,9 +17,9 @@ from shardwise.spec.run import Timeouts
 PREFACE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from shardwise.training.attempt import Place, Reporter
+from shardwise.training.attempt import Reporter, WorldPlace
 
-place = Place.from_environment()
+place = WorldPlace.from_environment()
 reporter = Reporter(place)
 rank, attempt = place.rank, int(place.attempt.rpartition("-")[2])
 run = place.folder.parent
