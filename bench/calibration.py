@@ -29,7 +29,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.launch.emulate.network import EmulatedPool
 from shardwise.launch.pool import WorkerPlace
-from shardwise.measure.calibrate.run import Request, calibrate
+from shardwise.measure.calibrate.run import CalibrationRequest, calibrate
 from shardwise.measure.collectives.run import Operation
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
@@ -85,7 +85,7 @@ def main() -> int:
 
 def calibrated(link: str, parts: tuple[str, ...]) -> Cluster:
     emulation = Emulation.parse(link)
-    request = Request(cluster_of(emulation, cluster_from("laptop:1")), "cpu", 1, Path(), emulation, parts)
+    request = CalibrationRequest(cluster_of(emulation, cluster_from("laptop:1")), "cpu", 1, Path(), emulation, parts)
     began = time.perf_counter()
     found = calibrate(request, lambda text: None)
     print(f"calibrated on {link} in {time.perf_counter() - began:.0f} s")

@@ -151,14 +151,8 @@ def test_a_rule_finds_what_it_looks_for_and_nothing_else(
     assert any(rule(Module(place, source))) == refused
 
 
-# Still defined more than once; a name that no longer is leaves the list, and none comes in.
-SHARED_NAMES = {"Finding", "Grid", "Level", "Line", "Link", "Measured", "Place", "Request", "Schedule", "Shape"}
-
-
 def test_a_class_has_a_name_of_its_own() -> None:
-    shared = {name: places for name, places in class_names(modules()).items() if len(places) > 1}
-    assert {name: places for name, places in shared.items() if name not in SHARED_NAMES} == {}
-    assert set(shared) >= SHARED_NAMES, "no longer shared: take it off the list"
+    assert {name: places for name, places in class_names(modules()).items() if len(places) > 1} == {}
 
 
 def test_two_classes_of_one_name_are_found() -> None:

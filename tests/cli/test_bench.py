@@ -11,7 +11,13 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.collectives import CollectiveKind
-from shardwise.measure.collectives.request import Level, Measured, bus_factor, levels_of, sizes_between
+from shardwise.measure.collectives.request import (
+    MeasuredCollective,
+    MeasuredLevel,
+    bus_factor,
+    levels_of,
+    sizes_between,
+)
 from shardwise.report.collectives_picture import collectives_picture
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.emulation import Emulation, cluster_of
@@ -39,7 +45,9 @@ def test_every_collective_is_measured_and_right(capsys: pytest.CaptureFixture[st
 def test_a_picture_has_two_times_to_read_by_and_no_two_algorithms_look_alike() -> None:
     names = ["backend", *(f"way_{number}" for number in range(10))]
     measured = [
-        Measured("world", "all_reduce", one, 4, 8 * 4**k, 3, 2.1e-3, 2e-3, True) for k in (0, 1) for one in names
+        MeasuredCollective("world", "all_reduce", one, 4, 8 * 4**k, 3, 2.1e-3, 2e-3, True)
+        for k in (0, 1)
+        for one in names
     ]
     root = ElementTree.fromstring(collectives_picture(measured))
     texts = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -62,7 +70,7 @@ def test_the_levels_of_a_network_and_the_world() -> None:
     assert between.groups(6) == ((0, 3), (1, 4), (2, 5))
     assert (world.name, world.groups(6)) == ("world", ((0, 1, 2, 3, 4, 5),))
     assert [level.name for level in levels_of(cluster_from("laptop:4"))] == ["world"]
-    assert isinstance(world, Level) and sizes_between(8, 100) == (8, 32, 100)
+    assert isinstance(world, MeasuredLevel) and sizes_between(8, 100) == (8, 32, 100)
 
 
 @pytest.mark.parametrize(

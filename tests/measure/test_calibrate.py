@@ -20,8 +20,8 @@ from shardwise.measure.calibrate.device_samples import (
     CopySample,
     DeviceSamples,
     ProductSample,
-    Shape,
     StepSample,
+    StepShape,
     step_job,
 )
 from shardwise.measure.calibrate.fit import Wire, fit, fitted_device, fitted_level
@@ -32,7 +32,11 @@ from shardwise.spec.hardware import Device, Efficiency
 from shardwise.spec.network import NetworkLevel
 
 BASE = Device(peak=FrozenMapping({"fp32": 1e12, "bf16": 1e12}), memory=2**34, memory_bandwidth=1e11, vendor="generic")
-SHAPES = (Shape(2, 96, 6, 256, 1024, 4, 96), Shape(6, 48, 6, 128, 256, 8, 128), Shape(2, 64, 8, 128, 2048, 16, 64))
+SHAPES = (
+    StepShape(2, 96, 6, 256, 1024, 4, 96),
+    StepShape(6, 48, 6, 128, 256, 8, 128),
+    StepShape(2, 64, 8, 128, 2048, 16, 64),
+)
 
 
 def _truth(rolloff: float, traffic: float, call: float, score_flops: float) -> Device:
@@ -83,7 +87,7 @@ def test_a_device_is_found_again(rolloff: float, traffic: float, call: float, sc
     assert all(one.worst_error < 1e-6 for one in residuals), residuals
     assert found.peak["fp32"] == pytest.approx(4e10, rel=1e-5)
     assert found.memory_bandwidth == pytest.approx(2e10)
-    for shape in (*SHAPES, Shape(4, 64, 8, 192, 512, 8, 128)):  # also of a model that was not measured
+    for shape in (*SHAPES, StepShape(4, 64, 8, 192, 512, 8, 128)):  # also of a model that was not measured
         measured, priced = (step_job(shape, "fp32", one) for one in (truth, found))
         expected, got = (stage_seconds(job, rank_contents(job, 0)) for job in (measured, priced))
         assert got.forward == pytest.approx(expected.forward, rel=1e-4)

@@ -14,7 +14,7 @@ from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
 from shardwise.measure.compare.flights import unlike
 from shardwise.measure.compare.step_parts import Measured, measured
-from shardwise.measure.compare.stragglers import Link, links_of, rank_slowness, slow_link, straggler
+from shardwise.measure.compare.stragglers import MeasuredLink, links_of, rank_slowness, slow_link, straggler
 from shardwise.measure.recut import recut
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -255,7 +255,7 @@ def reword(monkeypatch: pytest.MonkeyPatch) -> None:
     labels.label_of.cache_clear()
 
 
-def by_every_name() -> tuple[Measured, tuple[Link, ...]]:
+def by_every_name() -> tuple[Measured, tuple[MeasuredLink, ...]]:
     """One step on two ranks with every collective that the engine has a name for, and every phase."""
     both, phases = (0, 1), [value for name, value in vars(StepPhase).items() if name.isupper()]
     records = []

@@ -15,9 +15,9 @@ from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_s
 from shardwise.engine.profiler_names import named, sent
 from shardwise.layout.ranks import coordinates
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
-from shardwise.measure.dryrun.extend import Shape, alike, at_one_moment, extension
-from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Place, Places
-from shardwise.measure.dryrun.result import RECEIVE, Compared, Line, check_rank, fullest_rank, resized
+from shardwise.measure.dryrun.extend import TracedShape, alike, at_one_moment, extension
+from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
+from shardwise.measure.dryrun.result import RECEIVE, Compared, TracedCollective, check_rank, fullest_rank, resized
 from shardwise.measure.dryrun.run import traced_bytes
 from shardwise.measure.dryrun.world import fake_tensors, posing_as
 from shardwise.models.norms import RMSNorm
@@ -137,19 +137,19 @@ def test_parts_of_memory_by_where_tensors_are_made_and_freed() -> None:
         weights = torch.zeros(100)
         memory.claim("weights", [weights])
         memory.forget()
-        places.now = Place("forward", part="layer")
+        places.now = StepPlace("forward", part="layer")
         kept, passing = torch.zeros(10), torch.zeros(1000)
         del passing
-        places.now = Place("backward", part="layer")
+        places.now = StepPlace("backward", part="layer")
         del kept
         gradient = torch.zeros(100)
         places.passes += 1
-        places.now = Place("update")
+        places.now = StepPlace("update")
         del gradient
     (peaks,) = at_one_moment([memory.moments()])
-    forward = {part: size for part, size in peaks[Place("forward", part="layer")].items() if size}
+    forward = {part: size for part, size in peaks[StepPlace("forward", part="layer")].items() if size}
     assert forward == {"weights": 400, "activations": 40, "temporary": 4000}
-    backward = {part: size for part, size in peaks[Place("backward", part="layer")].items() if size}
+    backward = {part: size for part, size in peaks[StepPlace("backward", part="layer")].items() if size}
     assert backward == {"weights": 400, "gradients": 400}
     assert [(one.part, one.bytes, one.number) for one in memory.holders()] == [
         ("temporary", 4000, 1),
@@ -164,50 +164,50 @@ DENSE, EXPERTS = (0, LayerKind()), (0, LayerKind(experts=True))
 
 
 def test_numbers_that_grow_with_layers_and_microbatches_are_extended_exactly() -> None:
-    def numbers(shape: Shape) -> dict[object, float]:
+    def numbers(shape: TracedShape) -> dict[object, float]:
         m = shape.microbatches
         return {"calls": 7 + 3 * m + shape.of(DENSE) * (2 + 5 * m) + shape.of(EXPERTS) * (1 + 11 * m), "once": 4.0}
 
-    whole = Shape(((DENSE, 3), (EXPERTS, 58)), 100)
+    whole = TracedShape(((DENSE, 3), (EXPERTS, 58)), 100)
     plan = extension(whole, 4, (2, 3))
-    assert plan.small == Shape(((DENSE, 3), (EXPERTS, 4)), 2)
+    assert plan.small == TracedShape(((DENSE, 3), (EXPERTS, 4)), 2)
     assert len(plan.shapes) == 4
     assert plan.extended(numbers) == numbers(whole)
 
 
 def test_what_is_small_is_traced_as_it_is() -> None:
-    whole = Shape(((DENSE, 4),), 3)
+    whole = TracedShape(((DENSE, 4),), 3)
     plan = extension(whole, 4, (2, 3))
     assert plan.shapes == [whole]
     assert plan.extended(lambda shape: {"calls": 5.0}) == {"calls": 5.0}
 
 
 def test_kinds_of_which_there_are_equally_many_grow_together() -> None:
-    whole = Shape((((0, LayerKind()), 8), ((3, LayerKind()), 8), ((1, LayerKind()), 6)), 1)
+    whole = TracedShape((((0, LayerKind()), 8), ((3, LayerKind()), 8), ((1, LayerKind()), 6)), 1)
     plan = extension(whole, 4, (2, 3))
     assert len(plan.shapes) == 3
 
-    def numbers(shape: Shape) -> dict[object, float]:
+    def numbers(shape: TracedShape) -> dict[object, float]:
         return {"bytes": sum((stage + 1) * number for (stage, _), number in shape.layers)}
 
     assert plan.extended(numbers) == numbers(whole)
 
 
 def test_layers_and_microbatches_are_compared_from_the_nearer_end() -> None:
-    small = Shape(((DENSE, 4),), 3)
+    small = TracedShape(((DENSE, 4),), 3)
     names = {
-        of: [alike(Place("backward", 0, "layer", LayerKind(), i, of), small, 3) for i in range(of)] for of in (4, 5)
+        of: [alike(StepPlace("backward", 0, "layer", LayerKind(), i, of), small, 3) for i in range(of)] for of in (4, 5)
     }
     assert [one and one.number for one in names[4]] == [0, 1, -2, -1]
     assert [one and one.number for one in names[5]] == [0, 1, None, -2, -1]
     assert set(names[4]) == {one for one in names[5] if one is not None}
-    visits = [alike(Place("forward", 0, "head", visit=visit), small, 5) for visit in range(5)]
+    visits = [alike(StepPlace("forward", 0, "head", visit=visit), small, 5) for visit in range(5)]
     assert [one and one.visit for one in visits] == [0, 1, None, None, -1]
-    assert alike(Place("update"), small, 3) == Place("update")
+    assert alike(StepPlace("update"), small, 3) == StepPlace("update")
 
 
 def test_parts_are_those_of_one_moment_in_all_traces() -> None:
-    place = Place("forward", part="head")
+    place = StepPlace("forward", part="head")
     small = {place: [{"weights": 5.0, "temporary": 6.0}, {"weights": 10.0, "temporary": 0.0}]}
     large = {place: [{"weights": 5.0, "temporary": 6.0}, {"weights": 20.0, "temporary": 0.0}]}
     assert [one[place]["weights"] for one in at_one_moment([small, large])] == [10.0, 20.0]
@@ -220,17 +220,20 @@ def test_parts_are_those_of_one_moment_in_all_traces() -> None:
 
 def test_a_pipeline_counts_what_crosses_its_busier_boundary() -> None:
     lines = {
-        Line("pp", "send_recv", "pp: send", 4, 1): 10.0,
-        Line("pp", RECEIVE, "", 4, 1): 10.0,
-        Line("pp", "send_recv", "pp: send", 4, 3): 7.0,
-        Line("cp", "send_recv", "cp: send", 4, 2): 5.0,
-        Line("cp", RECEIVE, "cp: send", 4, 0): 5.0,
+        TracedCollective("pp", "send_recv", "pp: send", 4, 1): 10.0,
+        TracedCollective("pp", RECEIVE, "", 4, 1): 10.0,
+        TracedCollective("pp", "send_recv", "pp: send", 4, 3): 7.0,
+        TracedCollective("cp", "send_recv", "cp: send", 4, 2): 5.0,
+        TracedCollective("cp", RECEIVE, "cp: send", 4, 0): 5.0,
     }
     assert traced_bytes(job({"dp": 16}), lines) == {("pp", "send_recv"): 20.0, ("cp", "send_recv"): 5.0}
 
 
 def test_an_exchange_in_levels_counts_what_leaves_the_rank() -> None:
-    lines = {Line("ep", "all_to_all", "ep: dispatch", 2): 10.0, Line("ep", "all_to_all", "ep: dispatch", 8): 8.0}
+    lines = {
+        TracedCollective("ep", "all_to_all", "ep: dispatch", 2): 10.0,
+        TracedCollective("ep", "all_to_all", "ep: dispatch", 8): 8.0,
+    }
     levels = job({"dp": 16, "ep": 8, "dispatch": "deduplicated"}, model="tiny-moe")
     assert traced_bytes(levels, lines) == {("ep", "all_to_all"): 12.0}
     flat = job({"dp": 16, "ep": 8}, model="tiny-moe")

@@ -120,7 +120,8 @@ def calibrate(
     kind = _device(device, emulated=emulation is not None)
     known = _cluster(cluster, processes, kind, emulation) if here is None else started_cluster(cluster, kind, here)
     threads = max(1, (os.cpu_count() or 1) // (known.devices if here is None else here.ranks_per_host))
-    request = measured.Request(known, kind, threads, path.resolve().parent, emulation, _parts(only), here)
+    folder = path.resolve().parent
+    request = measured.CalibrationRequest(known, kind, threads, folder, emulation, _parts(only), here)
     found = measured.calibrate(request, on_progress or (lambda text: None))
     if writes:
         path.write_text(dump_yaml(_rounded(found.cluster.to_dict())), encoding="utf-8")

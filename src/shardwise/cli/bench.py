@@ -25,7 +25,7 @@ from shardwise.spec.units import parse, readable_bytes
 
 if TYPE_CHECKING:
     from shardwise.launch.pool import Pool
-    from shardwise.measure.collectives.request import Level, Measured, Request
+    from shardwise.measure.collectives.request import CollectiveRequest, MeasuredCollective, MeasuredLevel
 
 _EXAMPLE = """
 shardwise bench collectives --processes 2 --kinds all_reduce --max-bytes 1MiB
@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
 
         found = measure_as_rank(wanted, here.rank, here.world, parsed.on)
         return _report(parsed, found) if here.rank == 0 else 0
-    measured: list[Measured] = []
+    measured: list[MeasuredCollective] = []
     with _pool(parsed) as pool, _progress(parsed, len(wanted)) as told:
         from shardwise.measure.collectives.run import measure_in
 
@@ -123,7 +123,7 @@ def _cluster(parsed: Namespace, here: Started | None) -> Cluster:
     return cluster_of_ranks(parsed.cluster, ranks)
 
 
-def _requests(parsed: Namespace, cluster: Cluster) -> list[Request]:
+def _requests(parsed: Namespace, cluster: Cluster) -> list[CollectiveRequest]:
     from shardwise.measure.collectives.request import SMALLEST_BYTES, levels_of, requests, sizes_between
 
     smallest = _bytes(parsed.min_bytes, "--min-bytes", SMALLEST_BYTES)
@@ -157,7 +157,7 @@ def _names(text: str) -> list[str]:
     return parts
 
 
-def _levels(parsed: Namespace, levels: list[Level]) -> list[Level]:
+def _levels(parsed: Namespace, levels: list[MeasuredLevel]) -> list[MeasuredLevel]:
     if parsed.levels is None:
         return levels
     by_name = {level.name: level for level in levels}
@@ -224,7 +224,7 @@ def _progress(parsed: Namespace, total: int) -> Iterator[Any]:
         yield told
 
 
-def _report(parsed: Namespace, measured: Sequence[Measured]) -> int:
+def _report(parsed: Namespace, measured: Sequence[MeasuredCollective]) -> int:
     from shardwise.report.collectives_bench import measured_csv, measured_data, print_measured
     from shardwise.report.collectives_picture import collectives_picture
 

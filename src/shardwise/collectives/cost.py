@@ -231,7 +231,7 @@ class LatencyAndVolume:
     algorithm: str
 
 
-class Link(Protocol):
+class AlphaBetaLink(Protocol):
     """Anything with a bandwidth (bytes/s, one direction) and a latency (seconds)."""
 
     @property
@@ -250,7 +250,7 @@ def collective_latency_and_volume(
     return LatencyAndVolume(cost.seconds, volume, cost.steps, cost.algorithm)
 
 
-def p2p_latency(size_bytes: Any, link: Link) -> LatencyAndVolume:
+def p2p_latency(size_bytes: Any, link: AlphaBetaLink) -> LatencyAndVolume:
     """latency + size/bandwidth of one message over ``link`` (a catalogue link, a Level with its ramp, ...)."""
     size = checked_size(size_bytes)
     level = link if isinstance(link, Level) else Level(Switch(2), link.bandwidth, link.latency)

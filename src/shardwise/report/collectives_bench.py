@@ -12,13 +12,13 @@ from shardwise.report.console import console, spoken, table
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.measure.collectives.request import Measured
+    from shardwise.measure.collectives.request import MeasuredCollective
 
 COLUMNS = ("level", "collective", "algorithm", "ranks", "size_bytes", "repeats", "median_seconds", "least_seconds",
            "algorithm_bandwidth", "bus_bandwidth", "predicted_seconds", "right")  # fmt: skip
 
 
-def print_measured(measured: Sequence[Measured]) -> None:
+def print_measured(measured: Sequence[MeasuredCollective]) -> None:
     out = console()
     for (level, kind, ranks), some in groupby(measured, key=lambda one: (one.level, one.kind, one.ranks)):
         title = f"{kind.replace('_', '-')} over {level}: {ranks} ranks"
@@ -27,7 +27,7 @@ def print_measured(measured: Sequence[Measured]) -> None:
         out.print(table(title, heads, (_row(one) for one in rows), optional=("least", "algbw", "model")))
 
 
-def _row(one: Measured) -> tuple[str, ...]:
+def _row(one: MeasuredCollective) -> tuple[str, ...]:
     model = one.predicted_seconds
     return (
         spoken(one.algorithm),
@@ -42,7 +42,7 @@ def _row(one: Measured) -> tuple[str, ...]:
     )
 
 
-def measured_data(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+def measured_data(measured: Sequence[MeasuredCollective]) -> list[dict[str, Any]]:
     """One entry for every collective, algorithm and size."""
     return [
         {
@@ -63,7 +63,7 @@ def measured_data(measured: Sequence[Measured]) -> list[dict[str, Any]]:
     ]
 
 
-def measured_csv(measured: Sequence[Measured]) -> str:
+def measured_csv(measured: Sequence[MeasuredCollective]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.measure.collectives.request import Measured
+    from shardwise.measure.collectives.request import MeasuredCollective
 
 _INK, _SOFT, _LINE, _PAPER = "#1f2430", "#5b6472", "#dde1e7", "#ffffff"
 _COLOURS = ("#2f6fde", "#e2853d", "#5fa777", "#8c6bb8", "#c23b3b", "#d9b03f", "#1b2a41", "#8a94a3")
@@ -20,7 +20,7 @@ _TOP, _PANEL, _ROW = 86, 260, 366
 _EXPLAINED = "Points: measured, the median of the slowest rank's times. Lines: the model, dashed for the backend's own."
 
 
-def collectives_picture(measured: Sequence[Measured]) -> str:
+def collectives_picture(measured: Sequence[MeasuredCollective]) -> str:
     """A panel for every collective and level, as the text of an SVG file."""
     panels = [
         (f"{kind.replace('_', '-')} over {level}: {ranks} ranks", list(some))
@@ -39,7 +39,7 @@ def collectives_picture(measured: Sequence[Measured]) -> str:
 
 
 class _Panel:
-    def __init__(self, measured: list[Measured]) -> None:
+    def __init__(self, measured: list[MeasuredCollective]) -> None:
         self.measured = measured
         times = [one.median_seconds for one in measured]
         times += [one.predicted_seconds for one in measured if one.predicted_seconds]
@@ -67,7 +67,7 @@ class _Panel:
             yield _point(self.width + 24, 10 + 20 * index, colour, hollow)
             yield _text(self.width + 36, 14 + 20 * index, name.replace("_", " "), 12)
 
-    def _modelled(self, some: list[Measured], colour: str, *, dashed: bool) -> Iterator[str]:
+    def _modelled(self, some: list[MeasuredCollective], colour: str, *, dashed: bool) -> Iterator[str]:
         modelled = [(one.size_bytes, one.predicted_seconds) for one in some if one.predicted_seconds]
         if modelled:
             line = " ".join(f"{self.x(size):.1f},{self.y(seconds):.1f}" for size, seconds in modelled)

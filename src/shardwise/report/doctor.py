@@ -10,13 +10,13 @@ from rich.text import Text
 from shardwise.report.tables import wrapped
 
 if TYPE_CHECKING:
-    from shardwise.measure.doctor.host import Finding
+    from shardwise.measure.doctor.host import Checked
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _LEAST = 20  # columns in which words can be read
 
 
-def print_finding(out: Console, found: Finding) -> None:
+def print_finding(out: Console, found: Checked) -> None:
     """The status, the check and what was found; lines that follow stand under the first."""
     said = f"{found.figure}; {found.remedy}" if found.remedy else found.figure
     check = f"{found.check:<14} "

@@ -150,7 +150,7 @@ class Timeouts(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Spec):
+class LearningRateSchedule(Spec):
     """``warmup`` steps up from zero, then down to the share ``final`` of the highest rate at the last of ``steps``.
 
     ``cosine`` (arXiv 1608.03983) and ``linear`` fall all the way; ``wsd`` (warm-up, stable, decay: arXiv 2404.06395)
@@ -238,7 +238,7 @@ class Run(Spec):
     seed: int = count(0, minimum=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: Data = Data()
-    schedule: Schedule = Schedule()
+    schedule: LearningRateSchedule = LearningRateSchedule()
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     non_finite: NonFinite = NonFinite()

@@ -61,7 +61,7 @@ class CopySample:
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """A small decoder that is trained on a batch of its own."""
 
     layers: int
@@ -77,7 +77,7 @@ class Shape:
 class StepSample:
     """Passes and update of one step of a model on a device of its own."""
 
-    shape: Shape
+    shape: StepShape
     precision: str
     passes_seconds: float
     update_seconds: float
@@ -102,7 +102,7 @@ class DeviceSamples:
 # -- The job of one step of a small model on one device, as it is measured and as it is priced -------
 
 
-def step_job(shape: Shape, precision: str, device: Device | None = None) -> Job:
+def step_job(shape: StepShape, precision: str, device: Device | None = None) -> Job:
     model = Model(
         name="calibration", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, ffn=shape.ffn,
         vocab=shape.vocab, max_seq=shape.seq,
@@ -131,7 +131,7 @@ class Sizes:
     products: tuple[tuple[int, int, int], ...]  # rows, inner, columns
     attentions: tuple[tuple[int, int, int, int], ...]  # batch, seq, heads, features
     copies: tuple[int, ...]  # bytes
-    steps: tuple[Shape, ...]
+    steps: tuple[StepShape, ...]
     formats: tuple[str, ...] = ()  # compared by one matmul: small, since one may take a thousand times as long
 
 
@@ -142,8 +142,9 @@ CPU = Sizes(
      (4096, 128, 32), (256, 160, 2048)),
     ((8, 96, 8, 8), (4, 256, 4, 16), (2, 256, 4, 32), (1, 512, 4, 64), (16, 64, 8, 16), (2, 384, 2, 128)),
     (2**25, 2**26),
-    (Shape(2, 96, 6, 256, 1024, 4, 96), Shape(2, 160, 5, 448, 768, 4, 192), Shape(6, 48, 6, 128, 256, 8, 128),
-     Shape(3, 128, 4, 384, 384, 2, 256), Shape(2, 64, 8, 128, 2048, 16, 64)),
+    (StepShape(2, 96, 6, 256, 1024, 4, 96), StepShape(2, 160, 5, 448, 768, 4, 192),
+     StepShape(6, 48, 6, 128, 256, 8, 128), StepShape(3, 128, 4, 384, 384, 2, 256),
+     StepShape(2, 64, 8, 128, 2048, 16, 64)),
     ("fp32", "bf16", "fp16"),
 )  # fmt: skip
 GPU = Sizes(
@@ -153,8 +154,8 @@ GPU = Sizes(
     ((4, 4096, 16, 128), (8, 2048, 16, 64), (1, 16384, 8, 128), (16, 1024, 16, 128)),
     (2**28, 2**30),
     # Large enough that the host launches kernels faster than they run.
-    (Shape(4, 2048, 16, 8192, 32768, 8, 4096), Shape(2, 4096, 32, 14336, 16384, 4, 4096),
-     Shape(6, 1536, 12, 6144, 49152, 16, 2048), Shape(2, 5120, 40, 13824, 32768, 2, 4096)),
+    (StepShape(4, 2048, 16, 8192, 32768, 8, 4096), StepShape(2, 4096, 32, 14336, 16384, 4, 4096),
+     StepShape(6, 1536, 12, 6144, 49152, 16, 2048), StepShape(2, 5120, 40, 13824, 32768, 2, 4096)),
 )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ _DELAYS = (1.0, 3.0)  # times an emulated wire's own: two delays separate the wi
 
 
 @dataclass(frozen=True)
-class Request:
+class CalibrationRequest:
     """``cluster`` is what is measured, as far as it is known; every device of it is a process.
 
     All of them are processes of this machine, or the ranks of the world that ``started`` is one of: then every rank
@@ -148,7 +148,7 @@ class Calibration:
     far_off: tuple[SlowRank, ...] = ()
 
 
-def calibrate(asked: Request, report: Callable[[str], None]) -> Calibration:
+def calibrate(asked: CalibrationRequest, report: Callable[[str], None]) -> Calibration:
     """Calls ``report`` with what is measured next."""
     cluster, residuals, slow = asked.cluster, list[Residual](), list[SlowRank]()
     with _ranks(asked) as (ranks, network):
@@ -177,7 +177,7 @@ def calibrate(asked: Request, report: Callable[[str], None]) -> Calibration:
 
 
 @contextmanager
-def _ranks(asked: Request) -> Iterator[tuple[Ranks, Network | None]]:
+def _ranks(asked: CalibrationRequest) -> Iterator[tuple[Ranks, Network | None]]:
     if asked.started is not None:
         with started_ranks(asked.started) as ranks:
             yield ranks, None
@@ -189,7 +189,7 @@ def _ranks(asked: Request) -> Iterator[tuple[Ranks, Network | None]]:
             yield PoolRanks(pool, asked.cluster.devices), None
 
 
-def _device(asked: Request, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
+def _device(asked: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
     known = asked.device == "cuda"
     device, residuals = fitted_device(asked.cluster.device, samples, known_peak=known)
     source = f"measured: {samples[0].device_name}, {samples[0].threads} threads, PyTorch {torch.__version__}"
@@ -212,7 +212,7 @@ class _Links:
 
 
 def _measured_links(
-    asked: Request, ranks: Ranks, network: Network | None, report: Callable[[str], None]
+    asked: CalibrationRequest, ranks: Ranks, network: Network | None, report: Callable[[str], None]
 ) -> list[_Links]:
     widths = tuple(level.width for level in asked.cluster.levels)
 
@@ -231,7 +231,7 @@ def _measured_links(
     return found
 
 
-def _with_links(asked: Request, cluster: Cluster, links: Sequence[_Links]) -> tuple[Cluster, list[Residual]]:
+def _with_links(asked: CalibrationRequest, cluster: Cluster, links: Sequence[_Links]) -> tuple[Cluster, list[Residual]]:
     samples = [sample for one in links for sample in slowest(one.of_ranks, rate=one.rate, delay=one.delay)]
     widths, emulation = tuple(level.width for level in cluster.levels), asked.emulation
     residuals: list[Residual] = []
@@ -249,11 +249,13 @@ def _with_overlap(cluster: Cluster, taken: float) -> Cluster:
     return replace(cluster, device=replace(device, units_taken=replace(device.units_taken, collectives=taken)))
 
 
-def _name(asked: Request) -> str:
+def _name(asked: CalibrationRequest) -> str:
     return f"calibrated-{asked.cluster.name.removeprefix('emulated-').removeprefix('calibrated-')}"
 
 
-def _provenance(asked: Request, hosts: Sequence[str], residuals: Sequence[Residual], slow: Sequence[SlowRank]) -> str:
+def _provenance(
+    asked: CalibrationRequest, hosts: Sequence[str], residuals: Sequence[Residual], slow: Sequence[SlowRank]
+) -> str:
     where = f"{asked.cluster.devices} {asked.device} devices of one machine"
     if asked.started is not None and asked.started.hosts > 1:
         named = ", ".join(dict.fromkeys(hosts))

@@ -20,7 +20,7 @@ SMALLEST_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Level:
+class MeasuredLevel:
     """The ranks that one level of the network joins, all groups of them at once; "world" are all ranks."""
 
     name: str
@@ -38,22 +38,22 @@ class Level:
         return division_of(world, self.runs)
 
 
-def levels_of(cluster: Cluster) -> list[Level]:
+def levels_of(cluster: Cluster) -> list[MeasuredLevel]:
     """The levels with several members, innermost first, and the whole world."""
     found, below = [], 1
     for level in network(cluster).levels:
         if 1 < level.size < cluster.devices:
-            found.append(Level(level.name, (RankRun(below, level.size),)))
+            found.append(MeasuredLevel(level.name, (RankRun(below, level.size),)))
         below *= level.size
-    return [*found, Level("world", (RankRun(1, cluster.devices),))]
+    return [*found, MeasuredLevel("world", (RankRun(1, cluster.devices),))]
 
 
 @dataclass(frozen=True)
-class Request:
+class CollectiveRequest:
     """One collective on one level, by some algorithms and sizes; ``most_seconds`` may go into one size of one."""
 
     cluster: Cluster
-    level: Level
+    level: MeasuredLevel
     kind: CollectiveKind
     algorithms: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -63,7 +63,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCollective:
     """``size_bytes`` is the size of the collective (see `CollectiveKind`); seconds are those of the slowest rank."""
 
     level: str
@@ -106,13 +106,13 @@ def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ..
     return (*found, largest)
 
 
-def algorithms_for(kind: CollectiveKind, level: Level, cluster: Cluster) -> list[str]:
+def algorithms_for(kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster) -> list[str]:
     """The backend's own and every algorithm with a schedule there."""
     topology = by_schedules(cluster, level.runs)
     return [BACKEND, *(name for name in algorithm_names(kind, topology) if _runs(kind, topology, name))]
 
 
-def offered(kind: CollectiveKind, level: Level, cluster: Cluster, wanted: tuple[str, ...]) -> tuple[str, ...]:
+def offered(kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster, wanted: tuple[str, ...]) -> tuple[str, ...]:
     """Those of ``wanted`` that the level has for this collective, by the names that they have there."""
     topology = by_schedules(cluster, level.runs)
     named = [name if name in (BACKEND, AUTO) else named_on(name, topology) for name in wanted]
@@ -127,7 +127,7 @@ def _runs(kind: CollectiveKind, topology: Topology, name: str) -> bool:
     return True
 
 
-def predicted(request: Request, algorithm: str, size: int) -> float:
+def predicted(request: CollectiveRequest, algorithm: str, size: int) -> float:
     """Seconds by the cluster's description."""
     wanted = AUTO if algorithm == BACKEND else algorithm
     choice = choose(request.kind, size, request.cluster, request.level.runs, wanted)
@@ -136,15 +136,15 @@ def predicted(request: Request, algorithm: str, size: int) -> float:
 
 def requests(
     cluster: Cluster,
-    levels: list[Level],
+    levels: list[MeasuredLevel],
     kinds: list[CollectiveKind],
     algorithms: tuple[str, ...] | None,
     sizes: tuple[int, ...],
     **how: float,
-) -> Iterator[Request]:
+) -> Iterator[CollectiveRequest]:
     """Level by level and collective by collective."""
     for level in levels:
         for kind in kinds:
             names = algorithms_for(kind, level, cluster) if algorithms is None else algorithms
             if found := offered(kind, level, cluster, tuple(names)):
-                yield Request(cluster, level, kind, found, sizes, **how)  # type: ignore[arg-type]
+                yield CollectiveRequest(cluster, level, kind, found, sizes, **how)  # type: ignore[arg-type]

@@ -18,7 +18,14 @@ from shardwise.engine.collectives import Communicator
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.world import joined
 from shardwise.launch.pool import Pool, WorkerPlace
-from shardwise.measure.collectives.request import AUTO, BACKEND, ELEMENT_BYTES, Measured, Request, predicted
+from shardwise.measure.collectives.request import (
+    AUTO,
+    BACKEND,
+    ELEMENT_BYTES,
+    CollectiveRequest,
+    MeasuredCollective,
+    predicted,
+)
 
 # -- One collective on tensors whose result is known: by the backend, or by a schedule ---------------
 
@@ -150,31 +157,35 @@ class Operation:
 PRELOAD = ("torch", "shardwise.measure.collectives.run")
 
 
-def measure_in(pool: Pool, request: Request, timeout_seconds: float = 600) -> list[Measured]:
+def measure_in(pool: Pool, request: CollectiveRequest, timeout_seconds: float = 600) -> list[MeasuredCollective]:
     """On the processes of a pool."""
-    found: list[Measured] = pool.run(_work, request.cluster.devices, request, timeout_seconds=timeout_seconds)[0]
+    found: list[MeasuredCollective] = pool.run(
+        _work, request.cluster.devices, request, timeout_seconds=timeout_seconds
+    )[0]
     return found
 
 
-def measure_as_rank(requests: Sequence[Request], rank: int, world: int, device: str) -> list[Measured]:
+def measure_as_rank(
+    requests: Sequence[CollectiveRequest], rank: int, world: int, device: str
+) -> list[MeasuredCollective]:
     """In a world that torchrun has started: every rank calls this, and meets the others where its environment says."""
     with joined(rank, world, None, device=device):
         return [one for request in requests for one in measure(request, torch.device(device))]
 
 
-def _work(place: WorkerPlace, request: Request) -> list[Measured]:
+def _work(place: WorkerPlace, request: CollectiveRequest) -> list[MeasuredCollective]:
     torch.set_num_threads(1)
     with joined(place.rank, place.world, place.meeting_file):
         return measure(request, torch.device("cpu"))
 
 
-def measure(request: Request, device: torch.device) -> list[Measured]:
+def measure(request: CollectiveRequest, device: torch.device) -> list[MeasuredCollective]:
     """To be called by every rank of the world; all return the same."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [(ranks, dist.new_group(list(ranks))) for ranks in request.level.groups(world)]
     group = next(group for ranks, group in groups if rank in ranks)
     communicator = Communicator(group)
-    found: list[Measured] = []
+    found: list[MeasuredCollective] = []
     too_long: set[str] = set()
     for size in request.sizes:
         for algorithm in request.algorithms:
@@ -193,7 +204,7 @@ def measure(request: Request, device: torch.device) -> list[Measured]:
     return found
 
 
-def _schedule(request: Request, algorithm: str, size: int) -> Schedule | None:
+def _schedule(request: CollectiveRequest, algorithm: str, size: int) -> Schedule | None:
     if algorithm == BACKEND:
         return None
     if algorithm == AUTO:
@@ -201,7 +212,9 @@ def _schedule(request: Request, algorithm: str, size: int) -> Schedule | None:
     return build_schedule(request.kind, by_schedules(request.cluster, request.level.runs), algorithm, size)
 
 
-def _timed(request: Request, algorithm: str, operation: Operation, run: Callable[[], object]) -> Measured:
+def _timed(
+    request: CollectiveRequest, algorithm: str, operation: Operation, run: Callable[[], object]
+) -> MeasuredCollective:
     """Every run by itself, begun together; the time of the slowest rank counts."""
     seconds: list[float] = []
     right = True
@@ -221,7 +234,7 @@ def _timed(request: Request, algorithm: str, operation: Operation, run: Callable
     slowest = _slowest(seconds)[request.warm_up :]
     wrong = torch.tensor(0.0 if right else 1.0)
     dist.all_reduce(wrong)
-    return Measured(
+    return MeasuredCollective(
         request.level.name,
         request.kind.value,
         algorithm,
@@ -235,7 +248,7 @@ def _timed(request: Request, algorithm: str, operation: Operation, run: Callable
     )
 
 
-def _that_fit(request: Request, seconds: float) -> int:
+def _that_fit(request: CollectiveRequest, seconds: float) -> int:
     return max(1, min(request.repeats, int(request.most_seconds / max(seconds, 1e-9))))
 
 

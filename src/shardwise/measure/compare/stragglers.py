@@ -54,7 +54,7 @@ WORTH = 0.02  # of the step: what takes less is not looked at
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What went between some ranks in a step: the median seconds of each of ``count`` exchanges of the same size."""
 
     dimension: str
@@ -90,12 +90,12 @@ class Link:
 
 @dataclass(frozen=True)
 class SlowLink:
-    link: Link
+    link: MeasuredLink
     times: float  # as long
     than: str
 
 
-def links_of(job: Job, found: Measured) -> tuple[Link, ...]:
+def links_of(job: Job, found: Measured) -> tuple[MeasuredLink, ...]:
     """Of every size and name of exchange between the same ranks; both directions of messages are one link."""
     same: dict[tuple[str, str, tuple[int, ...], int], list[Exchange]] = defaultdict(list)
     for one in found.exchanges:
@@ -108,11 +108,11 @@ def links_of(job: Job, found: Measured) -> tuple[Link, ...]:
         nodes = tuple(sorted({found.records[rank].node for rank in members}))
         count, seconds = len(some) / len(found.numbers), statistics.median(shown)
         is_message, price = bool(some[0].label.message), exchange_seconds(job, some[0])
-        links.append(Link(dimension, what, is_message, members, nodes, size, count, seconds, price))
+        links.append(MeasuredLink(dimension, what, is_message, members, nodes, size, count, seconds, price))
     return tuple(links)
 
 
-def slow_link(links: Sequence[Link], step_seconds: float, compute_ratio: float) -> SlowLink | None:
+def slow_link(links: Sequence[MeasuredLink], step_seconds: float, compute_ratio: float) -> SlowLink | None:
     """The link that costs most by being slow, if any is: against others that carry the same, else against its price.
 
     Where everything takes longer than its price, computation too, the price is wrong and no link is to blame.
@@ -124,7 +124,7 @@ def slow_link(links: Sequence[Link], step_seconds: float, compute_ratio: float) 
     return max(found, key=lambda one: one.link.step_seconds * (1 - 1 / one.times), default=None)
 
 
-def _against_others(one: Link, links: Sequence[Link]) -> SlowLink | None:
+def _against_others(one: MeasuredLink, links: Sequence[MeasuredLink]) -> SlowLink | None:
     same = [other.seconds for other in links if other.members != one.members and other.carries == one.carries]
     usual = statistics.median_low(same) if same else None
     if not usual or one.seconds < SLOW_LINK * usual:
@@ -132,7 +132,7 @@ def _against_others(one: Link, links: Sequence[Link]) -> SlowLink | None:
     return SlowLink(one, one.seconds / usual, "between other ranks")
 
 
-def _against_price(one: Link, links: Sequence[Link], compute_ratio: float) -> SlowLink | None:
+def _against_price(one: MeasuredLink, links: Sequence[MeasuredLink], compute_ratio: float) -> SlowLink | None:
     others = [other.ratio for other in links if other.members != one.members and other.ratio is not None]
     usual = max(1.0, min([compute_ratio, *others]))
     if one.ratio is None or one.ratio < FAR * usual:

@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 
 from shardwise.measure.doctor.host import (
+    Checked,
     Examination,
-    Finding,
     check_clocks,
     check_disk,
     check_loopback,
@@ -16,10 +16,10 @@ from shardwise.measure.doctor.host import (
     check_shared_memory,
 )
 
-Check = Callable[[Examination], Finding | Iterable[Finding]]
+Check = Callable[[Examination], Checked | Iterable[Checked]]
 
 
-def examine(asked: Examination) -> Iterator[Finding]:
+def examine(asked: Examination) -> Iterator[Checked]:
     """The findings as they are made, the slowest last."""
     host: dict[str, Check] = {
         "loopback": check_loopback,
@@ -31,7 +31,7 @@ def examine(asked: Examination) -> Iterator[Finding]:
     }
     yield from _run(host, asked)
     if importlib.util.find_spec("torch") is None:
-        yield Finding("PyTorch", "fail", "is not installed", "pip install 'shardwise[train]'")
+        yield Checked("PyTorch", "fail", "is not installed", "pip install 'shardwise[train]'")
         return
     from shardwise.measure.doctor.software import check_all_reduce, check_devices, check_versions
 
@@ -41,10 +41,10 @@ def examine(asked: Examination) -> Iterator[Finding]:
         yield from _run({"all-reduce": check_all_reduce}, asked)
 
 
-def _run(checks: dict[str, Check], asked: Examination) -> Iterator[Finding]:
+def _run(checks: dict[str, Check], asked: Examination) -> Iterator[Checked]:
     for name, check in checks.items():
         try:
             found = check(asked)
-            yield from [found] if isinstance(found, Finding) else found
+            yield from [found] if isinstance(found, Checked) else found
         except (OSError, RuntimeError) as error:
-            yield Finding(name, "fail", " ".join(str(error).split()))
+            yield Checked(name, "fail", " ".join(str(error).split()))

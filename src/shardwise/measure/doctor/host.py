@@ -23,7 +23,7 @@ Status = Literal["pass", "warn", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Checked:
     check: str
     status: Status
     figure: str
@@ -56,10 +56,10 @@ _SKEW_SECONDS, _LARGE_SKEW_SECONDS = 1.0, 60.0
 _SSH_SECONDS = 10
 
 
-def check_loopback(asked: Examination) -> Finding:
+def check_loopback(asked: Examination) -> Checked:
     """Binds a port on loopback, connects to it and sends a byte each way, as the processes of one machine do."""
     if not loopback_interface():
-        return Finding("loopback", "fail", "there is no loopback interface", "bring `lo` up")
+        return Checked("loopback", "fail", "there is no loopback interface", "bring `lo` up")
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(5)
         began = time.perf_counter()
@@ -70,52 +70,52 @@ def check_loopback(asked: Examination) -> Finding:
                 answering.sendall(answering.recv(1))
                 client.recv(1)
         seconds = time.perf_counter() - began
-    return Finding("loopback", "pass", f"bound, connected and answered in {readable_seconds(seconds)}")
+    return Checked("loopback", "pass", f"bound, connected and answered in {readable_seconds(seconds)}")
 
 
-def check_ports(asked: Examination) -> Finding:
+def check_ports(asked: Examination) -> Checked:
     """Several hosts meet at a port of the first, and reach each other by name."""
     if asked.host_count == 1:
-        return Finding("ports", "pass", "none is needed: processes of one machine rendezvous in a file")
+        return Checked("ports", "pass", "none is needed: processes of one machine rendezvous in a file")
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return Finding("ports", "fail", f"this host's name {name} has no address", "add it to DNS or /etc/hosts")
+        return Checked("ports", "fail", f"this host's name {name} has no address", "add it to DNS or /etc/hosts")
     if address.startswith("127."):
         remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the other hosts"
-        return Finding("ports", "warn", f"this host's name {name} means {address}, which others cannot reach", remedy)
+        return Checked("ports", "warn", f"this host's name {name} means {address}, which others cannot reach", remedy)
     try:
         socket.create_server(("", PORT)).close()
     except OSError as error:
-        return Finding("ports", "fail", f"port {PORT}: {error.strerror}", "give torchrun another in --rdzv-endpoint")
-    return Finding("ports", "pass", f"{name} is {address}, port {PORT} is free")
+        return Checked("ports", "fail", f"port {PORT}: {error.strerror}", "give torchrun another in --rdzv-endpoint")
+    return Checked("ports", "pass", f"{name} is {address}, port {PORT} is free")
 
 
-def check_shared_memory(asked: Examination) -> Finding:
+def check_shared_memory(asked: Examination) -> Checked:
     if not SHARED_MEMORY.is_dir():
-        return Finding("shared memory", "pass", f"this system has no {SHARED_MEMORY}, and needs none")
+        return Checked("shared memory", "pass", f"this system has no {SHARED_MEMORY}, and needs none")
     usage = shutil.disk_usage(SHARED_MEMORY)
     needed = _SHARED_BYTES[asked.device]
     figure = f"{readable_bytes(usage.free)} free of {readable_bytes(usage.total)}"
     if usage.free < needed:
         remedy = f"{readable_bytes(needed)} are safe: in a container --shm-size=1g"
-        return Finding("shared memory", "warn", figure, remedy)
-    return Finding("shared memory", "pass", figure)
+        return Checked("shared memory", "warn", figure, remedy)
+    return Checked("shared memory", "pass", figure)
 
 
-def check_open_files(asked: Examination) -> Finding:
+def check_open_files(asked: Examination) -> Checked:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return Finding("open files", "pass", "no limit")
+        return Checked("open files", "pass", "no limit")
     wanted = max(_FILES, _FILES_PER_PROCESS * asked.processes)
     figure = f"{soft:,} in a process" + ("" if hard == resource.RLIM_INFINITY else f", at most {hard:,}")
     if soft >= wanted:
-        return Finding("open files", "pass", figure)
-    return Finding("open files", "fail" if soft < _FEW_FILES else "warn", figure, f"ulimit -n {wanted}")
+        return Checked("open files", "pass", figure)
+    return Checked("open files", "fail" if soft < _FEW_FILES else "warn", figure, f"ulimit -n {wanted}")
 
 
-def check_clocks(asked: Examination) -> Iterator[Finding]:
+def check_clocks(asked: Examination) -> Iterator[Checked]:
     """This clock against that of the folder's file system, and against other hosts that were named."""
     path = asked.folder / f".shardwise-clock-{os.getpid()}"
     before = time.time()
@@ -132,7 +132,7 @@ def check_clocks(asked: Examination) -> Iterator[Finding]:
         yield _host_skew(host)
 
 
-def _host_skew(host: str) -> Finding:
+def _host_skew(host: str) -> Checked:
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", "--", host, "date", "+%s"]
     before = time.time()
     try:
@@ -140,16 +140,16 @@ def _host_skew(host: str) -> Finding:
         theirs = float(done.stdout) + 0.5  # whole seconds: half of one is the best guess
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-        return Finding(f"clock of {host}", "fail", " ".join(last), f"`ssh {host} date` must answer without a password")
+        return Checked(f"clock of {host}", "fail", " ".join(last), f"`ssh {host} date` must answer without a password")
     distance = abs(theirs - (before + time.time()) / 2)
     return _skew(f"clock of {host}", "this host's clock", max(0.0, distance - 0.5))
 
 
-def _skew(check: str, other: str, seconds: float) -> Finding:
+def _skew(check: str, other: str, seconds: float) -> Checked:
     figure = f"{readable_seconds(seconds)} from {other}"
     if seconds <= _SKEW_SECONDS:
-        return Finding(check, "pass", figure)
-    return Finding(check, "fail" if seconds > _LARGE_SKEW_SECONDS else "warn", figure, "synchronise clocks by NTP")
+        return Checked(check, "pass", figure)
+    return Checked(check, "fail" if seconds > _LARGE_SKEW_SECONDS else "warn", figure, "synchronise clocks by NTP")
 
 
 # -- the disk of a run's folder: how much fits, and how fast it is -----------------------------------
@@ -160,7 +160,7 @@ _SLOW_RATE = 50e6  # bytes/s: what a single hard disk gives
 _KEPT = 3  # checkpoints at a time: the last good one, one more, and the one being written
 
 
-def check_disk(asked: Examination) -> Iterator[Finding]:
+def check_disk(asked: Examination) -> Iterator[Checked]:
     """Space and speed; the file that is written for it is bounded in size and time, and removed."""
     usage = shutil.disk_usage(asked.folder)
     yield _space(asked, usage.free)
@@ -176,19 +176,19 @@ def check_disk(asked: Examination) -> Iterator[Finding]:
     yield _speed(asked, size, write_seconds, read_seconds)
 
 
-def _space(asked: Examination, free: int) -> Finding:
+def _space(asked: Examination, free: int) -> Checked:
     wanted = _KEPT * asked.checkpoint_bytes if asked.checkpoint_bytes else _LITTLE_BYTES
     figure = f"{readable_bytes(free)} free in {asked.folder}"
     if asked.checkpoint_bytes:
         figure += f"; a checkpoint takes {readable_bytes(asked.checkpoint_bytes)}"
     if free >= wanted:
-        return Finding("disk space", "pass", figure)
+        return Checked("disk space", "pass", figure)
     remedy = f"{readable_bytes(wanted)} hold {_KEPT} checkpoints" if asked.checkpoint_bytes else "use another folder"
     too_little = asked.checkpoint_bytes is not None and free < asked.checkpoint_bytes
-    return Finding("disk space", "fail" if too_little else "warn", figure, remedy)
+    return Checked("disk space", "fail" if too_little else "warn", figure, remedy)
 
 
-def _speed(asked: Examination, size: int, write_seconds: float, read_seconds: float | None) -> Finding:
+def _speed(asked: Examination, size: int, write_seconds: float, read_seconds: float | None) -> Checked:
     rate = size / write_seconds
     figure = f"{readable_rate(rate)} written and synced"
     if read_seconds is not None:
@@ -197,10 +197,10 @@ def _speed(asked: Examination, size: int, write_seconds: float, read_seconds: fl
         seconds = asked.checkpoint_bytes / asked.host_count / rate
         figure += f"; this host's part of a checkpoint in {readable_seconds(seconds)}"
         if seconds > asked.checkpoint_limit_seconds:
-            return Finding("disk speed", "warn", figure, f"timeouts.checkpoint is {asked.checkpoint_limit_seconds:g} s")
+            return Checked("disk speed", "warn", figure, f"timeouts.checkpoint is {asked.checkpoint_limit_seconds:g} s")
     if rate < _SLOW_RATE:
-        return Finding("disk speed", "warn", figure, "checkpoints would be faster in another folder")
-    return Finding("disk speed", "pass", figure)
+        return Checked("disk speed", "warn", figure, "checkpoints would be faster in another folder")
+    return Checked("disk speed", "pass", figure)
 
 
 def timed_write(path: Path, room: int) -> tuple[int, float]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.engine.world import joined
 from shardwise.launch.local import supervise
 from shardwise.launch.owned import OwnedFolder
-from shardwise.measure.doctor.host import Examination, Finding
+from shardwise.measure.doctor.host import Checked, Examination
 from shardwise.measure.verify import available_bytes
 from shardwise.spec.installation import TESTED_TORCH, is_installed, slow_formats
 from shardwise.spec.run import Timeouts
@@ -32,38 +32,38 @@ def visible_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def check_versions(asked: Examination) -> Iterator[Finding]:
-    yield Finding("Python", "pass", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+def check_versions(asked: Examination) -> Iterator[Checked]:
+    yield Checked("Python", "pass", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     lowest, highest = TESTED_TORCH
     if lowest <= version <= highest:
-        yield Finding("PyTorch", "pass", torch.__version__)
+        yield Checked("PyTorch", "pass", torch.__version__)
     else:
         known = " to ".join(".".join(map(str, one)) for one in TESTED_TORCH)
-        yield Finding("PyTorch", "fail" if version < lowest else "warn", torch.__version__, f"tested with {known}")
+        yield Checked("PyTorch", "fail" if version < lowest else "warn", torch.__version__, f"tested with {known}")
     if not is_installed("safetensors"):
-        yield Finding("safetensors", "fail", "is not installed", "pip install 'shardwise[train]'")
+        yield Checked("safetensors", "fail", "is not installed", "pip install 'shardwise[train]'")
     if asked.device == "cpu":
         yield _processor()
     if not (dist.is_available() and dist.is_gloo_available()):
-        yield Finding("gloo", "fail", "is not in this build of PyTorch", "install one of pytorch.org's")
+        yield Checked("gloo", "fail", "is not in this build of PyTorch", "install one of pytorch.org's")
     if asked.device == "cuda":
         yield _nccl()
 
 
-def _processor() -> Finding:
+def _processor() -> Checked:
     slow = slow_formats()
     if not slow:
-        return Finding("CPU", "pass", "multiplies fp32, bf16 and fp16")
+        return Checked("CPU", "pass", "multiplies fp32, bf16 and fp16")
     what = f"no instructions for {' and '.join(slow)}, which take many times as long as fp32"
-    return Finding("CPU", "warn", what, "--precision fp32")
+    return Checked("CPU", "warn", what, "--precision fp32")
 
 
-def _nccl() -> Finding:
+def _nccl() -> Checked:
     if not dist.is_nccl_available():
-        return Finding("NCCL", "fail", "is not in this build of PyTorch", "install one of pytorch.org's for CUDA")
+        return Checked("NCCL", "fail", "is not in this build of PyTorch", "install one of pytorch.org's for CUDA")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Finding("NCCL", "pass", f"{nccl}, CUDA {torch.version.cuda}, driver {_driver() or 'unknown'}")
+    return Checked("NCCL", "pass", f"{nccl}, CUDA {torch.version.cuda}, driver {_driver() or 'unknown'}")
 
 
 def _driver() -> str:
@@ -75,31 +75,31 @@ def _driver() -> str:
     return found[0] if found else ""
 
 
-def check_devices(asked: Examination) -> Finding:
+def check_devices(asked: Examination) -> Checked:
     """Whether every process finds its device, and memory on it that nobody else holds."""
     if asked.device == "cpu":
         return _host_memory(asked.processes)
     found = visible_devices()
     if found < asked.processes:
         figure = f"{found} GPUs for {asked.processes} processes of this host"
-        return Finding("device memory", "fail", figure, "use a strategy of fewer ranks, or --on cpu")
+        return Checked("device memory", "fail", figure, "use a strategy of fewer ranks, or --on cpu")
     memory = [torch.cuda.mem_get_info(index) for index in range(asked.processes)]
     free, total = min(memory)
     name = torch.cuda.get_device_name(0)
     figure = f"{asked.processes} × {name}, at least {readable_bytes(free)} free of {readable_bytes(total)}"
     if free < _FREE_SHARE * total:
-        return Finding("device memory", "warn", figure, "another process holds some: see nvidia-smi")
-    return Finding("device memory", "pass", figure)
+        return Checked("device memory", "warn", figure, "another process holds some: see nvidia-smi")
+    return Checked("device memory", "pass", figure)
 
 
-def _host_memory(processes: int) -> Finding:
+def _host_memory(processes: int) -> Checked:
     free = available_bytes()
     if free is None:
-        return Finding("device memory", "pass", f"{processes} CPU processes; this system does not say what is free")
+        return Checked("device memory", "pass", f"{processes} CPU processes; this system does not say what is free")
     figure = f"{readable_bytes(free)} free for {processes} CPU processes"
     if free < processes * _PROCESS_BYTES:
-        return Finding("device memory", "warn", figure, "close other programs, or use fewer processes")
-    return Finding("device memory", "pass", figure)
+        return Checked("device memory", "warn", figure, "close other programs, or use fewer processes")
+    return Checked("device memory", "pass", figure)
 
 
 # -- A small all-reduce on the processes of this host: whether they meet, whether sums are right, how long it takes
@@ -110,19 +110,19 @@ _TIMEOUTS = Timeouts(start=120, step=30, checkpoint=30)
 _RESULT = "result.json"
 
 
-def check_all_reduce(asked: Examination) -> Finding:
+def check_all_reduce(asked: Examination) -> Checked:
     world = asked.processes if asked.device == "cuda" else min(asked.processes, _MOST_CPU_PROCESSES)
     with OwnedFolder("doctor") as folder:
         command = [sys.executable, "-m", __name__, asked.device]
         found = supervise(command, world, folder, timeouts=_TIMEOUTS, restarts=0, grace_seconds=1)
         if found.status != 0 or found.stopped:
-            return Finding("all-reduce", "fail", str(found.failure or "stopped"), "a run would fail the same way")
+            return Checked("all-reduce", "fail", str(found.failure or "stopped"), "a run would fail the same way")
         result = json.loads((found.attempts[0].folder / _RESULT).read_text(encoding="utf-8"))
     size, seconds = readable_bytes(_BYTES), readable_seconds(result["seconds"])
     figure = f"{size} over {world} {asked.device} processes in {seconds}"
     if not result["right"]:
-        return Finding("all-reduce", "fail", f"{figure}, and the sum is wrong", "look for a broken device or driver")
-    return Finding("all-reduce", "pass", f"{figure}; the sum is right")
+        return Checked("all-reduce", "fail", f"{figure}, and the sum is wrong", "look for a broken device or driver")
+    return Checked("all-reduce", "pass", f"{figure}; the sum is right")
 
 
 def main() -> None:

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.measure.dryrun.memory import LayerKind, Place
+from shardwise.measure.dryrun.memory import LayerKind, StepPlace
 from shardwise.measure.dryrun.result import Bytes
 
 Kind = tuple[int, LayerKind]  # stage, kind of layer
 Numbers = Mapping[object, float]
-Moments = Mapping[Place, Sequence[Bytes]]
+Moments = Mapping[StepPlace, Sequence[Bytes]]
 
 
 @dataclass(frozen=True)
-class Shape:
+class TracedShape:
     """How much is traced: layers of every kind in every stage of the rank, and microbatches."""
 
     layers: tuple[tuple[Kind, int], ...]
@@ -29,10 +29,10 @@ class Shape:
     def of(self, kind: Kind) -> int:
         return dict(self.layers)[kind]
 
-    def with_one_more(self, kinds: frozenset[Kind]) -> Shape:
+    def with_one_more(self, kinds: frozenset[Kind]) -> TracedShape:
         return replace(self, layers=tuple((kind, number + (kind in kinds)) for kind, number in self.layers))
 
-    def with_microbatches(self, number: int) -> Shape:
+    def with_microbatches(self, number: int) -> TracedShape:
         return replace(self, microbatches=number)
 
 
@@ -41,20 +41,20 @@ class Extension:
     """``small`` is traced in place of ``whole``, and beside it one layer more of each of ``groups`` (kinds of which
     there are equally many), with both numbers of microbatches."""
 
-    whole: Shape
-    small: Shape
+    whole: TracedShape
+    small: TracedShape
     more_microbatches: int
     groups: tuple[frozenset[Kind], ...]
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[TracedShape]:
         """All that have to be traced."""
         with_layers = [self.small, *(self.small.with_one_more(group) for group in self.groups)]
         if self.small.microbatches == self.whole.microbatches:
             return with_layers
         return [*with_layers, *(one.with_microbatches(self.more_microbatches) for one in with_layers)]
 
-    def extended(self, numbers_of: Callable[[Shape], Numbers]) -> dict[object, float]:
+    def extended(self, numbers_of: Callable[[TracedShape], Numbers]) -> dict[object, float]:
         """The numbers of ``whole``, linear in every kind of layer and in the microbatches."""
         result = self._over_layers(numbers_of, self.small.microbatches)
         if self.small.microbatches == self.whole.microbatches:
@@ -63,7 +63,7 @@ class Extension:
         steps = (self.whole.microbatches - self.small.microbatches) / (self.more_microbatches - self.small.microbatches)
         return _sum(result, _difference(more, result), steps)
 
-    def _over_layers(self, numbers_of: Callable[[Shape], Numbers], microbatches: int) -> dict[object, float]:
+    def _over_layers(self, numbers_of: Callable[[TracedShape], Numbers], microbatches: int) -> dict[object, float]:
         small = self.small.with_microbatches(microbatches)
         base = numbers_of(small)
         result = dict(base)
@@ -74,9 +74,9 @@ class Extension:
         return result
 
 
-def extension(whole: Shape, layers: int, microbatches: Sequence[int]) -> Extension:
+def extension(whole: TracedShape, layers: int, microbatches: Sequence[int]) -> Extension:
     """Traces at most ``layers`` of every kind, and the two given numbers of microbatches where there are more."""
-    small = Shape(tuple((kind, min(number, layers)) for kind, number in whole.layers), whole.microbatches)
+    small = TracedShape(tuple((kind, min(number, layers)) for kind, number in whole.layers), whole.microbatches)
     numbers = sorted({number for _, number in whole.layers if number > layers})
     groups = tuple(frozenset(kind for kind, number in whole.layers if number == one) for one in numbers)
     few, more = microbatches
@@ -85,7 +85,7 @@ def extension(whole: Shape, layers: int, microbatches: Sequence[int]) -> Extensi
     return Extension(whole, small, more, groups)
 
 
-def alike(place: Place, shape: Shape, microbatches: int) -> Place | None:
+def alike(place: StepPlace, shape: TracedShape, microbatches: int) -> StepPlace | None:
     """The name of a place that it has in a trace of any size; None for what is in the middle.
 
     ``shape`` is the smallest that is traced, ``microbatches`` are those of the trace that the place is from.
@@ -115,7 +115,7 @@ def _sum(one: Numbers, other: Numbers, times: float) -> dict[object, float]:
     return {key: one.get(key, 0.0) + times * other.get(key, 0.0) for key in {**one, **other}}
 
 
-def at_one_moment(traces: Sequence[Moments]) -> list[dict[Place, Bytes]]:
+def at_one_moment(traces: Sequence[Moments]) -> list[dict[StepPlace, Bytes]]:
     """What there is at each place where it is most; in all traces at the same moment of it, where they have the same.
 
     Places by the names that they have in all traces, the largest trace last. Of two moments with nearly as much one
@@ -124,7 +124,7 @@ def at_one_moment(traces: Sequence[Moments]) -> list[dict[Place, Bytes]]:
     longest = {place: len(moments) for place, moments in traces[-1].items()}
     chosen = {place: _most_at(moments) for place, moments in traces[-1].items()}
 
-    def of(place: Place, moments: Sequence[Bytes]) -> Bytes:
+    def of(place: StepPlace, moments: Sequence[Bytes]) -> Bytes:
         return moments[chosen[place] if longest.get(place) == len(moments) else _most_at(moments)]
 
     return [{place: of(place, moments) for place, moments in trace.items()} for trace in traces]
@@ -134,7 +134,7 @@ def _most_at(moments: Sequence[Bytes]) -> int:
     return max(range(len(moments)), key=lambda number: sum(moments[number].values()))
 
 
-def most(peaks: Mapping[Place, Bytes]) -> tuple[Place, Bytes]:
+def most(peaks: Mapping[StepPlace, Bytes]) -> tuple[StepPlace, Bytes]:
     """The place where there is most."""
     place = max(peaks, key=lambda one: sum(peaks[one].values()))
     return place, peaks[place]

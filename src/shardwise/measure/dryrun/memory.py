@@ -35,7 +35,7 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class StepPlace:
     """``phase``: build, forward, backward, recompute, update or between. ``part`` of the stage: embedding, layer, head.
 
     A layer is the ``number``-th of its ``kind`` in its stage, counted from the front, of ``of``. ``visit`` counts the
@@ -63,12 +63,12 @@ class Places:
     """``now`` is the place of what runs at the moment, ``passes`` how many passes there have been."""
 
     def __init__(self) -> None:
-        self.now = Place("build")
+        self.now = StepPlace("build")
         self.passes = 0
         self._visits: dict[tuple[int, bool], int] = {}  # by stage, and whether forward
 
     def start_step(self) -> None:
-        self.now = Place("between")
+        self.now = StepPlace("between")
         self._visits.clear()
 
     def follow(self, stages: Mapping[int, nn.Module], kind_of_layer: Mapping[int, LayerKind]) -> None:
@@ -79,30 +79,30 @@ class Places:
             kinds = {name: kind_of_layer[int(name)] for name in decoder.layers}
             for name, layer in decoder.layers.items():
                 alike = [other for other in kinds if kinds[other] == kinds[name]]
-                place = Place("forward", stage, "layer", kinds[name], alike.index(name), len(alike))
+                place = StepPlace("forward", stage, "layer", kinds[name], alike.index(name), len(alike))
                 inner = next(one for one in layer.modules() if isinstance(one, Layer))
-                self._watch_layer(inner, place, Place("forward", stage, "head"))
+                self._watch_layer(inner, place, StepPlace("forward", stage, "head"))
 
     def _watch_decoder(self, decoder: nn.Module, stage: int) -> None:
         def enter(*_: Any) -> None:
             self._begin_pass(stage, forward=True)
-            self._enter(Place("forward", stage, "embedding"))
+            self._enter(StepPlace("forward", stage, "embedding"))
 
         def leave(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            self.now = Place("between")
-            self._on_gradient(output, Place("backward", stage, "head"))
+            self.now = StepPlace("between")
+            self._on_gradient(output, StepPlace("backward", stage, "head"))
 
         decoder.register_forward_pre_hook(enter, prepend=True)
         decoder.register_forward_hook(leave)
 
-    def _watch_layer(self, layer: nn.Module, place: Place, after: Place) -> None:
+    def _watch_layer(self, layer: nn.Module, place: StepPlace, after: StepPlace) -> None:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             if _in_backward():
                 self._enter(replace(place, phase="recompute"))
                 return
             self._enter(place)
             if place.number == 0:
-                self._on_gradient(inputs[0], Place("backward", place.stage, "embedding"))
+                self._on_gradient(inputs[0], StepPlace("backward", place.stage, "embedding"))
 
         def leave(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if _in_backward():
@@ -114,7 +114,7 @@ class Places:
         layer.register_forward_pre_hook(enter, prepend=True)
         layer.register_forward_hook(leave)
 
-    def _on_gradient(self, tensor: Tensor, place: Place) -> None:
+    def _on_gradient(self, tensor: Tensor, place: StepPlace) -> None:
         """``place`` is where one is when the gradient of ``tensor`` is there."""
 
         def arrived(_: Tensor) -> None:
@@ -129,7 +129,7 @@ class Places:
         self.passes += 1
         self._visits[stage, forward] = self._visits.get((stage, forward), -1) + 1
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: StepPlace) -> None:
         self.now = replace(place, visit=self._visits.get((place.stage, place.phase == "forward"), 0))
 
 
@@ -144,11 +144,11 @@ def _in_backward() -> bool:
 class Block:
     """The memory of one tensor and its views, from the first to the last place."""
 
-    born: Place
+    born: StepPlace
     born_pass: int
     operator: str
     bytes: int = 0
-    died: Place | None = None
+    died: StepPlace | None = None
     died_pass: int | None = None
     claimed: str = ""
     resized: bool = False
@@ -176,7 +176,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
         super().__init__()
         self.places = places
         self.blocks: dict[int, Block] = {}  # those that live, by the key of their storage
-        self.changes: list[tuple[Block, int, Place]] = []
+        self.changes: list[tuple[Block, int, StepPlace]] = []
         self.witnesses.append(self._touched)
 
     def claim(self, part: str, tensors: Iterable[Tensor]) -> None:
@@ -231,10 +231,10 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
         found = [Holder(*key, number) for key, number in alike.items() if number]
         return sorted(found, key=lambda one: -one.bytes * one.number)
 
-    def moments(self) -> dict[Place, list[Bytes]]:
+    def moments(self) -> dict[StepPlace, list[Bytes]]:
         """What there was, by part, after every change since `forget`, by the place where it happened."""
         live: Bytes = dict.fromkeys(PARTS, 0.0)
-        found: dict[Place, list[Bytes]] = {}
+        found: dict[StepPlace, list[Bytes]] = {}
         for block, difference, place in self.changes:
             live[block.part] += difference
             found.setdefault(place, []).append(dict(live))

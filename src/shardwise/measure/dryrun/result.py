@@ -51,7 +51,7 @@ Bytes = dict[str, float]  # by part
 
 
 @dataclass(frozen=True)
-class Line:
+class TracedCollective:
     """Collectives of one kind and name over the same number of ranks; ``peer`` is the other rank of messages.
 
     ``kind`` is one of `CollectiveKind`, or `RECEIVE`.
@@ -69,7 +69,7 @@ class Line:
 class Calls:
     """How often a line is called in a step, and the bytes of all calls, as the cost model counts them."""
 
-    line: Line
+    line: TracedCollective
     count: float
     bytes: float
 

@@ -17,8 +17,8 @@ from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.layout.stages import rank_contents
-from shardwise.measure.dryrun.extend import Extension, Shape, alike, at_one_moment, extension, most
-from shardwise.measure.dryrun.memory import Place
+from shardwise.measure.dryrun.extend import Extension, TracedShape, alike, at_one_moment, extension, most
+from shardwise.measure.dryrun.memory import StepPlace
 from shardwise.measure.dryrun.result import (
     PARTS,
     RECEIVE,
@@ -26,7 +26,7 @@ from shardwise.measure.dryrun.result import (
     Calls,
     Compared,
     DryRun,
-    Line,
+    TracedCollective,
     check_rank,
     fullest_rank,
 )
@@ -41,7 +41,7 @@ from shardwise.spec.job import Job
 NEGLIGIBLE = 5e-3
 
 
-def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[Line, float]) -> list[Compared]:
+def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollective, float]) -> list[Compared]:
     """One line for every dimension and kind of collective that either knows of."""
     planned: dict[tuple[str, str], float] = {}
     for one in step_traffic(job, rank_contents(job, pipeline_rank)):
@@ -72,7 +72,7 @@ def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]
     ]
 
 
-def traced_bytes(job: Job, traced: Mapping[Line, float]) -> dict[tuple[str, str], float]:
+def traced_bytes(job: Job, traced: Mapping[TracedCollective, float]) -> dict[tuple[str, str], float]:
     """By dimension and kind. Of a pipeline, what crosses the busier of a rank's two boundaries, both ways."""
     found: dict[tuple[str, str], float] = {}
     boundaries: dict[int, float] = {}
@@ -197,7 +197,7 @@ def _first_layers_differ(job: Job) -> bool:
     return any(0 < share < 1 for share in (offload.weights, offload.gradients))
 
 
-def _to_trace(job: Job, pipeline_rank: int, whole: Shape) -> Extension:
+def _to_trace(job: Job, pipeline_rank: int, whole: TracedShape) -> Extension:
     """Enough microbatches that a pipeline is as full as it gets, and stays so, before the half of them is over."""
     strategy = job.strategy
     if strategy.pp == 1:
@@ -231,13 +231,13 @@ def _most_nodes(job: Job) -> int | None:
     return moe.groups_used if nodes == moe.groups else None
 
 
-def _moments(traced: Trace, small: Shape, microbatches: int) -> dict[Place, Sequence[Bytes]]:
+def _moments(traced: Trace, small: TracedShape, microbatches: int) -> dict[StepPlace, Sequence[Bytes]]:
     """Memory at the places that have the same name in traces of other shapes."""
     named = ((alike(place, small, microbatches), moments) for place, moments in traced.moments.items())
     return {name: moments for name, moments in named if name is not None}
 
 
-def _numbers(traced: Trace, peaks: Mapping[Place, Bytes]) -> dict[object, float]:
+def _numbers(traced: Trace, peaks: Mapping[StepPlace, Bytes]) -> dict[object, float]:
     """A trace as numbers by name, the same names in traces of other shapes."""
     numbers: dict[object, float] = {}
     for line, count in traced.calls.items():
@@ -256,8 +256,8 @@ def _of(what: str, numbers: dict[object, float]) -> list[tuple[Any, float]]:
     return [(key, number) for key, number in numbers.items() if isinstance(key, tuple) and key[0] == what]
 
 
-def _by_place(numbers: dict[object, float]) -> dict[Place, Bytes]:
-    found: dict[Place, Bytes] = {}
+def _by_place(numbers: dict[object, float]) -> dict[StepPlace, Bytes]:
+    found: dict[StepPlace, Bytes] = {}
     for (_, place, part), size in _of("peak", numbers):
         found.setdefault(place, {})[part] = size
     return found

@@ -24,9 +24,9 @@ from shardwise.engine.torch_private import unset_fake_temporarily
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
-from shardwise.measure.dryrun.extend import Kind, Moments, Shape
-from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Place, Places
-from shardwise.measure.dryrun.result import Holder, Line
+from shardwise.measure.dryrun.extend import Kind, Moments, TracedShape
+from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
+from shardwise.measure.dryrun.result import Holder, TracedCollective
 from shardwise.measure.dryrun.world import block_kernel, fake_tensors, nothing_moves, posing_as, replaced
 from shardwise.models.decoder import window_of
 from shardwise.models.moe import MoELayer
@@ -40,15 +40,15 @@ class Trace:
     ``moved``: bytes between the device and its host, by kind of transfer.
     """
 
-    calls: Mapping[Line, int]
-    sent_bytes: Mapping[Line, int]
+    calls: Mapping[TracedCollective, int]
+    sent_bytes: Mapping[TracedCollective, int]
     flops: Mapping[str, float]
     moments: Moments
     holders: tuple[Holder, ...]
     moved: Mapping[Payload, int]
 
 
-def whole_shape(job: Job, pipeline_rank: int) -> Shape:
+def whole_shape(job: Job, pipeline_rank: int) -> TracedShape:
     """All layers of a rank's stages, by kind, and all microbatches."""
     kinds, layers = layer_kinds(job, pipeline_rank), stage_layers(job)
     numbers: dict[Kind, int] = {}
@@ -56,7 +56,7 @@ def whole_shape(job: Job, pipeline_rank: int) -> Shape:
         for index in layers[stage]:
             kind = (stage, kinds[index])
             numbers[kind] = numbers.get(kind, 0) + 1
-    return Shape(tuple(numbers.items()), job.microbatches)
+    return TracedShape(tuple(numbers.items()), job.microbatches)
 
 
 def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
@@ -72,7 +72,7 @@ def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
     return kinds
 
 
-def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
+def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
     """The second step (in the first the optimizer makes its states) of the first layers that ``shape`` asks for."""
     kinds = layer_kinds(job, coordinate(job.strategy, "pp", rank))
     job = _shaped(job, shape)
@@ -104,7 +104,7 @@ def trace(job: Job, rank: int, shape: Shape, assumed: Assumed) -> Trace:
         return _summed(engine, collectives, flops, memory)
 
 
-def _shaped(job: Job, shape: Shape) -> Job:
+def _shaped(job: Job, shape: TracedShape) -> Job:
     """The job with fewer microbatches."""
     sequences = shape.microbatches * job.strategy.data_parallel * job.strategy.microbatch
     return replace(job, training=replace(job.training, global_batch=sequences))
@@ -133,9 +133,9 @@ def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> No
     places.start_step()
     engine.forward_backward(batch)
     memory.claim("gradients", (one.gradient for one in engine.parameters if one.gradient is not None))
-    places.now = Place("update")
+    places.now = StepPlace("update")
     engine.update()
-    places.now = Place("between")
+    places.now = StepPlace("between")
 
 
 def _pose(engine: Engine, assumed: Assumed) -> None:
@@ -157,7 +157,7 @@ def _assume(exchange: Any, assumed: Assumed) -> None:
         exchange = getattr(exchange, "inner", None)
 
 
-def _only_layers(shape: Shape, kinds: Mapping[int, LayerKind]) -> AbstractContextManager[None]:
+def _only_layers(shape: TracedShape, kinds: Mapping[int, LayerKind]) -> AbstractContextManager[None]:
     """The engine builds only the first layers of every kind."""
     return replaced(
         (
@@ -168,7 +168,7 @@ def _only_layers(shape: Shape, kinds: Mapping[int, LayerKind]) -> AbstractContex
     )
 
 
-def _as_many_recomputed(shape: Shape) -> AbstractContextManager[None]:
+def _as_many_recomputed(shape: TracedShape) -> AbstractContextManager[None]:
     """As many recomputed layers of every stage as are left of them."""
     numbers: dict[int, int] = {}
     for (stage, kind), number in shape.layers:
@@ -195,7 +195,7 @@ def _structure_is_real() -> AbstractContextManager[None]:
     )
 
 
-def _first(stage: int, layers: Sequence[int], shape: Shape, kinds: Mapping[int, LayerKind]) -> list[int]:
+def _first(stage: int, layers: Sequence[int], shape: TracedShape, kinds: Mapping[int, LayerKind]) -> list[int]:
     left = {kind: number for (of_stage, kind), number in shape.layers if of_stage == stage}
     kept = []
     for index in layers if left else ():
@@ -207,11 +207,11 @@ def _first(stage: int, layers: Sequence[int], shape: Shape, kinds: Mapping[int, 
 
 def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: MemoryLog) -> Trace:
     dimension_of = _dimensions(engine)
-    calls: dict[Line, int] = {}
-    sent_bytes: dict[Line, int] = {}
+    calls: dict[TracedCollective, int] = {}
+    sent_bytes: dict[TracedCollective, int] = {}
     for one in collectives.sent:
         if len(one.ranks) > 1:
-            line = Line(
+            line = TracedCollective(
                 dimension_of(one.label, one.ranks), one.kind, one.label.title, len(one.ranks), one.peer, one.label.what
             )
             calls[line] = calls.get(line, 0) + 1

@@ -16,7 +16,7 @@ from shardwise.collectives import (
 from shardwise.collectives.cost import algorithm_names, family
 from shardwise.collectives.listing import SYMBOLS
 from shardwise.collectives.shapes import Grid as GridShape
-from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.quantity import Quantity, number, rate, seconds, size
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes, readable_seconds
@@ -96,7 +96,7 @@ def _result(cost: CollectiveCost) -> tuple[tuple[str, Quantity], ...]:
     )
 
 
-def _by_level(cost: CollectiveCost) -> Grid:
+def _by_level(cost: CollectiveCost) -> GridTable:
     rows = tuple(
         (
             level.level_name,
@@ -108,10 +108,10 @@ def _by_level(cost: CollectiveCost) -> Grid:
         for level in cost.levels
     )
     keys = ("level", "hops", "bytes", "latency_seconds", "bandwidth_seconds")
-    return Grid("numbers put in", ("level", "hops", "V", "hops·a", "V·b"), keys, rows)
+    return GridTable("numbers put in", ("level", "hops", "V", "hops·a", "V·b"), keys, rows)
 
 
-def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, chosen: str) -> Grid:
+def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, chosen: str) -> GridTable:
     rows = []
     for name in dict.fromkeys((chosen, *algorithm_names(kind, topology))):
         cost = collective_cost(kind, size_bytes, topology, name)
@@ -119,7 +119,7 @@ def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, c
         total = float(cost.seconds)
         rows.append((total, (name.replace("_", " "), formula, number(float(cost.steps)), seconds(total))))
     rows.sort(key=lambda row: row[0])
-    return Grid(
+    return GridTable(
         "every algorithm here, cheapest first",
         ("algorithm", "seconds", "steps", "total"),
         ("algorithm", "formula", "steps", "total_seconds"),

@@ -6,7 +6,7 @@ from shardwise.cost.compute.flops import CONVENTIONS, flops_per_token
 from shardwise.cost.traffic.pipeline import bubble_share
 from shardwise.pipeline import build, draw_timeline, equal_stages, simulate
 from shardwise.report.console import bar
-from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.quantity import flop_rate, flops, number, seconds, share
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Device
@@ -49,7 +49,7 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
         ),
         result=(),
         tables=(
-            Grid(
+            GridTable(
                 "by convention",
                 ("convention", "per token", "FLOPs/token", "FLOPs in all", "one device at peak"),
                 ("convention", "formula", "flops_per_token", "flops", "one_device_at_peak_seconds"),
@@ -86,7 +86,7 @@ def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | 
         ),
         result=(),
         tables=(
-            Grid(
+            GridTable(
                 "by schedule",
                 ("schedule", "", "activations it keeps, by", "of busy time", "of the step"),
                 ("schedule", "", "source", "share_of_busy_time", "share_of_the_step"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.cost.analysis import Analysis
-from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.quantity import number, seconds, size
 
 
@@ -104,7 +104,7 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
             ("of them exposed in the predicted step", seconds(sum(t.added_seconds for t in traffics))),
             ("bytes the busiest device sends", size(sum(t.bytes_sent for t in traffics))),
         ),
-        tables=(Grid("in one step", columns, keys, rows, words=3, optional=("network",)),) if rows else (),
+        tables=(GridTable("in one step", columns, keys, rows, words=3, optional=("network",)),) if rows else (),
         remarks=theory.remarks if rows else (f"This job has {name} 1: nothing is sent.", *theory.remarks),
         source=theory.source,
     )

@@ -15,7 +15,7 @@ Value = str | Quantity | Bar
 
 
 @dataclass(frozen=True)
-class Grid:
+class GridTable:
     """A small table inside an explanation; the first ``words`` columns hold text.
 
     ``keys`` name the columns in the JSON, with the unit of what stands in them.
@@ -43,7 +43,7 @@ class Explanation:
     numbers: tuple[tuple[str, str, Quantity], ...]  # symbol, meaning, value
     result: tuple[tuple[str, Quantity], ...]
     source: tuple[str, ...]
-    tables: tuple[Grid, ...] = ()
+    tables: tuple[GridTable, ...] = ()
     remarks: tuple[str, ...] = ()
     drawing: str = ""
 

@@ -10,7 +10,7 @@ from shardwise.cost.memory.activations import (
 )
 from shardwise.cost.memory.states import state_bytes
 from shardwise.report.console import bar
-from shardwise.report.explain.explanation import Explanation, Grid
+from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.quantity import Quantity, number, share, size
 from shardwise.spec.job import Job
 from shardwise.spec.training import OPTIMIZERS, RECIPES
@@ -57,7 +57,7 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
         ),
         result=(),
         tables=(
-            Grid(
+            GridTable(
                 "bytes of one device",
                 ("stage", "formula", "", "weights", "gradients", "optimizer", "total"),
                 ("stage", "formula", "", "weights_bytes", "gradients_bytes", "optimizer_bytes", "total_bytes"),
@@ -121,7 +121,7 @@ def explain_activations(job: Job) -> Explanation:
             ("embedding, first stage", size(embedding_activation_bytes(job))),
             ("head and loss, last stage", size(head_activation_bytes(job))),
         ),
-        tables=(Grid("saved tensors", ("tensor", "", "recomputed by", "bytes", "share"), keys, rows, words=3),),
+        tables=(GridTable("saved tensors", ("tensor", "", "recomputed by", "bytes", "share"), keys, rows, words=3),),
         source=(
             "Korthikanti et al. 2022 (arXiv 2205.05198), section 4 and Table 2",
             "Dao et al. 2022, FlashAttention (arXiv 2205.14135): one log-sum-exp per head and query",
