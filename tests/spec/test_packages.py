@@ -70,17 +70,17 @@ def test_a_file_of_an_unknown_kind_is_told_before_another_is_read(tmp_path: Path
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0a0+git123", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0a0+git123", "3.0.0"])
 def test_a_torch_that_is_not_tested_is_one_line(
     version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     require_torch("verify")
-    wanted = f"note: PyTorch {version} is not tested here, 2.11 to 2.13 are: pip install 'shardwise[train]'\n"
+    wanted = f"note: PyTorch {version} is not tested here, 2.11 to 2.15 are: pip install 'shardwise[train]'\n"
     assert capsys.readouterr() == ("", wanted)
 
 
-@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.1", "unknown"])
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.1", "2.15.0+cu132", "unknown"])
 def test_a_torch_that_is_tested_is_not_spoken_of(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert torch_notes() == []

@@ -16,7 +16,7 @@ from shardwise.spec.training import RECIPES
 # Nothing is imported to find out.
 
 TRAINING = ("torch", "safetensors")
-TESTED_TORCH = ((2, 11), (2, 13))  # the first and the last, as pyproject.toml has them
+TESTED_TORCH = ((2, 11), (2, 15))  # the first and the last, as pyproject.toml has them
 _EXTRAS = {"torch": "train", "safetensors": "train", "pyarrow": "data", "tokenizers": "data"}
 _TITLES = {"torch": "PyTorch"}
 
