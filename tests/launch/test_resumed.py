@@ -166,7 +166,7 @@ def test_a_run_that_is_done_says_so_and_more_steps_go_on(folder: CheckpointFolde
     )
     assert json.loads(run(*flags, "--steps", "5", "--json").out)["attempts"] == 0
     paused = run(*flags, "--steps", "9", "--set", "run.stop_at=5")
-    assert "is at its last step, 5 of 9, where run.stop_at pauses it." in paused.out
+    assert "is at its last step, 5 of 9, where run.stop_at pauses it." in " ".join(paused.out.split())
     assert run(*flags, "--steps", "9", "--print-torchrun").status == 0
     assert Job.from_yaml((path / "job.yaml").read_text()).run.steps == 9
 

@@ -66,7 +66,8 @@ def warm_ranks() -> Iterator[None]:
 
 def _start(command: Sequence[str], **options: Any) -> Any:
     environment = options.get("env")
-    is_rank = environment is not None and command[0] == sys.executable and sys.platform == "linux"
+    enters = "-I" in command  # an emulated node, before anything is imported
+    is_rank = environment is not None and command[0] == sys.executable and sys.platform == "linux" and not enters
     if not is_rank or DEBUG.items() <= environment.items():
         return subprocess.Popen(command, **options)
     pool()  # has said what its parent, which is the ranks' too, imports

@@ -141,7 +141,7 @@ def trained(ready: ReadyRun, run: Callable[[Launch], Outcome], *, grace: Size, d
     with ready.folder.checkpoints.locked():
         step = ready.finished_step()
         outcome = run(Launch(ready.job, ready.folder, grace_seconds, debug)) if step is None else None
-    return TrainingResult(ready.job, run_summary(ready.folder), outcome)
+    return TrainingResult(ready.job, run_summary(ready.folder, step), outcome)
 
 
 def ready_run(
@@ -180,10 +180,12 @@ def ready_run(
     return ReadyRun(job, folder, checked, _named_model(given), go_on, note)
 
 
-def run_summary(folder: RunFolder) -> RunSummary:
+def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:
+    """The figures of a run; the step of a finished one is its checkpoint's, which metrics may lack."""
     from shardwise.training.metrics.lines import read_lines, summarise
 
-    return summarise(read_lines(folder.metrics))
+    found = summarise(read_lines(folder.metrics))
+    return found if finished_step is None else replace(found, steps=finished_step)
 
 
 def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[str], profile: str | None) -> Job:

@@ -76,9 +76,9 @@ def _printed_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
     from shardwise.launch.torchrun import torchrun_commands
 
     with ready.folder.checkpoints.locked():
-        done = ready.finished_step(here=False) is not None
-    if done:
-        return _told(TrainingResult(ready.job, run_summary(ready.folder), None), as_json=parsed.json)
+        step = ready.finished_step(here=False)
+    if step is not None:
+        return _told(TrainingResult(ready.job, run_summary(ready.folder, step), None), as_json=parsed.json)
     print(*torchrun_commands(ready.job, ready.folder.path), sep="\n")
     return 0
 

@@ -16,7 +16,7 @@ from shardwise.planner.mixed.plan import MixedPlan, divided, fits_kinds, parse_m
 from shardwise.planner.mixed.space import MixedRequest, MixedSpace
 from shardwise.planner.mixed.step import Arrangement, MixedStep, message_seconds, mixed_step
 from shardwise.planner.search.stages import pieces_of
-from shardwise.report.mixed import mixed_data, print_mixed
+from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.spec import presets
 from shardwise.spec.clusters import MixedCluster, cluster_from
 from shardwise.spec.errors import SpecError
@@ -257,7 +257,7 @@ def test_mixing_is_compared_with_each_kind_alone(capsys: pytest.CaptureFixture[s
     assert found.best_alone is found.alone[0]
     assert found.gain is not None
     assert 1 < found.gain < 2
-    print_mixed(found)
+    mixed_page(found).print()
     text = capsys.readouterr().out
     assert "priced only" in text
     assert "times the better kind alone" in text
@@ -276,7 +276,7 @@ def test_a_model_that_no_kind_holds_alone(capsys: pytest.CaptureFixture[str]) ->
     found = plan_mixed(model("llama3-8b"), mixed_of(*kinds), training, constraints=constraints)
     assert found.alone == (None, None)
     assert found.gain is None
-    print_mixed(found)
+    mixed_page(found).print()
     assert "no kind holds the model alone\n" in capsys.readouterr().out
 
 
