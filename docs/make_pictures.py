@@ -112,7 +112,7 @@ def largest_first(named: dict[str, float], keep: int) -> list[tuple[str, float]]
 
 _PART_NAMES = {
     **{name: name for name in ("attention", "recompute", "optimizer")},
-    "products": "matrix products",
+    "products": "matmuls",
     "memory-bound": "memory-bound",
     "launches": "launches",
     "bubble": "pipeline bubble",

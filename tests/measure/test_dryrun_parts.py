@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from shardwise.collectives import CollectiveKind
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
-from shardwise.engine.profiler_names import named, sent
+from shardwise.engine.profiler_ranges import named, sent
 from shardwise.layout.ranks import coordinates
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
 from shardwise.measure.dryrun.extend import TracedShape, alike, at_one_moment, extension

@@ -28,7 +28,7 @@ from shardwise.engine.parameters import HeldParameter, as_divided, held, local, 
 from shardwise.engine.patterns import Patterns
 from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
 from shardwise.engine.pipeline.stage import Call
-from shardwise.engine.profiler_names import named, sent
+from shardwise.engine.profiler_ranges import named, sent
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

@@ -160,8 +160,7 @@ class LocalExchange:
 
     def combine(self, rows: Tensor, weights: Tensor, handle: tuple[Tensor, Tensor]) -> Tensor:
         order, back = handle
-        returned: Tensor = _ReorderRows.apply(rows, back, order)  # type: ignore[no-untyped-call]
-        returned = torch.unflatten(returned, 0, weights.shape)
+        returned = torch.unflatten(reorder_rows(rows, back, order), 0, weights.shape)
         return torch.bmm(weights.to(rows.dtype)[:, None, :], returned)[:, 0]
 
 
@@ -186,9 +185,13 @@ class _SpreadRows(torch.autograd.Function):
         return torch.unflatten(gradient.index_select(0, back), 0, (-1, ctx.copies)).sum(1), None, None, None
 
 
-class _ReorderRows(torch.autograd.Function):
-    """The rows in the given order; ``back`` is its inverse."""
+def reorder_rows(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Row i of the result is row ``order[i]``; ``back`` is the inverse of that order. Backward is a gather too."""
+    result: Tensor = _ReorderRows.apply(rows, order, back)  # type: ignore[no-untyped-call]
+    return result
 
+
+class _ReorderRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)

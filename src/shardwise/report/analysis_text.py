@@ -49,7 +49,7 @@ _PART_WORDS = {
     "allowance": "framework (allowance)",
 }
 _STEP_WORDS = {
-    "products": "matrix products",
+    "products": "matmuls",
     "attention": "attention",
     "memory-bound": "memory-bound operators",
     "launches": "kernel launches",

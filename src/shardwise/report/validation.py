@@ -91,7 +91,7 @@ def _remarks(scores: Sequence[Score], total: Summary | None) -> Iterable[str]:
     if total and total.in_range is not None:
         yield (
             f"ranges over what the source does not print: {total.in_range:.0%} of {total.ranged_rows} rows contain the "
-            "report (! where not)"
+            "report (! marks the others)"
         )
     for one in scores:
         if not one.fits:

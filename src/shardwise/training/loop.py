@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.labels import StepPhase
-from shardwise.engine.profiler_names import named
+from shardwise.engine.profiler_ranges import named
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job

@@ -20,8 +20,8 @@ from shardwise.engine.collectives.program import (
     Arrived,
     OwnRound,
     Post,
-    PostedSend,
     Program,
+    SendDone,
     Start,
     Step,
     TensorRegion,
@@ -115,7 +115,7 @@ class Communicator:
                     case Start(send):
                         source = [_packed(buffers, send.source, send.packed)]
                         works[send] = self.group.send(source, send.peer, tag + send.number % MESSAGES), source
-                    case Arrived(one) | PostedSend(one):
+                    case Arrived(one) | SendDone(one):
                         works.pop(one)[0].wait()
                     case Add(target, sources):
                         _add(_part(buffers, target), [_part(buffers, one) for one in sources])

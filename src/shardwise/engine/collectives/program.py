@@ -326,7 +326,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class PostedSend:
+class SendDone:
     """Wait until a send no longer reads its memory."""
 
     send: Send
@@ -340,7 +340,7 @@ class Add:
     sources: tuple[TensorRegion, ...]
 
 
-Step = Post | Start | Arrived | PostedSend | Add
+Step = Post | Start | Arrived | SendDone | Add
 
 
 def ordered(program: Program) -> tuple[Step, ...]:
@@ -374,7 +374,7 @@ class _Order:
             self._copy(program.copies)
         while self.pending:
             self._finish(self.pending[0])
-        self.steps += [PostedSend(send) for send in self.in_flight]
+        self.steps += [SendDone(send) for send in self.in_flight]
         return tuple(self.steps)
 
     def _copy(self, copies: Iterable[LocalCopy]) -> None:
@@ -396,7 +396,7 @@ class _Order:
     def _no_longer_sent(self, region: TensorRegion) -> None:
         for send in [one for one in self.in_flight if one.source.overlaps(region)]:
             self.in_flight.remove(send)
-            self.steps.append(PostedSend(send))
+            self.steps.append(SendDone(send))
 
     def _finish(self, arrival: ReceivedChunk) -> None:
         """And before it what was to be done earlier with the same memory."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import Pending, all_reduce_sum
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.spec.less_communication import low_rank
 
 

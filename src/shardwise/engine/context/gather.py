@@ -20,7 +20,7 @@ from shardwise.engine.context.blocks import Merged, Seen, attention_block, atten
 from shardwise.engine.context.distributed_attention import AcrossRanks, Call
 from shardwise.engine.context.kernels import KernelChoice
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent, waited
+from shardwise.engine.profiler_ranges import sent, waited
 from shardwise.models.dot_product import AttentionArguments
 
 

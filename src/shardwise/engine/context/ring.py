@@ -22,7 +22,7 @@ from shardwise.engine.context.distributed_attention import AcrossRanks, Call
 from shardwise.engine.context.kernels import KernelChoice
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent, waited
+from shardwise.engine.profiler_ranges import sent, waited
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
 

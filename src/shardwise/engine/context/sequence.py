@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.engine.collectives.reductions import all_gather
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.spec.errors import SpecError
 
 SEQUENCE = 1  # dimension of [batch, sequence, ...]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import all_to_all_single_autograd
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent, waited
+from shardwise.engine.profiler_ranges import sent, waited
 from shardwise.engine.torch_private import current_graph_task_id
 
 IN_FLIGHT = 2

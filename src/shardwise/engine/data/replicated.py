@@ -22,7 +22,7 @@ from shardwise.engine.data.units import Unit, own_parameters
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.optim.precision import Precision
-from shardwise.engine.profiler_names import sent, waited
+from shardwise.engine.profiler_ranges import sent, waited
 from shardwise.engine.torch_private import current_graph_task_id, foreach_copy_, foreach_zero_
 from shardwise.spec.less_communication import Compression
 

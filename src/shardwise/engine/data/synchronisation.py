@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.collectives.reductions import Pending, all_reduce_sum
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_zero_
 from shardwise.spec.less_communication import Synchronise
 

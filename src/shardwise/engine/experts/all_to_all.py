@@ -17,10 +17,10 @@ from shardwise.engine.experts.channel import (
     scatter_sum,
 )
 from shardwise.engine.experts.loads import Assumed, HostCopy, evenly, in_pieces
-from shardwise.engine.experts.permute import Copies, collect, inverse, reorder, sorted_copies, spread
+from shardwise.engine.experts.permute import Copies, collect, inverse, sorted_copies, spread
 from shardwise.engine.labels import Called, sorting_name
-from shardwise.engine.profiler_names import named
-from shardwise.models.experts import count_tokens
+from shardwise.engine.profiler_ranges import named
+from shardwise.models.experts import count_tokens, reorder_rows
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class FlatExchange:
             arrived = exchange_rows(copied, self.ranks, splits, Called.DISPATCH)
             arrived = gather_rows(arrived, self.parts, gathered, Called.EXPERT_TOKENS)
             if self.local > 1:
-                arrived = reorder(arrived, route.by_expert, route.by_source)
+                arrived = reorder_rows(arrived, route.by_expert, route.by_source)
             return arrived, blocks.sum(0), route
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: FlatRoute) -> Tensor:
         with named(sorting_name("ep", Called.COMBINE)):
             if self.local > 1:
-                rows = reorder(rows, handle.by_source, handle.by_expert)
+                rows = reorder_rows(rows, handle.by_source, handle.by_expert)
             rows = scatter_sum(rows, self.parts, handle.gathered, Called.EXPERT_OUTPUTS)
             rows = return_rows(rows, self.ranks, handle.splits, Called.COMBINE)
             return collect(rows, handle.copies, weights.flatten())

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.labels import in_backward
 from shardwise.engine.mesh import Mesh, new_group, own
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.spec.errors import SpecError
 
 

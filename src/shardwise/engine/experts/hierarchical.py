@@ -24,7 +24,7 @@ from shardwise.engine.experts.channel import (
 from shardwise.engine.experts.loads import Assumed, HostCopy, evenly, in_pieces
 from shardwise.engine.experts.permute import Copies, collect, masked_copies, some_sorted_copies, spread
 from shardwise.engine.labels import Called, sorting_name
-from shardwise.engine.profiler_names import named
+from shardwise.engine.profiler_ranges import named
 from shardwise.models.experts import count_tokens
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.models.moe import MoELayer
 from shardwise.spec.strategy import Strategy
 

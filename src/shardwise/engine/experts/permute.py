@@ -73,12 +73,6 @@ def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tens
     return result
 
 
-def reorder(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Row i of the result is row ``order[i]``; ``back`` is the inverse of that order."""
-    result: Tensor = _Reorder.apply(rows, order, back)  # type: ignore[no-untyped-call]
-    return result
-
-
 def _summed(rows: Tensor, listed: Tensor, starts: Tensor, each: int | None, weights: Tensor | None = None) -> Tensor:
     if each is None:
         # A bag is one row's copies: PyTorch's kernel adds in fp32 and writes only the sum.
@@ -126,15 +120,3 @@ class _Collect(torch.autograd.Function):
         of_weights = torch.linalg.vecdot(gradients, rows).index_select(0, listed)
         by_copy = torch.empty_like(weights).scatter_(0, listed, weights)
         return gradients.mul_(by_copy[:, None]), of_weights, None, None, None, None
-
-
-class _Reorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back), None, None

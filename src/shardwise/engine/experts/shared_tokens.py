@@ -18,7 +18,7 @@ from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.experts.channel import Channel, ExchangedBytes, gather_rows, scatter_sum
 from shardwise.engine.experts.permute import Copies, collect, sorted_copies, spread
 from shardwise.engine.labels import Called, in_backward, sorting_name
-from shardwise.engine.profiler_names import named, sent
+from shardwise.engine.profiler_ranges import named, sent
 from shardwise.models.experts import TokenExchange, count_tokens
 
 

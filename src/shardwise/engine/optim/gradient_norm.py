@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called, StepPhase
-from shardwise.engine.profiler_names import named, sent
+from shardwise.engine.profiler_ranges import named, sent
 from shardwise.engine.torch_private import foreach_mul_, foreach_norm
 
 REFUSED = -torch.inf  # the norm of a step that a rank wants left out, whatever its gradients are

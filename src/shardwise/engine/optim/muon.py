@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.engine.labels import Called
 from shardwise.engine.optim.elementwise import Update
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import (
     compute_local_shape_and_global_offset,
     foreach_add_,

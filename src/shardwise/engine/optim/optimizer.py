@@ -18,7 +18,7 @@ from shardwise.engine.offload.store import Store
 from shardwise.engine.optim.elementwise import STATES as _ELEMENTWISE
 from shardwise.engine.optim.elementwise import Update
 from shardwise.engine.optim.muon import muon_update
-from shardwise.engine.profiler_names import named
+from shardwise.engine.profiler_ranges import named
 from shardwise.engine.torch_private import foreach_copy_
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Offload

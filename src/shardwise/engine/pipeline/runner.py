@@ -13,7 +13,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called
 from shardwise.engine.pipeline.stage import Call, Mailbox, Message, NoReduction, PipelineStage, Reduction
 from shardwise.engine.pipeline.tied import TiedEnds
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import ComputationType, PipelineScheduleRuntime, RuntimeAction, with_messages
 from shardwise.engine.weight_gradients import Deferrable
 from shardwise.pipeline import Action, ActionKind, PipelineSchedule, build

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called, message_sent, pass_name, stage_input_gradient, stage_output
-from shardwise.engine.profiler_names import named, sent, waited
+from shardwise.engine.profiler_ranges import named, sent, waited
 from shardwise.engine.torch_private import PipelineStageBase
 from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, put_off
 from shardwise.models import Decoder

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called
 from shardwise.engine.parameters import note_part, part_of
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_names import sent, waited
+from shardwise.engine.profiler_ranges import sent, waited
 
 SEQUENCE = 1  # of [batch, sequence, features]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.labels import Called
 from shardwise.engine.parameters import HeldPart
-from shardwise.engine.profiler_names import sent
+from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.tensor.collectives import copy, gather, join, reduce, scatter
 from shardwise.engine.tensor.linear import keep
 from shardwise.models import loss as whole_loss

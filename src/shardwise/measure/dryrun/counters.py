@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from shardwise.collectives import CollectiveKind
-from shardwise.engine import profiler_names
+from shardwise.engine import profiler_ranges
 from shardwise.engine.labels import Label, label_of
 from shardwise.engine.torch_private import tree_iter
 from shardwise.measure.dryrun.result import RECEIVE
@@ -58,7 +58,7 @@ class CollectiveLog:
             finally:
                 self._labels.pop()
 
-        return replaced((profiler_names, "marked", named))
+        return replaced((profiler_ranges, "marked", named))
 
     def _note(self, operator: str, kind: str, args: Any, result: Any) -> None:
         group = _group_of(args)

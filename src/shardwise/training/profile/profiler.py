@@ -21,7 +21,7 @@ from torch.autograd import profiler as autograd_profiler
 from shardwise.engine.labels import backend_operation, layer_name, of_backend, step_name
 from shardwise.engine.mesh import own
 from shardwise.engine.parameters import local
-from shardwise.engine.profiler_names import named
+from shardwise.engine.profiler_ranges import named
 from shardwise.engine.torch_private import c10d, process_groups, profiler_autograd, profiler_kinds
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of

@@ -1,4 +1,4 @@
-"""Names that a profiler shows: the plan's own words on every phase, layer and collective."""
+"""Ranges in a profile: marks phases, layers and collectives with the names that `labels` writes."""
 
 from __future__ import annotations
 
