@@ -17,7 +17,7 @@ from interop.random_jobs import drawn
 from shardwise.cli.arguments import Parser, add_job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.interop.frameworks import TARGETS
-from shardwise.interop.frameworks.job_fields import said_by
+from shardwise.interop.frameworks.job_fields import effective_fields
 from shardwise.spec import Job, SpecError
 from shardwise.spec.files import dump_yaml
 
@@ -164,7 +164,7 @@ def test_what_export_writes_analyze_reads(framework: str, tmp_path: Path) -> Non
         flags = [f"--set={one.field}={json.dumps(one.value)}" for one in exported.elsewhere]
         flags += [f"--model={tmp_path}/model.yaml", f"--cluster={tmp_path}/cluster.yaml"]
         back = job_of(str(tmp_path / name), *flags)
-        expected, got = said_by(job), said_by(back)
+        expected, got = effective_fields(job), effective_fields(back)
         if expected["training.tokens"] is None:  # some must write a number of steps
             got["training.tokens"] = None
         assert got == expected, (framework, number)

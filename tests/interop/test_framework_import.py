@@ -11,10 +11,11 @@ import pytest
 
 from interop.random_jobs import drawn
 from shardwise.interop.frameworks import TARGETS, framework_of, read
-from shardwise.interop.frameworks.documents import unflatten, without_comments
+from shardwise.interop.frameworks.documents import without_comments
 from shardwise.interop.frameworks.megatron import layout_text
 from shardwise.interop.frameworks.megatron_model import expert_layers
 from shardwise.interop.frameworks.megatron_reading import layout_counts
+from shardwise.interop.keys import unflatten
 from shardwise.spec import Cluster, Model, SpecError, presets
 from shardwise.spec.clusters import cluster_from
 

@@ -10,7 +10,7 @@ import pytest
 from interop.random_jobs import drawn
 from shardwise.interop.frameworks import TARGETS, can_run, export, target
 from shardwise.interop.frameworks.documents import recorded
-from shardwise.interop.frameworks.job_fields import said_by, shape_of
+from shardwise.interop.frameworks.job_fields import effective_fields, shape_of
 from shardwise.spec import Job, SpecError
 
 NUMBER = 200
@@ -34,7 +34,7 @@ def test_what_a_framework_can_say_returns(name: str) -> None:
         exported = export(job, name)
         assert exported.missing == (), (job.to_yaml(), exported.missing)
         back = there_and_back(job, name, {one.field: one.value for one in exported.elsewhere})
-        expected, got = said_by(job), said_by(back)
+        expected, got = effective_fields(job), effective_fields(back)
         if job.training.tokens is None:
             expected.pop("training.tokens"), got.pop("training.tokens")
         assert got == expected
@@ -55,7 +55,7 @@ def test_nothing_is_dropped_silently(name: str) -> None:
         fields.update({loss.field: loss.value for loss in exported.lost})
         kept = {path: value for path, value in fields.items() if not path.startswith("model")}
         whole = Job.from_dict({**nested(kept), "model": job.model, "cluster": job.cluster})
-        expected, got = said_by(job), said_by(whole)
+        expected, got = effective_fields(job), effective_fields(whole)
         if job.training.tokens is None:
             expected.pop("training.tokens"), got.pop("training.tokens")
         assert got == expected

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interop.published_configs import CATALOGUE, COUNTED
-from shardwise.interop import hf_config_from_model, model_from_hf_config
 from shardwise.interop.families import ALIASES, FAMILIES
+from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model, Numerics

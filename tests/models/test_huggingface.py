@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.families import CASES, saved, transformers
 from models.shapes import SHAPES, decoder_of, tokens
-from shardwise.interop import hf_config_from_model, model_from_hf_config
+from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
 from shardwise.models import Decoder
 from shardwise.models.huggingface import read_model, read_slice, read_tensors, write_folder
 from shardwise.models.huggingface.folder import INDEX, SINGLE

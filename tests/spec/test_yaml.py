@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from effort import examples
 from shardwise.cost.accuracy.table import read_table
-from shardwise.interop.frameworks.reading import read_text
+from shardwise.interop.frameworks import read_text
 from shardwise.interop.huggingface import read_config
 from shardwise.interop.jobs import read_job
 from shardwise.spec import Cluster, Device, Job, Link, Model, SpecError, presets

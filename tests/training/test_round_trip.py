@@ -13,8 +13,8 @@ import torch
 
 from cli.running import error_line, run
 from models.families import CASES, SMALL, build, transformers
-from shardwise.interop import model_from_hf_config
 from shardwise.interop.companions import KEPT_IN, config_for
+from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.launch.preflight import preflight
 from shardwise.launch.run import prepare
 from shardwise.models.huggingface import read_model, read_tensors, write_folder

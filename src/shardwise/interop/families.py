@@ -7,9 +7,9 @@ its key and the value the `transformers` library takes when the key is absent.
 from __future__ import annotations
 
 from shardwise.interop import keys
-from shardwise.interop.keys import GATED, LIST, MAPPING, PLAIN, TEXT, Family, activation, key, with_defaults
+from shardwise.interop.keys import GATED, LIST, PLAIN, TEXT, Family, activation, key, with_defaults
 
-# -- Keys of a ``config.json`` that many families of Hugging Face share, with the defaults of Llama
+# -- Keys that many families share, with the defaults of Llama
 
 # fmt: off
 SHAPE = {
@@ -28,23 +28,16 @@ BIAS = {"qkv_bias": key("attention_bias", False), "attention_out_bias": key("att
 WINDOW = {"sliding_window": key("sliding_window", None)}
 NUMERICS = {
     "numerics.norm_epsilon": key("rms_norm_eps", 1e-6),
-    "numerics.rope_theta": key("rope_theta", 10_000.0, read=keys.read_theta),
-    "numerics.rope_scaling": key(
-        "rope_scaling", None, holds=MAPPING, read=keys.read_scaling, write=keys.write_scaling
-    ),
+    "numerics.rope_theta": key("rope_theta", 10_000.0, read=keys.rotary("rope_theta")),
+    "numerics.rope_scaling": keys.rope_scaling(),
 }
-
-ROTARY_SHARE = {"numerics.rotary_share": key("partial_rotary_factor", 1.0, read=keys.read_share)}
-
+ROTARY_SHARE = {"numerics.rotary_share": key("partial_rotary_factor", 1.0, read=keys.rotary("partial_rotary_factor"))}
 RMS = {"norm": "rmsnorm", "positions": "rope"}
 LAYER_NORM = {"norm": "layernorm", "positions": "learned"}
 BIASED = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
-# fmt: on
 
+# -- The GPT line: layer norms and biases, in the older config style -----------------------------------------
 
-# -- The GPT line of Hugging Face's families: layer norms and biases, in the older ways of writing a config
-
-# fmt: off
 GPT_2 = Family(
     "gpt2",
     {
@@ -69,9 +62,11 @@ GPT_NEOX = Family(
             **activation("hidden_act", "gelu", PLAIN),
             "parallel_block": key("use_parallel_residual", True),
             "numerics.norm_epsilon": key("layer_norm_eps", 1e-5),
-            "numerics.rope_theta": key("rotary_emb_base|rope_theta", 10_000.0, read=keys.read_theta),
+            "numerics.rope_theta": key("rotary_emb_base|rope_theta", 10_000.0, read=keys.rotary("rope_theta")),
             "numerics.rope_scaling": NUMERICS["numerics.rope_scaling"],
-            "numerics.rotary_share": key("rotary_pct|partial_rotary_factor", 0.25, read=keys.read_share),
+            "numerics.rotary_share": key(
+                "rotary_pct|partial_rotary_factor", 0.25, read=keys.rotary("partial_rotary_factor")
+            ),
         },
         layers=44, hidden=6144, heads=64, ffn=24576, vocab=50432, qkv_bias=True, attention_out_bias=True,
     ),
@@ -144,17 +139,19 @@ FALCON = Family(
         "attention_out_bias": key("bias", False),
         "mlp_bias": key("bias", False),
         "norms_per_layer": key("num_ln_in_parallel_attn", None, read=keys.falcon_norms),
-        "parallel_block": key("parallel_attn", True, read=keys.falcon_parallel),
-        "positions": key("alibi", False, read=keys.alibi_positions, write=keys.is_alibi),
+        "parallel_block": key(
+            "parallel_attn", True, read=lambda value, config: bool(config.get("new_decoder_architecture")) or value
+        ),
+        "positions": key(
+            "alibi", False,
+            read=lambda value, config: "none" if value else "rope",
+            write=lambda value, model: value == "none",
+        ),
     },
     {"norm": "layernorm"},
     also=keys.falcon_switches,
 )
-# fmt: on
-# fmt: off
 
-
-# -- the families ------------------------------------------------------------------------------------
 # -- Llama and Mistral -------------------------------------------------------------------------------------
 
 _LLAMA = Family("llama", {**GROUPED, **SILU, **BIAS, **NUMERICS, "mlp_bias": key("mlp_bias", False)}, RMS)
@@ -217,7 +214,7 @@ _QWEN_EXPERTS = {
     "moe.every": key("decoder_sparse_step", 1),
     "numerics.renormalise_top_k": key("norm_topk_prob", False),
     "moe.dense_layers": key(
-        "mlp_only_layers", None, holds=LIST, read=keys.leading_layers, write=keys.first_layers
+        "mlp_only_layers", None, types=LIST, read=keys.leading_layers, write=lambda value, model: list(range(value))
     ),
 }
 _QWEN_2 = Family("qwen2", _QWEN, {**RMS, "qkv_bias": True}, also=keys.qwen_window_switch)
@@ -264,15 +261,17 @@ _DEEPSEEK = {
     "moe.experts": key("n_routed_experts|num_local_experts", 64),
     "moe.top_k": key("num_experts_per_tok", None, nullable=False),
     "moe.ffn": key("moe_intermediate_size", 1407),
-    "moe.shared_ffn": key(
-        "n_shared_experts", 2, nullable=True, read=keys.shared_width, write=keys.shared_number
+    "moe.shared_ffn": key(  # the config counts experts, `Model` takes the width of all of them together
+        "n_shared_experts", 2, nullable=True,
+        read=lambda value, config: (value or 0) * config["moe_intermediate_size"],
+        write=lambda value, model: value // model.moe.ffn if model.moe else 0,
     ),
     "moe.dense_layers": key("first_k_dense_replace", 0),
-    "moe.router": key("scoring_func", "softmax", holds=TEXT),
+    "moe.router": key("scoring_func", "softmax", types=TEXT),
     "numerics.router_scale": key("routed_scaling_factor", 1.0),
     "numerics.renormalise_top_k": key("norm_topk_prob", False),
-    "moe.router_bias": key(
-        "topk_method", "greedy", holds=TEXT, read=keys.has_bias, write=keys.routing_method
+    "moe.router_bias": key(  # load is balanced by a bias on the router under this name of the method
+        "topk_method", "greedy", types=TEXT, read=lambda value, config: value == "noaux_tc", write=keys.routing_method
     ),
     "moe.groups": key("n_group", None, read=keys.expert_groups),
     "moe.groups_used": key("topk_group", None, read=keys.expert_groups),
@@ -298,7 +297,7 @@ _GEMMA_KEYS = with_defaults(
     {
         **GROUPED, **BIAS, **NUMERICS,
         **activation("hidden_activation|hidden_act", "gelu_pytorch_tanh", GATED),
-        "numerics.embedding_scale": key("hidden_size", 3072, read=keys.root, write=keys.width),
+        "numerics.embedding_scale": key("hidden_size", 3072, read=keys.root, write=lambda value, model: model.hidden),
     },
     layers=28, hidden=3072, heads=16, kv_heads=16, head_dim=256, ffn=24576, vocab=256000, max_seq=8192,
     tied_embeddings=True,
@@ -306,7 +305,7 @@ _GEMMA_KEYS = with_defaults(
 _GEMMA_2_KEYS = with_defaults(
     {
         **_GEMMA_KEYS, **WINDOW,
-        "numerics.attention_scalar": key("query_pre_attn_scalar", 256, write=keys.whole),
+        "numerics.attention_scalar": key("query_pre_attn_scalar", 256, write=keys.integer),
         "numerics.logit_softcap": key("final_logit_softcapping", None),
     },
     layers=26, hidden=2304, heads=8, kv_heads=4, ffn=9216, sliding_window=4096, **{"numerics.embedding_scale": 2304},
@@ -333,13 +332,9 @@ _GEMMA_3 = Family(
     with_defaults(
         {
             **_GEMMA_2_KEYS,
-            "sliding_window_every": key(
-                "sliding_window_pattern|_sliding_window_pattern", 6, read=keys.window_every
-            ),
-            "numerics.rope_theta": key("rope_theta", 1e6, read=keys.read_global_theta),
-            "numerics.rope_scaling": key(
-                "rope_scaling", None, holds=MAPPING, read=keys.read_global_scaling, write=keys.write_scaling
-            ),
+            "sliding_window_every": key("sliding_window_pattern|_sliding_window_pattern", 6, read=keys.listed_every),
+            "numerics.rope_theta": key("rope_theta", 1e6, read=keys.rotary("rope_theta", keys.GLOBAL)),
+            "numerics.rope_scaling": keys.rope_scaling(keys.GLOBAL),
             "numerics.windowed_rope_theta": key("rope_local_base_freq", 10_000.0, read=keys.read_windowed_theta),
         },
         vocab=262208, max_seq=131072,

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.families import ALIASES, FAMILIES
-from shardwise.interop.keys import Config, Family
+from shardwise.interop.keys import Config, Family, unflatten
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import bounded_text
 from shardwise.spec.model import Model
 
 _MAX_BYTES = 16 * 2**20
-_ROPE = {"rope_theta", "rope_scaling"}  # the newer `rope_parameters` would outweigh them
+_ROPE = {"rope_theta", "rope_scaling"}  # the newer `rope_parameters` takes precedence over them
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 
 
@@ -23,9 +23,9 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
     """The model a ``config.json`` describes; ``config`` is its content, its path, or the folder it lies in.
 
     A key that is absent takes the default of the `transformers` library. Of a config with a ``text_config``
-    (vision-language models) the language model is read. Two small things a `Model` does not hold are left out
-    of its count: OPT's two spare position rows and the attention sinks of gpt-oss. Raises SpecError, with the
-    key, for what is malformed, of a family not known here, or outside what a `Model` can express.
+    (vision-language models) the language model is read. Two small things that a `Model` does not have are not
+    counted: OPT's two spare position rows and the attention sinks of gpt-oss. Raises SpecError, naming the key, for
+    a malformed config, an unknown family, or what a `Model` cannot express.
     """
     if isinstance(config, (str, Path)):
         path = Path(config)
@@ -57,18 +57,15 @@ def hf_config_from_model(model: Model) -> dict[str, Any]:
                 return config
         except SpecError:
             continue
-    raise SpecError(
-        "model",
-        f"no Hugging Face family has the shape of {shown(model.name)}",
-        f"known are {', '.join(FAMILIES)}",
-    )
+    problem = f"no Hugging Face family has the shape of {shown(model.name)}"
+    raise SpecError("model", problem, f"the families are {', '.join(FAMILIES)}")
 
 
 def hf_config_like(config: Config, model: Model) -> dict[str, Any]:
-    """The config.json of ``model`` that differs from ``config`` as little as the model does from what that describes.
+    """``config`` with only those keys changed in which ``model`` differs from the model that it describes.
 
-    A model that the family of ``config`` cannot express becomes one of the first that can; keys that say nothing of the
-    model's shape, such as the ids of special tokens, stay in any case.
+    If the family of ``config`` cannot express the model, the config of the first family that can; the ids of special
+    tokens are kept in any case.
     """
     family = _family(config.get("model_type"))
     before = replace(_read(family, config), name=model.name)
@@ -77,7 +74,7 @@ def hf_config_like(config: Config, model: Model) -> dict[str, Any]:
     try:
         after = _write(family, model)
         if _shape(_read(family, after)) != _shape(model):
-            raise SpecError("model", f"is none of {family.model_type}")
+            raise SpecError("model", f"is not a {family.model_type}")
     except SpecError:
         return {**hf_config_from_model(model), **{name: config[name] for name in _SPECIAL_TOKENS if name in config}}
     written_before = _write(family, before)
@@ -90,7 +87,7 @@ def hf_config_like(config: Config, model: Model) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> Any:
-    """The content of a ``config.json``, or of the one in a folder; raises SpecError for what is none."""
+    """The content of a ``config.json``, or of the one in a folder; raises SpecError if it cannot be read."""
     try:
         path = path / "config.json" if path.is_dir() else path
         text = bounded_text(path, _MAX_BYTES)
@@ -133,13 +130,10 @@ def _read(family: Family, config: Config) -> Model:
         if filled.get(name) not in (None, understood):
             problem = f"{shown(filled[name])} is not supported for {family.model_type}"
             raise SpecError(name, problem, f"only {shown(understood)} is")
-    fields: dict[str, Any] = {"source": f"Hugging Face config.json, model_type {family.model_type}"}
-    for field, value in family.fixed.items():
-        _set(fields, field, value)
-    for field, key in family.keys.items():
-        _set(fields, field, key.read(values[key.name], filled))
+    fields = {field: key.read(values[key.name], filled) for field, key in family.keys.items()}
+    source = f"Hugging Face config.json, model_type {family.model_type}"
     try:
-        return Model.from_dict(fields)
+        return Model.from_dict(unflatten({"source": source, **family.fixed, **fields}))
     except SpecError as error:
         at = family.keys[error.field].name if error.field in family.keys else error.field
         raise SpecError(at, error.problem, error.remedy) from None
@@ -154,11 +148,6 @@ def _write(family: Family, model: Model) -> dict[str, Any]:
             raise SpecError(noun, f"is needed for {family.model_type}")
         config[key.name] = key.write(getattr(owner, inner), model)
     return config
-
-
-def _set(fields: dict[str, Any], dotted: str, value: Any) -> None:
-    noun, _, inner = dotted.rpartition(".")
-    (fields.setdefault(noun, {}) if noun else fields)[inner] = value
 
 
 def _shape(model: Model) -> Model:

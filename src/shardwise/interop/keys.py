@@ -21,7 +21,7 @@ _NOUNS: dict[tuple[type, ...], str] = {NUMBER: "a number", TEXT: "text", LIST: "
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a config: its name (and older names), the library's default, and what it may hold.
+    """One key of a config: its name (and older names), the library's default, and the types of its value.
 
     ``read`` turns the config's value (and the whole config, defaults filled in) into the field's value;
     ``write`` goes back, from the field's value and the whole model.
@@ -29,7 +29,7 @@ class Key:
 
     names: tuple[str, ...]
     default: Any
-    holds: tuple[type, ...] = NUMBER
+    types: tuple[type, ...] = NUMBER
     nullable: bool = False
     read: Callable[[Any, Config], Any] = lambda value, config: value
     write: Callable[[Any, Model], Any] = lambda value, model: value
@@ -43,9 +43,9 @@ class Key:
         given = [name for name in self.names if name in config]
         name = next((name for name in given if config[name] is not None), given[0] if given else self.name)
         value = config.get(name, self.default)
-        if isinstance(value, self.holds) or (value is None and self.nullable):
+        if isinstance(value, self.types) or (value is None and self.nullable):
             return value
-        raise SpecError(name, f"{shown(value)} is not {_NOUNS[self.holds]}", "correct that value of the config")
+        raise SpecError(name, f"{shown(value)} is not {_NOUNS[self.types]}", "correct that value of the config")
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,29 @@ def key(names: str, default: Any, **options: Any) -> Key:
     return Key(tuple(names.split("|")), default, **{"nullable": default is None, **options})
 
 
+def unflatten(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted path as a tree: ``{"moe.top_k": 2}`` becomes ``{"moe": {"top_k": 2}}``."""
+    tree: dict[str, Any] = {}
+    for path, value in fields.items():
+        *parents, last = path.split(".")
+        branch = tree
+        for name in parents:
+            branch = branch.setdefault(name, {})
+        branch[last] = value
+    return tree
+
+
 def with_defaults(keys: Mapping[str, Key], **defaults: Any) -> dict[str, Key]:
     """The same keys, some with another default of the library."""
     return {name: dataclasses.replace(one, default=defaults.get(name, one.default)) for name, one in keys.items()}
 
 
-GATED = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu_pytorch_tanh": "geglu",
-    "gelu": "geglu",
-    "gelu_new": "geglu",
-}
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu", "gelu_new": "geglu"}
 PLAIN = {"gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 
 def activation(names: str, default: str, meanings: Mapping[str, str]) -> dict[str, Key]:
-    """The activation function, and which of the two GELUs it is.
-
-    A gated one multiplies a second projection, which `Model` names apart.
-    """
+    """The activation function (gated ones have names of their own in `Model`), and which of the two GELUs it is."""
 
     def read(value: Any, config: Config) -> str:
         if value in meanings:
@@ -100,12 +103,9 @@ def activation(names: str, default: str, meanings: Mapping[str, str]) -> dict[st
                 if meaning == model.activation and (not gelu or _gelu(name) == model.numerics.gelu)]  # fmt: skip
         return default if default in same or not same else same[0]
 
-    def read_gelu(value: Any, config: Config) -> str:
-        return _gelu(value)
-
     return {
-        "activation": key(names, default, holds=TEXT, read=read, write=write),
-        "numerics.gelu": key(names, default, holds=TEXT, read=read_gelu, write=write),
+        "activation": key(names, default, types=TEXT, read=read, write=write),
+        "numerics.gelu": key(names, default, types=TEXT, read=lambda value, config: _gelu(value), write=write),
     }
 
 
@@ -113,9 +113,8 @@ def _gelu(name: str) -> str:
     return "exact" if name == "gelu" else "tanh"
 
 
-# -- The rotary positions of a ``config.json``, in its older and its newer spelling, and back in the older one
-# Older configs have ``rope_theta`` beside an optional ``rope_scaling``; since transformers 5 both stand in one
-# ``rope_parameters``. Every version reads the older spelling.
+# -- Rotary positions: older configs have ``rope_theta`` beside an optional ``rope_scaling``; since transformers 5 both
+# are in one ``rope_parameters``. Every version reads the older form, which is the one written.
 
 # Field of RopeScaling -> key of the config.
 _KEYS = {
@@ -133,49 +132,41 @@ _KEYS = {
     "long_factors": "long_factor",
 }
 _KINDS = ("linear", "llama3", "yarn", "longrope")
-_SEEING_ALL, _WINDOWED = "full_attention", "sliding_attention"
+GLOBAL, WINDOWED = "full_attention", "sliding_attention"
 
 
-def read_theta(value: Any, config: Config) -> Any:
-    return _parameters(config).get("rope_theta", value)
-
-
-def read_share(value: Any, config: Config) -> Any:
-    """The part of a head's features that turns."""
-    return _parameters(config).get("partial_rotary_factor", value)
+def rotary(name: str, layers: str = "") -> Callable[[Any, Config], Any]:
+    """A reader of one of the rotary parameters, of all layers or of the kind ``layers``."""
+    return lambda value, config: _parameters(config, layers).get(name, value)
 
 
 def read_windowed_theta(value: Any, config: Config) -> Any:
-    """Of a family whose layers with a window turn by frequencies of their own."""
-    windowed = _parameters(config, _WINDOWED)
+    """Of a family whose windowed layers have rotary frequencies of their own."""
+    windowed = _parameters(config, WINDOWED)
     kind = windowed.get("rope_type", "default")
     if kind != "default":
-        raise SpecError(f"rope_parameters.{_WINDOWED}.rope_type", f"{shown(kind)} is not supported", "use default")
-    return windowed.get("rope_theta", value) if _are_several(config) else value
+        raise SpecError(f"rope_parameters.{WINDOWED}.rope_type", f"{shown(kind)} is not supported", "use default")
+    return windowed.get("rope_theta", value) if _differ_by_layer(config) else value
 
 
-def read_global_theta(value: Any, config: Config) -> Any:
-    return _parameters(config, _SEEING_ALL).get("rope_theta", value)
-
-
-def read_global_scaling(value: Any, config: Config) -> RopeScaling | None:
-    return _scaling(value, config, _parameters(config, _SEEING_ALL))
-
-
-def read_scaling(value: Any, config: Config) -> RopeScaling | None:
-    return _scaling(value, config, _parameters(config))
+def rope_scaling(layers: str = "") -> Key:
+    """The stretching of rotary positions, of all layers or of the kind ``layers``."""
+    return key(
+        "rope_scaling", None, types=MAPPING, write=write_scaling,
+        read=lambda value, config: _scaling(value, config, _parameters(config, layers)),
+    )  # fmt: skip
 
 
 def _scaling(value: Any, config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
     name = "rope_scaling" if value else "rope_parameters"
-    said = value or parameters
-    kind = said.get("rope_type", said.get("type", "default"))
+    given = value or parameters
+    kind = given.get("rope_type", given.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its first name, in Phi-3
     if kind == "default":
         return None
     if kind not in _KINDS:
         raise SpecError(f"{name}.rope_type", f"{shown(kind)} is not supported", f"use one of {', '.join(_KINDS)}")
-    fields = {field: said[key] for field, key in _KEYS.items() if said.get(key) is not None}
+    fields = {field: given[key] for field, key in _KEYS.items() if given.get(key) is not None}
     longest = config["max_position_embeddings"]
     if kind == "longrope" and "original_max_position_embeddings" in config:
         fields.setdefault("original_seq", config["original_max_position_embeddings"])
@@ -192,41 +183,39 @@ def _scaling(value: Any, config: Config, parameters: Mapping[str, Any]) -> RopeS
 def write_scaling(value: RopeScaling | None, model: Model) -> dict[str, Any] | None:
     if value is None:
         return None
-    said = {key: getattr(value, field) for field, key in _KEYS.items() if field in value.to_dict()}
+    written = {key: getattr(value, field) for field, key in _KEYS.items() if field in value.to_dict()}
     if value.kind == "llama3":  # these two have no default in transformers
-        said |= {"low_freq_factor": value.low_frequency, "high_freq_factor": value.high_frequency}
+        written |= {"low_freq_factor": value.low_frequency, "high_freq_factor": value.high_frequency}
     if value.kind == "longrope":
-        said |= {"short_factor": list(value.short_factors), "long_factor": list(value.long_factors)}
-    return {"rope_type": value.kind, **said}
+        written |= {"short_factor": list(value.short_factors), "long_factor": list(value.long_factors)}
+    return {"rope_type": value.kind, **written}
 
 
 def _parameters(config: Config, layers: str = "") -> Mapping[str, Any]:
-    """Those of all layers, or of the kind ``layers`` where kinds differ."""
+    """The rotary parameters of all layers, or of the kind ``layers`` where kinds differ."""
     parameters = config.get("rope_parameters")
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
         raise SpecError("rope_parameters", f"{shown(parameters)} is not a mapping", "correct that value of the config")
-    if not _are_several(config):
+    if not _differ_by_layer(config):
         return parameters
     if not layers:
-        raise SpecError("rope_parameters", "differ between kinds of layers", "only one for all layers is read")
+        raise SpecError("rope_parameters", "differ between kinds of layers", "only one set for all layers is supported")
     inner = parameters.get(layers)
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _are_several(config: Config) -> bool:
+def _differ_by_layer(config: Config) -> bool:
     parameters = config.get("rope_parameters")
     return isinstance(parameters, Mapping) and any(isinstance(inner, Mapping) for inner in parameters.values())
 
 
-# -- Readers and writers for fields that a config and a `Model` express differently ------------------
-# A reader takes the config's value and the whole config, with the library's defaults filled in; a writer takes the
-# field's value and the whole model.
+# -- Readers and writers of fields that a config and a `Model` express differently -------------------
 
 
 def four_times(name: str) -> Callable[[Any, Config], Any]:
-    """An MLP width that is four times the hidden size, which stands under ``name``, unless given."""
+    """An MLP width that defaults to four times the hidden size, which is under ``name``."""
     return lambda value, config: 4 * config[name] if value is None else value
 
 
@@ -234,16 +223,12 @@ def leading_layers(value: Any, config: Config) -> int:
     """Qwen's list of dense layers as a number of leading ones."""
     layers = list(value or ())
     if layers != list(range(len(layers))) or (layers and config["decoder_sparse_step"] != 1):
-        raise SpecError("mlp_only_layers", f"{shown(value)} are not the first layers", "only leading layers are read")
+        raise SpecError("mlp_only_layers", f"{shown(value)} are not the first layers", "only the first may be dense")
     return len(layers)
 
 
-def first_layers(value: Any, model: Model) -> list[int]:
-    return list(range(value))
-
-
 def qwen_window(value: Any, config: Config) -> Any:
-    """Qwen's window holds from layer ``max_window_layers`` on, and only if switched on."""
+    """Qwen's window applies from layer ``max_window_layers`` on, and only if switched on."""
     if not config.get("use_sliding_window", False):
         return None
     first = config.get("max_window_layers", 28)
@@ -258,31 +243,27 @@ def qwen_window_switch(model: Model) -> dict[str, Any]:
     return {"use_sliding_window": True, "max_window_layers": 0} if model.sliding_window else {}
 
 
-def window_every(value: Any, config: Config) -> Any:
-    """Gemma lists the kind of every layer: all n-th ones see all keys."""
-    return _listed_every(value, config)
+def listed_every(every: Any, config: Config) -> Any:
+    """Gemma lists the kind of every layer: each ``every``-th one attends to all keys."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and isinstance(every, int) and kinds != _layer_kinds(len(kinds), every):
+        raise SpecError("layer_types", f"do not make every {every}th layer a global one", "correct the config")
+    return every
 
 
 def second_window(value: Any, config: Config) -> Any:
     """Gemma 2 has no setting for its pattern; its list of layers has to show it."""
-    _listed_every(2, config)
+    listed_every(2, config)
     return value
 
 
-def _listed_every(every: Any, config: Config) -> Any:
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and isinstance(every, int) and kinds != _layer_kinds(len(kinds), every):
-        raise SpecError("layer_types", f"are not such that every {every}th layer sees all keys", "correct the config")
-    return every
-
-
 def _layer_kinds(layers: int, every: int) -> list[str]:
-    whole = range(every - 1, layers, every) if every > 1 else range(0)
-    return ["full_attention" if index in whole else "sliding_attention" for index in range(layers)]
+    unwindowed = range(every - 1, layers, every) if every > 1 else range(0)
+    return [GLOBAL if index in unwindowed else WINDOWED for index in range(layers)]
 
 
 def phi_3_lengths(model: Model) -> dict[str, Any]:
-    """What Phi-3 has outside of the scaling of its positions; and no padding that lies beyond a small vocabulary."""
+    """What Phi-3 keeps outside ``rope_scaling``; and no padding token beyond a small vocabulary."""
     scaling = model.numerics.rope_scaling
     padding = {"pad_token_id": None} if model.vocab <= 32000 else {}
     return {"original_max_position_embeddings": (scaling and scaling.original_seq) or model.max_seq, **padding}
@@ -293,31 +274,13 @@ def layer_kinds(model: Model) -> dict[str, Any]:
 
 
 def root(value: Any, config: Config) -> Any:
-    """Gemma multiplies embeddings by the root of their width."""
-    return float(value) ** 0.5 if 0 < value < 1e12 else 1.0  # the width itself is refused where it is none
+    """Gemma multiplies embeddings by the square root of their width."""
+    return float(value) ** 0.5 if 0 < value < 1e12 else 1.0  # an invalid width is rejected where it is read
 
 
-def whole(value: Any, model: Model) -> Any:
-    """Without a fraction where there is none: some keys take no other numbers."""
+def integer(value: Any, model: Model) -> Any:
+    """As an int where it is one: some keys accept nothing else."""
     return value if value is None or value != int(value) else int(value)
-
-
-def width(value: Any, model: Model) -> int:
-    return model.hidden
-
-
-def shared_width(value: Any, config: Config) -> Any:
-    """DeepSeek counts its shared experts; `Model` takes the width of all of them together."""
-    return (value or 0) * config["moe_intermediate_size"]
-
-
-def shared_number(value: Any, model: Model) -> Any:
-    return value // model.moe.ffn if model.moe else 0
-
-
-def has_bias(value: Any, config: Config) -> bool:
-    """DeepSeek-V3 balances load by a bias on the router, under this name of its method."""
-    return bool(value == "noaux_tc")
 
 
 def routing_method(value: Any, model: Model) -> str:
@@ -340,18 +303,6 @@ def falcon_kv_heads(value: Any, config: Config) -> Any:
     if config.get("new_decoder_architecture", False):
         return value
     return 1 if config.get("multi_query", True) else None
-
-
-def falcon_parallel(value: Any, config: Config) -> Any:
-    return True if config.get("new_decoder_architecture", False) else value
-
-
-def alibi_positions(value: Any, config: Config) -> str:
-    return "none" if value else "rope"
-
-
-def is_alibi(value: Any, model: Model) -> bool:
-    return bool(value == "none")
 
 
 def falcon_switches(model: Model) -> dict[str, Any]:

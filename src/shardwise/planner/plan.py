@@ -126,7 +126,7 @@ def said_by_a_framework(one: Candidate) -> bool:
     """Whether some framework's configuration can express the strategy; formats and the like are its own affair."""
     from shardwise.interop.frameworks import TARGETS, lacking  # tables that only a plan needs
 
-    return any(all(not lost.of_strategy for lost in lacking(one.job, name)) for name in TARGETS)
+    return any(all(not lost.within("strategy") for lost in lacking(one.job, name)) for name in TARGETS)
 
 
 RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all

@@ -22,7 +22,7 @@ def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Itera
     for one in verdicts:
         lacks = ", ".join(lost.short_field for lost in one.lacks)
         lead = f"lacks {lacks}" if lacks else ""
-        searched = one.own or one.needed_bytes or (one.searched and all(lost.of_strategy for lost in one.lacks))
+        searched = one.own or one.needed_bytes or (one.searched and all(lost.within("strategy") for lost in one.lacks))
         yield (
             f"  {one.name}: " + "; ".join(part for part in (lead, searched and _what_it_runs(best, one)) if part) + "."
         )

@@ -1,45 +1,39 @@
-"""Jobs in the configuration formats of other training frameworks, and back.
+"""Jobs in the configuration formats of other training frameworks, and back; and what each framework runs of a job.
 
-`TARGETS` holds one entry per framework: ``export(job)`` writes its configuration and lists what that cannot express,
-``read(text, ...)`` understands one. A new framework is one file with a table, its option names under ``options/``,
-and a line here.
+`TARGETS` has one entry per framework: ``export(job)`` writes its configuration and lists what is lost, ``read(text)``
+understands one. A new framework is one file with a table, its option names under ``options/``, and a line here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
+from shardwise.interop.frameworks.documents import MOST_CHARACTERS
+from shardwise.interop.frameworks.job_fields import effective_fields
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
-from shardwise.interop.frameworks.reading import as_run_by, decides, own_stack, read_file, recognise, same_products
 from shardwise.interop.frameworks.target import Exported, Imported, Lost, Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
+from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.files import bounded_text
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.stack import Stack, stack_from
+from shardwise.spec.training import RECIPES
 
 __all__ = ["TARGETS", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run", "export", "framework_of",
-           "lacking", "own_stack", "read", "same_products", "target"]  # fmt: skip
+           "lacking", "matching_precision", "own_stack", "read", "target"]  # fmt: skip
 
 TARGETS: dict[str, Target] = {
     one.name: one for one in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
-}
-
-
-# What has no meaning without a field that is lost.
-_FOLLOWING = {
-    "strategy.tp": ("strategy.sequence_parallel", "strategy.overlap.tp"),
-    "strategy.cp": ("strategy.context_method", "strategy.overlap.cp"),
-    "strategy.pp": ("strategy.schedule", "strategy.interleave", "strategy.stage_layers", "strategy.overlap.pp"),
-    "strategy.ep": ("strategy.expert_tp", "strategy.dispatch", "strategy.overlap.ep"),
-    "strategy.schedule": ("strategy.interleave", "strategy.overlap.pp"),
-    "strategy.zero": ("strategy.shard_group", "strategy.keep_parameters", "strategy.accumulate"),
 }
 
 
@@ -55,11 +49,94 @@ def export(job: Job, to: str) -> Exported:
     return target(to).export(job)
 
 
-def can_run(job: Job, name: str) -> list[Lost]:
-    """What the framework lacks to run the job as it is; empty when it can.
+# -- configuration files -----------------------------------------------------------------------------
 
-    The list is in short: what follows from a lack is left out (no pipeline, so no schedule either), and the parts of
-    one noun of the model are one entry.
+
+def read(
+    path: Path | str,
+    name: str | None = None,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> Imported:
+    """What a framework's configuration file says about a job.
+
+    ``name`` is the framework (default: recognised by the file's settings); ``model``, ``cluster`` and ``given`` (fields
+    by dotted path, such as ``{"strategy.pp": 4}``) are known beside the file. Raises SpecError if the file is
+    malformed, unknown or contradictory.
+    """
+    name = name or framework_of(path)
+    if name is None:
+        problem = f"{shown(str(path))} looks like none of {', '.join(TARGETS)}"
+        raise SpecError("configuration", problem, "name the framework")
+    one, text = target(name), read_text(path)
+    try:
+        return one.read(text, model, cluster, given)
+    except SpecError as error:
+        raise SpecError(f"{Path(path).name}: {error.field}".rstrip(": "), error.problem, error.remedy) from None
+
+
+def framework_of(path: Path | str) -> str | None:
+    """The name of the framework whose configuration the file looks like; None for other and unreadable files."""
+    chosen = [one for one in TARGETS.values() if Path(path).suffix.lower() in one.format.suffixes]
+    if not chosen:
+        return None
+    try:
+        text = read_text(path)
+    except SpecError:
+        return None
+    for one in chosen:
+        try:
+            settings = one.format.parse(text, str(path), one.names)
+        except SpecError:
+            # A DeepSpeed file that does not parse should be reported as one.
+            if any(f'"{key.partition(".")[0]}"' in text for key in one.signature) and one is not COLOSSALAI:
+                return one.name
+            continue
+        if any(key in settings for key in one.signature):
+            return one.name
+    return None
+
+
+def read_text(path: Path | str) -> str:
+    """The text of a configuration file; raises SpecError if it cannot be read."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise SpecError("configuration", f"{shown(str(path))} is a folder", "name the file inside it")
+        text = bounded_text(path, MOST_CHARACTERS)
+        if text is None:
+            raise SpecError("configuration", f"{shown(str(path))} is too large", "is it a configuration?")
+        return text
+    except FileNotFoundError:
+        raise SpecError("configuration", f"{shown(str(path))} is not there", "check the path") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        reason = getattr(error, "strerror", None) or "not text in UTF-8"
+        raise SpecError("configuration", f"{shown(str(path))} cannot be read ({reason})", "check the file") from None
+
+
+# -- what a framework lacks, and what it runs instead ------------------------------------------------
+
+# Fields that have no meaning without one that is lost.
+_FOLLOWING = {
+    "strategy.tp": ("strategy.sequence_parallel", "strategy.overlap.tp"),
+    "strategy.cp": ("strategy.context_method", "strategy.overlap.cp"),
+    "strategy.pp": ("strategy.schedule", "strategy.interleave", "strategy.stage_layers", "strategy.overlap.pp"),
+    "strategy.ep": ("strategy.expert_tp", "strategy.dispatch", "strategy.overlap.ep"),
+    "strategy.schedule": ("strategy.interleave", "strategy.overlap.pp"),
+    "strategy.zero": ("strategy.shard_group", "strategy.keep_parameters", "strategy.accumulate"),
+}
+# Fields that neither layout, model nor number format depends on: a framework with other values still runs the job.
+_INDEPENDENT = ("training.optimization.", "training.tokens", "training.attention", "run.")
+
+
+def can_run(job: Job, name: str) -> list[Lost]:
+    """What the framework lacks to run the job as it is; empty if it can.
+
+    The list is short: what follows from another entry is left out (no pipeline, so no schedule either), and the fields
+    of one noun of the model are one entry.
     """
     missing = {one.field: one for one in target(name).export(job).missing}
     implied = {path for field in missing for path in _FOLLOWING.get(field, ())}
@@ -75,32 +152,42 @@ def can_run(job: Job, name: str) -> list[Lost]:
 
 
 def lacking(job: Job, name: str) -> list[Lost]:
-    """What the framework cannot do of the job, in short; not what it does in its own way, whose price follows."""
+    """`can_run` without what the framework does in its own way (overlap, the format of gradients): that is priced."""
     one = target(name)
-    return [lost for lost in can_run(job, name) if not decides(job, one, lost)]
+
+    def decides(lost: Lost) -> bool:
+        if lost.field == "training.precision":
+            return matching_precision(job, one) is not None
+        return lost.field.startswith((*one.own_way, *_INDEPENDENT))
+
+    return [lost for lost in can_run(job, name) if not decides(lost)]
 
 
-def framework_of(path: Path | str) -> str | None:
-    """The name of the framework whose configuration the file looks like; None for any other file."""
-    one = recognise(path, TARGETS)
-    return one.name if one else None
+def matching_precision(job: Job, one: Target) -> str | None:
+    """The target's precision that computes in the job's format, whatever it accumulates in; None if it has none."""
+    written = str(one.read_back(job, one.text(job)).fields.get("training.precision"))
+    computed = RECIPES[job.training.precision].compute
+    return written if written in RECIPES and RECIPES[written].compute == computed else None
 
 
-def read(
-    path: Path | str,
-    name: str | None = None,
-    model: Model | None = None,
-    cluster: Cluster | None = None,
-    given: Mapping[str, Any] | None = None,
-) -> Imported:
-    """What a framework's configuration file says about a job.
+def as_run_by(job: Job, one: Target) -> Job:
+    """The job that the target's configuration of ``job`` describes, on the target's own stack.
 
-    ``name`` is the framework (default: the one the file looks like); ``model``, ``cluster`` and ``given`` (fields by
-    dotted path, such as ``{"strategy.pp": 4}``) are what is known beside the file. Raises SpecError for what is
-    malformed, unknown or contradictory.
+    What the configuration leaves to the training script is as in ``job``. Raises SpecError if the fields make no job.
     """
-    one = recognise(path, TARGETS) if name is None else target(name)
-    if one is None:
-        known = ", ".join(TARGETS)
-        raise SpecError("configuration", f"{shown(str(path))} looks like none of {known}", "name the framework")
-    return read_file(path, one, model, cluster, given)
+    exported = one.export(job)
+    (text,) = exported.files.values()
+    back = one.read_back(job, text, job.cluster)
+    fields = {**back.fields, **{lost.field: lost.value for lost in exported.elsewhere}}
+    kept = {path: value for path, value in fields.items() if not path.startswith("model")}
+    stack = own_stack(job.stack, one, str(fields["stack"]))
+    made = replace(back, fields={**kept, "stack": stack}).job(job.cluster, job.model)
+    made = replace(made, run=replace(job.run, steps=made.run.steps, schedule=made.run.schedule))
+    return job if made.stack == job.stack and effective_fields(made) == effective_fields(job) else made
+
+
+def own_stack(stack: Stack, one: Target, usual: str | None = None) -> Stack:
+    """``stack`` if it describes the target's software or is not a preset; else the target's ``usual`` one."""
+    usual = usual or one.stacks[0]
+    known = usual == one.stacks[0] and stack.name in one.stacks
+    return stack if known or stack.name not in presets.names("stack") else stack_from(usual)

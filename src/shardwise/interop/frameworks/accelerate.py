@@ -10,37 +10,39 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.frameworks import training_values
+from shardwise.interop.frameworks.deepspeed import read_offload
 from shardwise.interop.frameworks.documents import YAML, Settings
-from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.interop.frameworks.target import SCRIPT_AND_OPTIMIZER, Reading, Target, word_for
+from shardwise.interop.frameworks.torchtitan import OFFLOAD_ALL, ROTATION, hybrid_replicas
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 _FSDP, _DEEPSPEED, _MESH = "fsdp_config.fsdp_", "deepspeed_config.", "parallelism_config.parallelism_config_"
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 _MODES = {"MULTI_GPU": "MULTI_GPU", "NO": "MULTI_GPU", "FSDP": "FSDP", "DEEPSPEED": "DEEPSPEED"}
-_DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
-_ROTATION = {"allgather": "all-gather", "alltoall": "ring"}
 
 
 def mode_for(job: Job) -> str:
     """The mode of Accelerate that fits the job best."""
     strategy, offload = job.strategy, job.strategy.offload
-    ulysses = strategy.cp > 1 and strategy.context_method == "ulysses"
     states = {offload.optimizer, offload.gradients, offload.weights}
-    if ulysses or strategy.zero in (1, 2) or (offload.any and offload.target == "nvme"):
+    if _is_ulysses(job) or strategy.zero in (1, 2) or (offload.any and offload.target == "nvme"):
         return "DEEPSPEED"
     if strategy.zero == 3 or strategy.tp > 1 or strategy.cp > 1:
         return "FSDP" if len(states) == 1 else "DEEPSPEED"
     return "MULTI_GPU"
 
 
+def _is_ulysses(job: Job) -> bool:
+    return job.strategy.cp > 1 and job.strategy.context_method == "ulysses"
+
+
 def _compose(job: Job) -> Settings:
     strategy, mode = job.strategy, mode_for(job)
-    precision = job.training.precision
-    words = {"fp32": "no", "fp16": "fp16", "fp8": "fp8"}
     settings: Settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": mode,
-        "mixed_precision": words.get(precision, "bf16"),
+        "mixed_precision": word_for(_PRECISIONS, job.training.precision) or "bf16",
         "num_processes": job.cluster.devices,
         "num_machines": job.cluster.nodes,
         "machine_rank": 0,
@@ -52,15 +54,13 @@ def _compose(job: Job) -> Settings:
         settings.update(_fsdp(job))
     if mode == "DEEPSPEED":
         settings.update(_deepspeed(job))
-        if strategy.cp > 1 and strategy.context_method == "ulysses":
+        if _is_ulysses(job):
             settings.update({_MESH + "sp_size": strategy.cp, _MESH + "sp_backend": "deepspeed"})
     return settings
 
 
 def _fsdp(job: Job) -> Settings:
-    strategy = job.strategy
-    replicas = strategy.gradient_group // strategy.sharding_group if strategy.zero else strategy.data_parallel
-    replicas = replicas if strategy.data_parallel % replicas == 0 else 1
+    strategy, replicas = job.strategy, hybrid_replicas(job)
     full = strategy.recompute == "full"
     settings: Settings = {
         _FSDP + "version": 2,
@@ -77,7 +77,7 @@ def _fsdp(job: Job) -> Settings:
         settings[_MESH + "tp_size"] = strategy.tp
         settings[_MESH + "cp_size"] = strategy.cp
         if strategy.cp > 1:
-            settings[_MESH + "cp_comm_strategy"] = {"ring": "alltoall"}.get(strategy.context_method, "allgather")
+            settings[_MESH + "cp_comm_strategy"] = word_for(ROTATION, strategy.context_method) or "allgather"
     return settings
 
 
@@ -106,7 +106,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         problem = f"{processes}, but the cluster has {reading.cluster.devices} devices"
         raise SpecError("num_processes", problem, f"use --gpus {processes}")
     fields.update({"strategy.tp": 1, "strategy.cp": 1, "strategy.zero": 0})
-    precision = reading.choice("mixed_precision", {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}, "fp32")
+    precision = reading.choice("mixed_precision", _PRECISIONS, "fp32")
     if mode != "DEEPSPEED" and precision == "bf16":
         precision = "bf16-fp32-grads"  # weights stay fp32, and so do their gradients
     fields["training.precision"] = precision
@@ -125,7 +125,7 @@ def _read_fsdp(reading: Reading, fields: dict[str, Any]) -> None:
     if tp > 1:
         fields["strategy.sequence_parallel"] = False
     if cp > 1:
-        fields["strategy.context_method"] = reading.choice(_MESH + "cp_comm_strategy", _ROTATION, "all-gather")
+        fields["strategy.context_method"] = reading.choice(_MESH + "cp_comm_strategy", ROTATION, "all-gather")
     if shards is not None:
         fields["strategy.dp"] = replicas * shards
         if shards * cp == 1:
@@ -137,7 +137,7 @@ def _read_fsdp(reading: Reading, fields: dict[str, Any]) -> None:
     else:
         fields["strategy.keep_parameters"] = not reading.flag(_FSDP + "reshard_after_forward", True)
     if reading.flag(_FSDP + "offload_params"):
-        fields.update({f"strategy.offload.{kind}": 1.0 for kind in ("optimizer", "gradients", "weights")})
+        fields.update(OFFLOAD_ALL)
     if reading.flag(_FSDP + "activation_checkpointing"):
         fields["strategy.recompute"] = "full"
         if reading.flag(_FSDP + "activation_checkpointing_offload"):
@@ -154,39 +154,25 @@ def _read_first_version(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _read_deepspeed(reading: Reading, fields: dict[str, Any]) -> None:
-    zero = reading.whole(_DEEPSPEED + "zero_stage", 2)
-    if not 0 <= zero <= 3:
-        raise SpecError(_DEEPSPEED + "zero_stage", f"{zero} is not a ZeRO stage", "use 0, 1, 2 or 3")
-    fields["strategy.zero"] = zero
-    fields["strategy.overlap.dp"] = zero == 3  # DeepSpeed's own default
+    zero = fields["strategy.zero"] = reading.zero(_DEEPSPEED + "zero_stage", 3, 2)
+    fields["strategy.overlap.dp"] = zero == 3  # DeepSpeed's default
     fields["strategy.cp"] = reading.count(_MESH + "sp_size", 1)
     reading.text(_MESH + "sp_backend")
     if fields["strategy.cp"] > 1:
         fields.update({"strategy.context_method": "ulysses", "strategy.overlap.cp": False})
     if reading.has(_DEEPSPEED + "deepspeed_config_file"):
         reading.notes.append("deepspeed_config_file is not read: give that file instead")
-    optimizer = reading.choice(_DEEPSPEED + "offload_optimizer_device", _DEVICES, "none")
-    weights = reading.choice(_DEEPSPEED + "offload_param_device", _DEVICES, "none")
-    moved = float(optimizer != "none")
-    fields.update({"strategy.offload.optimizer": moved, "strategy.offload.gradients": moved})
-    fields["strategy.offload.weights"] = float(weights != "none")
-    if {optimizer, weights} != {"none"}:
-        fields["strategy.offload.target"] = "nvme" if "nvme" in (optimizer, weights) else "cpu"
+    read_offload(reading, fields, _DEEPSPEED + "offload_{}_device")
     reading.count(_DEEPSPEED + "gradient_accumulation_steps")
-    training_values.read_accelerate(reading, fields)
+    if reading.has(_DEEPSPEED + "gradient_clipping"):
+        training_values.read_clip(fields, reading.number(_DEEPSPEED + "gradient_clipping"))
 
 
 def _notes(job: Job) -> list[str]:
     notes = [f"Accelerator(gradient_accumulation_steps={job.microbatches}) in the training script"]
     if mode_for(job) == "FSDP":
-        notes.append(
-            "with FSDP the script passes fsdp_transformer_layer_cls_to_wrap where the model names no layer class"
-        )
+        notes.append("with FSDP the script passes fsdp_transformer_layer_cls_to_wrap if the model names no layer class")
     return notes
-
-
-def _rotating(job: Job) -> bool:
-    return job.strategy.cp > 1 and job.strategy.context_method == "ulysses" and job.strategy.tp > 1
 
 
 # fmt: off
@@ -194,23 +180,14 @@ ACCELERATE = Target(
     name="accelerate",
     title="Accelerate",
     format=YAML,
+    signature=("distributed_type",),
     options=(),
     compose=_compose,
     interpret=_interpret,
     notes=_notes,
     stacks=("accelerate",),
     recipe="bf16-fp32-grads",
-    elsewhere={
-        "training.global_batch": "the data loader of the training script",
-        "training.seq": "the training script cuts the sequences",
-        "training.optimizer": "the training script builds it",
-        "training.attention": "the model's code (attn_implementation)",
-        "training.dropout": "the model's code",
-        "training.tokens": "the training script counts them",
-        "training.optimization": "the training script builds the optimizer",
-        "run": "the training script counts steps and builds the scheduler",
-        "strategy.microbatch": "the data loader of the training script",
-    },
+    elsewhere={**SCRIPT_AND_OPTIMIZER, "training.attention": "the model's code (attn_implementation)"},
     reasons={
         "strategy.pp": "no pipeline of its own (its Megatron-LM plugin has one: export to megatron)",
         "strategy.ep": "no expert parallelism",
@@ -239,7 +216,8 @@ ACCELERATE = Target(
     refusals=(
         ("strategy.zero", lambda job: mode_for(job) == "FSDP" and job.strategy.zero == 0
          and job.strategy.data_parallel > 1, "tensor or context parallelism needs sharding over the data ranks"),
-        ("strategy.tp", _rotating, "Ulysses comes with DeepSpeed, without tensor parallelism"),
+        ("strategy.tp", lambda job: job.strategy.tp > 1 and _is_ulysses(job),
+         "Ulysses comes with DeepSpeed, without tensor parallelism"),
         ("strategy.offload.weights", lambda job: mode_for(job) == "DEEPSPEED" and job.strategy.offload.weights > 0
          and job.strategy.zero < 3, "offload_param needs ZeRO-3"),
     ),

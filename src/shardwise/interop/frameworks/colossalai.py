@@ -1,9 +1,9 @@
 """Colossal-AI: the arguments of its ``HybridParallelPlugin`` as JSON.
 
 Colossal-AI is configured in Python, so the file is ours: ``plugin`` names the class (``MoeHybridParallelPlugin``
-with expert parallelism) and ``arguments`` are its keyword arguments, which the training script passes on as they
-are: ``HybridParallelPlugin(**json.load(file)["arguments"])``. Only ``gradient_checkpoint_config`` stands for an
-object: ``PipelineGradientCheckpointConfig(**value)``.
+with expert parallelism) and ``arguments`` are its keyword arguments, which the training script passes on unchanged:
+``HybridParallelPlugin(**json.load(file)["arguments"])``. Only ``gradient_checkpoint_config`` stands for an object:
+``PipelineGradientCheckpointConfig(**value)``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import JSON, Settings
-from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.interop.frameworks.target import SCRIPT_AND_OPTIMIZER, Option, Reading, Target
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
@@ -20,23 +20,21 @@ from shardwise.spec.schedules import PLAIN, schedule_record
 
 _IN = "arguments."
 _CHECKPOINT = _IN + "gradient_checkpoint_config."
-_STYLES = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zbv"}
 _MODES = {"split_gather": "tensor", "ring": "tensor", "all_to_all": "ulysses", "ring_attn": "ring"}
 
 
 def _compose(job: Job) -> Settings:
-    strategy, training = job.strategy, job.training
+    strategy, training, order = job.strategy, job.training, job.strategy.order
     precision = {"fp32": "fp32", "fp16": "fp16"}.get(training.precision, "bf16")
     settings: Settings = {
         "plugin": "MoeHybridParallelPlugin" if strategy.ep > 1 else "HybridParallelPlugin",
         _IN + "precision": precision,
         _IN + "use_fp8": True if training.precision == "fp8" else None,
         _IN + "zero_stage": min(strategy.zero, 2),
-        _IN + "overlap_communication": strategy.overlap.dp,
         _IN + "cpu_offload": True if strategy.offload.optimizer == 1 else None,
         _IN + "enable_flash_attention": training.attention == "flash",
-        # The pipeline outermost, unless the job lays the replicas there.
-        (_IN + ("moe_dp_outside" if strategy.ep > 1 else "dp_outside")): _outermost(job) == "dp",
+        # The pipeline is outermost unless the job puts the replicas there.
+        (_IN + ("moe_dp_outside" if strategy.ep > 1 else "dp_outside")): order.index("dp") > order.index("pp"),
     }
     if strategy.cp > 1:
         mode = {"ring": "ring_attn", "ulysses": "all_to_all"}.get(strategy.context_method)
@@ -47,11 +45,6 @@ def _compose(job: Job) -> Settings:
         settings[_IN + "enable_sequence_parallelism"] = True
         settings[_IN + "sequence_parallelism_mode"] = "split_gather"
     return {**settings, **_pipeline(job), **_recompute(job), **training_values.colossalai_settings(job)}
-
-
-def _outermost(job: Job) -> str:
-    wide = [name for name in job.strategy.order if name in ("dp", "pp")]
-    return wide[-1]
 
 
 def _pipeline(job: Job) -> Settings:
@@ -81,17 +74,14 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     plugins = {"HybridParallelPlugin": False, "MoeHybridParallelPlugin": True}
     experts = reading.choice("plugin", plugins, fields["strategy.ep"] > 1)
     _read_sequence(reading, fields)
-    precision = reading.choice(_IN + "precision", {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}, "fp16")
+    precision = reading.choice(_IN + "precision", ("fp16", "bf16", "fp32"), "fp16")
     fields["training.precision"] = "fp8" if reading.flag(_IN + "use_fp8") else precision
     zero = fields["strategy.zero"]
-    if not 0 <= zero <= 2:
-        raise SpecError(_IN + "zero_stage", f"{zero} is not supported", "use 0, 1 or 2")
     if experts and zero == 2:
-        reading.notes.append("the plugin for experts runs ZeRO-1 where 2 is asked for, without overlap")
-        fields.update({"strategy.zero": 1, "strategy.overlap.dp": False})
+        reading.notes.append("the plugin for experts runs ZeRO-1 instead of 2, without overlap")
+        fields["strategy.zero"] = 1
     if experts:
-        fields["strategy.overlap.dp"] = False
-        fields["strategy.expert_tp"] = None
+        fields.update({"strategy.overlap.dp": False, "strategy.expert_tp": None})
     if reading.flag(_IN + "cpu_offload") and zero:
         fields["strategy.offload.optimizer"] = 1.0
     outside = reading.flag(_IN + "moe_dp_outside", reading.flag(_IN + "dp_outside", True))
@@ -124,9 +114,7 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
     schedule = fields.get("strategy.schedule", PLAIN)
     if schedule_record(schedule).chooses_chunks:
         fields["strategy.interleave"] = chunks
-    if schedule == PLAIN:
-        overlapped = False  # the plain schedule waits for its transfers
-    fields["strategy.overlap.pp"] = overlapped
+    fields["strategy.overlap.pp"] = overlapped and schedule != PLAIN  # which waits for its transfers
     if counts is not None:
         if not isinstance(counts, list) or not all(isinstance(count, int) for count in counts):
             raise SpecError(_IN + "num_layers_per_stage", "is not a list of whole numbers", "write one per stage")
@@ -164,28 +152,20 @@ COLOSSALAI = Target(
     name="colossalai",
     title="Colossal-AI",
     format=JSON,
+    signature=("plugin", _IN + "tp_size", _IN + "pp_size"),
     options=(
         Option("strategy.tp", _IN + "tp_size", absent=1),
         Option("strategy.pp", _IN + "pp_size", absent=1),
-        Option("strategy.ep", _IN + "ep_size", absent=1, when=lambda job: job.strategy.ep > 1),
-        Option("strategy.zero", _IN + "zero_stage", absent=0),
-        Option("strategy.overlap.dp", _IN + "overlap_communication", absent=True),
-        Option("strategy.schedule", _IN + "pp_style", _STYLES, when=lambda job: job.strategy.pp > 1),
+        Option("strategy.ep", _IN + "ep_size", absent=1, omit=1),
+        Option("strategy.zero", _IN + "zero_stage", absent=0, read=lambda reading, key: reading.zero(key, 2)),
+        Option("strategy.overlap.dp", _IN + "overlap_communication", absent=True, always=True),
+        Option("strategy.schedule", _IN + "pp_style", ("1f1b", "interleaved", "zbv")),
     ),
     compose=_compose,
     interpret=_interpret,
     notes=_notes,
     stacks=("colossalai",),
-    elsewhere={
-        "training.global_batch": "the data loader of the training script",
-        "training.seq": "the training script cuts the sequences",
-        "training.optimizer": "the training script builds it",
-        "training.dropout": "the model's code",
-        "training.tokens": "the training script counts them",
-        "training.optimization": "the training script builds the optimizer",
-        "run": "the training script counts steps and builds the scheduler",
-        "strategy.microbatch": "the data loader of the training script",
-    },
+    elsewhere=SCRIPT_AND_OPTIMIZER,
     reasons={
         "strategy.zero": "this plugin has ZeRO-1 and 2 (GeminiPlugin has ZeRO-3), with experts ZeRO-1",
         "strategy.shard_group": "ZeRO shards over all data-parallel ranks",

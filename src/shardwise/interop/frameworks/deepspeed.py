@@ -10,16 +10,15 @@ from typing import Any
 
 from shardwise.interop.frameworks import training_values
 from shardwise.interop.frameworks.documents import JSON, Settings
-from shardwise.interop.frameworks.target import Option, Reading, Target
+from shardwise.interop.frameworks.target import SCRIPT, Option, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
 _ZERO = "zero_optimization."
 _RECOMPUTE = "activation_checkpointing"
 _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "sgd-momentum": "SGD", "muon": "Muon"}
-_STATES_LIKE = {"AdamW": "adamw", "Adam": "adamw", "FusedAdam": "adamw", "DeepSpeedCPUAdam": "adamw", "Muon": "muon"}
-_DEVICES = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
-# Settings a job has no field for: read for their type, then reported as not used.
+_STATES_LIKE = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "muon": "muon"}
+# Settings that a job has no field for: their type is checked, then they are reported as unused.
 _NUMBERS = (
     _ZERO + "reduce_bucket_size", _ZERO + "allgather_bucket_size", _ZERO + "sub_group_size",
     _ZERO + "stage3_prefetch_bucket_size", _ZERO + "stage3_param_persistence_threshold",
@@ -74,7 +73,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         fields["strategy.sequence_parallel"] = False
     if fields["strategy.cp"] > 1:
         fields.update({"strategy.context_method": "ulysses", "strategy.overlap.cp": False})
-    fields["strategy.pp"] = reading.count("pipeline.stages", reading.degree("strategy.pp"))
+    fields["strategy.pp"] = reading.count("pipeline.stages", int(reading.given.get("strategy.pp") or 1))
     partition = reading.text("pipeline.partition")
     if partition is not None and partition.lower() != "uniform":
         fields["strategy.stage_layers"] = "balanced"
@@ -105,7 +104,7 @@ def _read_precision(reading: Reading, fields: dict[str, Any]) -> None:
     fp16, bf16 = reading.flag("fp16.enabled"), reading.flag(bf16_key)
     if fp16 and bf16:
         raise SpecError("fp16.enabled", f"true and {bf16_key} true are mutually exclusive", "enable one of them")
-    gradients = reading.choice("data_types.grad_accum_dtype", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
+    gradients = reading.choice("data_types.grad_accum_dtype", ("fp32", "bf16", "fp16"))
     if not fp16 and not bf16 and "auto" in (reading.settings.get("fp16.enabled"), reading.settings.get(bf16_key)):
         reading.notes.append("fp16 and bf16 are left to the trainer (auto): give --precision")
         return
@@ -120,7 +119,7 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
     if name.lower() == "sgd":
         fields["training.optimizer"] = "sgd-momentum" if momentum else "sgd"
         return
-    states = {known.lower(): ours for known, ours in _STATES_LIKE.items()}.get(name.lower())
+    states = _STATES_LIKE.get(name.lower())
     if states is None:
         reading.notes.append(f"optimizer.type {shown(name)} has no counterpart: it is priced with the states of adamw")
     fields["training.optimizer"] = states or "adamw"
@@ -128,28 +127,33 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
 
 def _read_zero(reading: Reading, fields: dict[str, Any]) -> None:
     zero = fields["strategy.zero"]
-    if not 0 <= zero <= 3:
-        raise SpecError(_ZERO + "stage", f"{zero} is not a ZeRO stage", "use 0, 1, 2 or 3")
-    overlap = reading.flag(_ZERO + "overlap_comm", zero == 3)  # what DeepSpeed takes when it is absent
+    overlap = reading.flag(_ZERO + "overlap_comm", zero == 3)  # DeepSpeed's default
     fields["strategy.overlap.dp"] = overlap and zero > 0
-    optimizer = reading.choice(_ZERO + "offload_optimizer.device", _DEVICES, "none")
-    weights = reading.choice(_ZERO + "offload_param.device", _DEVICES, "none")
-    optimizer = "cpu" if reading.flag(_ZERO + "cpu_offload") and optimizer == "none" else optimizer
+    usual = "cpu" if reading.flag(_ZERO + "cpu_offload") else "none"
     ratio = reading.number(_ZERO + "offload_optimizer.ratio", 1.0)
-    share = 0.0 if optimizer == "none" else ratio
-    # ZeRO-Offload keeps the gradients where the optimizer updates from.
-    fields.update({"strategy.offload.optimizer": share, "strategy.offload.gradients": share})
-    fields["strategy.offload.weights"] = 0.0 if weights == "none" else 1.0
-    used = {optimizer, weights} - {"none"}
-    if len(used) == 2:
-        reading.notes.append("offload_optimizer and offload_param name two devices: both are read as nvme")
-    if used:
-        fields["strategy.offload.target"] = "nvme" if "nvme" in used else "cpu"
+    read_offload(reading, fields, _ZERO + "offload_{}.device", usual, ratio)
     if reading.section(_RECOMPUTE):
         fields["strategy.recompute"] = "full"
         if reading.flag(_RECOMPUTE + ".cpu_checkpointing"):
             fields["strategy.offload.activations"] = 1.0
         reading.notes.append("the section activation_checkpointing is read as recompute: full")
+
+
+def read_offload(reading: Reading, fields: dict[str, Any], key: str, usual: str = "none", ratio: float = 1.0) -> None:
+    """The devices of the optimizer, ``usual`` unless named, and of the weights; ``key`` has a place for either."""
+    optimizer, weights = (
+        reading.choice(key.format(name), ("none", "cpu", "nvme"), "none") for name in ("optimizer", "param")
+    )
+    optimizer = usual if optimizer == "none" else optimizer
+    share = 0.0 if optimizer == "none" else ratio
+    # ZeRO-Offload keeps the gradients where the optimizer updates from.
+    fields.update({"strategy.offload.optimizer": share, "strategy.offload.gradients": share})
+    fields["strategy.offload.weights"] = float(weights != "none")
+    used = {optimizer, weights} - {"none"}
+    if len(used) == 2:
+        reading.notes.append("offload_optimizer and offload_param name two devices: both are read as nvme")
+    if used:
+        fields["strategy.offload.target"] = "nvme" if "nvme" in used else "cpu"
 
 
 def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
@@ -186,13 +190,13 @@ def _notes(job: Job) -> list[str]:
     strategy = job.strategy
     notes = []
     if strategy.dp is not None and job.run.schedule.warmup < 2:
-        notes.append("a scheduler of DeepSpeed warms up for two steps at least")
+        notes.append("DeepSpeed's schedulers warm up for at least two steps")
     if strategy.tp > 1:
         notes.append(f"tp {strategy.tp} is AutoTP: a Hugging Face model, passed to deepspeed.initialize")
     if strategy.pp > 1:
         notes.append(f"pp {strategy.pp} needs the model as PipelineModule(num_stages={strategy.pp})")
     if strategy.tp > 1 and strategy.pp > 1:
-        notes.append("inside a PipelineModule AutoTP finds no layers it knows: bring tensor-parallel ones")
+        notes.append("inside a PipelineModule AutoTP recognises no layers: write tensor-parallel ones")
     if strategy.recompute == "full":
         notes.append("the model itself calls deepspeed.checkpointing.checkpoint")
     return notes
@@ -204,28 +208,26 @@ DEEPSPEED = Target(
     title="DeepSpeed",
     filename="ds_config.json",
     format=JSON,
+    signature=("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization.stage", "bf16.enabled",
+               "fp16.enabled", "optimizer.type", "gradient_accumulation_steps"),
     options=(
-        Option("strategy.zero", _ZERO + "stage", absent=0),
-        Option("strategy.tp", "tensor_parallel.autotp_size", absent=1, when=lambda job: job.strategy.tp > 1,
-               read=lambda reading, key: 1 if reading.whole(key) == 0 else reading.count(key)),
-        Option("strategy.overlap.tp", "tensor_parallel.tp_overlap_comm", absent=False,
-               when=lambda job: job.strategy.tp > 1),
-        Option("strategy.cp", "sequence_parallel_size", absent=1,
-               when=lambda job: job.strategy.cp > 1 and job.strategy.context_method == "ulysses"),
-        Option("strategy.ep", "expert_parallel.autoep_size", absent=1, when=lambda job: job.strategy.ep > 1),
-        Option("strategy.dispatch", "expert_parallel.comm_backend", {"comm": "all-to-all", "deepep": "deduplicated"},
-               when=lambda job: job.strategy.ep > 1),
-        Option("strategy.pp", "pipeline.stages", when=lambda job: job.strategy.pp > 1),
+        Option("strategy.zero", _ZERO + "stage", absent=0, read=lambda reading, key: reading.zero(key, 3)),
+        Option("strategy.tp", "tensor_parallel.autotp_size", absent=1, omit=1,
+               read=lambda reading, key: 1 if reading.integer(key) == 0 else reading.count(key)),
+        Option("strategy.overlap.tp", "tensor_parallel.tp_overlap_comm", absent=False),
+        Option("strategy.cp", "sequence_parallel_size", absent=1, omit=1,
+               when=lambda job: job.strategy.context_method == "ulysses"),
+        Option("strategy.ep", "expert_parallel.autoep_size", absent=1, omit=1),
+        Option("strategy.dispatch", "expert_parallel.comm_backend", {"comm": "all-to-all", "deepep": "deduplicated"}),
+        Option("strategy.pp", "pipeline.stages", omit=1),
     ),
     compose=_compose,
     interpret=_interpret,
     notes=_notes,
     stacks=("deepspeed",),
     elsewhere={
-        "training.seq": "the training script cuts the sequences",
+        **SCRIPT,
         "training.attention": "the model's code",
-        "training.dropout": "the model's code",
-        "training.tokens": "the training script counts them",
         "run": "the training script; it may pass its own scheduler to deepspeed.initialize",
     },
     reasons={

@@ -1,6 +1,6 @@
-"""The formats of the targets as flat settings: ``{"zero_optimization.stage": 1}``, and back to text.
+"""The targets' file formats as flat settings by dotted path: ``{"zero_optimization.stage": 1}``, and back to text.
 
-A setting stands at the dotted path of its key. An empty section is kept as a setting with the value ``{}``.
+An empty section is kept as a setting with the value ``{}``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.interop.keys import unflatten
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import dump_yaml, parse_yaml
 
-# -- The option names of a framework, recorded from one named version of it in ``options/<framework>.txt``
+# -- The option names of one version of a framework, recorded in ``options/<framework>.txt``
 # A file has a line ``# version:`` and a line ``# source:``, then one name per line. ``section.*`` stands for anything
-# below the section, a name that ends in ``!`` is a switch without a value. ``# ignored:`` lists patterns of settings
-# that have no effect on cost, which an importer passes over without a word.
+# below the section; a name that ends in ``!`` is a switch without a value. ``# ignored:`` lists patterns of settings
+# that do not affect cost and are not reported as unused.
 
 _FOLDER = Path(__file__).parent / "options"
 
@@ -46,11 +47,11 @@ class Names:
         return section in self.open_sections or any(known.startswith(section) for known in self.exact)
 
     def ignores(self, name: str) -> bool:
-        """Whether a setting has no effect on cost."""
+        """Whether a setting does not affect cost."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.without_effect)
 
     def check(self, name: str, value: object) -> None:
-        """Raises SpecError for an unknown name, with the nearest known one, or a section that is a plain value."""
+        """Raises SpecError for an unknown name, with the nearest known one, or for a value in place of a section."""
         if name in self:
             return
         if self.is_section(name):
@@ -86,15 +87,15 @@ MOST_CHARACTERS = 4 * 2**20
 
 @dataclass(frozen=True)
 class Format:
-    """How a target's text becomes settings and settings its text; ``suffix`` is of its file."""
+    """How text becomes settings and back; ``suffixes`` of its files, the one that is written first."""
 
-    suffix: str
+    suffixes: tuple[str, ...]
     parse: Callable[[str, str, Names], Settings]
     render: Callable[[Settings, Names], str]
 
 
 def flatten(tree: Any, what: str, prefix: str = "") -> Settings:
-    """The nested mapping ``tree`` as settings; raises SpecError if it is none."""
+    """The nested mapping ``tree`` as settings; raises SpecError if it is not a mapping."""
     if not isinstance(tree, Mapping):
         raise SpecError(what, f"{shown(tree)} should be a mapping of settings", f"give a whole {what}")
     flat: Settings = {}
@@ -107,17 +108,6 @@ def flatten(tree: Any, what: str, prefix: str = "") -> Settings:
     return flat
 
 
-def unflatten(settings: Settings) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in settings.items():
-        *parents, last = path.split(".")
-        place = tree
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return tree
-
-
 # -- JSON, with comments ------------------------------------------------------------------------------------
 
 _JSON_PART = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|,(?=\s*[}\]])', re.DOTALL)
@@ -125,8 +115,9 @@ _JSON_PART = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|,(?=\s*
 
 def without_comments(text: str) -> str:
     """JSON without ``//``, ``#`` and ``/* */`` comments and without commas before a closing bracket."""
-    once = _JSON_PART.sub(lambda match: match.group() if match.group().startswith('"') else " ", text)
-    return _JSON_PART.sub(lambda match: match.group() if match.group().startswith('"') else " ", once)
+    for _ in range(2):  # a comma may come before a comment
+        text = _JSON_PART.sub(lambda match: match.group() if match.group().startswith('"') else " ", text)
+    return text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -146,7 +137,7 @@ def _parse_json(text: str, what: str, names: Names) -> Settings:
     return flatten(tree, what)
 
 
-JSON = Format(".json", _parse_json, lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n")
+JSON = Format((".json",), _parse_json, lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n")
 
 
 # -- YAML and TOML ------------------------------------------------------------------------------------------
@@ -156,7 +147,7 @@ def _render_yaml(settings: Settings, names: Names) -> str:
     return f"# {names.version}\n" + dump_yaml(unflatten(settings))
 
 
-YAML = Format(".yaml", lambda text, what, names: flatten(parse_yaml(text, what), what), _render_yaml)
+YAML = Format((".yaml", ".yml"), lambda text, what, names: flatten(parse_yaml(text, what), what), _render_yaml)
 
 
 def _parse_toml(text: str, what: str, names: Names) -> Settings:
@@ -177,14 +168,14 @@ def _render_toml(settings: Settings, names: Names) -> str:
     return f"# {names.version}\n\n" + "\n\n".join(blocks) + "\n"
 
 
-TOML = Format(".toml", _parse_toml, _render_toml)
+TOML = Format((".toml",), _parse_toml, _render_toml)
 
 
 # -- command lines ------------------------------------------------------------------------------------------
 
 
 def _parse_command(text: str, what: str, names: Names) -> Settings:
-    """Options of a command line; of ``torchrun ... script.py ...`` only what follows the script."""
+    """The options of a command line; of ``torchrun ... script.py ...`` only those after the script."""
     try:
         words = shlex.split(re.sub(r"\\\r?\n", " ", text), comments=True)
     except ValueError as error:
@@ -224,4 +215,4 @@ def _render_command(settings: Settings, names: Names) -> str:
     return "\n".join(lines) + "\n"
 
 
-COMMAND = Format(".args", _parse_command, _render_command)
+COMMAND = Format((".args", ".sh", ".txt"), _parse_command, _render_command)

@@ -1,7 +1,7 @@
-"""Which fields of a job matter, in one comparable form.
+"""Which fields of a job have an effect, in a form that can be compared.
 
-A field that has no effect (the pipeline schedule of a job without a pipeline, the expert degrees of a dense
-model) is left out, so that no target is blamed for not carrying it.
+Others (the pipeline schedule of a job without a pipeline, the expert degrees of a dense model) are left out: no
+target loses anything by not having them.
 """
 
 from __future__ import annotations
@@ -19,71 +19,61 @@ from shardwise.spec.run import Run
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
-_DESCRIBING = ("name", "source", "published_parameters")  # of a model, no part of its shape
+_DESCRIBING = ("name", "source", "published_parameters")  # fields of a model that do not affect its shape
 
 
-def said_by(job: Job) -> dict[str, Any]:
-    """The fields of strategy and training that matter, by dotted path, defaults filled in."""
+def effective_fields(job: Job) -> dict[str, Any]:
+    """The fields of strategy, training and run that have an effect, by dotted path, defaults filled in."""
+    effects = effects_of(job)
+    paths = [*_values(job.strategy, "strategy."), *_values(job.training, "training.")]
+    paths += ["run.steps", *(f"run.schedule.{name}" for name in _schedule_fields(job))]
+    return {path: comparable(path, value_at(job, path), job) for path in paths if effects.get(path, True)}
+
+
+def effects_of(job: Job) -> dict[str, bool]:
+    """Whether a field has an effect, of the fields of strategy and training that do not always have one."""
     strategy, experts = job.strategy, job.model.moe is not None
-    many = {name: strategy.degree(name) > 1 for name in ("tp", "cp", "dp", "pp")}
-    recompute, offload = strategy.recompute, strategy.offload.any
-    zero = comparable("strategy.zero", strategy.zero, job)
-    matters = {
-        "ep": experts,
-        "expert_tp": experts,
-        "sequence_parallel": many["tp"],
-        "shard_group": zero > 0,
-        "keep_parameters": zero == 3,
-        "accumulate": zero >= 2,
-        "schedule": many["pp"],
-        "interleave": many["pp"] and strategy.schedule_record.chooses_chunks,
-        "stage_layers": many["pp"],
-        "recompute_operators": recompute == "selective",
-        "recompute_layers": recompute != "none",
-        "context_method": many["cp"],
-        "dispatch": strategy.ep > 1,
+    tp, cp, pp, ep = strategy.tp > 1, strategy.cp > 1, strategy.pp > 1, strategy.ep > 1
+    offload, zero = strategy.offload.any, comparable("strategy.zero", strategy.zero, job)
+    of_strategy = {
+        "ep": experts, "expert_tp": experts, "dispatch": ep, "overlap.ep": ep,
+        "sequence_parallel": tp, "overlap.tp": tp,
+        "context_method": cp, "overlap.cp": cp,
+        "schedule": pp, "stage_layers": pp, "overlap.pp": pp,
+        "interleave": pp and strategy.schedule_record.chooses_chunks,
+        "shard_group": zero > 0, "accumulate": zero >= 2, "keep_parameters": zero == 3,
         "overlap.dp": strategy.gradient_group > 1,
-        "overlap.tp": many["tp"],
-        "overlap.pp": many["pp"],
-        "overlap.cp": many["cp"],
-        "overlap.ep": strategy.ep > 1,
-        "overlap.offload": offload,
-        "offload.target": offload,
+        "recompute_operators": strategy.recompute == "selective", "recompute_layers": strategy.recompute != "none",
+        "overlap.offload": offload, "offload.target": offload,
+    }  # fmt: skip
+    optimizer, scaled = job.training.optimizer, job.training.precision == "fp16"
+    adam, dynamic = not optimizer.startswith("sgd"), job.training.optimization.loss_scaling.static is None
+    of_training = {
+        "momentum": optimizer in ("sgd-momentum", "muon"), "beta1": adam, "beta2": adam, "epsilon": adam,
+        "loss_scaling.static": scaled,
+        **{f"loss_scaling.{name}": scaled and dynamic for name in ("initial", "window", "hysteresis", "minimum")},
+    }  # fmt: skip
+    return {
+        **{f"strategy.{path}": effect for path, effect in of_strategy.items()},
+        **{f"training.optimization.{path}": effect for path, effect in of_training.items()},
     }
-    paths = [f"strategy.{path}" for path in _paths(strategy) if matters.get(path, True)]
-    paths += [f"training.{path}" for path in _paths(job.training) if _optimization_matters(path, job)]
-    paths += ["run.steps", *(f"run.schedule.{name}" for name in _schedule_that_matters(job))]
-    return {path: comparable(path, value_at(job, path), job) for path in paths}
 
 
 def steps_of(job: Job) -> int:
-    """Optimizer steps of the run: as many as its tokens take, where it counts these."""
+    """Optimizer steps of the run: given, or as many as its tokens take."""
     tokens = job.training.tokens
     return job.run.steps if tokens is None else -(-tokens // job.tokens_per_step)
 
 
-def _optimization_matters(path: str, job: Job) -> bool:
-    """Whether a field below ``training`` has an effect: constants of other optimizers and formats have none."""
-    optimizer, scaling = job.training.optimizer, job.training.optimization.loss_scaling
-    name = path.removeprefix("optimization.")
-    if name == path:
-        return True
-    if name.startswith("loss_scaling."):
-        used = name == "loss_scaling.static" or scaling.static is None
-        return job.training.precision == "fp16" and used
-    if name == "momentum":
-        return optimizer in ("sgd-momentum", "muon")
-    return name not in ("beta1", "beta2", "epsilon") or not optimizer.startswith("sgd")
-
-
-def _schedule_that_matters(job: Job) -> list[str]:
+def _schedule_fields(job: Job) -> list[str]:
+    """The fields of the learning rate's schedule that have an effect."""
     kind = job.run.schedule.kind
     falls = ["final"] if kind != "constant" else []
     return ["kind", "warmup", "reference_batch", *falls, *(["decay"] if kind == "wsd" else [])]
 
 
 def comparable(path: str, value: Any, job: Job) -> Any:
-    """A field's value in the form in which two of them are equal when they mean the same for ``job``."""
+    """A field's value in a form in which two values are equal if they mean the same in ``job``."""
     strategy = job.strategy
     if path == "strategy.zero":
         return value if strategy.sharding_group > 1 else 0  # one rank shards nothing
@@ -110,7 +100,7 @@ def comparable(path: str, value: Any, job: Job) -> Any:
 
 @functools.cache
 def default_of(path: str) -> Any:
-    """What a field is when nothing says it; None for a path without a default."""
+    """The default of a field; None for a path without one."""
     noun, _, rest = path.partition(".")
     owner: Any = {"strategy": Strategy(), "training": Training(), "run": Run()}.get(noun)
     for name in rest.split("."):
@@ -126,7 +116,7 @@ def value_at(job: Job, path: str) -> Any:
 
 
 def shape_of(model: Model) -> dict[str, Any]:
-    """The fields of a model that make its shape, by dotted path below ``model``."""
+    """The fields of a model that determine its shape, by dotted path."""
     shape = {path: value for path, value in _values(model).items() if path not in _DESCRIBING}
     if model.mla is not None:
         # The projections follow from the latent sizes; these two only repeat them.
@@ -138,7 +128,7 @@ def shape_of(model: Model) -> dict[str, Any]:
     if model.sliding_window is None:
         shape.pop("sliding_window_every")
     if model.moe is not None and model.moe_layers == model.layers:
-        shape.pop("ffn")  # no dense layer has it
+        shape.pop("ffn")  # there is no dense layer
     return {f"model.{path}": value for path, value in shape.items()}
 
 
@@ -151,7 +141,3 @@ def _values(noun: Any, prefix: str = "") -> dict[str, Any]:
         else:
             values[prefix + field.name] = value
     return values
-
-
-def _paths(noun: Any) -> list[str]:
-    return list(_values(noun))

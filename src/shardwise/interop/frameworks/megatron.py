@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.interop.frameworks import megatron_model, megatron_reading, training_values
 from shardwise.interop.frameworks.documents import COMMAND, Settings
 from shardwise.interop.frameworks.megatron_reading import SHARDED, interpret
-from shardwise.interop.frameworks.target import Option, Target
+from shardwise.interop.frameworks.target import Option, Target, word_for
 from shardwise.spec.job import Job
 
 _CONTEXT = {"p2p": "ring", "allgather": "all-gather", "a2a": "ulysses"}
@@ -52,8 +52,7 @@ def _sharding(job: Job) -> Settings:
         settings["--use-distributed-optimizer"] = True
     if strategy.zero >= 2:
         settings["--use-megatron-fsdp"] = True
-        words = {stage: word for word, stage in SHARDED.items()}
-        settings["--data-parallel-sharding-strategy"] = words[strategy.zero]
+        settings["--data-parallel-sharding-strategy"] = word_for(SHARDED, strategy.zero)
         settings["--ckpt-format"] = "fsdp_dtensor"
     if strategy.zero and strategy.sharding_group < strategy.gradient_group:
         settings["--num-distributed-optimizer-instances"] = strategy.gradient_group // strategy.sharding_group
@@ -111,7 +110,8 @@ def _optimizer(job: Job) -> Settings:
 
 def _notes(job: Job) -> list[str]:
     notes = ["data and checkpoint options are yours to add; Megatron pads the vocabulary to 128·tp"]
-    notes += megatron_model.notes(job)
+    if job.model.activation == "geglu":
+        notes.append("geglu is written as --quick-geglu, which approximates the gelu by a sigmoid")
     if job.strategy.tp > 1 or job.strategy.cp > 1:
         notes.append("before Blackwell GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1 (not with Megatron-FSDP)")
     return notes
@@ -122,20 +122,18 @@ MEGATRON = Target(
     name="megatron",
     title="Megatron-LM",
     format=COMMAND,
+    signature=("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--global-batch-size"),
     carries_model=True,
     options=(
         Option("strategy.tp", "--tensor-model-parallel-size", absent=1),
-        Option("strategy.sequence_parallel", "--sequence-parallel", absent=False,
-               when=lambda job: job.strategy.tp > 1),
-        Option("strategy.overlap.tp", "--tp-comm-overlap", absent=False, when=lambda job: job.strategy.tp > 1),
+        Option("strategy.sequence_parallel", "--sequence-parallel", absent=False),
+        Option("strategy.overlap.tp", "--tp-comm-overlap", absent=False),
         Option("strategy.pp", "--pipeline-model-parallel-size", absent=1),
         Option("strategy.cp", "--context-parallel-size", absent=1),
-        Option("strategy.context_method", "--cp-comm-type", _CONTEXT, absent="ring",
-               when=lambda job: job.strategy.cp > 1),
-        Option("strategy.ep", "--expert-model-parallel-size", absent=1, when=lambda job: job.model.moe is not None),
-        Option("strategy.expert_tp", "--expert-tensor-parallel-size", when=lambda job: job.model.moe is not None),
-        Option("strategy.overlap.ep", "--overlap-moe-expert-parallel-comm", absent=False,
-               when=lambda job: job.strategy.ep > 1),
+        Option("strategy.context_method", "--cp-comm-type", _CONTEXT, absent="ring"),
+        Option("strategy.ep", "--expert-model-parallel-size", absent=1),
+        Option("strategy.expert_tp", "--expert-tensor-parallel-size"),
+        Option("strategy.overlap.ep", "--overlap-moe-expert-parallel-comm", absent=False),
         Option("strategy.microbatch", "--micro-batch-size"),
         Option("training.global_batch", "--global-batch-size"),
         Option("training.attention", "--attention-backend",
@@ -153,7 +151,7 @@ MEGATRON = Target(
         "strategy.accumulate": "Megatron-FSDP reduces gradients after every microbatch",
         "strategy.order": "ranks are laid out tp-cp-dp-pp, or tp-cp-pp-dp",
         "strategy.schedule": "only 1f1b and interleaved",
-        "strategy.stage_layers": "a layout belongs to a schedule it runs: 1f1b or interleaved",
+        "strategy.stage_layers": "layouts only of the schedules that it runs: 1f1b and interleaved",
         "strategy.recompute": "no module of --recompute-modules recomputes exactly that",
         "strategy.recompute_operators": "no module of --recompute-modules recomputes exactly those operators",
         "strategy.recompute_layers": "selective recomputation takes every layer",

@@ -6,14 +6,14 @@ import ast
 from typing import Any
 
 from shardwise.interop.frameworks.documents import Settings
-from shardwise.interop.frameworks.target import Reading
+from shardwise.interop.frameworks.target import Reading, word_for
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
-# -- The constants a model computes with, in Megatron-LM's arguments ---------------------------------
-# Defaults that no option changes stand in ``megatron/core``: Llama 3's stretching keeps 8192 positions and the turns 1
-# and 4 (``rotary_pos_embedding.py``), YaRN keeps 4096 positions and the turns 32 and 1 and belongs to latent attention
+# -- The constants a model computes with -------------------------------------------------------------
+# Some are fixed in ``megatron/core``: Llama 3's scaling has 8192 original positions and frequency factors 1 and 4
+# (``rotary_pos_embedding.py``), YaRN has 4096 original positions, beta 32 and 1, and needs latent attention
 # (``MLATransformerConfig``). Softmax routing normalises over the chosen experts unless ``--moe-router-pre-softmax``;
 # the fused bias and gelu of a layer with biases is the tanh form.
 
@@ -21,7 +21,7 @@ _BALANCE = "--moe-router-load-balancing-type"
 _LLAMA3_SEQ, _YARN_SEQ = 8192, 4096
 
 NUMERIC_REASONS = {
-    "model.numerics.rope_scaling": "the frequencies' limits and the first length are fixed in Megatron's code",
+    "model.numerics.rope_scaling": "frequency factors and original length are fixed in Megatron's code",
     "model.numerics.renormalise_top_k": "sigmoid scores of several experts are always normalised",
     "model.numerics.gelu": "the fused gelu of layers with biases is the tanh form, the other the exact one",
 }
@@ -33,8 +33,8 @@ def compose_numerics(model: Model) -> Settings:
     if model.activation == "gelu" and model.mlp_bias and numerics.gelu == "exact":
         settings["--no-bias-gelu-fusion"] = True
     if model.moe is not None:
-        as_they_are = model.moe.router == "softmax" and not numerics.renormalise_top_k
-        settings["--moe-router-pre-softmax"] = as_they_are or None
+        unnormalised = model.moe.router == "softmax" and not numerics.renormalise_top_k
+        settings["--moe-router-pre-softmax"] = unnormalised or None
         settings["--moe-router-topk-scaling-factor"] = numerics.router_scale if numerics.router_scale != 1 else None
         settings[_BALANCE] = "seq_aux_loss" if numerics.balance_loss else "none"
         settings["--moe-aux-loss-coeff"] = numerics.balance_loss or None
@@ -105,11 +105,11 @@ def _whole(value: float) -> float | int:
 
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+# Our field -> its option and default there.
 _LATENT = {
-    "kv_rank": "--kv-lora-rank", "nope_dim": "--qk-head-dim", "rope_dim": "--qk-pos-emb-head-dim",
-    "value_dim": "--v-head-dim", "q_rank": "--q-lora-rank",
+    "kv_rank": ("--kv-lora-rank", 32), "nope_dim": ("--qk-head-dim", 128), "rope_dim": ("--qk-pos-emb-head-dim", 64),
+    "value_dim": ("--v-head-dim", 128), "q_rank": ("--q-lora-rank", None),
 }  # fmt: skip
-_LATENT_DEFAULTS = {"kv_rank": 32, "nope_dim": 128, "rope_dim": 64, "value_dim": 128, "q_rank": None}
 
 REASONS = {
     "model.activation": "only gelu, squared relu, swiglu and quick-geglu",
@@ -130,8 +130,8 @@ def compose(job: Job) -> Settings:
         "--num-attention-heads": model.heads,
         "--vocab-size": model.vocab,
         "--max-position-embeddings": max(model.max_seq, job.training.seq),
-        "--position-embedding-type": _word(_POSITIONS, model.positions),
-        "--normalization": _word(_NORMS, model.norm),
+        "--position-embedding-type": word_for(_POSITIONS, model.positions),
+        "--normalization": word_for(_NORMS, model.norm),
         "--swiglu": model.activation == "swiglu" or None,
         "--quick-geglu": model.activation == "geglu" or None,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings or None,
@@ -149,7 +149,7 @@ def compose(job: Job) -> Settings:
 
 def _attention(model: Model) -> Settings:
     if model.mla is not None:
-        latent = {option: getattr(model.mla, name) for name, option in _LATENT.items()}
+        latent = {option: getattr(model.mla, name) for name, (option, _) in _LATENT.items()}
         return {"--multi-latent-attention": True, **latent}
     settings: Settings = {"--kv-channels": model.head_size}
     if model.key_value_heads != model.heads:
@@ -176,7 +176,7 @@ def _experts(model: Model) -> Settings:
 
 
 def _pattern(model: Model) -> str | None:
-    """Which layers hold experts, as the list expression Megatron evaluates; nothing when all do."""
+    """Which layers have experts, as the list expression that Megatron evaluates; None if all have."""
     moe = model.moe
     if moe is None or model.moe_layers == model.layers:
         return None
@@ -186,7 +186,7 @@ def _pattern(model: Model) -> str | None:
 
 
 def interpret(reading: Reading, fields: dict[str, Any]) -> None:
-    """Adds ``model.*`` when the arguments name a model; without --num-layers they are taken to name none."""
+    """Adds ``model.*`` if the arguments describe a model, which --num-layers shows."""
     layers = reading.count("--num-layers", reading.count("--encoder-num-layers"))
     if layers is None:
         return
@@ -207,14 +207,14 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     shape["norm"] = reading.choice("--normalization", _NORMS, "layernorm")
     shape["tied_embeddings"] = not reading.flag("--untie-embeddings-and-output-weights")
     shape["qk_norm"] = reading.flag("--qk-layernorm")
-    shape["mtp_layers"] = reading.whole("--mtp-num-layers", 0)
+    shape["mtp_layers"] = reading.integer("--mtp-num-layers", 0)
     biased, queries = not reading.flag("--disable-bias-linear"), reading.flag("--add-qkv-bias")
     shape.update({"qkv_bias": biased or queries, "attention_out_bias": biased, "mlp_bias": biased})
     _read_attention(reading, shape)
     _read_window(reading, shape)
     shape.update(interpret_numerics(
         reading, latent="mla.kv_rank" in shape, gelu=shape["activation"] == "gelu", biased=biased,
-        experts=bool(reading.whole("--num-experts")),
+        experts=bool(reading.integer("--num-experts")),
     ))  # fmt: skip
     fields.update({f"model.{name}": value for name, value in shape.items()})
     _read_experts(reading, fields, layers, shape["ffn"])
@@ -225,8 +225,7 @@ def _read_attention(reading: Reading, shape: dict[str, Any]) -> None:
     shape["kv_heads"] = groups if reading.flag("--group-query-attention") else shape["heads"]
     shape["head_dim"] = reading.count("--kv-channels")
     if reading.flag("--multi-latent-attention"):
-        for name, option in _LATENT.items():
-            shape[f"mla.{name}"] = reading.count(option, _LATENT_DEFAULTS[name])
+        shape.update({f"mla.{name}": reading.count(option, usual) for name, (option, usual) in _LATENT.items()})
 
 
 def _read_window(reading: Reading, shape: dict[str, Any]) -> None:
@@ -241,14 +240,14 @@ def _read_window(reading: Reading, shape: dict[str, Any]) -> None:
 
 
 def _read_experts(reading: Reading, fields: dict[str, Any], layers: int, ffn: int) -> None:
-    experts = reading.whole("--num-experts")
+    experts = reading.integer("--num-experts")
     if not experts:
         return
     moe = {
         "experts": experts,
         "top_k": reading.count("--moe-router-topk", 2),
         "ffn": reading.count("--moe-ffn-hidden-size", ffn),
-        "shared_ffn": reading.whole("--moe-shared-expert-intermediate-size", 0),
+        "shared_ffn": reading.integer("--moe-shared-expert-intermediate-size", 0),
         "router": reading.text("--moe-router-score-function", "softmax"),
         "router_bias": reading.flag("--moe-router-enable-expert-bias"),
         "groups": reading.count("--moe-router-num-groups", 1),
@@ -305,13 +304,3 @@ def _needed(reading: Reading, option: str) -> int:
     if value is None:
         raise SpecError(option, "is missing", "--num-layers names a model: give its sizes too")
     return int(value)
-
-
-def _word(meanings: dict[str, str], value: str) -> str:
-    return next(word for word, meaning in meanings.items() if meaning == value)
-
-
-def notes(job: Job) -> list[str]:
-    if job.model.activation == "geglu":
-        return ["geglu is written as --quick-geglu, which approximates the gelu by a sigmoid"]
-    return []

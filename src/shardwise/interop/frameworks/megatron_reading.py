@@ -19,11 +19,11 @@ from shardwise.spec.model import Model
 # refuses both with the delayed scaling of FP8, and says that ``core_attn`` is of no use where attention is fused.
 
 MODULES = {"attention": "core_attn", "norm": "layernorm", "activation": "moe_act", "up-projection": "mla_up_proj"}
-_FEW = 0.1  # share of dense layers, whose second norm is kept, that changes no price that counts
+_FEW = 0.1  # share of dense layers, whose second norm is kept, that does not change a price noticeably
 
 
 def exact_modules(model: Model, attention: str, precision: str) -> dict[str, str]:
-    """Operators by the module that makes just them again."""
+    """Of every operator that a module recomputes alone, that module."""
     moe, delayed = model.moe, precision == "fp8"
     experts = model.moe_layers if moe else 0
     exact = {
@@ -36,7 +36,7 @@ def exact_modules(model: Model, attention: str, precision: str) -> dict[str, str
 
 
 def selective(job: Job) -> tuple[str, ...]:
-    """What is worth recomputing of that: attention where its scores are stored, else the cheap operators around it."""
+    """What of that is worth recomputing: attention if its scores are stored, else the cheap operators around it."""
     exact = exact_modules(job.model, job.training.attention, job.training.precision)
     return ("attention",) if "attention" in exact else tuple(exact)
 
@@ -55,8 +55,8 @@ def compose_recompute(job: Job) -> Settings:
 
 def interpret_recompute(reading: Reading, fields: dict[str, Any]) -> None:
     kind = "selective" if reading.flag("--recompute-activations") else "none"
-    kind = reading.choice("--recompute-granularity", {"full": "full", "selective": "selective"}, kind)
-    method, layers = reading.text("--recompute-method"), reading.whole("--recompute-num-layers")
+    kind = reading.choice("--recompute-granularity", ("full", "selective"), kind)
+    method, layers = reading.text("--recompute-method"), reading.integer("--recompute-num-layers")
     named = reading.value("--recompute-modules", ["core_attn"])
     if kind == "full" and method == "block" and layers is not None:
         fields["strategy.recompute_layers"] = layers
@@ -69,7 +69,7 @@ def interpret_recompute(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _operators(reading: Reading, fields: dict[str, Any], named: list[str]) -> tuple[str, ...]:
-    """The operators that the named modules stand for; of the others a note says what is made of them."""
+    """The operators that the named modules recompute; notes say how other modules are treated."""
     model = _model(reading, fields)
     if model is None:
         exact = dict(MODULES)
@@ -121,7 +121,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     dispatcher = reading.choice("--moe-token-dispatcher-type", {"allgather": "", "alltoall": "", "flex": "flex"})
     if reading.flag("--moe-enable-deepep") and dispatcher == "flex":
         fields["strategy.dispatch"] = "deduplicated"
-    if layers and (offloaded := reading.whole("--cpu-offloading-num-layers", 0)):
+    if layers and (offloaded := reading.integer("--cpu-offloading-num-layers", 0)):
         fields["strategy.offload.activations"] = offloaded / layers
     fields["training.seq"] = reading.count("--seq-length", reading.count("--encoder-seq-length", 2048))
     fields["training.dropout"] = max(reading.number(f"--{name}-dropout", 0.1) for name in ("attention", "hidden")) > 0
@@ -183,7 +183,7 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any], layers: int | None)
     if per_chunk and layers:
         chunks = max(1, layers // (stages * per_chunk))
     layout = reading.text("--pipeline-model-parallel-layout")
-    first, last = (reading.whole(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    first, last = (reading.integer(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
     if layout is not None:
         counts = layout_counts(layout)
         chunks = max(1, len(counts) // stages)

@@ -18,21 +18,17 @@ _MODEL = "model.model_config."
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bf16-fp32-grads": "bfloat16"}
 _FACTORY = "optimizer.optimizer_factory."
 # Required by nanotron, unknown to a job: values to replace.
-_PLACEHOLDERS: Settings = {
-    "general.project": "shardwise",
-    "general.run": "%date_%jobid",
-    "model.init_method.std": 0.02,
+_PLACEHOLDERS = {"general.project": "shardwise", "general.run": "%date_%jobid", "model.init_method.std": 0.02}
+# Our field -> its key and default there.
+_SHAPE: dict[str, tuple[str, int | None]] = {
+    "layers": ("num_hidden_layers", 32),
+    "hidden": ("hidden_size", 4096),
+    "heads": ("num_attention_heads", 32),
+    "kv_heads": ("num_key_value_heads", None),
+    "ffn": ("intermediate_size", 11008),
+    "vocab": ("vocab_size", 32000),
+    "max_seq": ("max_position_embeddings", 2048),
 }
-_SHAPE = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "ffn": "intermediate_size",
-    "vocab": "vocab_size",
-    "max_seq": "max_position_embeddings",
-}
-_DEFAULTS = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": None, "ffn": 11008, "vocab": 32000, "max_seq": 2048}
 
 
 def _compose(job: Job) -> Settings:
@@ -42,8 +38,6 @@ def _compose(job: Job) -> Settings:
         **_PLACEHOLDERS,
         **_model(job.model),
         "model.dtype": _DTYPES.get(training.precision, "bfloat16"),
-        "tokens.sequence_length": training.seq,
-        "tokens.micro_batch_size": strategy.microbatch,
         "tokens.batch_accumulation_per_replica": job.microbatches,
         "optimizer.zero_stage": min(strategy.zero, 1),
         "optimizer.accumulate_grad_in_fp32": training.precision not in ("fp16", "bf16"),
@@ -51,11 +45,12 @@ def _compose(job: Job) -> Settings:
     }
     if adam:
         settings[_FACTORY + "torch_adam_is_fused"] = True
-    return {**settings, **training_values.nanotron_settings(job)}
+    recompute = True if strategy.recompute == "full" else None
+    return {**settings, **training_values.nanotron_settings(job), "parallelism.recompute_layer": recompute}
 
 
 def _model(model: Model) -> Settings:
-    settings: Settings = {_MODEL + theirs: getattr(model, ours) for ours, theirs in _SHAPE.items()}
+    settings: Settings = {_MODEL + key: getattr(model, name) for name, (key, _) in _SHAPE.items()}
     settings[_MODEL + "hidden_act"] = "silu"
     settings[_MODEL + "tie_word_embeddings"] = model.tied_embeddings
     settings[_MODEL + "attention_bias"] = model.qkv_bias
@@ -82,8 +77,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         fields.pop("strategy.sequence_parallel", None)
     if fields["strategy.pp"] == 1:
         fields.pop("strategy.schedule", None)
-    if fields["strategy.zero"] not in (0, 1):
-        raise SpecError("optimizer.zero_stage", f"{fields['strategy.zero']} is not supported", "use 0 or 1")
+    fields["strategy.recompute"] = "full" if reading.flag("parallelism.recompute_layer") else "none"
     dtype = reading.choice("model.dtype", {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}, "bf16")
     in_fp32 = reading.flag("optimizer.accumulate_grad_in_fp32")
     fields["training.precision"] = "bf16-fp32-grads" if dtype == "bf16" and in_fp32 else dtype
@@ -105,9 +99,9 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def layers_by_cost(stages: int, layers: int, hidden: int, ffn: int, vocab: int) -> tuple[int, ...]:
-    """Layers of every stage as nanotron cuts them (src/nanotron/models/base.py, build_model).
+    """Layers of every stage as nanotron divides them (src/nanotron/models/base.py, build_model).
 
-    Every block counts its matrices, the head too; a stage ends with the block that passes its share of the sum.
+    Blocks and head are weighted by the sizes of their matrices; a stage ends with the block that passes its share.
     """
     layer = hidden * (4 * hidden + 3 * ffn)
     share = (layers * layer + hidden * vocab) / stages
@@ -124,7 +118,7 @@ def _read_model(reading: Reading, fields: dict[str, Any]) -> None:
         return
     if reading.flag(_MODEL + "is_starcoder2_config"):
         raise SpecError(_MODEL + "is_starcoder2_config", "is not supported", "llama and qwen2 configurations are")
-    shape: dict[str, Any] = {ours: reading.count(_MODEL + theirs, _DEFAULTS[ours]) for ours, theirs in _SHAPE.items()}
+    shape: dict[str, Any] = {name: reading.count(_MODEL + key, usual) for name, (key, usual) in _SHAPE.items()}
     reading.choice(_MODEL + "hidden_act", {"silu": "swiglu"})
     qwen = reading.flag(_MODEL + "is_qwen2_config")
     reading.flag(_MODEL + "is_llama_config")
@@ -161,15 +155,12 @@ def _read_experts(reading: Reading, shape: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _notes(job: Job) -> list[str]:
-    return ["initialisation is a placeholder; add tokenizer and data_stages"]
-
-
 # fmt: off
 NANOTRON = Target(
     name="nanotron",
     title="nanotron",
     format=YAML,
+    signature=("parallelism.dp", "parallelism.tp", "tokens.micro_batch_size"),
     carries_model=True,
     options=(
         Option("training.seq", "tokens.sequence_length", absent=2048),
@@ -177,24 +168,17 @@ NANOTRON = Target(
         Option("strategy.dp", "parallelism.dp"),
         Option("strategy.tp", "parallelism.tp", absent=1),
         Option("strategy.pp", "parallelism.pp", absent=1),
-        Option("strategy.cp", "parallelism.context_parallel_size", absent=1, when=lambda job: job.strategy.cp > 1),
-        Option("strategy.ep", "parallelism.expert_parallel_size", absent=1, when=lambda job: job.strategy.ep > 1),
-        Option("strategy.schedule", "parallelism.pp_engine", {"1f1b": "1f1b", "afab": "gpipe"}, absent="gpipe",
-               when=lambda job: job.strategy.pp > 1),
+        Option("strategy.cp", "parallelism.context_parallel_size", absent=1, omit=1),
+        Option("strategy.ep", "parallelism.expert_parallel_size", absent=1, omit=1),
+        Option("strategy.schedule", "parallelism.pp_engine", {"1f1b": "1f1b", "afab": "gpipe"}, absent="gpipe"),
         Option("strategy.sequence_parallel", "parallelism.tp_mode", {"REDUCE_SCATTER": True, "ALL_REDUCE": False},
-               absent=False, when=lambda job: job.strategy.tp > 1),
-        Option("strategy.overlap.tp", "parallelism.tp_linear_async_communication", absent=False,
-               when=lambda job: job.strategy.tp > 1),
-        Option("strategy.recompute", "parallelism.recompute_layer", absent="none",
-               read=lambda reading, key: "full" if reading.flag(key) else "none",
-               when=lambda job: False),
-        Option("strategy.zero", "optimizer.zero_stage", absent=0),
+               absent=False),
+        Option("strategy.overlap.tp", "parallelism.tp_linear_async_communication", absent=False),
+        Option("strategy.zero", "optimizer.zero_stage", absent=0, read=lambda reading, key: reading.zero(key, 1)),
     ),
-    compose=lambda job: {
-        **_compose(job), "parallelism.recompute_layer": True if job.strategy.recompute == "full" else None,
-    },
+    compose=_compose,
     interpret=_interpret,
-    notes=_notes,
+    notes=lambda job: ["initialisation is a placeholder; add tokenizer and data_stages"],
     stacks=("nanotron",),
     recipe="bf16-fp32-grads",
     own_way=("strategy.overlap", "strategy.stage_layers"),

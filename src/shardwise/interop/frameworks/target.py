@@ -1,34 +1,43 @@
-"""The machinery the targets share: a table from our fields to their options, written, read and compared.
+"""What the targets share: a table from our fields to their options, written, read and compared.
 
-What a target does not carry is found by reading back what was written: a field that does not return is reported,
-so none can be dropped silently. A target's file holds its table, the few things that no table says, and the
-reasons.
+What is lost is found by reading back what was written: a field that does not return is reported, so none can be
+dropped silently. A target's file has its table, what does not fit in one, and the reasons for losses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.interop.frameworks.documents import MOST_CHARACTERS, Format, Names, Settings, recorded
-from shardwise.interop.frameworks.job_fields import comparable, default_of, said_by, shape_of, value_at
+from shardwise.interop.frameworks.job_fields import (
+    comparable,
+    default_of,
+    effective_fields,
+    effects_of,
+    shape_of,
+    value_at,
+)
+from shardwise.interop.keys import unflatten
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run
 
-# -- What an exporter hands out and an importer hands back -------------------------------------------
+Meanings = Mapping[str, Any] | Sequence[str]  # of words; of a sequence each word is its own meaning
+
+# -- what an export and an import return -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A field of the job that the target's configuration does not carry.
+    """A field of the job that is not in the target's configuration.
 
-    ``elsewhere``: the framework can do it, but takes it from the training script or the launcher, not from this
-    configuration. Otherwise the framework lacks it: what it would run differs from the job.
+    ``elsewhere``: the framework takes it from the training script or the launcher instead. Otherwise the framework
+    lacks it: what it would run differs from the job.
     """
 
     field: str
@@ -37,16 +46,12 @@ class Lost:
     elsewhere: bool = False
 
     @property
-    def of_strategy(self) -> bool:
-        return self.field.startswith("strategy.")
-
-    @property
     def short_field(self) -> str:
         """Its path, without the section that most are in."""
         return self.field.removeprefix("strategy.")
 
     def within(self, *paths: str) -> bool:
-        """Whether it is one of these fields, or lies in one of these sections."""
+        """Whether it is one of these fields, or in one of these sections."""
         return any(self.field == path or self.field.startswith(f"{path}.") for path in paths)
 
     def __str__(self) -> str:
@@ -55,7 +60,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Exported:
-    """A job in a target's own format: its files by name, and what they cannot express."""
+    """A job in a target's own format: its files by name, and the fields that they lose."""
 
     target: str
     version: str
@@ -74,7 +79,7 @@ class Exported:
         return tuple(one for one in self.lost if one.elsewhere)
 
     def strict(self) -> Exported:
-        """Itself when nothing is missing; raises SpecError, naming all that is, otherwise."""
+        """Itself if nothing is missing; otherwise raises SpecError with all that is."""
         if self.missing:
             what = "; ".join(f"{one.field} = {plain(one.value)} ({one.why})" for one in self.missing)
             raise SpecError(self.target, f"cannot express {what}", "change the job, or export without --strict")
@@ -83,10 +88,9 @@ class Exported:
 
 @dataclass(frozen=True)
 class Imported:
-    """What a target's configuration says: fields of a job by dotted path (``strategy.tp``, ``model.layers``).
+    """A target's configuration as fields of a job by dotted path (``strategy.tp``, ``model.layers``).
 
-    ``unused`` are settings that the configuration makes and a job has no field for; ``notes`` say how something
-    was understood.
+    ``unused`` are settings that a job has no field for; ``notes`` say how something was understood.
     """
 
     target: str
@@ -96,14 +100,7 @@ class Imported:
 
     def nested(self) -> dict[str, Any]:
         """The fields as the nested mapping of a job file."""
-        tree: dict[str, Any] = {}
-        for path, value in self.fields.items():
-            *parents, last = path.split(".")
-            place = tree
-            for name in parents:
-                place = place.setdefault(name, {})
-            place[last] = plain(value)
-        return tree
+        return unflatten({path: plain(value) for path, value in self.fields.items()})
 
     def job(self, cluster: Cluster, model: Model | None = None, **overrides: Any) -> Job:
         """The complete job: these fields on ``cluster``; ``model`` where the configuration names none.
@@ -126,16 +123,14 @@ class Imported:
 
 
 def fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a run with a warm-up that ends before the run does, and a note where that cut it.
-
-    Frameworks accept a longer one and cut it too.
-    """
+    """The fields of a run, its warm-up cut to end before the run does as frameworks do; and a note if it was cut."""
     schedule, steps = run.get("schedule"), run.get("steps", Run().steps)
     warmup = schedule.get("warmup") if isinstance(schedule, Mapping) else None
     if not isinstance(warmup, int) or not isinstance(steps, int) or warmup < steps or not isinstance(schedule, Mapping):
         return dict(run), []
-    note = f"a warm-up of {warmup:,} steps does not end in a run of {steps:,}: {max(0, steps - 1):,} are taken"
-    return {**run, "schedule": {**schedule, "warmup": max(0, steps - 1)}}, [note]
+    cut = max(0, steps - 1)
+    note = f"a warm-up of {warmup:,} steps is longer than the run of {steps:,}: cut to {cut:,}"
+    return {**run, "schedule": {**schedule, "warmup": cut}}, [note]
 
 
 def plain(value: Any) -> Any:
@@ -147,19 +142,38 @@ def wrong_type(key: str, value: object, wanted: str) -> SpecError:
     return SpecError(key, f"{shown(value)} is not {wanted}", "correct that value of the configuration")
 
 
+def word_for(meanings: Meanings, value: Any) -> str | None:
+    """The first word that means ``value``."""
+    return next((word for word, meaning in _as_mapping(meanings).items() if meaning == value), None)
+
+
+def _as_mapping(meanings: Meanings) -> Mapping[str, Any]:
+    return meanings if isinstance(meanings, Mapping) else {word: word for word in meanings}
+
+
 # -- the table from our fields to their options ------------------------------------------------------
 
 _UNSET: Any = object()
 # Fields that must be set somewhere, whatever their value.
 _ESSENTIAL = (
-    "training.seq",
-    "training.global_batch",
-    "training.precision",
-    "training.optimizer",
-    "training.optimization.learning_rate",
-    "strategy.microbatch",
-)
-_COUNTED = ("run.schedule.decay",)  # compared as a number of steps, said as a share
+    "training.seq", "training.global_batch", "training.precision", "training.optimizer",
+    "training.optimization.learning_rate", "strategy.microbatch",
+)  # fmt: skip
+_COUNTED = ("run.schedule.decay",)  # compared as a number of steps, given as a share
+# What the user's training script decides, of frameworks whose configuration leaves it to that.
+SCRIPT = {
+    "training.seq": "the training script cuts the sequences",
+    "training.dropout": "the model's code",
+    "training.tokens": "the training script counts them",
+}
+SCRIPT_AND_OPTIMIZER = {
+    **SCRIPT,
+    "training.global_batch": "the data loader of the training script",
+    "training.optimizer": "the training script builds it",
+    "training.optimization": "the training script builds the optimizer",
+    "run": "the training script counts steps and builds the scheduler",
+    "strategy.microbatch": "the data loader of the training script",
+}
 _EVERYWHERE = {
     "strategy.collective": "the communication library chooses its algorithm (NCCL_ALGO)",
     "strategy.bucket": "the framework chooses its bucket size",
@@ -171,9 +185,9 @@ _EVERYWHERE = {
 
 
 class Reading:
-    """Settings being read: typed access that names the key in its errors and knows what was used.
+    """Settings being read: typed access that names the key in its errors and records which keys were used.
 
-    ``model``, ``cluster`` and ``given`` (fields by dotted path) are what the user said beside the configuration.
+    ``model``, ``cluster`` and ``given`` (fields by dotted path) come from the user, beside the configuration.
     """
 
     def __init__(
@@ -184,19 +198,19 @@ class Reading:
         self.notes: list[str] = []
 
     def has(self, key: str) -> bool:
-        """Whether a value stands at ``key``; the "auto" of the Hugging Face trainer is none."""
+        """Whether ``key`` has a value; the "auto" of the Hugging Face trainer does not count."""
         return self.settings.get(key) not in (None, "auto")
 
     def section(self, name: str) -> bool:
-        """Whether a section is there, even an empty one."""
+        """Whether there is a section of this name, even an empty one."""
         return any(key == name or key.startswith(name + ".") for key in self.settings)
 
     def value(self, key: str, default: Any = None) -> Any:
         self.used.add(key)
         return self.settings[key] if self.has(key) else default
 
-    def whole(self, key: str, default: Any = None) -> Any:
-        """A whole number; text of one counts (command lines have nothing else)."""
+    def integer(self, key: str, default: Any = None) -> Any:
+        """An integer, or the text of one: a command line has only text."""
         value = self.number(key, default)
         if value is default:
             return default
@@ -205,8 +219,8 @@ class Reading:
         return int(value)
 
     def count(self, key: str, default: Any = None) -> Any:
-        """A whole number of at least 1."""
-        value = self.whole(key, default)
+        """An integer of at least 1."""
+        value = self.integer(key, default)
         if value is not default and value < 1:
             raise SpecError(key, f"{value} is not positive", "use 1 or more")
         return value
@@ -237,23 +251,26 @@ class Reading:
             raise wrong_type(key, value, "text")
         return value
 
-    def choice(self, key: str, meanings: Mapping[str, Any], default: Any = None) -> Any:
-        """The meaning of a word, whatever its case; raises SpecError for another word."""
+    def zero(self, key: str, most: int, default: Any = None) -> Any:
+        """A ZeRO stage of a framework that has those up to ``most``."""
+        stage = self.integer(key, default)
+        if not 0 <= stage <= most:
+            remedy = f"use {', '.join(map(str, range(most)))} or {most}"
+            raise SpecError(key, f"{stage} is not a ZeRO stage of this framework", remedy)
+        return stage
+
+    def choice(self, key: str, meanings: Meanings, default: Any = None) -> Any:
+        """What a word means, in any case, or the word itself where ``meanings`` only lists words."""
         word = self.text(key)
         if word is None:
             return default
-        folded = {name.lower(): meaning for name, meaning in meanings.items()}
+        folded = {name.lower(): meaning for name, meaning in _as_mapping(meanings).items()}
         if word.lower() not in folded:
             raise SpecError(key, f"{shown(word)} is not understood", "use one of " + ", ".join(meanings))
         return folded[word.lower()]
 
-    def degree(self, path: str, default: int = 1) -> int:
-        """A field the user gave beside the configuration, such as ``strategy.pp``."""
-        value = self.given.get(path)
-        return default if value is None else int(value)
-
     def data_ranks(self, fields: Mapping[str, Any]) -> int | None:
-        """Data-parallel ranks: as given, or the devices that the other degrees leave; None when neither is known."""
+        """Data-parallel ranks: as given, or from the devices and the other degrees; None if neither is known."""
         given = self.given.get("strategy.dp")
         if given is not None:
             return int(given)
@@ -268,13 +285,16 @@ class Option:
     """One line of a table: our field, their key, and how values translate.
 
     ``meanings`` are our values by their words; without it a value passes unchanged (and a switch is written only
-    when it is on). ``absent`` is our value when the key is not there. ``when`` says for which jobs it is written.
+    when it is on). ``absent`` is our value if the key is absent. A field is written if it has an effect in the job
+    (or ``always``), unless it is ``omit``, and only if ``when`` holds.
     """
 
     field: str
     key: str
-    meanings: Mapping[str, Any] | None = None
+    meanings: Meanings | None = None
     absent: Any = _UNSET
+    omit: Any = None
+    always: bool = False
     when: Callable[[Job], bool] = lambda job: True
     read: Callable[[Reading, str], Any] | None = None
 
@@ -283,8 +303,8 @@ class Option:
         if self.field != "strategy.zero":  # written as it is, even where one rank shards nothing
             value = comparable(self.field, value, job)
         if self.meanings is not None:
-            value = next((word for word, meaning in self.meanings.items() if meaning == value), None)
-        omitted = value is None or (value is False and self.absent is False)
+            value = word_for(self.meanings, value)
+        omitted = value in (None, self.omit) or (value is False and self.absent is False)
         return {} if omitted or not self.when(job) else {self.key: plain(value)}
 
     def fields(self, reading: Reading) -> dict[str, Any]:
@@ -301,7 +321,7 @@ def _reader(path: str) -> Callable[[Reading, str], Any]:
         return Reading.flag
     if isinstance(default, str):
         return Reading.text
-    return Reading.whole if path == "strategy.zero" else Reading.count
+    return Reading.integer if path == "strategy.zero" else Reading.count
 
 
 Why = str | Callable[[Job], str]
@@ -309,22 +329,22 @@ Why = str | Callable[[Job], str]
 
 @dataclass(frozen=True)
 class Target:
-    """A framework: its format, its table, what no table says, and what it cannot do.
+    """A framework: its format, its table, what does not fit in a table, and what it cannot do.
 
-    ``compose`` gives the settings that several fields decide together, ``interpret`` the fields that several
-    settings do. ``reasons`` say why a field is not carried, ``elsewhere`` who says it instead. ``refusals`` are
-    combinations that the framework rejects: field, when, why. With ``carries_model`` the configuration names the
-    dimensions of the model too.
+    ``signature`` are settings that only its files have. ``compose`` gives the settings that depend on several fields,
+    ``interpret`` the fields that depend on several settings. ``reasons`` say why a field is lost, ``elsewhere`` where
+    it is set instead. ``refusals`` are combinations that the framework rejects: field, when, why. With
+    ``carries_model`` the configuration includes the dimensions of the model.
 
-    What it does by itself: ``stacks`` are the presets that describe its software, the usual one first; ``recipe`` is
-    its precision unless told otherwise; ``selective`` names what its selective recomputation makes again of a job's
-    operators, as far as that has a price here. ``own_way`` are fields that it decides alone: the layout runs all the
-    same, and its price follows.
+    ``stacks`` are the presets that describe its software, the usual one first; ``recipe`` is its default precision;
+    ``selective`` names the operators that its selective recomputation recomputes, as far as they are priced here.
+    ``own_way`` are fields that it decides itself: the layout still runs, and is priced as the framework runs it.
     """
 
     name: str
     title: str
     format: Format
+    signature: tuple[str, ...]
     options: tuple[Option, ...]
     compose: Callable[[Job], Settings]
     interpret: Callable[[Reading, dict[str, Any]], None]
@@ -346,21 +366,31 @@ class Target:
     def settings(self, job: Job) -> Settings:
         """The job as the target's settings."""
         settings: Settings = {}
+        effects = effects_of(job)
         for option in self.options:
-            settings.update(option.write(job))
+            if option.always or effects.get(option.field, True):
+                settings.update(option.write(job))
         settings.update({key: value for key, value in self.compose(job).items() if value is not None})
         return settings
 
     def export(self, job: Job) -> Exported:
-        """The job in the target's format, with all that it does not carry."""
-        text = self.format.render(self.settings(job), self.names)
+        """The job in the target's format, with all that is lost."""
+        text = self.text(job)
+        refused = [Lost(path, value_at(job, path), why) for path, applies, why in self.refusals if applies(job)]
+        lost: dict[str, Lost] = {}
+        for one in (*refused, *self._not_returned(job, self.read_back(job, text))):
+            lost.setdefault(one.field, one)
+        files = {self.filename or self.name + self.format.suffixes[0]: text}
+        return Exported(self.name, self.names.version, files, tuple(lost.values()), tuple(self.notes(job)))
+
+    def text(self, job: Job) -> str:
+        """The job in the target's format."""
+        return self.format.render(self.settings(job), self.names)
+
+    def read_back(self, job: Job, text: str, cluster: Cluster | None = None) -> Imported:
+        """What the configuration of a job says when it is read."""
         given = {"strategy.pp": job.strategy.pp, "strategy.dp": job.strategy.data_parallel}
-        back = self.read(text, job.model, None, given)
-        lost = [*self._refused(job), *self._not_returned(job, back)]
-        unique = {one.field: one for one in reversed(lost)}
-        ordered = tuple(unique[name] for name in dict.fromkeys(one.field for one in lost))
-        files = {self.filename or self.name + self.format.suffix: text}
-        return Exported(self.name, self.names.version, files, ordered, tuple(self.notes(job)))
+        return self.read(text, job.model, cluster, given)
 
     def read(
         self,
@@ -369,10 +399,10 @@ class Target:
         cluster: Cluster | None = None,
         given: Mapping[str, Any] | None = None,
     ) -> Imported:
-        """What a configuration says; raises SpecError for what is malformed, unknown or contradictory.
+        """What a configuration says; raises SpecError if it is malformed, unknown or contradictory.
 
-        ``given`` are fields of the job known beside the file (``{"strategy.pp": 4}``), for formats that leave them to
-        the training script.
+        ``given`` are fields of the job that are known beside the file (``{"strategy.pp": 4}``), for formats that leave
+        them to the training script.
         """
         if len(text) > MOST_CHARACTERS:
             raise SpecError(self.name, f"{len(text):,} characters are too many", "is it a configuration?")
@@ -390,15 +420,12 @@ class Target:
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
         return Imported(self.name, fields, shown_unused, tuple(reading.notes))
 
-    def _refused(self, job: Job) -> list[Lost]:
-        return [Lost(path, value_at(job, path), why) for path, applies, why in self.refusals if applies(job)]
-
     def _not_returned(self, job: Job, back: Imported) -> list[Lost]:
         elsewhere = {**_EVERYWHERE, **self.elsewhere}
         lost = []
-        said = {**said_by(job), **(shape_of(job.model) if self.carries_model else {})}
-        returned = {**_model_defaults(job, back), **back.fields} if self.carries_model else back.fields
-        for path, value in said.items():
+        exported = {**effective_fields(job), **(shape_of(job.model) if self.carries_model else {})}
+        returned = {**_model_defaults(back), **back.fields} if self.carries_model else back.fields
+        for path, value in exported.items():
             where = _nearest(elsewhere, path)
             if where is not None and path not in back.fields and not _follows(path, back):
                 if path in _ESSENTIAL or value != comparable(path, default_of(path), job):
@@ -411,8 +438,8 @@ class Target:
                 if -(-back.fields["training.tokens"] // job.tokens_per_step) != value:
                     lost.append(Lost(path, value, self._reason(path, job)))
             elif comparable(path, returned.get(path, default_of(path)), job) != value:
-                whole = job.strategy.order if path == "strategy.order" else value
-                lost.append(Lost(path, whole, self._reason(path, job)))
+                shown_value = job.strategy.order if path == "strategy.order" else value
+                lost.append(Lost(path, shown_value, self._reason(path, job)))
         return lost
 
     def _reason(self, path: str, job: Job) -> str:
@@ -421,7 +448,7 @@ class Target:
 
 
 def _nearest(table: Mapping[str, Any], path: str) -> Any:
-    """The entry of a path, or of what it is a part of."""
+    """The entry of a path, or of the section that it is in."""
     while path and path not in table:
         path = path.rpartition(".")[0]
     return table.get(path)
@@ -432,8 +459,8 @@ def _follows(path: str, back: Imported) -> bool:
     return path == "run.steps" and back.fields.get("training.tokens") is not None
 
 
-def _model_defaults(job: Job, back: Imported) -> dict[str, Any]:
-    """The shape that the returned model fields make, defaults filled in; nothing when they make none."""
+def _model_defaults(back: Imported) -> dict[str, Any]:
+    """The shape of the returned model, defaults filled in; nothing if the fields make no valid model."""
     tree = back.nested().get("model")
     if not isinstance(tree, dict):
         return {}

@@ -38,24 +38,28 @@ FLAVORS = {
     "gpt-oss-20b": ("gpt_oss", "20b"),
     "gpt-oss-120b": ("gpt_oss", "120b"),
 }
-_SCHEDULES = {
-    "1F1B": "1f1b",
-    "GPipe": "gpipe",
-    "Interleaved1F1B": "interleaved",
-    "ZBVZeroBubble": "zbv",
-    "DualPipeV": "dualpipev",
-}
-_HIDE_EXCHANGE = ("dualpipev",)
+_SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zbv",
+              "DualPipeV": "dualpipev"}  # fmt: skip
+_OVERLAPS_EXPERTS = ("dualpipev",)
+# Of FSDP2, which Accelerate runs too.
+ROTATION = {"allgather": "all-gather", "alltoall": "ring"}  # of keys and values in context parallelism
+OFFLOAD_ALL = {f"strategy.offload.{kind}": 1.0 for kind in ("optimizer", "gradients", "weights")}
 _CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}
 # Its per-operator policy keeps attention and every second matmul (distributed/activation_checkpoint.py).
 _SELECTIVE = ("alternate-products",)
 
 
+def hybrid_replicas(job: Job) -> int:
+    """Copies of the sharded model, of whole data-parallel ranks each; 1 if they would not be whole."""
+    strategy = job.strategy
+    replicas = strategy.gradient_group // strategy.sharding_group if strategy.zero else strategy.data_parallel
+    return replicas if strategy.data_parallel % max(1, replicas) == 0 else 1
+
+
 def _compose(job: Job) -> Settings:
     strategy, training = job.strategy, job.training
     name, flavor = FLAVORS.get(job.model.name, (None, None))
-    replicas = strategy.gradient_group // strategy.sharding_group if strategy.zero else strategy.data_parallel
-    replicas = replicas if strategy.data_parallel % max(1, replicas) == 0 else 1
+    replicas = hybrid_replicas(job)
     kinds = ["linear", *(["grouped_mm"] if job.model.moe else [])]
     converter = _CONVERTERS.get(training.precision)
     settings: Settings = {
@@ -75,7 +79,6 @@ def _compose(job: Job) -> Settings:
     if strategy.zero:
         keep = strategy.keep_parameters or strategy.zero < 3
         settings[_PARALLEL + "fsdp_reshard_after_forward"] = "never" if keep else "always"
-    settings["activation_checkpoint.mode"] = strategy.recompute
     if strategy.recompute == "selective":
         settings["activation_checkpoint.selective_ac_option"] = "op"
     return {**settings, **_pipeline(job)}
@@ -122,12 +125,12 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     else:
         reading.value(_PARALLEL + "expert_tensor_parallel_degree")
     overlapped = reading.flag(_PARALLEL + "pipeline_parallel_expert_parallel_overlap", True)
-    fields["strategy.overlap.ep"] = overlapped and fields.get("strategy.schedule") in _HIDE_EXCHANGE
+    fields["strategy.overlap.ep"] = overlapped and fields.get("strategy.schedule") in _OVERLAPS_EXPERTS
 
 
 def _read_data(reading: Reading, fields: dict[str, Any]) -> None:
     replicas = reading.count(_PARALLEL + "data_parallel_replicate_degree", 1)
-    shards = reading.whole(_PARALLEL + "data_parallel_shard_degree", -1)
+    shards = reading.integer(_PARALLEL + "data_parallel_shard_degree", -1)
     if shards < 1 and shards != -1:
         raise SpecError(_PARALLEL + "data_parallel_shard_degree", f"{shards} is not a degree", "use -1, or 1 and more")
     ranks = reading.data_ranks(fields)
@@ -138,16 +141,14 @@ def _read_data(reading: Reading, fields: dict[str, Any]) -> None:
     group = max(1, shards) * fields["strategy.cp"]
     sharded = shards == -1 or group > 1
     fields["strategy.zero"] = 3 if sharded else 0
-    policy = reading.choice(
-        _PARALLEL + "fsdp_reshard_after_forward",
-        {"default": None, "always": False, "never": True},
-    )
+    keeps = {"default": None, "always": False, "never": True}
+    policy = reading.choice(_PARALLEL + "fsdp_reshard_after_forward", keeps)
     if sharded:
         fields["strategy.keep_parameters"] = fields["strategy.pp"] > 1 if policy is None else policy
         if replicas > 1:
             fields["strategy.shard_group"] = group
     if reading.flag("training.enable_cpu_offload"):
-        fields.update({f"strategy.offload.{kind}": 1.0 for kind in ("optimizer", "gradients", "weights")})
+        fields.update(OFFLOAD_ALL)
 
 
 def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
@@ -159,7 +160,7 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
             raise SpecError("training.local_batch_size", f"{local} is not a multiple of {key} {micro}", "correct one")
         _read_stages(reading, fields)
     fields["strategy.microbatch"] = micro or local
-    ranks, batch = fields.get("strategy.dp"), reading.whole("training.global_batch_size", -1)
+    ranks, batch = fields.get("strategy.dp"), reading.integer("training.global_batch_size", -1)
     if batch > 0:
         fields["training.global_batch"] = batch
         if ranks and batch % (local * ranks):
@@ -177,7 +178,7 @@ def _read_stages(reading: Reading, fields: dict[str, Any]) -> None:
     stages, schedule = fields["strategy.pp"], schedule_record(fields.get("strategy.schedule", PLAIN))
     chunks = schedule.chunks or 2
     per_stage = reading.count(_PARALLEL + "pipeline_parallel_layers_per_stage")
-    less = [reading.whole(_PARALLEL + f"pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")]
+    less = [reading.integer(_PARALLEL + f"pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")]
     parts = reading.value(_PARALLEL + "module_fqns_per_model_part")
     if parts is not None:
         if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
@@ -225,14 +226,12 @@ def _read_training(reading: Reading, fields: dict[str, Any]) -> None:
 def _notes(job: Job) -> list[str]:
     notes = ["data and checkpoint settings are yours to add"]
     if job.model.name not in FLAVORS:
-        notes.append(
-            f"{job.model.name} is not a flavor of TorchTitan: register one and set model.name and model.flavor"
-        )
+        notes.append(f"{job.model.name} is not a flavor of TorchTitan: register it, set model.name and model.flavor")
     return notes
 
 
 def _tensor_mix(job: Job) -> bool:
-    """Experts split otherwise than TorchTitan can: not at all, or as everything else."""
+    """Whether experts are split in a way that TorchTitan cannot: neither unsplit nor as everything else."""
     strategy = job.strategy
     choices = (1, strategy.tp) if strategy.ep > 1 else (strategy.tp,)
     return job.model.moe is not None and strategy.expert_tensor_parallel not in choices
@@ -243,28 +242,27 @@ TORCHTITAN = Target(
     name="torchtitan",
     title="TorchTitan",
     format=TOML,
+    signature=("model.flavor", _PARALLEL + "tensor_parallel_degree", "training.local_batch_size",
+               _PARALLEL + "data_parallel_shard_degree", "training.seq_len"),
     options=(
         Option("training.seq", "training.seq_len", absent=2048),
-        Option("training.global_batch", "training.global_batch_size", read=Reading.whole),
+        Option("training.global_batch", "training.global_batch_size", read=Reading.integer),
         Option("strategy.tp", _PARALLEL + "tensor_parallel_degree", absent=1),
-        Option("strategy.overlap.tp", _PARALLEL + "enable_async_tensor_parallel", absent=False,
-               when=lambda job: job.strategy.tp > 1),
+        Option("strategy.overlap.tp", _PARALLEL + "enable_async_tensor_parallel", absent=False),
         Option("strategy.cp", _PARALLEL + "context_parallel_degree", absent=1),
         Option("strategy.context_method", _PARALLEL + "context_parallel_rotate_method",
-               {"allgather": "all-gather", "alltoall": "ring"}, absent="all-gather",
-               when=lambda job: job.strategy.cp > 1),
+               ROTATION, absent="all-gather"),
         Option("strategy.pp", _PARALLEL + "pipeline_parallel_degree", absent=1),
-        Option("strategy.schedule", _PARALLEL + "pipeline_parallel_schedule", _SCHEDULES,
-               when=lambda job: job.strategy.pp > 1),
-        Option("strategy.ep", _PARALLEL + "expert_parallel_degree", absent=1, when=lambda job: job.strategy.ep > 1),
+        Option("strategy.schedule", _PARALLEL + "pipeline_parallel_schedule", _SCHEDULES),
+        Option("strategy.ep", _PARALLEL + "expert_parallel_degree", absent=1, omit=1),
         Option("strategy.expert_tp", _PARALLEL + "expert_tensor_parallel_degree",
                when=lambda job: job.strategy.ep > 1),
         Option("strategy.dispatch", _PARALLEL + "expert_parallel_comm_backend",
-               {"standard": "all-to-all", "deepep": "deduplicated"}, when=lambda job: job.strategy.ep > 1),
+               {"standard": "all-to-all", "deepep": "deduplicated"}),
         Option("strategy.overlap.ep", _PARALLEL + "pipeline_parallel_expert_parallel_overlap",
-               when=lambda job: job.strategy.ep > 1 and job.strategy.schedule in _HIDE_EXCHANGE),
+               when=lambda job: job.strategy.schedule in _OVERLAPS_EXPERTS),
         Option("strategy.recompute", "activation_checkpoint.mode",
-               {"none": "none", "selective": "selective", "full": "full"}, absent="selective"),
+               ("none", "selective", "full"), absent="selective"),
     ),
     compose=_compose,
     interpret=_interpret,
@@ -281,7 +279,7 @@ TORCHTITAN = Target(
         "strategy.order": "ranks are laid out tp, cp, dp, pp",
         "strategy.schedule": "runs 1f1b, gpipe, interleaved, zbv and dualpipev",
         "strategy.context_method": "context parallelism rotates or gathers keys and values",
-        "strategy.recompute_operators": "selective keeps attention and every second product (alternate-products)",
+        "strategy.recompute_operators": "selective keeps attention and every second matmul (alternate-products)",
         "strategy.recompute_layers": "all layers alike",
         "strategy.overlap.dp": "FSDP2 always prefetches and overlaps",
         "strategy.overlap.cp": "always overlapped",
@@ -304,6 +302,6 @@ TORCHTITAN = Target(
         ("strategy.keep_parameters", lambda job: job.strategy.zero == 3 and not job.strategy.keep_parameters
          and job.strategy.sharding_group > 1
          and job.strategy.pp > 1 and job.strategy.schedule_record.splits_backward,
-         "FSDP2 lets weights go before a split backward pass reads them: wrong gradients (pytorch#144530)"),
+         "FSDP2 frees weights before a split backward pass reads them: wrong gradients (pytorch#144530)"),
     ),
 )

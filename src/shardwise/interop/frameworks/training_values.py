@@ -1,7 +1,7 @@
 """The optimization settings of every framework: learning rate and its schedule, decay, clipping, loss scale.
 
-A job has them in `training.optimization`, `run.schedule` and the run's length; what both sides have is carried both
-ways. Writers give settings, readers fill fields by dotted path.
+A job has them in `training.optimization`, `run.schedule` and the run's length. Writers return settings, readers fill
+fields by dotted path.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.job_fields import steps_of
-from shardwise.interop.frameworks.target import Reading
+from shardwise.interop.frameworks.target import Reading, word_for
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 
 OPTIMIZATION, SCALING, SCHEDULE = "training.optimization.", "training.optimization.loss_scaling.", "run.schedule."
 Fields = dict[str, Any]
+Table = Mapping[str, tuple[str, float | None]]  # our field -> its key in the framework, and the default there
 
 
 def read_length(fields: Fields, steps: int | None) -> None:
-    """The run's length: tokens where the batch is known, as a job says it, and else steps."""
+    """The run's length: in tokens if the batch is known, else in steps."""
     batch, seq = fields.get("training.global_batch"), fields.get("training.seq")
     if steps and batch and seq:
         fields["training.tokens"] = steps * batch * seq
@@ -29,49 +30,50 @@ def read_length(fields: Fields, steps: int | None) -> None:
         fields["run.steps"] = steps
 
 
-_NONE: Mapping[str, float] = {}
+def written(noun: Any, table: Table) -> Settings:
+    """The fields of ``noun`` under the keys of a table."""
+    return {key: getattr(noun, name) for name, (key, _) in table.items()}
 
 
-def read_numbers(
-    reading: Reading, fields: Fields, keys: Mapping[str, str], absent: Mapping[str, float] = _NONE
-) -> None:
-    """Fields below ``training.optimization`` from the keys that hold them, or ``absent`` ones."""
-    for name, key in keys.items():
-        value = reading.number(key, absent.get(name))
+def read_numbers(reading: Reading, fields: Fields, table: Table) -> None:
+    """Fields below ``training.optimization``, or their defaults in the framework."""
+    for name, (key, usual) in table.items():
+        value = reading.number(key, usual)
         if value is not None:
             fields[OPTIMIZATION + name] = value
 
 
 def read_clip(fields: Fields, value: Any) -> None:
-    """Zero, or nothing, is no clipping."""
+    """Zero, or nothing, means no clipping."""
     fields[OPTIMIZATION + "clip_norm"] = value or None
 
 
-def read_scaling(reading: Reading, fields: Fields, keys: Mapping[str, str], absent: Mapping[str, float]) -> None:
-    """The loss scale, where the file trains in fp16; a static scale of zero is none."""
-    values = {name: reading.number(key, absent.get(name)) for name, key in keys.items()}
+def read_scaling(reading: Reading, fields: Fields, table: Table) -> None:
+    """The loss scale if the file trains in fp16; a static scale of zero means none."""
+    values = {name: reading.number(key, usual) for name, (key, usual) in table.items()}
     if fields.get("training.precision") != "fp16":
         return
-    static = values.pop("static", None)
-    for name, value in {**values, "static": static or None}.items():
+    values["static"] = values.get("static") or None
+    for name, value in values.items():
         fields[SCALING + name] = int(value) if name in ("window", "hysteresis") else value
 
 
-def share(part: float, whole: float) -> float:
-    """A quotient of two decimal numbers, without the noise of their binary forms."""
-    return float(f"{part / whole:.12g}")
-
-
-def product(first: float, second: float) -> float:
-    return float(f"{first * second:.12g}")
+def decimal(value: float) -> float:
+    """A quotient or product of decimal numbers without the noise of their binary forms."""
+    return float(f"{value:.12g}")
 
 
 # -- DeepSpeed ----------------------------------------------------------------------------------------------
 
 _DS_PARAMS, _DS_RATE = "optimizer.params.", "scheduler.params."
-_DS_SCALE = {"static": "fp16.loss_scale", "initial": "fp16.initial_scale_power", "window": "fp16.loss_scale_window",
-             "hysteresis": "fp16.hysteresis", "minimum": "fp16.min_loss_scale"}  # fmt: skip
-_DS_SCALE_DEFAULTS = {"static": 0, "initial": 16, "window": 1000, "hysteresis": 2, "minimum": 1}
+_DS_NUMBERS: Table = {
+    "learning_rate": (_DS_PARAMS + "lr", None), "epsilon": (_DS_PARAMS + "eps", None),
+    "decay": (_DS_PARAMS + "weight_decay", None), "momentum": (_DS_PARAMS + "momentum", None),
+}  # fmt: skip
+_DS_SCALE: Table = {
+    "static": ("fp16.loss_scale", 0), "window": ("fp16.loss_scale_window", 1000), "hysteresis": ("fp16.hysteresis", 2),
+    "minimum": ("fp16.min_loss_scale", 1), "initial": ("fp16.initial_scale_power", 16),
+}  # fmt: skip
 _DS_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
@@ -87,12 +89,12 @@ def deepspeed_settings(job: Job) -> Settings:
         _DS_PARAMS + "momentum": optimization.momentum if moving else None,
         "gradient_clipping": optimization.clip_norm or 0.0,
     }
-    scaling, power = optimization.loss_scaling, math.log2(optimization.loss_scaling.initial)
+    scaling = optimization.loss_scaling
     if training.precision == "fp16":
-        settings.update({"fp16.loss_scale": scaling.static or 0, "fp16.loss_scale_window": scaling.window,
-                         "fp16.hysteresis": scaling.hysteresis, "fp16.min_loss_scale": scaling.minimum,
-                         "fp16.initial_scale_power": round(power)})  # fmt: skip
-    word = next((word for word, kind in _DS_SCHEDULES.items() if kind == schedule.kind), None)
+        power = round(math.log2(scaling.initial))
+        settings |= written(scaling, _DS_SCALE)
+        settings |= {"fp16.loss_scale": scaling.static or 0, "fp16.initial_scale_power": power}
+    word = word_for(_DS_SCHEDULES, schedule.kind)
     if word is None or (schedule.kind == "linear" and schedule.final > 0):
         return settings  # the training script brings one
     settings.update({"scheduler.type": word, _DS_RATE + "warmup_num_steps": max(1, schedule.warmup)})
@@ -107,8 +109,7 @@ def deepspeed_settings(job: Job) -> Settings:
 
 
 def read_deepspeed(reading: Reading, fields: Fields) -> None:
-    names = {"learning_rate": "lr", "epsilon": "eps", "decay": "weight_decay", "momentum": "momentum"}
-    read_numbers(reading, fields, {ours: _DS_PARAMS + theirs for ours, theirs in names.items()})
+    read_numbers(reading, fields, _DS_NUMBERS)
     betas = reading.value(_DS_PARAMS + "betas")
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2 or not all(isinstance(one, int | float) for one in betas):
@@ -116,7 +117,7 @@ def read_deepspeed(reading: Reading, fields: Fields) -> None:
         fields.update({OPTIMIZATION + "beta1": betas[0], OPTIMIZATION + "beta2": betas[1]})
     if reading.settings.get("gradient_clipping") != "auto":
         read_clip(fields, reading.number("gradient_clipping", 0.0))
-    read_scaling(reading, fields, _DS_SCALE, _DS_SCALE_DEFAULTS)
+    read_scaling(reading, fields, _DS_SCALE)
     if SCALING + "initial" in fields:
         fields[SCALING + "initial"] = 2.0 ** min(float(fields[SCALING + "initial"]), 60.0)
     _read_deepspeed_scheduler(reading, fields)
@@ -152,47 +153,48 @@ def _read_deepspeed_scheduler(reading: Reading, fields: Fields) -> None:
 
 # -- Megatron-LM --------------------------------------------------------------------------------------------
 
-_MEGATRON = {"learning_rate": "--lr", "decay": "--weight-decay", "beta1": "--adam-beta1", "beta2": "--adam-beta2",
-             "epsilon": "--adam-eps"}  # fmt: skip
-_MEGATRON_DEFAULTS = {"decay": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-_MEGATRON_SCALE = {"static": "--loss-scale", "initial": "--initial-loss-scale", "window": "--loss-scale-window",
-                   "hysteresis": "--hysteresis", "minimum": "--min-loss-scale"}  # fmt: skip
-_MEGATRON_SCALE_DEFAULTS = {"initial": 2.0**32, "window": 1000, "hysteresis": 2, "minimum": 1.0}
+_MEGATRON: Table = {
+    "learning_rate": ("--lr", None), "decay": ("--weight-decay", 0.01), "beta1": ("--adam-beta1", 0.9),
+    "beta2": ("--adam-beta2", 0.999), "epsilon": ("--adam-eps", 1e-8),
+}  # fmt: skip
+_MEGATRON_SCALE: Table = {
+    "static": ("--loss-scale", None), "initial": ("--initial-loss-scale", 2.0**32),
+    "window": ("--loss-scale-window", 1000), "hysteresis": ("--hysteresis", 2), "minimum": ("--min-loss-scale", 1.0),
+}  # fmt: skip
 _MEGATRON_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 
 
 def megatron_settings(job: Job) -> Settings:
-    """In samples where the job says tokens, else in iterations: Megatron-LM refuses a mixture."""
+    """In samples if the job counts tokens, else in iterations: Megatron-LM rejects a mixture."""
     optimization, schedule, training = job.training.optimization, job.run.schedule, job.training
     batch, tokens = job.sequences, training.tokens
     unit, each = ("samples", batch) if tokens else ("iters", 1)
-    settings: Settings = {option: getattr(optimization, name) for name, option in _MEGATRON.items()}
+    settings = written(optimization, _MEGATRON)
     settings["--clip-grad"] = optimization.clip_norm or 0.0
     settings["--train-samples" if tokens else "--train-iters"] = -(-tokens // training.seq) if tokens else job.run.steps
-    settings["--lr-decay-style"] = {ours: word for word, ours in _MEGATRON_STYLES.items()}[schedule.kind]
+    settings["--lr-decay-style"] = word_for(_MEGATRON_STYLES, schedule.kind)
     settings[f"--lr-warmup-{unit}"] = schedule.warmup * each or None
     if schedule.kind != "constant":
-        settings["--min-lr"] = product(schedule.final, optimization.learning_rate)
+        settings["--min-lr"] = decimal(schedule.final * optimization.learning_rate)
     if schedule.kind == "wsd":
         settings[f"--lr-wsd-decay-{unit}"] = math.ceil(schedule.decay * steps_of(job)) * each
         settings["--lr-wsd-decay-style"] = "linear"
     if training.precision == "fp16":
         scaling = optimization.loss_scaling
-        values = {option: getattr(scaling, name) for name, option in _MEGATRON_SCALE.items()}
-        settings.update(values if scaling.static is None else {"--loss-scale": scaling.static})
+        dynamic = scaling.static is None
+        settings |= written(scaling, _MEGATRON_SCALE) if dynamic else {"--loss-scale": scaling.static}
     return settings
 
 
 def read_megatron(reading: Reading, fields: Fields, steps: int | None) -> None:
-    """``steps`` of the run, where they are known."""
-    read_numbers(reading, fields, _MEGATRON, _MEGATRON_DEFAULTS)
+    """``steps`` of the run, if known."""
+    read_numbers(reading, fields, _MEGATRON)
     read_clip(fields, reading.number("--clip-grad", 1.0))
-    momenta = {"sgd-momentum": ("--sgd-momentum", 0.9), "muon": ("--muon-momentum", 0.9)}
-    for optimizer, (option, usual) in momenta.items():
-        value = reading.number(option, usual)
+    for optimizer, option in {"sgd-momentum": "--sgd-momentum", "muon": "--muon-momentum"}.items():
+        value = reading.number(option, 0.9)
         if fields["training.optimizer"] == optimizer:
             fields[OPTIMIZATION + "momentum"] = value
-    read_scaling(reading, fields, _MEGATRON_SCALE, _MEGATRON_SCALE_DEFAULTS)
+    read_scaling(reading, fields, _MEGATRON_SCALE)
     style = reading.text("--lr-decay-style", "linear")
     lowest, batch = reading.number("--min-lr", 0.0), fields.get("training.global_batch") or 0
     warmup, decay = (_megatron_steps(reading, f"--lr-{name}", batch) for name in ("warmup", "wsd-decay"))
@@ -205,51 +207,50 @@ def read_megatron(reading: Reading, fields: Fields, steps: int | None) -> None:
         return
     fields[SCHEDULE + "kind"] = _MEGATRON_STYLES[style]
     fields[SCHEDULE + "warmup"] = round(fraction * steps) if fraction and steps else warmup
-    fields[SCHEDULE + "final"] = share(lowest, rate)
+    fields[SCHEDULE + "final"] = decimal(lowest / rate)
     if style == "WSD":
         if falls != "linear":
             reading.notes.append(f"--lr-wsd-decay-style {shown(falls)} is read as linear")
         if decay and steps:
-            fields[SCHEDULE + "decay"] = share(decay, steps)
+            fields[SCHEDULE + "decay"] = decimal(decay / steps)
 
 
 def _megatron_steps(reading: Reading, option: str, batch: int) -> int:
-    steps, samples = reading.whole(f"{option}-iters", 0), reading.whole(f"{option}-samples", 0)
+    steps, samples = reading.integer(f"{option}-iters", 0), reading.integer(f"{option}-samples", 0)
     return int(steps or (-(-samples // batch) if batch else 0))
 
 
-# -- The rest of `training_values`: frameworks whose configuration is YAML or TOML, or leaves most to the script
-
 # -- TorchTitan ---------------------------------------------------------------------------------------------
 
-_TITAN = {"learning_rate": "optimizer.lr", "beta1": "optimizer.beta1", "beta2": "optimizer.beta2",
-          "epsilon": "optimizer.eps", "decay": "optimizer.weight_decay"}  # fmt: skip
-_TITAN_DEFAULTS = {"learning_rate": 8e-4, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "decay": 0.1}
+_TITAN: Table = {
+    "learning_rate": ("optimizer.lr", 8e-4), "beta1": ("optimizer.beta1", 0.9), "beta2": ("optimizer.beta2", 0.95),
+    "epsilon": ("optimizer.eps", 1e-8), "decay": ("optimizer.weight_decay", 0.1),
+}  # fmt: skip
 _TITAN_RATE = "lr_scheduler."
 
 
 def torchtitan_settings(job: Job) -> Settings:
     optimization, schedule = job.training.optimization, job.run.schedule
-    settings: Settings = {key: getattr(optimization, name) for name, key in _TITAN.items()}
+    settings = written(optimization, _TITAN)
     settings["training.steps"] = steps_of(job)
     settings["training.max_norm"] = optimization.clip_norm
     settings[_TITAN_RATE + "warmup_steps"] = schedule.warmup
     settings[_TITAN_RATE + "decay_type"] = "cosine" if schedule.kind == "cosine" else "linear"
     settings[_TITAN_RATE + "decay_ratio"] = schedule.decay if schedule.kind == "wsd" else None
-    # It always decays: a constant rate is one that falls to itself.
+    # It always decays: a constant rate decays to itself.
     settings[_TITAN_RATE + "min_lr_factor"] = 1.0 if schedule.kind == "constant" else schedule.final
     return settings
 
 
 def read_torchtitan(reading: Reading, fields: Fields) -> None:
-    read_numbers(reading, fields, _TITAN, _TITAN_DEFAULTS)
+    read_numbers(reading, fields, _TITAN)
     read_clip(fields, reading.number("training.max_norm", 1.0))
     kind = reading.text(_TITAN_RATE + "decay_type", "linear")
     ratio, lowest = reading.number(_TITAN_RATE + "decay_ratio"), reading.number(_TITAN_RATE + "min_lr_factor", 0.0)
-    warmup, steps = reading.whole(_TITAN_RATE + "warmup_steps", 200), reading.count("training.steps", 10_000)
+    warmup, steps = reading.integer(_TITAN_RATE + "warmup_steps", 200), reading.count("training.steps", 10_000)
     read_length(fields, steps)
     if reading.has(_TITAN_RATE + "total_steps"):
-        reading.notes.append("lr_scheduler.total_steps is not used: the rate falls until training.steps")
+        reading.notes.append("lr_scheduler.total_steps is not used: the rate decays until training.steps")
         reading.used.add(_TITAN_RATE + "total_steps")
     if kind not in ("linear", "cosine") or (ratio is not None and kind != "linear"):
         reading.notes.append(f"lr_scheduler.decay_type {shown(kind)} is read as linear")
@@ -263,16 +264,17 @@ def read_torchtitan(reading: Reading, fields: Fields) -> None:
 # -- nanotron -----------------------------------------------------------------------------------------------
 
 _NANO_RATE, _NANO_ADAM = "optimizer.learning_rate_scheduler.", "optimizer.optimizer_factory.adam_"
-_NANO = {"learning_rate": _NANO_RATE + "learning_rate", "decay": "optimizer.weight_decay",
-         "beta1": _NANO_ADAM + "beta1", "beta2": _NANO_ADAM + "beta2", "epsilon": _NANO_ADAM + "eps"}  # fmt: skip
+_NANO: Table = {
+    "learning_rate": (_NANO_RATE + "learning_rate", None), "decay": ("optimizer.weight_decay", None),
+    "beta1": (_NANO_ADAM + "beta1", None), "beta2": (_NANO_ADAM + "beta2", None), "epsilon": (_NANO_ADAM + "eps", None),
+}  # fmt: skip
 
 
 def nanotron_settings(job: Job) -> Settings:
     optimization, schedule, steps = job.training.optimization, job.run.schedule, steps_of(job)
     adam = job.training.optimizer not in ("sgd", "sgd-momentum")
-    settings: Settings = {
-        key: getattr(optimization, name) for name, key in _NANO.items() if adam or not key.startswith(_NANO_ADAM)
-    }
+    numbers = written(optimization, _NANO)
+    settings = {key: value for key, value in numbers.items() if adam or not key.startswith(_NANO_ADAM)}
     final = 1.0 if schedule.kind == "constant" else schedule.final
     falling = math.ceil(schedule.decay * steps) if schedule.kind == "wsd" else steps - schedule.warmup
     settings["tokens.train_steps"] = steps
@@ -282,7 +284,7 @@ def nanotron_settings(job: Job) -> Settings:
     settings[_NANO_RATE + "lr_decay_style"] = "cosine" if schedule.kind == "cosine" else "linear"
     settings[_NANO_RATE + "lr_decay_starting_step"] = steps - falling
     settings[_NANO_RATE + "lr_decay_steps"] = falling
-    settings[_NANO_RATE + "min_decay_lr"] = product(final, optimization.learning_rate)
+    settings[_NANO_RATE + "min_decay_lr"] = decimal(final * optimization.learning_rate)
     return settings
 
 
@@ -290,11 +292,11 @@ def read_nanotron(reading: Reading, fields: Fields) -> None:
     read_numbers(reading, fields, _NANO)
     read_clip(fields, reading.number("optimizer.clip_grad"))
     rate, steps = fields.get(OPTIMIZATION + "learning_rate"), reading.count("tokens.train_steps")
-    warmup, word = reading.whole(_NANO_RATE + "lr_warmup_steps", 0), reading.text(_NANO_RATE + "lr_warmup_style")
+    warmup, word = reading.integer(_NANO_RATE + "lr_warmup_steps", 0), reading.text(_NANO_RATE + "lr_warmup_style")
     style = reading.text(_NANO_RATE + "lr_decay_style", "linear")
     lowest = reading.number(_NANO_RATE + "min_decay_lr", rate)
-    start = reading.whole(_NANO_RATE + "lr_decay_starting_step", warmup)
-    falling = reading.whole(_NANO_RATE + "lr_decay_steps")
+    start = reading.integer(_NANO_RATE + "lr_decay_starting_step", warmup)
+    falling = reading.integer(_NANO_RATE + "lr_decay_steps")
     read_length(fields, steps)
     if not rate or rate < 0:
         return
@@ -305,32 +307,25 @@ def read_nanotron(reading: Reading, fields: Fields) -> None:
         warmup = 0
     stable = start > warmup and steps is not None
     kind = "constant" if lowest == rate else "wsd" if stable else style
-    fields.update({SCHEDULE + "kind": kind, SCHEDULE + "warmup": warmup, SCHEDULE + "final": share(lowest, rate)})
+    fields.update({SCHEDULE + "kind": kind, SCHEDULE + "warmup": warmup, SCHEDULE + "final": decimal(lowest / rate)})
     if kind == "wsd" and falling:
-        fields[SCHEDULE + "decay"] = share(falling, steps)
+        fields[SCHEDULE + "decay"] = decimal(falling / steps)
 
 
-# -- Colossal-AI, Accelerate --------------------------------------------------------------------------------
+# -- Colossal-AI --------------------------------------------------------------------------------------------
 
-_COLOSSAL_SCALE = {"initial": "arguments.initial_scale", "window": "arguments.growth_interval",
-                   "hysteresis": "arguments.hysteresis", "minimum": "arguments.min_scale"}  # fmt: skip
-_COLOSSAL_SCALE_DEFAULTS = {"initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
+_COLOSSAL_SCALE: Table = {
+    "initial": ("arguments.initial_scale", 2.0**16), "window": ("arguments.growth_interval", 1000),
+    "hysteresis": ("arguments.hysteresis", 2), "minimum": ("arguments.min_scale", 1.0),
+}  # fmt: skip
 
 
 def colossalai_settings(job: Job) -> Settings:
     optimization = job.training.optimization
-    settings: Settings = {"arguments.max_norm": optimization.clip_norm or 0.0}
-    if job.training.precision == "fp16":
-        settings.update({key: getattr(optimization.loss_scaling, name) for name, key in _COLOSSAL_SCALE.items()})
-    return settings
+    scaling = written(optimization.loss_scaling, _COLOSSAL_SCALE) if job.training.precision == "fp16" else {}
+    return {"arguments.max_norm": optimization.clip_norm or 0.0, **scaling}
 
 
 def read_colossalai(reading: Reading, fields: Fields) -> None:
     read_clip(fields, reading.number("arguments.max_norm", 0.0))
-    read_scaling(reading, fields, _COLOSSAL_SCALE, _COLOSSAL_SCALE_DEFAULTS)
-
-
-def read_accelerate(reading: Reading, fields: Fields) -> None:
-    """Of the mode that DeepSpeed runs: the only one whose configuration clips."""
-    if reading.has("deepspeed_config.gradient_clipping"):
-        read_clip(fields, reading.number("deepspeed_config.gradient_clipping"))
+    read_scaling(reading, fields, _COLOSSAL_SCALE)

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.interop import model_from_hf_config
+from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.models.huggingface.tensors import Naming, Slices, TensorPlace
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.interop import model_from_hf_config
 from shardwise.interop.companions import config_for
+from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface.layouts import LAYOUTS, FamilyLayout
 from shardwise.spec.errors import SpecError, shown

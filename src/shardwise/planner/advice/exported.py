@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.cost.memory.room import fit_of
 from shardwise.interop.frameworks import as_run_by, lacking, target
-from shardwise.interop.frameworks.job_fields import said_by
+from shardwise.interop.frameworks.job_fields import effective_fields
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -49,7 +49,7 @@ def priced_export(job: Job, name: str) -> PricedExport:
 
 def differences(job: Job, run: Job) -> tuple[str, ...]:
     """In a few words, what a framework does differently from ``job``, of what has a price."""
-    before, after = said_by(job), said_by(run)
+    before, after = effective_fields(job), effective_fields(run)
     words: list[str] = []
     if before["training.precision"] != after["training.precision"]:
         bits = {2: "16-bit gradients", 4: "fp32 gradients"}

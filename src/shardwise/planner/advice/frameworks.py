@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, own_stack, same_products, target
+from shardwise.interop.frameworks import TARGETS, as_run_by, lacking, matching_precision, own_stack, target
 from shardwise.interop.frameworks.target import Lost
 from shardwise.planner.advice.exported import differences
 from shardwise.planner.candidate import Candidate, candidate, job_with
@@ -106,7 +106,7 @@ def in_own_way(request: Request, name: str) -> Request:
     """
     job, one = request.job, target(name)
     plain = job.unchecked(strategy=Strategy(dp=1), training=job.training.unchecked(global_batch=64))
-    precision = same_products(plain, one)
+    precision = matching_precision(plain, one)
     if precision is None:
         why = one.reasons.get("training.precision", "")
         raise SpecError("--for", f"{name} does not train in {job.training.precision}", f"{one.title}: {why}")
@@ -219,7 +219,7 @@ def _other_than_strategy(job: Job, name: str) -> list[Lost]:
 
 def _of_strategy(lost: Iterable[Lost]) -> list[Lost]:
     """What a framework lacks of the strategy; the model and the optimizer are not searched."""
-    return [one for one in lost if one.of_strategy]
+    return [one for one in lost if one.within("strategy")]
 
 
 def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.interop.frameworks.megatron_model import interpret
 from shardwise.interop.frameworks.target import Reading
+from shardwise.interop.keys import unflatten
 from shardwise.models import Decoder
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
@@ -210,21 +211,10 @@ def _model_of(arguments: Mapping[str, Any], folder: Path) -> Model:
         interpret(Reading(settings, None, None, {}), fields)
         if not fields:
             raise SpecError("args", "names no layers", "")
-        return replace(Model.from_dict(_nested(fields)), name=f"megatron-{folder.parent.name or 'model'}")
+        return replace(Model.from_dict(unflatten(fields)["model"]), name=f"megatron-{folder.parent.name or 'model'}")
     except SpecError as error:
         problem = f"does not say which model it is ({error.field}: {error.problem})"
         raise SpecError(str(folder), problem, "name it: --model") from None
-
-
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in fields.items():
-        *parents, last = path.removeprefix("model.").split(".")
-        place = tree
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return tree
 
 
 # -- megatron tensors ------------------------------------------------------------------------------
