@@ -1,21 +1,22 @@
-"""From a few layers and microbatches to all of them: what is counted grows by the same amount with each.
+"""From a few traced layers and microbatches to all of them: counts grow by the same amount with each.
 
-Memory is extended place by place, since what is most at one place may not be most at another: layers near the front
-of a stage are compared with those near the front, those near the back with those near the back, and so are the first
-and the last microbatches. Between them memory changes evenly from layer to layer and not at all from microbatch to
-microbatch, so that the most of a pass is never in the middle.
+Memory is extended place by place, as each place has its own peak: layers near the front of a stage are matched with
+those near the front, those near the back with those near the back, and so are the first and the last microbatches.
+Between them memory changes linearly from layer to layer and not at all from microbatch to microbatch, so that the peak
+of a pass is never in the middle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from shardwise.measure.dryrun.memory import LayerKind, StepPlace
 from shardwise.measure.dryrun.result import Bytes
 
 Kind = tuple[int, LayerKind]  # stage, kind of layer
-Numbers = Mapping[object, float]
+Key = TypeVar("Key")
 Moments = Mapping[StepPlace, Sequence[Bytes]]
 
 
@@ -38,8 +39,8 @@ class TracedShape:
 
 @dataclass(frozen=True)
 class Extension:
-    """``small`` is traced in place of ``whole``, and beside it one layer more of each of ``groups`` (kinds of which
-    there are equally many), with both numbers of microbatches."""
+    """``small`` is traced in place of ``whole``, and besides with one more layer of each of ``groups`` (kinds that
+    have equally many layers), both with two numbers of microbatches."""
 
     whole: TracedShape
     small: TracedShape
@@ -54,21 +55,23 @@ class Extension:
             return with_layers
         return [*with_layers, *(one.with_microbatches(self.more_microbatches) for one in with_layers)]
 
-    def extended(self, numbers_of: Callable[[TracedShape], Numbers]) -> dict[object, float]:
+    def extended(self, numbers_of: Callable[[TracedShape], Mapping[Key, float]]) -> dict[Key, float]:
         """The numbers of ``whole``, linear in every kind of layer and in the microbatches."""
         result = self._over_layers(numbers_of, self.small.microbatches)
         if self.small.microbatches == self.whole.microbatches:
             return result
         more = self._over_layers(numbers_of, self.more_microbatches)
         steps = (self.whole.microbatches - self.small.microbatches) / (self.more_microbatches - self.small.microbatches)
-        return _sum(result, _difference(more, result), steps)
+        return _sum(result, _sum(more, result, -1), steps)
 
-    def _over_layers(self, numbers_of: Callable[[TracedShape], Numbers], microbatches: int) -> dict[object, float]:
+    def _over_layers(
+        self, numbers_of: Callable[[TracedShape], Mapping[Key, float]], microbatches: int
+    ) -> dict[Key, float]:
         small = self.small.with_microbatches(microbatches)
         base = numbers_of(small)
         result = dict(base)
         for group in self.groups:
-            one_more = _difference(numbers_of(small.with_one_more(group)), base)
+            one_more = _sum(numbers_of(small.with_one_more(group)), base, -1)
             kind = next(iter(group))
             result = _sum(result, one_more, self.whole.of(kind) - small.of(kind))
         return result
@@ -86,7 +89,7 @@ def extension(whole: TracedShape, layers: int, microbatches: Sequence[int]) -> E
 
 
 def alike(place: StepPlace, shape: TracedShape, microbatches: int) -> StepPlace | None:
-    """The name of a place that it has in a trace of any size; None for what is in the middle.
+    """The name of a place in a trace of any size; None for what is in the middle.
 
     ``shape`` is the smallest that is traced, ``microbatches`` are those of the trace that the place is from.
     """
@@ -107,19 +110,15 @@ def _from_nearer_end(number: int, of: int, least: int) -> int | None:
     return number - of if of - number <= least // 2 else None
 
 
-def _difference(one: Numbers, other: Numbers) -> dict[object, float]:
-    return {key: one.get(key, 0.0) - other.get(key, 0.0) for key in {**one, **other}}
-
-
-def _sum(one: Numbers, other: Numbers, times: float) -> dict[object, float]:
+def _sum(one: Mapping[Key, float], other: Mapping[Key, float], times: float) -> dict[Key, float]:
     return {key: one.get(key, 0.0) + times * other.get(key, 0.0) for key in {**one, **other}}
 
 
 def at_one_moment(traces: Sequence[Moments]) -> list[dict[StepPlace, Bytes]]:
-    """What there is at each place where it is most; in all traces at the same moment of it, where they have the same.
+    """The peak memory of each place, at the same moment in all traces that have equally many moments of the place.
 
-    Places by the names that they have in all traces, the largest trace last. Of two moments with nearly as much one
-    trace may have more in this one, another in that, in other parts.
+    Places by the names that they have in all traces, the largest trace last. Of two moments with nearly equal memory
+    different traces could otherwise choose different ones, whose parts differ.
     """
     longest = {place: len(moments) for place, moments in traces[-1].items()}
     chosen = {place: _most_at(moments) for place, moments in traces[-1].items()}
@@ -135,6 +134,6 @@ def _most_at(moments: Sequence[Bytes]) -> int:
 
 
 def most(peaks: Mapping[StepPlace, Bytes]) -> tuple[StepPlace, Bytes]:
-    """The place where there is most."""
+    """The place with most memory."""
     place = max(peaks, key=lambda one: sum(peaks[one].values()))
     return place, peaks[place]

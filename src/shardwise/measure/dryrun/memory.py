@@ -1,13 +1,15 @@
 """What the tensors of a rank are for, and how many bytes of each there are at every place of a step.
 
-A tensor's part is known for certain only when it is gone: what a forward pass makes and a backward pass frees was kept
-for it. So every change is noted with its place, and added up when the step is over.
+What a tensor is for is known only when it is freed: what a forward pass makes and a backward pass frees was kept for
+that. So every change is recorded with its place, and added up after the step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from shardwise.training.metrics.memory import TensorBytes
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind do the same."""
+    """What distinguishes layers: those of one kind run the same operators."""
 
     experts: bool = False
     window: bool = False
@@ -30,8 +32,8 @@ class LayerKind(NamedTuple):
 
     @property
     def words(self) -> str:
-        said = ("experts" if self.experts else "dense", self.window and "window", self.recomputed and "recomputed")
-        return " ".join(word for word in said if word)
+        words = ("experts" if self.experts else "dense", self.window and "window", self.recomputed and "recomputed")
+        return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,9 @@ class StepPlace:
 
     @property
     def words(self) -> str:
-        which = (
-            "" if self.part != "layer" else f" {self.number}" if self.number >= 0 else f" {-self.number} from the end"
-        )
         kind = "" if self.kind is None else f" {self.kind.words}"
-        return f"{self.phase}{kind} {self.part}{which}".strip()
+        number = f" {self.number}" if self.number >= 0 else f" {-self.number} from the end"
+        return f"{self.phase}{kind} {self.part}{number if self.part == 'layer' else ''}".strip()
 
 
 class Places:
@@ -115,7 +115,7 @@ class Places:
         layer.register_forward_hook(leave)
 
     def _on_gradient(self, tensor: Tensor, place: StepPlace) -> None:
-        """``place`` is where one is when the gradient of ``tensor`` is there."""
+        """``place`` is the place from when the gradient of ``tensor`` is computed."""
 
         def arrived(_: Tensor) -> None:
             if place.part == "head":
@@ -142,7 +142,7 @@ def _in_backward() -> bool:
 
 @dataclass
 class Block:
-    """The memory of one tensor and its views, from the first to the last place."""
+    """The memory of one tensor and its views, and where it was allocated and freed."""
 
     born: StepPlace
     born_pass: int
@@ -170,12 +170,12 @@ class Block:
 
 
 class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
-    """Notes every change; ``claim`` says what tensors are for that no rule can know."""
+    """Records every change; ``claim`` says what tensors are for where no rule can tell."""
 
     def __init__(self, places: Places) -> None:
         super().__init__()
         self.places = places
-        self.blocks: dict[int, Block] = {}  # those that live, by the key of their storage
+        self.blocks: dict[int, Block] = {}  # the live ones, by the key of their storage
         self.changes: list[tuple[Block, int, StepPlace]] = []
         self.witnesses.append(self._touched)
 
@@ -186,7 +186,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
                 block.claimed = part
 
     def forget(self) -> None:
-        """Starts a new log with what lives."""
+        """Starts a new log with the live blocks."""
         self.changes = [(block, block.bytes, self.places.now) for block in self.blocks.values()]
         self.reset_peak()
 
@@ -213,26 +213,21 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
                     block.sent = True
 
     def holders(self) -> list[Holder]:
-        """What was there when there was most, since `forget`; tensors of equal origin and size together."""
-        total = most = 0
-        last = 0
-        for number, (_, difference, _) in enumerate(self.changes):
-            total += difference
-            if total > most:
-                most, last = total, number
+        """The live tensors at the peak since `forget`, those of equal origin and size together."""
+        totals = list(accumulate(difference for _, difference, _ in self.changes))
+        last = max(range(len(totals)), key=totals.__getitem__, default=-1)
         live: dict[int, tuple[Block, int]] = {}
         for block, difference, _ in self.changes[: last + 1]:
             live[id(block)] = (block, live.get(id(block), (block, 0))[1] + difference)
-        alike: dict[tuple[str, str, str, int], int] = {}
+        alike: Counter[tuple[str, str, str, int]] = Counter()
         for block, size in live.values():
             where = f"{block.born.phase} {block.born.part}".strip()
-            key = (block.part, block.operator, where, size)
-            alike[key] = alike.get(key, 0) + (size > 0)
+            alike[block.part, block.operator, where, size] += size > 0
         found = [Holder(*key, number) for key, number in alike.items() if number]
         return sorted(found, key=lambda one: -one.bytes * one.number)
 
     def moments(self) -> dict[StepPlace, list[Bytes]]:
-        """What there was, by part, after every change since `forget`, by the place where it happened."""
+        """Memory by part after every change since `forget`, by the place where it happened."""
         live: Bytes = dict.fromkeys(PARTS, 0.0)
         found: dict[StepPlace, list[Bytes]] = {}
         for block, difference, place in self.changes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.compute.operators import fully_recomputed_share, head_operators, layer_operators, share_run_again
@@ -17,7 +16,7 @@ from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.layout.stages import rank_contents
-from shardwise.measure.dryrun.extend import Extension, TracedShape, alike, at_one_moment, extension, most
+from shardwise.measure.dryrun.extend import Extension, Key, TracedShape, alike, at_one_moment, extension, most
 from shardwise.measure.dryrun.memory import StepPlace
 from shardwise.measure.dryrun.result import (
     PARTS,
@@ -35,10 +34,10 @@ from shardwise.pipeline import ActionKind, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
-# -- A traced rank against the planner's figures: bytes of every dimension and kind of collective, FLOPs, memory
+# -- a traced rank against the planner's figures -----------------------------------------------------
 
-# What is less than this share of all that a rank sends is not worth a price: norms, counts, losses.
-NEGLIGIBLE = 5e-3
+NEGLIGIBLE = 5e-3  # of all that a rank sends: less is not priced (norms, counts, losses)
+_FLOPS = {"products": "matmuls", "attention": "attention"}
 
 
 def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollective, float]) -> list[Compared]:
@@ -49,14 +48,7 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollectiv
             key = (one.dimension, str(_kind_as_sent(one)))
             size = one.bytes_sent if _in_levels(job, *key) else one.count * one.size_bytes
             planned[key] = planned.get(key, 0.0) + size * _boundaries_with_one_peer(job, *key)
-    found = traced_bytes(job, traced)
-    total = max(sum(planned.values()), sum(found.values()))
-    lines = []
-    for key in {**planned, **found}:
-        as_planned, as_traced = planned.get(key, 0.0), found.get(key, 0.0)
-        negligible = max(as_planned, as_traced) < NEGLIGIBLE * total
-        lines.append(Compared(f"{key[0]} {key[1]}", as_planned, as_traced, negligible))
-    return lines
+    return _lines(planned, traced_bytes(job, traced), " ".join)
 
 
 def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]) -> list[Compared]:
@@ -65,11 +57,14 @@ def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]
     for one in step_traffic(job, rank_contents(job, pipeline_rank)):
         if one.dimension == "offload":
             planned[one.payload] = planned.get(one.payload, 0.0) + one.count * one.size_bytes
+    lines = _lines(planned, traced, lambda moved: f"offload {moved.words}")
+    return [one for one in lines if one.planned or one.traced]
+
+
+def _lines(planned: Mapping[Key, float], traced: Mapping[Key, float], title: Callable[[Key], str]) -> list[Compared]:
     enough = NEGLIGIBLE * max(sum(planned.values()), sum(traced.values()))
-    pairs = {moved: (planned.get(moved, 0.0), traced.get(moved, 0.0)) for moved in {**planned, **traced}}
-    return [
-        Compared(f"offload {moved.words}", *pair, max(pair) < enough) for moved, pair in pairs.items() if max(pair) > 0
-    ]
+    pairs = {key: (planned.get(key, 0.0), traced.get(key, 0.0)) for key in {**planned, **traced}}
+    return [Compared(title(key), *pair, max(pair) < enough) for key, pair in pairs.items()]
 
 
 def traced_bytes(job: Job, traced: Mapping[TracedCollective, float]) -> dict[tuple[str, str], float]:
@@ -94,7 +89,7 @@ def _kind_as_sent(one: Traffic) -> CollectiveKind:
 
 
 def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
-    """Of two ranks in a loop each is before and behind the other: 2v−1 boundaries instead of the v of one side."""
+    """Two ranks in a loop are both before and behind each other: 2v−1 boundaries instead of v on one side."""
     strategy, chunks = job.strategy, job.strategy.chunks_per_rank
     folded = strategy.schedule_record.placement == "loop" and strategy.pp == 2
     messages = (dimension, kind) == ("pp", str(CollectiveKind.SEND_RECV))
@@ -102,7 +97,7 @@ def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
 
 
 def _in_levels(job: Job, dimension: str, kind: str) -> bool:
-    """An exchange in several levels has no one size: what leaves the rank is compared."""
+    """Whether an exchange runs in several levels and so has no single size: what leaves the rank is compared."""
     deduplicated = job.strategy.dispatch == "deduplicated"
     return deduplicated and (dimension, kind) == ("ep", str(CollectiveKind.ALL_TO_ALL))
 
@@ -130,7 +125,8 @@ def compared_flops(planned: Mapping[str, float], traced: Mapping[str, float]) ->
     """One line for matmuls and one for attention."""
     enough = NEGLIGIBLE * sum(planned.values())
     return [
-        Compared(f"FLOPs of {kind}", planned[kind], traced[kind], planned[kind] < enough, "FLOPs") for kind in planned
+        Compared(f"FLOPs of {title}", planned[kind], traced[kind], planned[kind] < enough, "FLOPs")
+        for kind, title in _FLOPS.items()
     ]
 
 
@@ -141,10 +137,10 @@ MICROBATCHES = (3, 4)  # the first, which finds no gradients, the last, which re
 
 
 def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool = False) -> DryRun:
-    """One step of ``rank`` (the fullest one unless given), of the second step on.
+    """One step of ``rank`` (default: the fullest one), not the first.
 
     Experts get equally many tokens, those of this rank ``skew`` times as many as the others. ``full`` traces every
-    layer and microbatch; else a few of them are, which gives the same figures.
+    layer and microbatch, otherwise a few of them, which gives the same figures.
     """
     started = time.perf_counter()
     require_runs(job)
@@ -162,10 +158,10 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         traces = {shape: trace(job, rank, shape, assumed) for shape in plan.shapes}
     moments = [_moments(one, plan.small, shape.microbatches) for shape, one in traces.items()]
     peaks = dict(zip(traces, at_one_moment(moments)))
-    numbers = plan.extended(lambda shape: _numbers(traces[shape], peaks[shape]))
-    place, peak = most(_by_place(numbers))
-    calls = _calls(numbers)
-    flops = {key[1]: number for key, number in _of("flops", numbers)}
+    place, peak = most(_peaks(plan, peaks))
+    calls = _calls(plan, traces)
+    flops = plan.extended(lambda shape: traces[shape].flops)
+    moved = plan.extended(lambda shape: traces[shape].moved)
     as_planned = planned_flops(job, pipeline_rank, coordinate(job.strategy, "cp", rank))
     planned = planned_memory(job, pipeline_rank)
     compared = compared_bytes(job, pipeline_rank, {one.line: one.bytes for one in calls})
@@ -181,7 +177,7 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         planned_flops=as_planned,
         compared=(
             *compared,
-            *compared_moves(job, pipeline_rank, {key[1]: size for key, size in _of("moved", numbers)}),
+            *compared_moves(job, pipeline_rank, moved),
             Compared("peak memory", sum(planned.values()), sum(peak.values())),
             *compared_flops(as_planned, flops),
         ),
@@ -192,13 +188,13 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
 
 
 def _first_layers_differ(job: Job) -> bool:
-    """A share of weights or gradients that are offloaded is whole parameters, the first ones."""
+    """Whether a share of weights or gradients is offloaded: that is the first parameters."""
     offload = job.strategy.offload
     return any(0 < share < 1 for share in (offload.weights, offload.gradients))
 
 
 def _to_trace(job: Job, pipeline_rank: int, whole: TracedShape) -> Extension:
-    """Enough microbatches that a pipeline is as full as it gets, and stays so, before the half of them is over."""
+    """Enough microbatches that the pipeline is full, and stays so, before half of them are done."""
     strategy = job.strategy
     if strategy.pp == 1:
         return extension(whole, LAYERS, MICROBATCHES)
@@ -237,37 +233,22 @@ def _moments(traced: Trace, small: TracedShape, microbatches: int) -> dict[StepP
     return {name: moments for name, moments in named if name is not None}
 
 
-def _numbers(traced: Trace, peaks: Mapping[StepPlace, Bytes]) -> dict[object, float]:
-    """A trace as numbers by name, the same names in traces of other shapes."""
-    numbers: dict[object, float] = {}
-    for line, count in traced.calls.items():
-        numbers["calls", line] = count
-        numbers["bytes", line] = traced.sent_bytes[line]
-    for moved, size in traced.moved.items():
-        numbers["moved", moved] = size
-    for kind, flops in traced.flops.items():
-        numbers["flops", kind] = flops
-    for place, parts in peaks.items():
-        numbers.update({("peak", place, part): size for part, size in parts.items()})
-    return numbers
-
-
-def _of(what: str, numbers: dict[object, float]) -> list[tuple[Any, float]]:
-    return [(key, number) for key, number in numbers.items() if isinstance(key, tuple) and key[0] == what]
-
-
-def _by_place(numbers: dict[object, float]) -> dict[StepPlace, Bytes]:
+def _peaks(plan: Extension, peaks: Mapping[TracedShape, Mapping[StepPlace, Bytes]]) -> dict[StepPlace, Bytes]:
+    """The memory of the whole rank by place and part."""
+    numbers = plan.extended(
+        lambda shape: {(place, part): size for place, parts in peaks[shape].items() for part, size in parts.items()}
+    )
     found: dict[StepPlace, Bytes] = {}
-    for (_, place, part), size in _of("peak", numbers):
+    for (place, part), size in numbers.items():
         found.setdefault(place, {})[part] = size
     return found
 
 
-def _calls(numbers: dict[object, float]) -> tuple[Calls, ...]:
-    sizes = {key[1]: size for key, size in _of("bytes", numbers)}
-    found = [Calls(key[1], count, sizes[key[1]]) for key, count in _of("calls", numbers)]
-    order: Callable[[Calls], Any] = lambda one: (one.line.dimension, -one.bytes, one.line.name)  # noqa: E731
-    return tuple(sorted(found, key=order))
+def _calls(plan: Extension, traces: Mapping[TracedShape, Trace]) -> tuple[Calls, ...]:
+    counts = plan.extended(lambda shape: traces[shape].calls)
+    sizes = plan.extended(lambda shape: traces[shape].sent_bytes)
+    found = [Calls(line, count, sizes[line]) for line, count in counts.items()]
+    return tuple(sorted(found, key=lambda one: (one.line.dimension, -one.bytes, one.line.name)))
 
 
 def _described(plan: Extension) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from shardwise.engine.torch_private import unset_fake_temporarily
 from shardwise.layout.ranks import coordinate
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.dryrun.counters import CollectiveLog, FlopLog
-from shardwise.measure.dryrun.extend import Kind, Moments, TracedShape
+from shardwise.measure.dryrun.extend import Moments, TracedShape
 from shardwise.measure.dryrun.memory import LayerKind, MemoryLog, Places, StepPlace
 from shardwise.measure.dryrun.result import Holder, TracedCollective
 from shardwise.measure.dryrun.world import block_kernel, fake_tensors, nothing_moves, posing_as, replaced
@@ -35,7 +36,7 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class Trace:
-    """Calls and bytes of every line, floating-point operations, and memory by part at every moment of each place.
+    """Calls and bytes of every kind of collective, FLOPs, and memory by part at every moment of each place.
 
     ``moved``: bytes between the device and its host, by kind of transfer.
     """
@@ -51,11 +52,7 @@ class Trace:
 def whole_shape(job: Job, pipeline_rank: int) -> TracedShape:
     """All layers of a rank's stages, by kind, and all microbatches."""
     kinds, layers = layer_kinds(job, pipeline_rank), stage_layers(job)
-    numbers: dict[Kind, int] = {}
-    for stage in stages_of_rank(job, pipeline_rank):
-        for index in layers[stage]:
-            kind = (stage, kinds[index])
-            numbers[kind] = numbers.get(kind, 0) + 1
+    numbers = Counter((stage, kinds[index]) for stage in stages_of_rank(job, pipeline_rank) for index in layers[stage])
     return TracedShape(tuple(numbers.items()), job.microbatches)
 
 
@@ -73,7 +70,7 @@ def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
 
 
 def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
-    """The second step (in the first the optimizer makes its states) of the first layers that ``shape`` asks for."""
+    """The second step (the first creates the optimizer's states) of as many layers as ``shape`` has."""
     kinds = layer_kinds(job, coordinate(job.strategy, "pp", rank))
     job = _shaped(job, shape)
     places = Places()
@@ -89,7 +86,7 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
         entered.enter_context(memory)
         engine = Engine(job, device="cpu", seed=0)
         _pose(engine, assumed)
-        engine.compress(True)  # no step is as dear for long as the exact ones before
+        engine.compress(True)  # the uncompressed steps at the start of a run are few
         places.follow(engine.stages, kinds)
         _claim(engine, memory)
         batch = _batch(job)
@@ -139,7 +136,7 @@ def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> No
 
 
 def _pose(engine: Engine, assumed: Assumed) -> None:
-    """What a rank reads from its data is supposed, and attention runs by the kernels of a GPU."""
+    """Routing, which depends on data, is assumed, and attention runs by the kernels of a GPU."""
     for stage in engine.stages.values():
         for module in stage.modules():
             attend = getattr(module, "attend", None)
@@ -150,7 +147,7 @@ def _pose(engine: Engine, assumed: Assumed) -> None:
 
 
 def _assume(exchange: Any, assumed: Assumed) -> None:
-    """Exchanges may stand around others."""
+    """Exchanges may wrap others."""
     while exchange is not None:
         if hasattr(exchange, "assumed"):
             exchange.assumed = assumed
@@ -159,25 +156,23 @@ def _assume(exchange: Any, assumed: Assumed) -> None:
 
 def _only_layers(shape: TracedShape, kinds: Mapping[int, LayerKind]) -> AbstractContextManager[None]:
     """The engine builds only the first layers of every kind."""
-    return replaced(
-        (
-            engine_module,
-            "stage_layers",
-            lambda job: tuple(_first(stage, layers, shape, kinds) for stage, layers in enumerate(stage_layers(job))),
-        )
-    )
+
+    def first_layers(job: Job) -> tuple[list[int], ...]:
+        return tuple(_first(stage, layers, shape, kinds) for stage, layers in enumerate(stage_layers(job)))
+
+    return replaced((engine_module, "stage_layers", first_layers))
 
 
 def _as_many_recomputed(shape: TracedShape) -> AbstractContextManager[None]:
-    """As many recomputed layers of every stage as are left of them."""
-    numbers: dict[int, int] = {}
+    """Of every stage, as many recomputed layers as are traced."""
+    numbers: Counter[int] = Counter()
     for (stage, kind), number in shape.layers:
-        numbers[stage] = numbers.get(stage, 0) + number * kind.recomputed
+        numbers[stage] += number * kind.recomputed
     return replaced((recompute_apply, "recomputed_layers", lambda *_: [numbers[one] for one in sorted(numbers)]))
 
 
 def _structure_is_real() -> AbstractContextManager[None]:
-    """Ranks and modules are laid out with real numbers (and no values: on the meta device), before tensors are fake."""
+    """Mesh and modules are built outside the fake mode (without values: on the meta device)."""
 
     def real(name: str) -> tuple[Any, str, Any]:
         original = getattr(engine_module, name)
@@ -207,20 +202,20 @@ def _first(stage: int, layers: Sequence[int], shape: TracedShape, kinds: Mapping
 
 def _summed(engine: Engine, collectives: CollectiveLog, flops: FlopLog, memory: MemoryLog) -> Trace:
     dimension_of = _dimensions(engine)
-    calls: dict[TracedCollective, int] = {}
-    sent_bytes: dict[TracedCollective, int] = {}
+    calls: Counter[TracedCollective] = Counter()
+    sent_bytes: Counter[TracedCollective] = Counter()
     for one in collectives.sent:
         if len(one.ranks) > 1:
             line = TracedCollective(
                 dimension_of(one.label, one.ranks), one.kind, one.label.title, len(one.ranks), one.peer, one.label.what
             )
-            calls[line] = calls.get(line, 0) + 1
-            sent_bytes[line] = sent_bytes.get(line, 0) + one.size_bytes
+            calls[line] += 1
+            sent_bytes[line] += one.size_bytes
     moved = {} if engine.store is None else dict(engine.store.lanes.moved)
     return Trace(calls, sent_bytes, dict(flops.flops), memory.moments(), tuple(memory.holders()), moved)
 
 
-NAMES = {"tp": "tp", "cp": "cp", "ep": "ep", "dp": "dp", "pp": "pp", "expert_tp": "tp"}
+NAMES = {**{name: name for name in ("tp", "cp", "ep", "dp", "pp")}, "expert_tp": "tp"}
 
 
 def _dimensions(engine: Engine) -> Callable[[Label, tuple[int, ...]], str]:
