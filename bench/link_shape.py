@@ -79,7 +79,7 @@ def measured(where: str) -> tuple[Cluster, list[LinkSample], list[LinkSample]]:
 def links(pool: Pool, cluster: Cluster) -> list[LinkSample]:
     widths = tuple(level.width for level in cluster.levels)
     of_ranks = PoolRanks(pool, cluster.devices).run(measure_links, widths, "cpu", 1, SIZES)
-    return slowest(of_ranks, rate=0.0, delay=0.0)
+    return slowest(of_ranks)
 
 
 def judge(what: str, figures: Sequence[Figure]) -> None:

@@ -19,7 +19,7 @@ from shardwise.measure.calibrate.device_samples import (
     AttentionSample,
     CopySample,
     DeviceSamples,
-    ProductSample,
+    MatmulSample,
     StepSample,
     StepShape,
     step_job,
@@ -51,11 +51,11 @@ def _truth(rolloff: float, traffic: float, call: float, score_flops: float) -> D
 def _samples(device: Device) -> DeviceSamples:
     """What a device would measure if every price of it were true."""
     efficiency, peak = device.efficiency, device.peak["fp32"]
-    products = []
+    matmuls = []
     for rows, inner, columns in ((2048, 96, 96), (512, 512, 512), (1024, 32, 256), (256, 1024, 128), (4096, 64, 512)):
         flops, moved = 2 * rows * inner * columns, 4 * (rows * inner + inner * columns + rows * columns)
         seconds = flops / peak * (1 + efficiency.gemm_rolloff / inner) + 0.5 * moved / device.memory_bandwidth + 1e-5
-        products.append(ProductSample("fp32", rows, inner, columns, seconds))
+        matmuls.append(MatmulSample("fp32", rows, inner, columns, seconds))
     attentions = []
     for batch, seq, heads, features in ((8, 96, 8, 8), (4, 256, 4, 16), (1, 512, 4, 64), (2, 384, 2, 128)):
         scores = batch * heads * seq * (seq + 1) / 2
@@ -70,7 +70,7 @@ def _samples(device: Device) -> DeviceSamples:
         update = float(optimizer_seconds(job, contents, sharding_of(job.strategy)))
         steps.append(StepSample(shape, "fp32", seconds.forward + seconds.backward, update))
     copies = (CopySample(2**26, 2 * 2**26 / device.memory_bandwidth),)
-    return DeviceSamples("a device", 1, 2**33, tuple(products), tuple(attentions), copies, tuple(steps))
+    return DeviceSamples("a device", 1, 2**33, tuple(matmuls), tuple(attentions), copies, tuple(steps))
 
 
 @given(
@@ -97,7 +97,7 @@ def test_a_device_is_found_again(rolloff: float, traffic: float, call: float, sc
 
 def test_formats_that_a_processor_has_no_instructions_for_are_priced_as_measured() -> None:
     """One that converts number by number takes a hundred times as long in bf16: a plan has to know."""
-    formats = tuple(ProductSample(name, 128, 96, 96, seconds) for name, seconds in (("fp32", 1e-4), ("bf16", 1e-2)))
+    formats = tuple(MatmulSample(name, 128, 96, 96, seconds) for name, seconds in (("fp32", 1e-4), ("bf16", 1e-2)))
     samples = replace(_samples(_truth(0, 1, 1e-5, 0)), formats=formats)
     found, _ = fitted_device(BASE, [samples, samples], known_peak=False)
     assert found.peak["bf16"] == pytest.approx(found.peak["fp32"] / 100)
@@ -149,7 +149,7 @@ def test_a_link_is_found_again(trips: float, overhead: float, startup: float, ef
                     carried = len(active) * share * size
                     seconds = steps * (trips * delay + overhead) + startup + carried / (efficiency * rate)
                     for runner in ("backend", "schedules"):
-                        samples.append(LinkSample(1, runner, kind, "ring", active, size, seconds, rate, delay))  # type: ignore[arg-type]
+                        samples.append(LinkSample(1, runner, kind, "ring", active, size, seconds, delay))  # type: ignore[arg-type]
     level, residuals = fitted_level(base, 1, (2, 2), samples, Wire(rate, 1e-3))
     assert all(one.worst_error < 1e-6 for one in residuals)
     for found in (level, level.run_by_schedules()):

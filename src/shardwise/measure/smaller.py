@@ -1,4 +1,4 @@
-"""The same layout on fewer processes, and the same model with fewer layers and widths: what `verify` runs here."""
+"""The same layout on fewer processes, and the same model with fewer and narrower layers: what `verify` runs here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
 
 MOST_TOKENS = 256  # of a sequence, where the caller asks for a small model
-HEAD_SIZE, VOCABULARY = 16, 499  # a prime: it divides over no number of ranks, so padding is tried too
+HEAD_SIZE, VOCABULARY = 16, 499  # a prime: no number of ranks divides it, so padding is tested too
 
 
 def on_fewer_ranks(job: Job, most: int) -> Job:
-    """The job itself where it has at most ``most`` ranks, else with every degree above one made two.
+    """The job itself if it has at most ``most`` ranks, else with every degree above one reduced to two.
 
     Hybrid sharding keeps two shard groups, experts their own groups; the order of the dimensions stays.
     """
@@ -44,11 +43,11 @@ def on_fewer_ranks(job: Job, most: int) -> Job:
             f"{most} are too few: the smallest layout with the same degrees above one has {strategy.world} ranks",
             f"use --max-processes {strategy.world}",
         )
-    return sized(job, Strategy(**{name: getattr(strategy, name) for name in strategy.__dataclass_fields__}))
+    return sized(job, replace(strategy))  # checked
 
 
 def sized(job: Job, strategy: Strategy) -> Job:
-    """The job with another layout, on a cluster of just its size and a batch that fills its pipeline."""
+    """The job with another layout, on a cluster of its size and with a batch that fills its pipeline."""
     microbatches = min(job.microbatches, 2 * strategy.pp + 1)
     rounds = strategy.schedule_record.rounds(strategy.pp)
     microbatches = -(-microbatches // rounds) * rounds
@@ -62,7 +61,7 @@ def sized(job: Job, strategy: Strategy) -> Job:
 
 
 def cluster_of(cluster: Cluster, devices: int) -> Cluster:
-    """So many of the cluster's devices behind one switch, in nodes of at most half of them."""
+    """``devices`` of the cluster's devices behind one switch, in nodes of at most half of them."""
     inner = next((size for size in range(max(1, devices // 2), 0, -1) if devices % size == 0), 1)
     first = cluster.levels[0]
     levels = [_level(first, inner)] if inner > 1 or devices == 1 else []
@@ -76,7 +75,7 @@ def _level(level: NetworkLevel, size: int) -> NetworkLevel:
 
 
 def _merged(counts: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """Layers per stage for fewer stages: neighbours together."""
+    """Layers per stage for fewer stages: neighbours are merged."""
     each = len(counts) / stages
     return tuple(sum(counts[round(i * each) : round((i + 1) * each)]) for i in range(stages))
 
@@ -96,17 +95,12 @@ def with_small_model(job: Job) -> Job:
         "mla": _small_latent(model), "moe": _small_experts(model, strategy, width), "published_parameters": None,
         "max_seq": min(model.max_seq, MOST_TOKENS),
     }  # fmt: skip
-    seq = min(job.training.seq, MOST_TOKENS)
     return replace(
         job,
-        model=Model(**{**{name: getattr(model, name) for name in model.__dataclass_fields__}, **small}),
+        model=replace(model, **small),  # type: ignore[arg-type]
         strategy=replace(strategy, stage_layers="even"),
-        training=_with_seq(job.training, seq, job.sequences),
+        training=replace(job.training, seq=min(job.training.seq, MOST_TOKENS), global_batch=job.sequences),
     )
-
-
-def _with_seq(training: Training, seq: int, sequences: int) -> Training:
-    return replace(training, seq=seq, global_batch=sequences)
 
 
 def _small_latent(model: Model) -> object:

@@ -16,7 +16,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.world import joined
 from shardwise.layout.ranks import local_rank
-from shardwise.measure.calibrate.ranks import Rank, Together, seconds_of
+from shardwise.measure.calibrate.ranks import Rank, StoreBarrier, seconds_of
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster, Device
@@ -25,11 +25,11 @@ from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
-# -- What was measured of a device, each figure with all that its price depends on -------------------
+# -- what was measured of a device, each figure with all that its price depends on -------------------
 
 
 @dataclass(frozen=True)
-class ProductSample:
+class MatmulSample:
     """A (rows × inner) matrix times an (inner × columns) one."""
 
     data_type: str
@@ -90,13 +90,13 @@ class DeviceSamples:
     device_name: str
     threads: int
     memory_bytes: int
-    products: tuple[ProductSample, ...]
+    matmuls: tuple[MatmulSample, ...]
     attentions: tuple[AttentionSample, ...]
     copies: tuple[CopySample, ...]
     steps: tuple[StepSample, ...]
     host_copies: tuple[CopySample, ...] = ()  # between a GPU and its host
     launch_seconds: float | None = None  # of a kernel on a GPU, which runs while the next ones are launched
-    formats: tuple[ProductSample, ...] = ()  # one small matmul in each, on a CPU: some have no instructions for it
+    formats: tuple[MatmulSample, ...] = ()  # one small matmul in each, on a CPU: it may lack the instructions
 
 
 # -- The job of one step of a small model on one device, as it is measured and as it is priced -------
@@ -118,21 +118,21 @@ def step_job(shape: StepShape, precision: str, device: Device | None = None) -> 
 
 # -- measuring ---------------------------------------------------------------------------------------
 
-_LAUNCHES = 500  # fewer than a GPU lets wait
+_LAUNCHES = 500  # fewer than a GPU's queue holds
 _SMALL = (128, 96, 96)
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: as large as the device's jobs usually are, and in another ratio each."""
+    """What is measured: sizes usual on the device, each in a different ratio."""
 
     precisions: tuple[str, ...]
-    products: tuple[tuple[int, int, int], ...]  # rows, inner, columns
+    matmuls: tuple[tuple[int, int, int], ...]  # rows, inner, columns
     attentions: tuple[tuple[int, int, int, int], ...]  # batch, seq, heads, features
     copies: tuple[int, ...]  # bytes
     steps: tuple[StepShape, ...]
-    formats: tuple[str, ...] = ()  # compared by one matmul: small, since one may take a thousand times as long
+    formats: tuple[str, ...] = ()  # compared by one small matmul: some formats take a thousand times as long
 
 
 # Matmuls take around 1 ms on one core, and a step less than a second.
@@ -165,29 +165,31 @@ def gpus() -> int:
 
 
 def measure_device(rank: Rank, device_type: str, threads: int) -> DeviceSamples:
-    """Runs on every process of a node at once: what one device achieves while its neighbours are busy."""
+    """Runs on every process of a node at once: a device is measured while its neighbours are busy."""
     torch.set_num_threads(threads)
     index = local_rank(rank.number, max(1, torch.cuda.device_count())) if device_type == "cuda" else 0
     device = torch.device(device_type, index) if device_type == "cuda" else torch.device("cpu")
-    sizes, together = (GPU if device_type == "cuda" else CPU), Together(rank.store, rank.world)
-    products = tuple(_product(name, *one, device, together) for name in sizes.precisions for one in sizes.products)
-    formats = tuple(_product(name, *_SMALL, device, together) for name in sizes.formats)
-    attentions = tuple(_attentions(sizes.precisions[0], sizes, device, together))
-    copies = tuple(_copies(sizes, device, together))
-    steps = tuple(_steps(sizes, device, together))
+    sizes, barrier = (GPU if device_type == "cuda" else CPU), StoreBarrier(rank.store, rank.world)
+    matmuls = tuple(_matmul(name, *one, device, barrier) for name in sizes.precisions for one in sizes.matmuls)
+    formats = tuple(_matmul(name, *_SMALL, device, barrier) for name in sizes.formats)
+    attentions = tuple(_attentions(sizes.precisions[0], sizes, device, barrier))
+    copies = tuple(_copies(sizes, device, barrier))
+    steps = tuple(_steps(sizes, device, barrier))
     return DeviceSamples(
-        _name(device), threads, _memory(device, rank.ranks_per_host), products, attentions, copies, steps,
-        tuple(_host_copies(device, together)), _launch(device), formats,
+        _name(device), threads, _memory(device, rank.ranks_per_host), matmuls, attentions, copies, steps,
+        tuple(_host_copies(device, barrier)), _launch(device), formats,
     )  # fmt: skip
 
 
-def _product(name: str, rows: int, inner: int, columns: int, device: torch.device, together: Together) -> ProductSample:
+def _matmul(
+    name: str, rows: int, inner: int, columns: int, device: torch.device, barrier: StoreBarrier
+) -> MatmulSample:
     left = torch.randn(rows, inner, device=device).to(TYPES[name])
     right = torch.randn(columns, inner, device=device).to(TYPES[name]).T  # as a linear layer holds its weight
-    return ProductSample(name, rows, inner, columns, seconds_of(partial(torch.mm, left, right), device, together))
+    return MatmulSample(name, rows, inner, columns, seconds_of(partial(torch.mm, left, right), device, barrier))
 
 
-def _attentions(name: str, sizes: Sizes, device: torch.device, together: Together) -> Iterator[AttentionSample]:
+def _attentions(name: str, sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[AttentionSample]:
     for batch, seq, heads, features in sizes.attentions:
         shape = (batch, seq, heads, features)
         query, key, value = (torch.randn(shape, device=device).to(TYPES[name]).requires_grad_() for _ in range(3))
@@ -196,25 +198,23 @@ def _attentions(name: str, sizes: Sizes, device: torch.device, together: Togethe
         output = forward()
         gradient = torch.randn_like(output)
         backward = partial(torch.autograd.grad, output, (query, key, value), gradient, retain_graph=True)
-        yield AttentionSample(
-            name, *shape, seconds_of(forward, device, together), seconds_of(backward, device, together)
-        )
+        yield AttentionSample(name, *shape, seconds_of(forward, device, barrier), seconds_of(backward, device, barrier))
 
 
-def _copies(sizes: Sizes, device: torch.device, together: Together) -> Iterator[CopySample]:
+def _copies(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[CopySample]:
     for size in sizes.copies:
         source = torch.ones(size // 4, device=device)
         target = torch.empty_like(source)
-        yield CopySample(size, seconds_of(partial(target.copy_, source), device, together))
+        yield CopySample(size, seconds_of(partial(target.copy_, source), device, barrier))
 
 
-def _host_copies(device: torch.device, together: Together) -> Iterator[CopySample]:
+def _host_copies(device: torch.device, barrier: StoreBarrier) -> Iterator[CopySample]:
     if device.type != "cuda":
         return
     for size in (2**24, 2**28):
         source = torch.ones(size, dtype=torch.uint8, pin_memory=True)
         target = torch.empty(size, dtype=torch.uint8, device=device)
-        yield CopySample(size, seconds_of(partial(target.copy_, source, non_blocking=True), device, together))
+        yield CopySample(size, seconds_of(partial(target.copy_, source, non_blocking=True), device, barrier))
 
 
 def _launch(device: torch.device) -> float | None:
@@ -231,8 +231,8 @@ def _launch(device: torch.device) -> float | None:
     return (time.perf_counter() - began) / _LAUNCHES
 
 
-def _steps(sizes: Sizes, device: torch.device, together: Together) -> Iterator[StepSample]:
-    """In a process group of this process alone."""
+def _steps(sizes: Sizes, device: torch.device, barrier: StoreBarrier) -> Iterator[StepSample]:
+    """In a process group of one process."""
     with joined(0, 1, dist.HashStore()):  # type: ignore[attr-defined]
         for shape in sizes.steps:
             job = step_job(shape, sizes.precisions[0])
@@ -240,15 +240,15 @@ def _steps(sizes: Sizes, device: torch.device, together: Together) -> Iterator[S
             tokens = torch.randint(0, shape.vocab, (shape.sequences, shape.seq), device=device)
             batch = Batch.of(tokens, tokens)
             engine.step(batch)
-            both = seconds_of(partial(engine.step, batch), device, together)
+            both = seconds_of(partial(engine.step, batch), device, barrier)
             engine.forward_backward(batch)
-            update = seconds_of(partial(_update_again, engine), device, together)
+            update = seconds_of(partial(_update_again, engine), device, barrier)
             yield StepSample(shape, sizes.precisions[0], max(both - update, 1e-9), update)
             del engine
 
 
 def _update_again(engine: Engine) -> None:
-    """Repeats an update with the previous gradients, which it frees: they are put back."""
+    """Repeats an update: the gradients that it frees are restored."""
     kept = [(one.parameter, one.parameter.grad) for one in engine.parameters]
     engine.update()
     for parameter, gradient in kept:
@@ -267,7 +267,7 @@ def _name(device: torch.device) -> str:
 
 
 def _memory(device: torch.device, ranks_per_host: int) -> int:
-    """Of one device: a process has its part of a host's memory."""
+    """The memory of a device; of a CPU the process's part of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_host

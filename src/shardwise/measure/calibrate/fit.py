@@ -14,21 +14,20 @@ from shardwise.collectives import CollectiveKind, Level, Topology, build_schedul
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import optimizer_seconds, stage_seconds
-from shardwise.layout.stages import RankContents, rank_contents
+from shardwise.layout.stages import rank_contents
 from shardwise.measure.calibrate.device_samples import (
     AttentionSample,
     DeviceSamples,
-    ProductSample,
+    MatmulSample,
     StepSample,
     step_job,
 )
 from shardwise.measure.calibrate.link_samples import LinkSample
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.hardware import Device, Efficiency
-from shardwise.spec.job import Job
 from shardwise.spec.network import NetworkLevel, Transport
 
-# -- Coefficients of zero or more that explain measured seconds, every measurement weighing the same
+# -- non-negative coefficients that explain measured seconds -----------------------------------------
 
 Numbers = NDArray[np.float64]
 NEGLIGIBLE = 1e-9
@@ -36,7 +35,7 @@ NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True)
 class Fit:
-    """``values`` of the coefficients, and what is left: shares of each measurement (model / measured - 1)."""
+    """``values`` of the coefficients, and the relative error of each measurement (model / measured - 1)."""
 
     values: tuple[float, ...]
     residuals: tuple[float, ...]
@@ -88,15 +87,15 @@ def _nonnegative(matrix: Numbers, target: Numbers) -> Numbers:
 
 
 # -- the device --------------------------------------------------------------------------------------
-# A coefficient's feature is the price (`cost.compute.roofline`) with that coefficient alone turned on, so that there
-# is no second model of a kernel here.
+# A coefficient's feature is the price (`cost.compute.roofline`) with only that coefficient set: there is no second
+# model of a kernel here.
 
 NOTHING = Efficiency(operand_traffic=0.0, elementwise_traffic=0.0, operator_seconds=0.0, step_seconds=0.0)
 
 
 @dataclass(frozen=True)
 class Residual:
-    """How well one kind of figure is explained: shares of the measured seconds."""
+    """How well one kind of figure is explained: relative errors."""
 
     what: str
     figures: int
@@ -109,7 +108,7 @@ class Residual:
 
 
 def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak: bool) -> tuple[Device, list[Residual]]:
-    """``base`` with everything replaced that was measured on its neighbours too (the median of them).
+    """``base`` with all that was measured, as the median over devices.
 
     With ``known_peak`` the data sheet's peaks stay and shares of them are fitted; else the peak is what large matmuls
     approach.
@@ -123,10 +122,10 @@ def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak:
         device = replace(base, memory_bandwidth=copied, memory=float(one.memory_bytes), driver_memory=0.0)
     device = replace(device, efficiency=replace(NOTHING, memory=memory_share))
     residuals = []
-    for data_type in dict.fromkeys(product.data_type for product in one.products):
-        chosen = [product for product in one.products if product.data_type == data_type]
-        device, found = _with_products(device, data_type, chosen, known_peak=known_peak)
-        residuals.append(Residual.of(f"products in {data_type}", found))
+    for data_type in dict.fromkeys(matmul.data_type for matmul in one.matmuls):
+        chosen = [matmul for matmul in one.matmuls if matmul.data_type == data_type]
+        device, found = _with_matmuls(device, data_type, chosen, known_peak=known_peak)
+        residuals.append(Residual.of(f"matmuls in {data_type}", found))
     if not known_peak:
         device = _with_formats(device, one.formats)
     device, forward, backward = _with_attention(device, one.attentions)
@@ -151,7 +150,7 @@ def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
         )
 
     kinds = {
-        "products": ("seconds",),
+        "matmuls": ("seconds",),
         "formats": ("seconds",),
         "attentions": ("forward_seconds", "backward_seconds"),
         "copies": ("seconds",),
@@ -161,24 +160,24 @@ def _middle(samples: Sequence[DeviceSamples]) -> DeviceSamples:
     return replace(samples[0], **{name: middle(name, seconds) for name, seconds in kinds.items()})  # type: ignore[arg-type]
 
 
-def _with_products(
-    device: Device, data_type: str, products: Sequence[ProductSample], *, known_peak: bool
+def _with_matmuls(
+    device: Device, data_type: str, matmuls: Sequence[MatmulSample], *, known_peak: bool
 ) -> tuple[Device, Fit]:
-    """Seconds at the asymptotic rate, what short inner dimensions lose, operands' bytes, and a call's own cost."""
+    """The asymptotic rate, the loss by short inner dimensions, the traffic of operands, and the cost of a call."""
     width = 4 if data_type == "fp32" else 2
     features = []
-    for one in products:
+    for one in matmuls:
         flops = 2.0 * one.rows * one.inner * one.columns
         moved = width * (one.rows * one.inner + one.inner * one.columns + one.rows * one.columns)
         features.append((flops, flops / one.inner, moved, 1.0))
-    found = fit(features, [one.seconds for one in products])
+    found = fit(features, [one.seconds for one in matmuls])
     per_flop, rolloff, per_byte, _ = found.values
     peaks, shares = dict(device.peak), dict(device.efficiency.gemm)
     if known_peak:
         shares[data_type] = min(1.0, 1 / (per_flop * device.peak_flops(data_type)))
     else:
         peaks[data_type], shares[data_type] = 1 / per_flop, 1.0
-        # What converts to fp32 and back is no faster than that; `_with_formats` knows better.
+        # Formats that are converted to fp32 and back are no faster than that; `_with_formats` refines them.
         peaks |= {narrow: peaks[data_type] for narrow in ("bf16", "fp16") if data_type == "fp32" and narrow in peaks}
         shares |= {narrow: 1.0 for narrow in ("bf16", "fp16") if data_type == "fp32"}
     efficiency = replace(
@@ -190,7 +189,7 @@ def _with_products(
     return replace(device, peak=FrozenMapping(peaks), efficiency=efficiency), found
 
 
-def _with_formats(device: Device, formats: Sequence[ProductSample]) -> Device:
+def _with_formats(device: Device, formats: Sequence[MatmulSample]) -> Device:
     """Peaks of other formats from fp32's, by the ratio of one matmul: a format without instructions is far slower."""
     seconds = {one.data_type: one.seconds for one in formats}
     others = {name: device.peak["fp32"] * seconds["fp32"] / one for name, one in seconds.items() if name != "fp32"}
@@ -225,13 +224,13 @@ def _with_attention(device: Device, attentions: Sequence[AttentionSample]) -> tu
 
 
 def _with_steps(device: Device, steps: Sequence[StepSample], *, calls_known: bool) -> tuple[Device, Fit]:
-    """What elementwise kernels move of the bytes that they need at least; and what a kernel costs to call, unless that
-    was measured by itself: a GPU runs kernels while the next ones are called."""
+    """The traffic of elementwise kernels over their minimum; and the cost of launching a kernel, unless that was
+    measured alone: a GPU runs kernels while the next ones are launched."""
 
     def priced(step: StepSample, **changes: float) -> float:
         efficiency = replace(device.efficiency, **changes)  # type: ignore[arg-type]
         job = step_job(step.shape, step.precision, replace(device, efficiency=efficiency))
-        seconds = stage_seconds(job, _contents(job))
+        seconds = stage_seconds(job, rank_contents(job, 0))
         return seconds.forward + seconds.backward
 
     known = [priced(step) for step in steps]
@@ -243,28 +242,25 @@ def _with_steps(device: Device, steps: Sequence[StepSample], *, calls_known: boo
 
 
 def _with_updates(device: Device, steps: Sequence[StepSample]) -> Device:
-    """What an update costs besides the bytes that it moves."""
+    """The cost of an update besides its memory traffic."""
     beside = []
     for step in steps:
         job = step_job(step.shape, step.precision, device)
-        beside.append(step.update_seconds - float(optimizer_seconds(job, _contents(job), sharding_of(job.strategy))))
+        priced = float(optimizer_seconds(job, rank_contents(job, 0), sharding_of(job.strategy)))
+        beside.append(step.update_seconds - priced)
     return replace(device, efficiency=replace(device.efficiency, step_seconds=max(0.0, statistics.median(beside))))
 
 
-def _contents(job: Job) -> RankContents:
-    return rank_contents(job, 0)
-
-
 # -- the levels of the network -----------------------------------------------------------------------
-# A level's features of a collective are what the price of its schedule counts: steps one after the other, and bytes
-# over the busiest link while all groups work at once.
+# The features of a collective on a level are those that price its schedule: successive steps, and bytes over the
+# busiest link while all groups work at once.
 
-_FAST = 1e15  # bytes/s of the levels that are not looked at
+_FAST = 1e15  # bytes/s of the other levels
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What a link is by itself: bytes/s of one port, and seconds one way."""
+    """A link without software: bytes/s of one port, and seconds one way."""
 
     rate: float
     delay: float
@@ -273,46 +269,31 @@ class Wire:
 def fitted_level(
     base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
 ) -> tuple[NetworkLevel, list[Residual]]:
-    """``base`` with what was measured of the backend and of our executor; ``wire`` where its speed is known.
+    """``base`` with what was measured of the backend and of our executor; ``wire`` if its speed is known.
 
-    Of a wire that is not known the bandwidth is the faster of the two, and its latency is all in the steps' overhead.
+    Otherwise the bandwidth is that of the faster of the two, and the latency is part of the steps' overhead.
     """
-    found, residuals = {}, []
-    for runner in ("backend", "schedules"):
+    found, rates, residuals = {}, {}, []
+    for runner, whose in {"backend": "the backend's", "schedules": "our"}.items():
         own = [one for one in samples if one.level == index and one.runner == runner]
         if own:
-            found[runner], residual = _transport(base, index, widths, own, wire)
-            what = "the backend's" if runner == "backend" else "our"
-            residuals.append(replace(residual, what=f"{what} collectives, {base.name}"))
-    rate = wire.rate if wire else max(one.rate for one in found.values())
-    level = replace(base, link=None, bandwidth=rate, latency=wire.delay if wire else 0.0)
-    backend, ours = found["backend"].within(rate), found.get("schedules")
+            found[runner], rates[runner], result = _transport(base, index, widths, own, wire)
+            residuals.append(Residual.of(f"{whose} collectives, {base.name}", result))
+    bandwidth = wire.rate if wire else max(rates.values())
+    found = {runner: replace(one, efficiency=min(1.0, rates[runner] / bandwidth)) for runner, one in found.items()}
+    backend = found["backend"]
     level = replace(
-        level, trips=backend.trips, overhead=backend.overhead, startup=backend.startup, ramp=backend.ramp,
-        efficiency=backend.efficiency, schedules=None if ours is None else ours.within(rate),
+        base, link=None, bandwidth=bandwidth, latency=wire.delay if wire else 0.0, trips=backend.trips,
+        overhead=backend.overhead, startup=backend.startup, ramp=backend.ramp, efficiency=backend.efficiency,
+        schedules=found.get("schedules"),
     )  # fmt: skip
     return level, residuals
 
 
-@dataclass(frozen=True)
-class _Found:
-    trips: float
-    overhead: float
-    startup: float
-    rate: float  # bytes/s that large messages reach
-    ramp: float
-
-    def within(self, rate: float) -> Transport:
-        return Transport(
-            trips=self.trips, overhead=self.overhead, startup=self.startup, efficiency=min(1.0, self.rate / rate),
-            ramp=self.ramp,
-        )  # fmt: skip
-
-
 def _transport(
     base: NetworkLevel, index: int, widths: Sequence[int], samples: Sequence[LinkSample], wire: Wire | None
-) -> tuple[_Found, Residual]:
-    """Seconds = steps·(trips·delay + overhead) + startup + (bytes + sqrt(ramp·bytes)) / rate."""
+) -> tuple[Transport, float, Fit]:
+    """Seconds = steps·(trips·delay + overhead) + startup + (bytes + sqrt(ramp·bytes)) / rate; and the rate, bytes/s."""
     several_delays = wire is not None and len({one.delay for one in samples}) > 1
     features, known = [], []
     for one in samples:
@@ -329,11 +310,11 @@ def _transport(
         trips = 1.0 if wire is not None else 0.0
     per_byte = per_byte or min(one / row[3] for one, row in zip(seconds, features))
     ramp = (per_root[0] / per_byte) ** 2 if per_root else 0.0
-    return _Found(trips, overhead, startup, 1 / per_byte, ramp), Residual.of("", result)
+    return Transport(trips=trips, overhead=overhead, startup=startup, ramp=ramp), 1 / per_byte, result
 
 
 def demands(base: NetworkLevel, index: int, widths: Sequence[int], sample: LinkSample) -> tuple[float, float]:
-    """Steps one after the other and bytes over the busiest link, of all groups that ran at once."""
+    """Successive steps and bytes over the busiest link, of all groups that ran at once."""
     levels = tuple(
         Level(Switch(width), 1.0 if place == index else _FAST, 1.0 if place == index else 0.0,
               ports=base.ports if place == index else None)

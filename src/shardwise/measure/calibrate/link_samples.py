@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ ROUNDS = 4
 class LinkSample:
     """``groups`` of ranks ran a collective of ``size_bytes`` at the same time, each in ``seconds``.
 
-    ``rate`` and ``delay`` are those of the wire, where they are known (else 0).
+    ``delay`` is the wire's, if known (else 0).
     """
 
     level: int
@@ -38,7 +38,6 @@ class LinkSample:
     groups: tuple[tuple[int, ...], ...]
     size_bytes: int
     seconds: float
-    rate: float = 0.0
     delay: float = 0.0
 
 
@@ -60,14 +59,14 @@ CASES = (
 
 
 def level_groups(widths: Sequence[int], level: int) -> Division:
-    """The ranks that one level joins: ranks count through the innermost level fastest."""
+    """The ranks that one level connects: ranks count through the innermost level fastest."""
     return division_of(prod(widths), [RankRun(prod(widths[:level]), widths[level])])
 
 
 def measure_links(
     rank: Rank, widths: tuple[int, ...], device: str, threads: int, sizes: tuple[int, ...] = SIZES
 ) -> list[LinkSample]:
-    """On every rank of a cluster with levels of ``widths``: the seconds that this rank saw."""
+    """On every rank of a cluster with levels of ``widths``: the seconds that this rank measured."""
     torch.set_num_threads(threads)
     with joined(rank.number, rank.world, rank.store, device=device):
         samples = []
@@ -83,18 +82,16 @@ def measure_links(
                 for case in CASES:
                     for size in sizes:
                         call = _call(case, size, made[mine], torch.device(device)) if taking_part else _nothing
-                        seconds = _timed(call, size)
+                        repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
+                        call()
+                        seconds = _timed(call, ROUNDS, repeats)
                         samples.append(LinkSample(level, case.runner, case.kind, case.algorithm, chosen, size, seconds))
         return samples
 
 
-def slowest(of_ranks: Sequence[Sequence[LinkSample]], *, rate: float, delay: float) -> list[LinkSample]:
-    """One sample for all ranks that took part: a collective has ended when its last rank has."""
-    found = []
-    for same in zip(*of_ranks):
-        seconds = max(one.seconds for one in same)
-        found.append(replace(same[0], seconds=seconds, rate=rate, delay=delay))
-    return found
+def slowest(of_ranks: Sequence[Sequence[LinkSample]], delay: float = 0.0) -> list[LinkSample]:
+    """One sample for all ranks that took part: a collective ends when its last rank does."""
+    return [replace(same[0], seconds=max(one.seconds for one in same), delay=delay) for same in zip(*of_ranks)]
 
 
 def _call(case: _Case, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
@@ -109,12 +106,10 @@ def _nothing() -> None:
     """A no-op, for ranks that do not take part."""
 
 
-def _timed(call: Callable[[], object], size: int) -> float:
-    """Several back to back, so that it does not matter who left the barrier first."""
-    repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
-    call()
+def _timed(call: Callable[[], object], rounds: int, repeats: int = 1) -> float:
+    """The seconds of a call: several back to back, so that it does not matter who left the barrier first."""
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         dist.barrier()
         began = time.perf_counter()
         for _ in range(repeats):
@@ -137,13 +132,14 @@ def measure_overlap(rank: Rank, device: str, threads: int) -> float:
         world = dist.group.WORLD
         assert world is not None
         gradient = torch.ones(OVERLAP_ELEMENTS, device=device)
-        side = torch.randn(256 if device == "cpu" else 4096, 256 if device == "cpu" else 4096, device=device)
+        width = 256 if device == "cpu" else 4096
+        side = torch.randn(width, width, device=device)
 
         def send() -> None:
             all_reduce_sum(gradient, world)
 
-        sending = _undisturbed_seconds(send, device)
-        repeats = max(1, round(sending / _undisturbed_seconds(lambda: side @ side, device)))
+        sending = _timed(send, OVERLAP_ROUNDS)
+        repeats = max(1, round(sending / _timed(lambda: side @ side, OVERLAP_ROUNDS)))
 
         def compute() -> None:
             for _ in range(repeats):
@@ -155,18 +151,6 @@ def measure_overlap(rank: Rank, device: str, threads: int) -> float:
             if pending is not None:
                 pending.wait()
 
-        sending, computing, together = (_undisturbed_seconds(call, device) for call in (send, compute, both))
+        sending, computing, together = (_timed(call, OVERLAP_ROUNDS) for call in (send, compute, both))
         hidden = min(sending, computing)
         return min(1.0, max(0.0, (together - max(sending, computing)) / hidden))
-
-
-def _undisturbed_seconds(call: Callable[[], Any], device: str) -> float:
-    found = []
-    for _ in range(OVERLAP_ROUNDS):
-        dist.barrier()
-        began = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return undisturbed(found)

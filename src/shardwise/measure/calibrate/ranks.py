@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Rank:
-    """One of ``world`` that measure at once; ``store`` is new for each call and common to all."""
+    """One of ``world`` ranks that measure at once; ``store`` is new for each call and shared by all."""
 
     number: int
     world: int
@@ -50,7 +50,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class PoolRanks:
-    """On one machine, which is the only host: virtual nodes share what it has."""
+    """Processes of this machine, which is the only host: virtual nodes share its resources."""
 
     pool: Pool
     world: int
@@ -81,7 +81,7 @@ class StartedRanks:
         return [pickle.loads(own.get(name)) for name in names]
 
     def leave(self) -> None:
-        """Rank 0 may hold the store: it leaves last."""
+        """Rank 0 may host the store: it leaves last."""
         gone = self._store.add("left", 1)
         while self._here.rank == 0 and gone < self._here.world:
             time.sleep(_LOOK_SECONDS)
@@ -95,20 +95,20 @@ def started_ranks(here: Started) -> Iterator[StartedRanks]:
     ranks = StartedRanks(here, store)
     try:
         yield ranks
-    except SpecError:  # of what all ranks were told, so that all of them leave
+    except SpecError:  # raised on all ranks alike, so that all of them leave
         ranks.leave()
         raise
-    ranks.leave()  # not after another failure: it is this rank's own
+    ranks.leave()  # not after another failure, which only this rank may have
 
 
 def hosts_of(ranks: Ranks) -> list[str]:
-    """The host of every rank, by name; all of them have as many ranks, numbered host by host."""
+    """The host of every rank; raises SpecError unless all have equally many ranks, numbered host by host."""
     found = ranks.run(_host)
     count = found[0][1]
     for rank, one in enumerate(found):
         if one != (found[rank - local_rank(rank, count)][0], count):
             problem = f"rank {rank} is one of {one[1]} on {one[0]}, rank 0 is one of {count} on {found[0][0]}"
-            raise SpecError("LOCAL_WORLD_SIZE", problem, "start as many ranks on every host, and number them on end")
+            raise SpecError("LOCAL_WORLD_SIZE", problem, "start equally many ranks on every host, host by host")
     return [name for name, _ in found]
 
 
@@ -116,38 +116,38 @@ def _host(rank: Rank) -> tuple[str, int]:
     return socket.gethostname(), rank.ranks_per_host
 
 
-# -- Seconds of a call, on a CPU or a GPU, while the other processes of the node do the same ---------
+# -- the seconds of a call while the other processes of the node do the same -------------------------
 
 ROUNDS = 7
-ROUND_SECONDS = 0.02  # of one round at least: a clock's grain and one interrupt do not show
+ROUND_SECONDS = 0.02  # of a round, at least: long compared with the clock's resolution and an interrupt
 
 
-class Together:
-    """Processes that start their measurements at the same time, so that each is measured under contention.
+class StoreBarrier:
+    """Lets processes start their measurements at the same time, so that each is measured under contention.
 
-    They synchronise by counting in a store, not by a collective: what is measured has its own process group.
+    It counts in a store and needs no collective: what is measured has its own process group.
     """
 
     def __init__(self, store: Store, world: int) -> None:
-        self._store = dist.PrefixStore("together", store)  # type: ignore[attr-defined]
-        self._world, self._meetings = world, 0
+        self._store = dist.PrefixStore("barrier", store)  # type: ignore[attr-defined]
+        self._world, self._count = world, 0
 
-    def meet(self) -> None:
-        self._meetings += 1
-        key = f"meeting-{self._meetings}"
+    def wait(self) -> None:
+        self._count += 1
+        key = f"barrier-{self._count}"
         arrived = self._store.add(key, 1)
         while arrived < self._world:
             time.sleep(0.0005)
             arrived = self._store.add(key, 0)
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device, together: Together) -> float:
-    """The mean seconds of one call in an undisturbed round: other load on the machine only ever adds time."""
+def seconds_of(call: Callable[[], Any], device: torch.device, barrier: StoreBarrier) -> float:
+    """The mean seconds of one call in an undisturbed round: other load on the machine only adds time."""
     call()
     repeats = max(1, round(ROUND_SECONDS / max(1e-7, _round(call, device, 1))))
     found = []
     for _ in range(ROUNDS):
-        together.meet()
+        barrier.wait()
         found.append(_round(call, device, repeats))
     return undisturbed(found)
 

@@ -26,14 +26,14 @@ from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.network import Link
 from shardwise.spec.units import readable_seconds
 
-# -- Ranks much slower than the others, which a median hides but every training step waits for -------
+# -- ranks much slower than others: a median hides them, but every training step waits for them ------
 
 FAR = 1.3  # times the seconds of the others
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank whose ``what`` take ``times`` the median of the others."""
+    """A rank that takes ``times`` as long as the median of the others for ``what``."""
 
     what: str
     rank: int
@@ -55,7 +55,7 @@ def slow_ranks(what: str, seconds: Mapping[int, Sequence[float]], hosts: Sequenc
 
 def slow_devices(samples: Sequence[DeviceSamples], hosts: Sequence[str]) -> Iterator[SlowRank]:
     kinds: dict[str, Callable[[DeviceSamples], list[float]]] = {
-        "products": lambda one: [product.seconds for product in one.products],
+        "matmuls": lambda one: [matmul.seconds for matmul in one.matmuls],
         "attention": lambda one: [attention.forward_seconds for attention in one.attentions],
         "copies in memory": lambda one: [copy.seconds for copy in one.copies],
         "steps of small models": lambda one: [step.passes_seconds for step in one.steps],
@@ -75,12 +75,12 @@ def slow_links(
     yield from slow_ranks(f"collectives over {name}", seconds, hosts)
 
 
-# -- How fast the disks are that hosts write to at once, and a cluster with the slowest of them ------
+# -- the hosts' disks, measured at once: the slowest counts ------------------------------------------
 
 
 @dataclass(frozen=True)
 class DiskSample:
-    """``size`` bytes written and synced, and read; the slower of the two took ``seconds``. Or why there are none."""
+    """``size`` bytes written and synced, and read; the slower took ``seconds``. Or a ``problem``."""
 
     size: int
     seconds: float
@@ -103,7 +103,7 @@ def measure_disk(rank: Rank, folder: Path) -> DiskSample | None:
 
 
 def with_storage(cluster: Cluster, samples: Sequence[DiskSample | None], hosts: Sequence[str]) -> Cluster:
-    """The first of its storages, as fast as the slowest host's."""
+    """The cluster with its first storage as fast as the slowest host's."""
     found = [(one, host) for one, host in zip(samples, hosts) if one is not None]
     for one, host in found:
         if one.problem:
@@ -126,10 +126,10 @@ _DELAYS = (1.0, 3.0)  # times an emulated wire's own: two delays separate the wi
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """``cluster`` is what is measured, as far as it is known; every device of it is a process.
+    """``cluster`` is what is measured, as far as it is known; each of its devices is a process.
 
-    All of them are processes of this machine, or the ranks of the world that ``started`` is one of: then every rank
-    makes the same request, and gets the same answer.
+    All are processes of this machine, or the ranks of a world that ``started`` is one of: then every rank makes the
+    same request and gets the same answer.
     """
 
     cluster: Cluster
@@ -148,50 +148,50 @@ class Calibration:
     far_off: tuple[SlowRank, ...] = ()
 
 
-def calibrate(asked: CalibrationRequest, report: Callable[[str], None]) -> Calibration:
-    """Calls ``report`` with what is measured next."""
-    cluster, residuals, slow = asked.cluster, list[Residual](), list[SlowRank]()
-    with _ranks(asked) as (ranks, network):
+def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Calibration:
+    """Measures and fits the requested parts; ``report`` is called with what is measured next."""
+    cluster, residuals, slow = request.cluster, list[Residual](), list[SlowRank]()
+    with _ranks(request) as (ranks, network):
         hosts = hosts_of(ranks)
-        if "device" in asked.parts:
+        if "device" in request.parts:
             report(f"device: matmuls, attention, memory and steps on {cluster.devices} at once")
-            samples = ranks.run(measure_device, asked.device, asked.threads)
-            device, found = _device(asked, samples)
+            samples = ranks.run(measure_device, request.device, request.threads)
+            device, found = _device(request, samples)
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
             slow += slow_devices(samples, hosts)
             if samples[0].host_copies:
                 cluster = replace(cluster, host_link=_host_link(samples))
-        if "links" in asked.parts and cluster.devices > 1:
-            links = _measured_links(asked, ranks, network, report)
-            cluster, found = _with_links(asked, cluster, links)
+        if "links" in request.parts and cluster.devices > 1:
+            links = _measured_links(request, ranks, network, report)
+            cluster, found = _with_links(request, cluster, links)
             residuals += found
             slow += [one for index, level in enumerate(cluster.levels) if level.width > 1
-                     for one in slow_links(links[0].of_ranks, index, level.name, hosts)]  # fmt: skip
+                     for one in slow_links(next(iter(links.values())), index, level.name, hosts)]  # fmt: skip
             report("overlap: matmuls during an all-reduce")
-            cluster = _with_overlap(cluster, max(ranks.run(measure_overlap, asked.device, asked.threads)))
-        if "storage" in asked.parts and cluster.storage:
-            report(f"storage: the disk of {asked.folder}")
-            cluster = with_storage(cluster, ranks.run(measure_disk, asked.folder), hosts)
-    source = _provenance(asked, hosts, residuals, slow)
-    return Calibration(replace(cluster, name=_name(asked), source=source), tuple(residuals), tuple(slow))
+            cluster = _with_overlap(cluster, max(ranks.run(measure_overlap, request.device, request.threads)))
+        if "storage" in request.parts and cluster.storage:
+            report(f"storage: the disk of {request.folder}")
+            cluster = with_storage(cluster, ranks.run(measure_disk, request.folder), hosts)
+    source = _provenance(request, hosts, residuals, slow)
+    return Calibration(replace(cluster, name=_name(request), source=source), tuple(residuals), tuple(slow))
 
 
 @contextmanager
-def _ranks(asked: CalibrationRequest) -> Iterator[tuple[Ranks, Network | None]]:
-    if asked.started is not None:
-        with started_ranks(asked.started) as ranks:
+def _ranks(request: CalibrationRequest) -> Iterator[tuple[Ranks, Network | None]]:
+    if request.started is not None:
+        with started_ranks(request.started) as ranks:
             yield ranks, None
-    elif asked.emulation is not None:
-        with EmulatedPool(asked.emulation, _PRELOAD) as pool:
-            yield PoolRanks(pool, asked.cluster.devices), pool.network
+    elif request.emulation is not None:
+        with EmulatedPool(request.emulation, _PRELOAD) as pool:
+            yield PoolRanks(pool, request.cluster.devices), pool.network
     else:
         with Pool(_PRELOAD) as pool:
-            yield PoolRanks(pool, asked.cluster.devices), None
+            yield PoolRanks(pool, request.cluster.devices), None
 
 
-def _device(asked: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
-    known = asked.device == "cuda"
-    device, residuals = fitted_device(asked.cluster.device, samples, known_peak=known)
+def _device(request: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[Device, list[Residual]]:
+    known = request.device == "cuda"
+    device, residuals = fitted_device(request.cluster.device, samples, known_peak=known)
     source = f"measured: {samples[0].device_name}, {samples[0].threads} threads, PyTorch {torch.__version__}"
     device = replace(device, efficiency=replace(device.efficiency, source=source))
     return (device if known else replace(device, name="calibrated-cpu", source=source)), residuals
@@ -202,38 +202,32 @@ def _host_link(samples: list[DeviceSamples]) -> Link:
     return Link(bandwidth=rate, latency=1e-5, name="host link", source="measured: pinned memory to a device")
 
 
-@dataclass(frozen=True)
-class _Links:
-    """What every rank measured of a wire; its rate and delay if known (else 0)."""
-
-    of_ranks: Sequence[Sequence[LinkSample]]
-    rate: float = 0.0
-    delay: float = 0.0
-
-
 def _measured_links(
-    asked: CalibrationRequest, ranks: Ranks, network: Network | None, report: Callable[[str], None]
-) -> list[_Links]:
-    widths = tuple(level.width for level in asked.cluster.levels)
+    request: CalibrationRequest, ranks: Ranks, network: Network | None, report: Callable[[str], None]
+) -> dict[float, Sequence[Sequence[LinkSample]]]:
+    """What every rank measured, by the delay of an emulated wire (0 if unknown); its own delay first."""
+    widths = tuple(level.width for level in request.cluster.levels)
 
     def measured() -> Sequence[Sequence[LinkSample]]:
-        return ranks.run(measure_links, widths, asked.device, asked.threads)
+        return ranks.run(measure_links, widths, request.device, request.threads)
 
     if network is None:
         report("links: collectives of every level")
-        return [_Links(measured())]
-    found, wire = [], network.emulation
-    for times in _DELAYS if wire.delay else (1.0,):
-        delay = times * wire.delay
+        return {0.0: measured()}
+    found = {}
+    for times in _DELAYS if network.emulation.delay else (1.0,):
+        delay = times * network.emulation.delay
         network.reshape(delay=delay)
         report(f"links: collectives of every level, {readable_seconds(delay)} one way")
-        found.append(_Links(measured(), wire.rate, delay))
+        found[delay] = measured()
     return found
 
 
-def _with_links(asked: CalibrationRequest, cluster: Cluster, links: Sequence[_Links]) -> tuple[Cluster, list[Residual]]:
-    samples = [sample for one in links for sample in slowest(one.of_ranks, rate=one.rate, delay=one.delay)]
-    widths, emulation = tuple(level.width for level in cluster.levels), asked.emulation
+def _with_links(
+    request: CalibrationRequest, cluster: Cluster, links: Mapping[float, Sequence[Sequence[LinkSample]]]
+) -> tuple[Cluster, list[Residual]]:
+    samples = [sample for delay, of_ranks in links.items() for sample in slowest(of_ranks, delay)]
+    widths, emulation = tuple(level.width for level in cluster.levels), request.emulation
     residuals: list[Residual] = []
     for index, level in enumerate(cluster.levels):
         if level.width > 1:
@@ -249,23 +243,23 @@ def _with_overlap(cluster: Cluster, taken: float) -> Cluster:
     return replace(cluster, device=replace(device, units_taken=replace(device.units_taken, collectives=taken)))
 
 
-def _name(asked: CalibrationRequest) -> str:
-    return f"calibrated-{asked.cluster.name.removeprefix('emulated-').removeprefix('calibrated-')}"
+def _name(request: CalibrationRequest) -> str:
+    return f"calibrated-{request.cluster.name.removeprefix('emulated-').removeprefix('calibrated-')}"
 
 
 def _provenance(
-    asked: CalibrationRequest, hosts: Sequence[str], residuals: Sequence[Residual], slow: Sequence[SlowRank]
+    request: CalibrationRequest, hosts: Sequence[str], residuals: Sequence[Residual], slow: Sequence[SlowRank]
 ) -> str:
-    where = f"{asked.cluster.devices} {asked.device} devices of one machine"
-    if asked.started is not None and asked.started.hosts > 1:
+    where = f"{request.cluster.devices} {request.device} devices of one machine"
+    if request.started is not None and request.started.hosts > 1:
         named = ", ".join(dict.fromkeys(hosts))
-        where = f"{asked.cluster.devices} {asked.device} devices of {asked.started.hosts} hosts ({named})"
-    if asked.emulation is not None:
-        where += f", emulated as {asked.emulation}"
+        where = f"{request.cluster.devices} {request.device} devices of {request.started.hosts} hosts ({named})"
+    if request.emulation is not None:
+        where += f", emulated as {request.emulation}"
     errors = "; ".join(f"{one.what}: median {one.median_error:.0%}, worst {one.worst_error:.0%}" for one in residuals)
     parts = [
         f"shardwise calibrate, {date.today().isoformat()}, PyTorch {torch.__version__}, {where}",
-        "Of devices the middle one, of collectives and disks the slowest",
+        "Devices: the median; collectives and disks: the slowest",
         *([f"Errors: {errors}"] if errors else ()),
         *(f"Slow: {one}" for one in slow),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.build import require_schedule
@@ -21,20 +22,17 @@ SMALLEST_BYTES = 8
 
 @dataclass(frozen=True)
 class MeasuredLevel:
-    """The ranks that one level of the network joins, all groups of them at once; "world" are all ranks."""
+    """The ranks that one level of the network connects, all groups of them at once; "world" is all ranks."""
 
     name: str
     runs: tuple[RankRun, ...]
 
     @property
     def ranks(self) -> int:
-        count = 1
-        for run in self.runs:
-            count *= run.degree
-        return count
+        return prod(run.degree for run in self.runs)
 
     def groups(self, world: int) -> Division:
-        """Every rank of the world in one of them."""
+        """The groups, which cover all ranks of the world."""
         return division_of(world, self.runs)
 
 
@@ -50,7 +48,7 @@ def levels_of(cluster: Cluster) -> list[MeasuredLevel]:
 
 @dataclass(frozen=True)
 class CollectiveRequest:
-    """One collective on one level, by some algorithms and sizes; ``most_seconds`` may go into one size of one."""
+    """One collective on one level, by some algorithms and sizes; each size takes at most ``most_seconds``."""
 
     cluster: Cluster
     level: MeasuredLevel
@@ -98,7 +96,7 @@ def bus_factor(kind: CollectiveKind, n: int) -> float:
 
 
 def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ...]:
-    """From 8 bytes on, each ``factor`` times the one before; the largest is always among them."""
+    """Each ``factor`` times the one before; the largest is always included."""
     found, size = [], smallest
     while size < largest:
         found.append(size)
@@ -113,7 +111,7 @@ def algorithms_for(kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster)
 
 
 def offered(kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``wanted`` that the level has for this collective, by the names that they have there."""
+    """Those of ``wanted`` that exist for this collective on the level, by their names there."""
     topology = by_schedules(cluster, level.runs)
     named = [name if name in (BACKEND, AUTO) else named_on(name, topology) for name in wanted]
     return tuple(name for name in named if name in (BACKEND, AUTO) or _runs(kind, topology, name))
@@ -128,7 +126,7 @@ def _runs(kind: CollectiveKind, topology: Topology, name: str) -> bool:
 
 
 def predicted(request: CollectiveRequest, algorithm: str, size: int) -> float:
-    """Seconds by the cluster's description."""
+    """Seconds according to the cluster's description."""
     wanted = AUTO if algorithm == BACKEND else algorithm
     choice = choose(request.kind, size, request.cluster, request.level.runs, wanted)
     return choice.backend_seconds if algorithm == BACKEND else choice.seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -27,49 +27,37 @@ from shardwise.measure.collectives.request import (
     predicted,
 )
 
-# -- One collective on tensors whose result is known: by the backend, or by a schedule ---------------
+# -- one collective on tensors whose result is known -------------------------------------------------
 
-_WHOLE = (CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST, CollectiveKind.REDUCE, CollectiveKind.SEND_RECV)
-_PERIOD = 13  # of the values: small whole numbers, whose sums are exact
+_UNDIVIDED = (CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST, CollectiveKind.REDUCE, CollectiveKind.SEND_RECV)
+_IN_PLACE = (CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST, CollectiveKind.REDUCE)
+# A block for or from every rank, instead of one block.
+_SENDS_ALL = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL, CollectiveKind.SCATTER)
+_RECEIVES_ALL = (CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL, CollectiveKind.GATHER)
+_PERIOD = 13  # of the values: small integers, whose sums are exact
 
 
 class Operation:
-    """``prepare`` before each run, which is ``run``; ``is_right`` after it."""
+    """Call ``prepare`` before each run and ``is_right`` after it."""
 
     def __init__(self, kind: CollectiveKind, group: dist.ProcessGroup, size_bytes: int, device: torch.device) -> None:
         self.kind, self.group, self.n, self.rank = kind, group, group.size(), group.rank()
         elements = max(1, size_bytes // ELEMENT_BYTES)
-        self.block = elements if kind in _WHOLE else max(1, elements // self.n)
-        self.size_bytes = ELEMENT_BYTES * (self.block if kind in _WHOLE else self.block * self.n)
+        self.block = elements if kind in _UNDIVIDED else max(1, elements // self.n)
+        self.size_bytes = ELEMENT_BYTES * (self.block if kind in _UNDIVIDED else self.block * self.n)
         self.device = device
-        self.given = self._given()
+        sends = self.rank == 0 or kind is not CollectiveKind.SCATTER
+        receives = kind not in _IN_PLACE and (self.rank == 0 or kind is not CollectiveKind.GATHER)
+        self.given = self._given(self.rank) if sends else None
         self.input = self.given.clone() if self.given is not None else None
-        self.output = self._output()
+        blocks = self.n if kind in _RECEIVES_ALL else 1
+        self.output = torch.zeros(blocks * self.block, device=device) if receives else None
 
-    def _values(self, rank: int, elements: int) -> Tensor:
+    def _given(self, rank: int) -> Tensor:
+        """What a rank puts in."""
+        elements = self.block * (self.n if self.kind in _SENDS_ALL else 1)
         places = torch.arange(elements, device=self.device, dtype=torch.int64)
         return ((places + rank) % _PERIOD).float()
-
-    def _given(self) -> Tensor | None:
-        match self.kind:
-            case CollectiveKind.REDUCE_SCATTER | CollectiveKind.ALL_TO_ALL:
-                return self._values(self.rank, self.block * self.n)
-            case CollectiveKind.SCATTER:
-                return self._values(0, self.block * self.n) if self.rank == 0 else None
-        return self._values(self.rank, self.block)
-
-    def _output(self) -> Tensor | None:
-        elements = self.block
-        match self.kind:
-            case CollectiveKind.ALL_REDUCE | CollectiveKind.BROADCAST | CollectiveKind.REDUCE:
-                return None
-            case CollectiveKind.ALL_GATHER | CollectiveKind.ALL_TO_ALL:
-                elements *= self.n
-            case CollectiveKind.GATHER:
-                if self.rank:
-                    return None
-                elements *= self.n
-        return torch.zeros(elements, device=self.device)
 
     def prepare(self) -> None:
         if self.output is None and self.input is not None and self.given is not None:
@@ -85,26 +73,23 @@ class Operation:
         group, root = self.group, dist.get_global_rank(self.group, 0)
         input: Any = self.input  # some are None on some ranks, as the backend wants it
         output: Any = self.output
-        match self.kind:
-            case CollectiveKind.ALL_REDUCE:
-                return lambda: dist.all_reduce(input, group=group)
-            case CollectiveKind.BROADCAST:
-                return lambda: dist.broadcast(input, root, group=group)
-            case CollectiveKind.REDUCE:
-                return lambda: dist.reduce(input, root, group=group)
-            case CollectiveKind.ALL_GATHER:
-                return lambda: all_gather(output, input, group)
-            case CollectiveKind.REDUCE_SCATTER:
-                return lambda: reduce_scatter_sum(output, input, group)
-            case CollectiveKind.ALL_TO_ALL:
-                return lambda: dist.all_to_all_single(output, input, group=group)
-            case CollectiveKind.GATHER:
-                parts = None if output is None else list(output.view(self.n, -1).unbind())
-                return lambda: dist.gather(input, parts, root, group=group)
-            case CollectiveKind.SCATTER:
-                pieces = None if input is None else list(input.view(self.n, -1).unbind())
-                return lambda: dist.scatter(output, pieces, root, group=group)
-        return self._pass_on
+        sent = self._blocks(input) if self.kind is CollectiveKind.SCATTER else None
+        received = self._blocks(output) if self.kind is CollectiveKind.GATHER else None
+        calls: dict[CollectiveKind, Callable[[], object]] = {
+            CollectiveKind.ALL_REDUCE: lambda: dist.all_reduce(input, group=group),
+            CollectiveKind.BROADCAST: lambda: dist.broadcast(input, root, group=group),
+            CollectiveKind.REDUCE: lambda: dist.reduce(input, root, group=group),
+            CollectiveKind.ALL_GATHER: lambda: all_gather(output, input, group),
+            CollectiveKind.REDUCE_SCATTER: lambda: reduce_scatter_sum(output, input, group),
+            CollectiveKind.ALL_TO_ALL: lambda: dist.all_to_all_single(output, input, group=group),
+            CollectiveKind.GATHER: lambda: dist.gather(input, received, root, group=group),
+            CollectiveKind.SCATTER: lambda: dist.scatter(output, sent, root, group=group),
+            CollectiveKind.SEND_RECV: self._pass_on,
+        }
+        return calls[self.kind]
+
+    def _blocks(self, tensor: Tensor | None) -> list[Tensor] | None:
+        return None if tensor is None else list(tensor.view(self.n, -1).unbind())
 
     def _pass_on(self) -> None:
         works: list[Any] = []
@@ -122,34 +107,26 @@ class Operation:
 
     @cached_property
     def expected(self) -> Tensor | None:
-        """Computed here from what every rank gave; None if a rank gets nothing."""
+        """Computed here from what every rank put in; None if a rank gets nothing."""
         own = slice(self.rank * self.block, (self.rank + 1) * self.block)
-        everyone, whole = range(self.n), self.block * self.n
+        everyone = (self._given(rank) for rank in range(self.n))
         match self.kind:
-            case CollectiveKind.ALL_REDUCE:
-                return self._sum(self.block)
-            case CollectiveKind.REDUCE:
-                return self._sum(self.block) if self.rank == 0 else None
-            case CollectiveKind.BROADCAST:
-                return self._values(0, self.block)
-            case CollectiveKind.ALL_GATHER:
-                return torch.cat([self._values(rank, self.block) for rank in everyone])
-            case CollectiveKind.GATHER:
-                return torch.cat([self._values(rank, self.block) for rank in everyone]) if self.rank == 0 else None
-            case CollectiveKind.SCATTER:
-                return self._values(0, whole)[own]
+            case CollectiveKind.REDUCE | CollectiveKind.GATHER if self.rank:
+                return None
+            case CollectiveKind.ALL_REDUCE | CollectiveKind.REDUCE:
+                return reduce(Tensor.add_, everyone)
             case CollectiveKind.REDUCE_SCATTER:
-                return self._sum(whole)[own]
+                return reduce(Tensor.add_, everyone)[own]
+            case CollectiveKind.ALL_GATHER | CollectiveKind.GATHER:
+                return torch.cat(list(everyone))
             case CollectiveKind.ALL_TO_ALL:
-                return torch.cat([self._values(rank, whole)[own] for rank in everyone])
+                return torch.cat([given[own] for given in everyone])
+            case CollectiveKind.BROADCAST:
+                return self._given(0)
+            case CollectiveKind.SCATTER:
+                return self._given(0)[own]
             case CollectiveKind.SEND_RECV:
-                return self._values(self.rank - 1, self.block) if self.rank else None
-
-    def _sum(self, elements: int) -> Tensor:
-        total = self._values(0, elements)
-        for rank in range(1, self.n):
-            total += self._values(rank, elements)
-        return total
+                return self._given(self.rank - 1) if self.rank else None
 
 
 # -- requests on many ranks --------------------------------------------------------------------------
@@ -168,7 +145,7 @@ def measure_in(pool: Pool, request: CollectiveRequest, timeout_seconds: float = 
 def measure_as_rank(
     requests: Sequence[CollectiveRequest], rank: int, world: int, device: str
 ) -> list[MeasuredCollective]:
-    """In a world that torchrun has started: every rank calls this, and meets the others where its environment says."""
+    """In a world that torchrun has started: every rank calls this, with the rendezvous of its environment."""
     with joined(rank, world, None, device=device):
         return [one for request in requests for one in measure(request, torch.device(device))]
 
@@ -193,10 +170,7 @@ def measure(request: CollectiveRequest, device: torch.device) -> list[MeasuredCo
                 continue
             operation = Operation(request.kind, group, size, device)
             schedule = _schedule(request, algorithm, operation.size_bytes)
-            if schedule is None:
-                run = operation.by_backend()
-            else:
-                run = operation.by_schedule(communicator, schedule)
+            run = operation.by_schedule(communicator, schedule) if schedule else operation.by_backend()
             one = _timed(request, algorithm, operation, run)
             found.append(one)
             if one.median_seconds > request.most_seconds:
@@ -215,7 +189,7 @@ def _schedule(request: CollectiveRequest, algorithm: str, size: int) -> Schedule
 def _timed(
     request: CollectiveRequest, algorithm: str, operation: Operation, run: Callable[[], object]
 ) -> MeasuredCollective:
-    """Every run by itself, begun together; the time of the slowest rank counts."""
+    """Every run is timed alone, started together; the slowest rank's time counts."""
     seconds: list[float] = []
     right = True
     repeats, count = request.repeats, 0
@@ -253,7 +227,7 @@ def _that_fit(request: CollectiveRequest, seconds: float) -> int:
 
 
 def _slowest(seconds: list[float]) -> list[float]:
-    """Of each run over all ranks, on a CPU backend that is always there."""
+    """The slowest rank's time of each run, by the CPU backend, which is always there."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return [float(one) for one in times]

@@ -154,15 +154,17 @@ class FlopLog:
             self.flops["products"] += 2.0 * float(args[left].numel()) * int(args[right].shape[dimension])
         elif name in _SQUARE:
             first, causal = _SQUARE[name]
+            query, key, value = args[first : first + 3]
             is_causal = len(args) > causal and bool(args[causal])
-            self.flops["attention"] += (1 + first) * _square(*args[first : first + 3], is_causal)
+            self.flops["attention"] += (1 + first) * _square(query, key, value, is_causal)
         elif name in _PACKED:
             first, longest, window = _PACKED[name]
             self.flops["attention"] += (1 + first) * _packed(args[first], args[first + 2], args[longest], args[window])
         elif name in _WINDOWED:
             first = _WINDOWED[name]
+            query, key, value = args[first : first + 3]
             sides = named["window_size_left"], named["window_size_right"]
-            self.flops["attention"] += (1 + first) * _windowed(*args[first : first + 3], *sides)
+            self.flops["attention"] += (1 + first) * _windowed(query, key, value, *sides)
 
 
 def _features(query: Any, value: Any) -> int:
