@@ -79,7 +79,7 @@ def compared(
 
     torch.set_num_threads(1)
     found = []
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         group = dist.group.WORLD
         assert group is not None
         communicator = Communicator(group)

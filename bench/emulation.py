@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from shardwise.launch.emulate.namespace import address
 from shardwise.launch.emulate.network import Network, emulated, why_not
 from shardwise.spec.emulation import Emulation
 
@@ -43,7 +44,7 @@ def measure(emulation: Emulation) -> None:
         server.stdout.readline()
         before = cpu_seconds(network.switch_pid)
         asked = subprocess.run(
-            inside(network, 0, "ask", network.address(1), str(emulation.rate)), stdout=subprocess.PIPE, check=True
+            inside(network, 0, "ask", address(1), str(emulation.rate)), stdout=subprocess.PIPE, check=True
         )
         used = cpu_seconds(network.switch_pid) - before
         server.wait()

@@ -79,7 +79,7 @@ def main() -> int:
 def timed(place: WorkerPlace, zero: int, steps: int) -> Times:
     """Seconds of each step of stock PyTorch and of the engine on this rank, and how far their losses are apart."""
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         tokens = torch.randint(MODEL.vocab, (1, TOKENS), generator=torch.Generator().manual_seed(place.rank))
         both = (stock_step(zero, tokens), engine_step(zero, tokens))
         seconds: tuple[list[float], list[float]] = ([], [])

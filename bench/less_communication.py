@@ -106,7 +106,7 @@ def work(place: WorkerPlace, job: Job, folder: str, interval: int, threads: int)
     from shardwise.training.loop import batch_of, evaluate
 
     torch.set_num_threads(threads)
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         engine, losses = Engine(job), {}
         training, validation = mixtures_of(job, Path(folder))
         assert validation is not None

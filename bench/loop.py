@@ -28,7 +28,7 @@ from shardwise.spec.job import Job
 from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.data.loader import rows_of
-from shardwise.training.data.run_data import built_in, mixtures_of
+from shardwise.training.data.run_data import builtin_corpus, mixtures_of
 from shardwise.training.loop import Loop, LoopParts, batch_of
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.start import State
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as folder, Pool(preload=("torch", "torch.distributed.fsdp")) as pool:
-        built_in(Path(folder))
+        builtin_corpus(Path(folder))
         found = pool.run(timed, WORLD, folder, steps)
     bare, loop = (statistics.median(max(ranks) for ranks in zip(*(one[side] for one in found))) for side in (0, 1))
     overhead = loop / bare - 1
@@ -66,7 +66,7 @@ def timed(place: PoolPlace, folder: str, steps: int) -> tuple[list[float], list[
     """Seconds of each bare step and of each step of the loop on this rank."""
     torch.set_num_threads(1)
     job, run_folder = Job.from_dict(JOB), Path(folder)
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         engine = Engine(job)
         training, _ = mixtures_of(job, run_folder)
         reporter = Reporter(WorldPlace(place.rank, place.world, place.rank, folder=run_folder))

@@ -33,7 +33,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.data.run_data import built_in, mixtures_of
+from shardwise.training.data.run_data import builtin_corpus, mixtures_of
 from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.run_folder import RunFolder
@@ -70,7 +70,7 @@ def main() -> int:
             path = Path(folder) / name
             path.mkdir()
             RunFolder(path).job.write_text(one.to_yaml(), encoding="utf-8")
-            built_in(path)
+            builtin_corpus(path)
             found = pool.run(timed, WORLD, one, str(path), asked.rank, asked.steps, timeout_seconds=600)
             steps: list[float] = [max(of_ranks) for of_ranks in zip(*found)]  # over when all ranks are done
             return statistics.median(steps)
@@ -93,7 +93,7 @@ def timed(place: PoolPlace, job: Job, folder: str, slow_rank: int, steps: int) -
     torch.set_num_threads(1)
     if place.rank == slow_rank and not hasattr(Layer, "quick"):
         slow_down()
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         path = Path(folder)
         engine = Engine(job)
         training, _ = mixtures_of(job, path)

@@ -72,7 +72,7 @@ def parallel(strategy: shardwise.Strategy) -> list[float]:
 def on_a_rank(place: WorkerPlace, strategy: shardwise.Strategy) -> list[float]:
     """One of two processes; with `torchrun` this is `torch.distributed.init_process_group`."""
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         return parallel(strategy)
 
 

@@ -40,5 +40,5 @@ def _in_world(place: WorkerPlace, function: Callable[..., Any], arguments: tuple
     torch.set_num_threads(1)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # then its products of halves take 20 times as long
         torch.backends.mkldnn.set_flags(False)
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         return function(*arguments)

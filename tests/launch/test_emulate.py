@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from required import require
+from shardwise.launch.emulate.namespace import address
 from shardwise.launch.emulate.network import Network, Shaping, emulated, why_not
 from shardwise.launch.emulate.switch import QUEUE_BYTES, Wires
 from shardwise.launch.pool import WorkerPlace
@@ -63,7 +64,7 @@ def sending(network: Network, size: int) -> subprocess.Popen[str]:
     server = run_on(network, 1, SERVE)
     assert server.stdout is not None
     server.stdout.readline()
-    return run_on(network, 0, SEND, network.address(1), str(size))
+    return run_on(network, 0, SEND, address(1), str(size))
 
 
 def run_on(network: Network, node: int, code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -160,7 +161,7 @@ def test_two_networks_do_not_meet() -> None:
         assert server.stdout is not None
         server.stdout.readline()
         refused = subprocess.run(
-            other.command(0, [sys.executable, "-I", "-S", "-c", SEND, other.address(1), "1"]), capture_output=True
+            other.command(0, [sys.executable, "-I", "-S", "-c", SEND, address(1), "1"]), capture_output=True
         )
         assert b"ConnectionRefusedError" in refused.stderr
         server.kill()

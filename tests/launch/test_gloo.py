@@ -16,7 +16,7 @@ import torch.distributed as dist
 from datetime import timedelta
 
 def train():
-    store = dist.FileStore(str(place.meeting), place.world)
+    store = dist.FileStore(str(place.rendezvous), place.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=place.world, timeout=timedelta(seconds=60))
     for step in range(3):
         reporter.phase("step", step, limit_seconds=None if step == 2 else 60)

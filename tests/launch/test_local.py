@@ -21,7 +21,7 @@ def test_ranks_know_their_place_and_end_well(tmp_path: Path) -> None:
     found = launch(
         tmp_path,
         """
-print(rank, place.world, place.local_rank, place.meeting, os.environ["GLOO_SOCKET_IFNAME"], os.environ["MINE"])
+print(rank, place.world, place.local_rank, place.rendezvous, os.environ["GLOO_SOCKET_IFNAME"], os.environ["MINE"])
 reporter.phase("done", 1)
 """,
         world=3,
@@ -30,8 +30,8 @@ reporter.phase("done", 1)
     assert (found.status, found.stopped, found.failure, len(found.attempts)) == (0, False, None, 1)
     folder = found.attempts[0].folder
     logs = [(folder / f"rank-{rank}.log").read_text() for rank in range(3)]
-    (meeting,) = {Path(line.split()[3]) for line in logs}
-    assert not meeting.exists()  # any more
+    (rendezvous,) = {Path(line.split()[3]) for line in logs}
+    assert not rendezvous.exists()  # any more
     assert [line.split()[:3] for line in logs] == [[str(rank), "3", str(rank)] for rank in range(3)]
     assert {tuple(line.split()[4:]) for line in logs} in ({("lo", "x")}, {("lo0", "x")})
 

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from shardwise.launch.owned import OwnedFolder
 
-folder = OwnedFolder("meeting", Path(sys.argv[1]))
+folder = OwnedFolder("rendezvous", Path(sys.argv[1]))
 print(folder.path, flush=True)
 sys.stdin.read()
 """
@@ -53,7 +53,7 @@ def test_what_a_killed_process_leaves_is_cleared_and_what_a_living_one_holds_is_
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
 def test_another_users_folder_is_left_alone(tmp_path: Path) -> None:
-    theirs = tmp_path / "shardwise-meeting-theirs"
+    theirs = tmp_path / "shardwise-rendezvous-theirs"
     theirs.mkdir()
     (theirs / LOCK).touch()
     os.chown(theirs, 12_345, 12_345)
@@ -61,24 +61,24 @@ def test_another_users_folder_is_left_alone(tmp_path: Path) -> None:
     assert theirs.is_dir()
 
 
-def test_ranks_leave_no_meeting_and_without_room_for_one_a_line_says_so(
+def test_ranks_leave_no_rendezvous_and_without_room_for_one_a_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tmp_path / "memory"
     with small_disk(memory, "size=2m"):
         monkeypatch.setattr(ranks, "_SHARED_MEMORY", memory)
-        found = launch(tmp_path, "print(place.meeting)")
+        found = launch(tmp_path, "print(place.rendezvous)")
         assert (found.status, list(memory.iterdir())) == (0, [])
         assert str(memory) in (found.attempts[0].folder / "rank-0.log").read_text()
         (memory / "large").write_bytes(bytes(3 * 2**19))
         with pytest.raises(
             SpecError, match="memory: has no room left: the processes of a run rendezvous there; free some"
         ):
-            launch(tmp_path, "print(place.meeting)")
+            launch(tmp_path, "print(place.rendezvous)")
         assert [one.name for one in memory.iterdir()] == ["large"]
 
 
-def test_a_launcher_and_its_guard_that_are_killed_leave_a_meeting_for_the_next_start(tmp_path: Path) -> None:
+def test_a_launcher_and_its_guard_that_are_killed_leave_a_rendezvous_for_the_next_start(tmp_path: Path) -> None:
     """As `pkill -9 -f shardwise` does."""
     body = f"""
 import sys
@@ -86,18 +86,18 @@ from pathlib import Path
 from shardwise.launch import ranks
 ranks._SHARED_MEMORY = Path({str(tmp_path)!r})
 one = ranks.RankProcesses([sys.executable, "-c", "import time; time.sleep(1000)"], 1, Path({str(tmp_path)!r}), {{}})
-print(one._guard.pid, one.all[0].process.pid, one._meeting.path, flush=True)
+print(one._guard.pid, one.all[0].process.pid, one._rendezvous.path, flush=True)
 sys.stdin.read()
 """
     process = subprocess.Popen(
         program(tmp_path, body, preface=""), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    guard, rank, meeting = process.stdout.readline().split()
+    guard, rank, rendezvous = process.stdout.readline().split()
     os.kill(int(guard), signal.SIGKILL)
     process.kill()
     process.wait()
     os.kill(int(rank), signal.SIGKILL)
-    assert Path(meeting).is_dir()
+    assert Path(rendezvous).is_dir()
     clear_unowned(tmp_path)
-    assert not Path(meeting).exists()
+    assert not Path(rendezvous).exists()

@@ -10,7 +10,7 @@ import pytest
 
 from cli.running import error_line, run
 from shardwise.launch.outcome import Commit
-from shardwise.launch.resume import place_for, record_data, require_same_run
+from shardwise.launch.resume import folder_for, record_data, require_same_run
 from shardwise.launch.run import Launch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -193,7 +193,7 @@ def test_another_job_gets_another_folder_where_none_was_named(tmp_path: Path, mo
     commit(CheckpointFolder(Path("runs/tiny-2/checkpoints")), 5, longer)
     assert "Nothing to do: the run in runs/tiny-2 is" in run(*flags, "--seq", "64").out
     assert "Nothing to do: the run in runs/tiny is" in run(*flags).out
-    assert place_for(job_with(run={"seed": 3}), Path("runs/tiny"))[0] == Path("runs/tiny-3")
+    assert folder_for(job_with(run={"seed": 3}), Path("runs/tiny"))[0] == Path("runs/tiny-3")
     assert not Path("runs/tiny/job.yaml").exists()
 
 

@@ -69,7 +69,7 @@ def _in_world(place: WorkerPlace, job: Job, folder: str) -> None:
     from training.runs import train
 
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         train(job, folder)
 
 

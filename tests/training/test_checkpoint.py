@@ -21,7 +21,7 @@ from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import ContiguousRun, placed, taken
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.load import load, newest_good, problems_of
+from shardwise.training.checkpoint.load import load, newest_intact, problems_of
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.checkpoint.save import Saver
 from shardwise.training.start import Position
@@ -45,7 +45,7 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
     engine, place = Engine(one, seed=1 if resume else 0), CheckpointFolder(Path(folder))
     first = 0
     if resume:
-        found = newest_good(place)
+        found = newest_intact(place)
         assert found is not None
         first = load(engine, place.of_step(found)).step
     losses = [float(engine.step(own_share(one, engine, step)).loss) for step in range(first, first + steps)]
@@ -159,7 +159,7 @@ def newest_in(folders: list[str]) -> list[tuple[int | None, list[str]]]:
     found = []
     for folder in folders:
         said: list[str] = []
-        found.append((newest_good(CheckpointFolder(Path(folder)), said.append), said))
+        found.append((newest_intact(CheckpointFolder(Path(folder)), said.append), said))
     return found
 
 

@@ -24,7 +24,7 @@ from shardwise.models.huggingface import write_folder
 from shardwise.spec import Job
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.checkpoint.whole import LazyTensor
 from shardwise.training.convert.sources import open_weights
 from shardwise.training.convert.write import write_file
 from shardwise.training.start import start_from
@@ -166,7 +166,7 @@ def test_tensors_are_in_memory_one_after_the_other(tmp_path: Path, family_names:
     source = as_huggingface(EVEN, tensors_of(EVEN), tmp_path / "theirs")
     weights, alive, most = open_weights(source), set[int](), [0]
 
-    def counted(name: str, one: Lazy) -> Lazy:
+    def counted(name: str, one: LazyTensor) -> LazyTensor:
         def read() -> Tensor:
             tensor = one.read()
             alive.add(id(tensor))

@@ -15,7 +15,7 @@ from cli.running import run
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.manifest import Manifest, SavedPiece, Shard, Whole, contents_of, read_manifest
+from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, contents_of, read_manifest
 from training.sealed import seal
 
 JOB = {"model": "tiny", "cluster": "laptop:1", "training": {"global_batch": 8, "seq": 32, "precision": "fp32"}}
@@ -33,7 +33,9 @@ FILE = "shard-00000.safetensors"
 def sound() -> Manifest:
     pieces = tuple(SavedPiece(FILE, f"weight/a@{start},0", Box((start, 0), (2, 3))) for start in (0, 2))
     shard = Shard(48, hashlib.sha256(b"").hexdigest())
-    return Manifest(5, Job.from_dict(JOB).to_dict(), NUMBERS, {"weight/a": Whole((4, 3), "F32", pieces)}, {FILE: shard})
+    return Manifest(
+        5, Job.from_dict(JOB).to_dict(), NUMBERS, {"weight/a": FullTensor((4, 3), "F32", pieces)}, {FILE: shard}
+    )
 
 
 @pytest.fixture

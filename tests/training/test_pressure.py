@@ -6,7 +6,7 @@ from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
-from shardwise.training.health import AMPLE, SHORT, STEP, Pressure
+from shardwise.training.health import AMPLE, SHORT, STEP, MemoryPressure
 
 
 def job(offload: object) -> Job:
@@ -17,7 +17,7 @@ def job(offload: object) -> Job:
 
 def moved() -> tuple[list[float | None], list[float]]:
     engine = Engine(job("auto"))
-    pressure = Pressure(engine)
+    pressure = MemoryPressure(engine)
     limit = pressure.limit_bytes
     peaks = [0.5 * limit, 0.99 * limit, 1.1 * limit, 0.5 * (SHORT + AMPLE) * limit, 0.5 * limit]
     found, stored = [], []

@@ -16,7 +16,7 @@ from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
-from shardwise.launch.resume import finished_at, place_for, require_going_on, require_same_run
+from shardwise.launch.resume import finished_at, folder_for, require_going_on, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
@@ -235,7 +235,7 @@ def _placed(job: Job, given: JobArguments, *, go_on: bool, note: OnProgress) -> 
     if job.run.folder is not None:
         return job
     default = Path("runs") / (Path(given.job).stem if given.job else job.model.name or "run")
-    path, why = (default, []) if go_on else place_for(job, default)
+    path, why = (default, []) if go_on else folder_for(job, default)
     if why:
         note(f"{default} has the run of another job ({why[0]}): this one is in {path}")
     return replace(job, run=replace(job.run, folder=str(path)))

@@ -1,4 +1,10 @@
-"""Who failed first, and why: inferred from the ranks' records, their exit statuses and their progress."""
+"""Which rank failed first, and why: inferred from the ranks' records, their exit statuses and their progress.
+
+One rank's end makes others fail within milliseconds, with messages about connections. These are victims, named only
+where no cause is found. A stuck rank leaves all others waiting in their next collective until they give up; it is
+recognised by its silence, by its stack while the others are in a collective, or by being behind. Where hosts cannot
+reach each other, no rank is to blame.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,228 +26,15 @@ from shardwise.training.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phas
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-_INNERMOST = 8  # frames in which a call of torch.distributed means that the rank waits in it
-
-
-def limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
-    """How long a rank may stay where it is."""
-    usual: dict[Phase, float] = {"start": timeouts.start, "data": timeouts.step, "step": timeouts.step}
-    if progress is None:
-        return timeouts.start
-    # All else may take as long as a checkpoint; so may a rank that is done, while others still write.
-    return max(usual.get(progress.phase, timeouts.checkpoint), progress.limit_seconds)
-
-
-def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProcess]:
-    """The ranks that have been too long in one phase, or too long without a heartbeat."""
-    now = time.monotonic()
-    silence = max(timeouts.step, SILENT_SECONDS)
-    found = []
-    for rank in running:
-        progress = rank.progress()
-        since = rank.started if progress is None else progress.since
-        late = now - since > limit_seconds(progress, timeouts)
-        silent = progress is not None and progress.phase != "start" and now - progress.beat > silence
-        if late or silent:
-            found.append(rank)
-    return found
-
-
-def silent_rank(running: Sequence[RankProcess]) -> Failure | None:
-    """The rank that has been silent longest, if any: it is stopped, and no other can make progress."""
-    now = time.monotonic()
-    last = {rank.number: progress.beat for rank in running if (progress := rank.progress())}
-    silent = [rank for rank in running if now - last.get(rank.number, now) > SILENT_SECONDS]
-    if not silent:
-        return None
-    rank = min(silent, key=lambda one: last[one.number])
-    silence = readable_duration(now - last[rank.number])
-    reason = f"no sign of life for {silence}: stopped, or in a call that holds the interpreter"
-    return _failure(rank, "silent", reason)
-
-
-def waited_for(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord], timeouts: Timeouts) -> Failure | None:
-    """The one running rank for which the others wait, or waited until they ``gave_up``; None if none stands out."""
-    now = time.monotonic()
-    unheard = [rank for rank in running if rank.progress() is None]
-    if unheard:
-        seconds = now - unheard[0].started
-        return _failure(unheard[0], "stuck", f"has not reported since it was started {readable_duration(seconds)} ago")
-    rank = _not_in_a_collective(running, gave_up) or _behind(running, gave_up)
-    progress = rank.progress() if rank else None
-    if rank is None or progress is None:
-        return None
-    limit = limit_seconds(progress, timeouts)
-    return _failure(
-        rank,
-        "stuck",
-        f"no progress for {readable_duration(now - progress.since)} (limit {readable_duration(limit)}){_doing(rank)}",
-    )
-
-
-def nobody_moves(running: Sequence[RankProcess]) -> Failure:
-    """Every rank is in the same place; what each was doing is in its file of stacks."""
-    progress = running[0].progress()
-    seconds = time.monotonic() - (progress.since if progress else running[0].started)
-    silence, folder = readable_duration(seconds), running[0].folder
-    reason = f"no rank made progress for {silence}{_doing(running[0])}; the stacks of all are in {folder}"
-    return Failure(None, "stuck", reason, *running[0].where)
-
-
-def _failure(rank: RankProcess, cause: Cause, reason: str) -> Failure:
-    return Failure(rank.number, cause, reason, *rank.where, log_path(rank.folder, rank.number))
-
-
-def _not_in_a_collective(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
-    """The one rank that was doing something else when asked, while others were in a collective or had given one up."""
-    frames = {rank.number: _innermost_frames(rank) for rank in running}
-    inside = [rank for rank in running if any("torch/distributed/" in frame["file"] for frame in frames[rank.number])]
-    outside = [rank for rank in running if rank not in inside and frames[rank.number]]
-    return outside[0] if len(outside) == 1 and (inside or gave_up) else None
-
-
-def _behind(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
-    """The one rank that is behind all others."""
-    far = [(one.step, PHASES.index(one.phase)) for rank in running if (one := rank.progress())]
-    least = min(far, default=(0, 0))
-    left = [(one.step, PHASES.index(one.phase)) for one in gave_up]
-    return running[far.index(least)] if far.count(least) == 1 and max(far + left) > least else None
-
-
-def _innermost_frames(rank: RankProcess) -> list[re.Match[str]]:
-    """Where the rank's main thread was: the last thread of what faulthandler writes."""
-    main = rank.stacks().strip().rpartition("\n\n")[2]
-    return list(_FRAME.finditer(main))[:_INNERMOST]
-
-
-def _doing(rank: RankProcess) -> str:
-    frames = _innermost_frames(rank)
-    return f", at {frames[0]['file']}:{frames[0]['line']} in {frames[0]['function']}" if frames else ""
-
-
-# -- desynchronised --------------------------------------------------------------------------------
-#
-# Mismatched collectives between ranks: what PyTorch's debug mode reports about them, in one line.
-
-
-_MISMATCH = "mismatch between collectives"
+_INNERMOST = 8  # frames: a call of torch.distributed among them means that the rank waits in a collective
+_MISMATCH = "mismatch between collectives"  # PyTorch's debug mode
 # Each rank reports its own collective first, then that of another, by sequence numbers within their group.
 _CALL = re.compile(
     r"is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<sequence>\d+))?.*?OpType=(?P<operation>\w+)"
     r"(?:, TensorShape=(?P<shape>\[[^\]]*\]))?(?:, TensorDtypes=(?P<dtype>\w+))?"
 )
-
-
-def different_collectives(records: Sequence[FailureRecord]) -> Failure | None:
-    """Which ranks call what, if the ranks' records show a mismatch."""
-    ours = [record for record in records if _MISMATCH in record.message]
-    calls: dict[str, list[int]] = {}
-    for record in ours:
-        told = [_call(match) for match in _CALL.finditer(record.message)]
-        for call, rank in zip(told, (record.rank, -1)):
-            calls.setdefault(call, []).append(rank)
-    if not calls:
-        return None
-    who = {call: sorted({rank for rank in ranks if rank >= 0}) for call, ranks in calls.items()}
-    odd = [ranks[0] for ranks in who.values() if len(ranks) == 1]
-    text = ", ".join(f"{_names(ranks)} {call}" for call, ranks in sorted(who.items(), key=lambda one: one[1]))
-    number = next((f" (number {match[1]})" for match in _CALL.finditer(ours[0].message) if match[1]), "")
-    only = odd[0] if len(odd) == 1 and len(who) > 1 and len(ours) > 2 else None
-    return Failure(only, "raised", f"different collectives{number}: {text}", ours[0].phase, ours[0].step)
-
-
-def _call(match: re.Match[str]) -> str:
-    tensor = " ".join(part for part in (match["dtype"], match["shape"]) if part)
-    return match["operation"].lower() + (f" of {tensor}" if tensor else "")
-
-
-def _names(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "another rank of the group calls"
-    return f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
-
-
-# -- unanswered ------------------------------------------------------------------------------------
-#
-# Connections whose peer does not answer: which hosts of a run cannot reach each other, according to the kernel.
-
-
-_REPEATED = 3  # retransmissions of a packet: for more than a second nothing came back
+_RETRANSMISSIONS = 3  # of one packet: no answer for more than a second
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
-
-
-@dataclass(frozen=True)
-class _Connection:
-    here: str
-    there: str
-    repeated: int
-
-
-def cut_off(running: Sequence[RankProcess]) -> Failure | None:
-    """The two hosts that cannot reach each other, if ranks are waiting for that; None if every host answers."""
-    found = {rank.number: list(_connections(rank.process.pid)) for rank in running}
-    ranks_at: dict[str, set[int]] = {}
-    for number, connections in found.items():
-        for one in connections:
-            ranks_at.setdefault(one.here, set()).add(number)
-    silent = {
-        tuple(sorted((one.here, one.there), key=socket.inet_aton))
-        for connections in found.values()
-        for one in connections
-        if one.repeated >= _REPEATED
-    }
-    if not silent:
-        return None
-    progress = running[0].progress()
-    seconds = time.monotonic() - (progress.since if progress else running[0].started)
-    pairs = ", ".join(
-        " and ".join(f"{host} ({_ranks(ranks_at.get(host, set()))})" for host in pair) for pair in sorted(silent)
-    )
-    return Failure(
-        None,
-        "stuck",
-        f"no rank made progress for {readable_duration(seconds)}, no answer between {pairs}",
-        *running[0].where,
-    )
-
-
-def _connections(process: int) -> Iterator[_Connection]:
-    """The TCP connections of a process; none if the system does not expose them."""
-    folder = Path(f"/proc/{process}")
-    with contextlib.suppress(OSError):
-        own = set()
-        for entry in (folder / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                match = _SOCKET.fullmatch(str(entry.readlink()))
-                if match:
-                    own.add(match[1])
-        for line in (folder / "net" / "tcp").read_text(encoding="ascii").splitlines()[1:]:
-            _, here, there, _, _, _, repeated, _, _, inode, *_ = line.split()
-            if inode in own:
-                yield _Connection(_host(here), _host(there), int(repeated, 16))
-
-
-def _host(text: str) -> str:
-    """ "0100007F:1F90" as "127.0.0.1"."""
-    return socket.inet_ntoa(bytes.fromhex(text.partition(":")[0])[::-1])
-
-
-def _ranks(numbers: set[int]) -> str:
-    if not numbers:
-        return "no rank"
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
-
-
-# -- diagnosis -------------------------------------------------------------------------------------
-#
-# Who failed first, and why: told from what the ranks wrote, how they ended and how far they are.
-#
-# One rank's end makes others fail within milliseconds, with messages about connections. These are victims: they are
-# named only where nothing else is found. A rank that does not move makes all others wait in their next collective,
-# and give up at last; it is told from them by its silence, by what it was doing when all were asked, or by being
-# behind. Where hosts do not answer each other no rank is to blame.
-
-
 # What gloo, NCCL and their stores report when another process does not answer, or is gone.
 _GAVE_UP = re.compile(r"timed? ?out|failed to pass monitoredBarrier", re.IGNORECASE)
 _OTHER_IS_GONE = re.compile(
@@ -252,8 +45,8 @@ _OTHER_IS_GONE = re.compile(
 )
 _RAISED_BY_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _CANNOT_IMPORT = ("ImportError", "ModuleNotFoundError")  # a restart would fail the same way
-_NATIVE_WORDS = re.compile(r"what\(\):\s*(?P<words>.+)")
-_MOST_WORDS = 300
+_NATIVE_MESSAGE = re.compile(r"what\(\):\s*(?P<text>.+)")
+_MOST_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -269,23 +62,184 @@ def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> Diagnosis | No
     failed = [rank for rank in ranks if rank.number in records or (rank.ended is not None and rank.status != 0)]
     first = sorted(failed, key=lambda rank: _when(rank, records.get(rank.number)))
     causes = [rank for rank in first if not _is_victim(rank, records.get(rank.number))]
-    gave_up = [record for record in records.values() if _GAVE_UP.search(record.message)]
     if causes:
-        found = different_collectives(list(records.values())) or _own_failure(causes[0], records)
+        found = _different_collectives(list(records.values())) or _own_failure(causes[0], records)
         return Diagnosis(found, certain=True)
+    gave_up = [record for record in records.values() if _GAVE_UP.search(record.message)]
     late = bool(overdue(running, timeouts))
     if not first and not late:
         return None
-    still = silent_rank(running)
-    if still is None and (gave_up or late):
-        still = cut_off(running) or waited_for(running, gave_up, timeouts)
-    if still is not None:
-        return Diagnosis(still, certain=True)
-    return Diagnosis(_own_failure(first[0], records) if first else nobody_moves(running), certain=False)
+    stuck = _silent_rank(running)
+    if stuck is None and (gave_up or late):
+        stuck = _unreachable_hosts(running) or _blocking_rank(running, gave_up, timeouts)
+    if stuck is not None:
+        return Diagnosis(stuck, certain=True)
+    if first:
+        return Diagnosis(_own_failure(first[0], records), certain=False)
+    detail = f"{_stack_top(running[0])}; the stacks of all are in {running[0].folder}"
+    return Diagnosis(_no_progress(running, detail), certain=False)
+
+
+def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProcess]:
+    """The ranks that have been too long in one phase, or too long without a heartbeat."""
+    now = time.monotonic()
+    silence = max(timeouts.step, SILENT_SECONDS)
+    found = []
+    for rank in running:
+        progress = rank.progress()
+        late = now - rank.since > _limit_seconds(progress, timeouts)
+        silent = progress is not None and progress.phase != "start" and now - progress.beat > silence
+        if late or silent:
+            found.append(rank)
+    return found
+
+
+def _limit_seconds(progress: RankProgress | None, timeouts: Timeouts) -> float:
+    """How long a rank may stay in its phase."""
+    usual: dict[Phase, float] = {"start": timeouts.start, "data": timeouts.step, "step": timeouts.step}
+    if progress is None:
+        return timeouts.start
+    # All else may take as long as a checkpoint; so may a rank that is done, while others still write.
+    return max(usual.get(progress.phase, timeouts.checkpoint), progress.limit_seconds)
+
+
+# -- ranks that make no progress -------------------------------------------------------------------
+
+
+def _silent_rank(running: Sequence[RankProcess]) -> Failure | None:
+    """The rank that has been silent longest, if any: it is stopped, and no other can make progress."""
+    now = time.monotonic()
+    last = {rank.number: progress.beat for rank in running if (progress := rank.progress())}
+    silent = [rank for rank in running if now - last.get(rank.number, now) > SILENT_SECONDS]
+    if not silent:
+        return None
+    rank = min(silent, key=lambda one: last[one.number])
+    silence = readable_duration(now - last[rank.number])
+    return _failure(rank, "silent", f"no sign of life for {silence}: stopped, or in a call that holds the interpreter")
+
+
+def _blocking_rank(
+    running: Sequence[RankProcess], gave_up: Sequence[FailureRecord], timeouts: Timeouts
+) -> Failure | None:
+    """The one running rank for which the others wait, or waited until they ``gave_up``; None if none stands out."""
+    now = time.monotonic()
+    for rank in running:
+        if rank.progress() is None:
+            since = readable_duration(now - rank.started)
+            return _failure(rank, "stuck", f"has not reported since it was started {since} ago")
+    found = _not_in_a_collective(running, gave_up) or _behind(running, gave_up)
+    if found is None:
+        return None
+    limit = readable_duration(_limit_seconds(found.progress(), timeouts))
+    seconds = readable_duration(now - found.since)
+    return _failure(found, "stuck", f"no progress for {seconds} (limit {limit}){_stack_top(found)}")
+
+
+def _not_in_a_collective(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
+    """The one rank that was doing something else while others were in a collective or had given one up."""
+    frames = {rank.number: _innermost_frames(rank) for rank in running}
+    inside = [rank for rank in running if any("torch/distributed/" in frame["file"] for frame in frames[rank.number])]
+    outside = [rank for rank in running if rank not in inside and frames[rank.number]]
+    return outside[0] if len(outside) == 1 and (inside or gave_up) else None
+
+
+def _behind(running: Sequence[RankProcess], gave_up: Sequence[FailureRecord]) -> RankProcess | None:
+    """The one rank that is behind all others."""
+    far = [(one.step, PHASES.index(one.phase)) for rank in running if (one := rank.progress())]
+    least = min(far, default=(0, 0))
+    left = [(one.step, PHASES.index(one.phase)) for one in gave_up]
+    return running[far.index(least)] if far.count(least) == 1 and max(far + left) > least else None
+
+
+def _innermost_frames(rank: RankProcess) -> list[re.Match[str]]:
+    """Where the rank's main thread was: the last thread that faulthandler writes."""
+    main = rank.stacks().strip().rpartition("\n\n")[2]
+    return list(_FRAME.finditer(main))[:_INNERMOST]
+
+
+def _stack_top(rank: RankProcess) -> str:
+    frames = _innermost_frames(rank)
+    return f", at {frames[0]['file']}:{frames[0]['line']} in {frames[0]['function']}" if frames else ""
+
+
+def _unreachable_hosts(running: Sequence[RankProcess]) -> Failure | None:
+    """The pairs of hosts that cannot reach each other, according to the kernel; None if every host answers."""
+    ranks_at: dict[str, set[int]] = {}
+    silent = set()
+    for rank in running:
+        for here, there, retransmissions in _connections(rank.process.pid):
+            ranks_at.setdefault(here, set()).add(rank.number)
+            if retransmissions >= _RETRANSMISSIONS:
+                silent.add(tuple(sorted((here, there), key=socket.inet_aton)))
+    if not silent:
+        return None
+    pairs = ", ".join(
+        " and ".join(f"{host} ({_names(ranks_at.get(host, ())) or 'no rank'})" for host in pair)
+        for pair in sorted(silent)
+    )
+    return _no_progress(running, f", no answer between {pairs}")
+
+
+def _connections(process: int) -> Iterator[tuple[str, str, int]]:
+    """The TCP connections of a process: own host, other host, retransmissions; none if the system hides them."""
+    folder = Path(f"/proc/{process}")
+    with contextlib.suppress(OSError):
+        own = set()
+        for entry in (folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if match := _SOCKET.fullmatch(str(entry.readlink())):
+                    own.add(match[1])
+        for line in (folder / "net" / "tcp").read_text(encoding="ascii").splitlines()[1:]:
+            _, here, there, _, _, _, retransmissions, _, _, inode, *_ = line.split()
+            if inode in own:
+                yield _host(here), _host(there), int(retransmissions, 16)
+
+
+def _host(text: str) -> str:
+    """ "0100007F:1F90" as "127.0.0.1"."""
+    return socket.inet_ntoa(bytes.fromhex(text.partition(":")[0])[::-1])
+
+
+def _no_progress(running: Sequence[RankProcess], detail: str) -> Failure:
+    seconds = readable_duration(time.monotonic() - running[0].since)
+    return Failure(None, "stuck", f"no rank made progress for {seconds}{detail}", *running[0].where)
+
+
+# -- ranks that failed -----------------------------------------------------------------------------
+
+
+def _different_collectives(records: Sequence[FailureRecord]) -> Failure | None:
+    """Which ranks call what, if the ranks' records show a mismatch."""
+    ours = [record for record in records if _MISMATCH in record.message]
+    callers: dict[str, set[int]] = {}
+    for record in ours:
+        for match, rank in zip(_CALL.finditer(record.message), ({record.rank}, set())):
+            callers.setdefault(_call(match), set()).update(rank)
+    if not callers:
+        return None
+    who = sorted((sorted(ranks), call) for call, ranks in callers.items())
+    odd = [ranks[0] for ranks, _ in who if len(ranks) == 1]
+    text = ", ".join(f"{_calling(ranks)} {call}" for ranks, call in who)
+    number = next((f" (number {match[1]})" for match in _CALL.finditer(ours[0].message) if match[1]), "")
+    only = odd[0] if len(odd) == 1 and len(who) > 1 and len(ours) > 2 else None
+    return Failure(only, "raised", f"different collectives{number}: {text}", ours[0].phase, ours[0].step)
+
+
+def _call(match: re.Match[str]) -> str:
+    tensor = " ".join(part for part in (match["dtype"], match["shape"]) if part)
+    return match["operation"].lower() + (f" of {tensor}" if tensor else "")
+
+
+def _calling(ranks: Sequence[int]) -> str:
+    return f"{_names(ranks)} call{'s' * (len(ranks) == 1)}" if ranks else "another rank of the group calls"
+
+
+def _names(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}" if ranks else ""
 
 
 def _when(rank: RankProcess, record: FailureRecord | None) -> float:
-    """When it failed. A killed rank leaves no record and is only noticed later than the ranks it brought down."""
+    """When it failed. A killed rank leaves no record and is noticed only after the ranks it brought down."""
     if record is not None:
         return record.at
     assert rank.ended is not None
@@ -294,40 +248,45 @@ def _when(rank: RankProcess, record: FailureRecord | None) -> float:
 
 def _is_victim(rank: RankProcess, record: FailureRecord | None) -> bool:
     if record is not None:
-        return record.kind in _RAISED_BY_TORCH and _is_others_fault(record.message)
+        return record.kind in _RAISED_BY_TORCH and _blames_another(record.message)
     # An exception in a thread of gloo or NCCL ends in an abort; its text is in the log only.
-    return rank.status == -signal.SIGABRT and _is_others_fault(rank.last_words())
+    return rank.status == -signal.SIGABRT and _blames_another(rank.log_tail())
 
 
-def _is_others_fault(words: str) -> bool:
-    return bool(_GAVE_UP.search(words) or _OTHER_IS_GONE.search(words))
+def _blames_another(text: str) -> bool:
+    return bool(_GAVE_UP.search(text) or _OTHER_IS_GONE.search(text))
 
 
 def _own_failure(rank: RankProcess, records: dict[int, FailureRecord]) -> Failure:
     """What happened to one failed rank: its own record, else its exit status."""
-    record, log = records.get(rank.number), log_path(rank.folder, rank.number)
+    record = records.get(rank.number)
     if record is not None:
         mistake = record.mistake or record.kind in _CANNOT_IMPORT
-        return Failure(rank.number, "raised", _told(record), record.phase, record.step, log, mistake)
+        log = log_path(rank.folder, rank.number)
+        return Failure(rank.number, "raised", _message(record), record.phase, record.step, log, mistake)
     assert rank.status is not None
-    words, where = rank.last_words(), (*rank.where, log)
+    text = rank.log_tail()
     if rank.status < 0:
-        native = _NATIVE_WORDS.search(words)
-        said = f": {shown(native['words'], _MOST_WORDS)}" if native else ""
-        return Failure(rank.number, "killed", f"killed by {_signal_name(-rank.status)}{said}", *where)
-    last_line = next((line for line in reversed(words.splitlines()) if line.strip()), "it printed nothing")
+        native = _NATIVE_MESSAGE.search(text)
+        detail = f": {shown(native['text'], _MOST_CHARACTERS)}" if native else ""
+        return _failure(rank, "killed", f"killed by {_signal_name(-rank.status)}{detail}")
+    last_line = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
     if rank.status == MISTAKE or last_line.startswith(tuple(f"{kind}: " for kind in _CANNOT_IMPORT)):
-        return Failure(rank.number, "exited", last_line[:_MOST_WORDS], *where, mistake=True)
+        return _failure(rank, "exited", last_line[:_MOST_CHARACTERS], mistake=True)
     if rank.status == STOPPED_WITHOUT_CHECKPOINT:
-        return Failure(rank.number, "exited", "stopped without a checkpoint in time", *where)
-    return Failure(rank.number, "exited", f"exit status {rank.status}: {shown(last_line, _MOST_WORDS)}", *where)
+        return _failure(rank, "exited", "stopped without a checkpoint in time")
+    return _failure(rank, "exited", f"exit status {rank.status}: {shown(last_line, _MOST_CHARACTERS)}")
 
 
-def _told(record: FailureRecord) -> str:
+def _failure(rank: RankProcess, cause: Cause, reason: str, *, mistake: bool = False) -> Failure:
+    return Failure(rank.number, cause, reason, *rank.where, log_path(rank.folder, rank.number), mistake)
+
+
+def _message(record: FailureRecord) -> str:
     if record.mistake:
         return record.message
     message = " ".join(record.message.split())
-    return f"{record.kind}: {message[:_MOST_WORDS]}" if message else record.kind
+    return f"{record.kind}: {message[:_MOST_CHARACTERS]}" if message else record.kind
 
 
 def _signal_name(number: int) -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,7 @@ from shardwise.launch.outcome import (
     Failure,
     Outcome,
 )
+from shardwise.launch.owned import require_room
 from shardwise.launch.ranks import RankProcess, RankProcesses
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Timeouts
@@ -34,8 +36,11 @@ from shardwise.spec.units import counted, readable_duration
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first sign of failure: who else failed, and when
 MOST_SETTLE_SECONDS = 2.0  # as long as only victims are seen: what killed them may still be ending
-END_SECONDS = 0.5  # between asking ranks to end after a failure and killing them: most wait for one that is gone
+END_SECONDS = 0.5  # between SIGTERM after a failure and SIGKILL: most ranks wait for one that is gone
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # every collective is compared between ranks before it runs
+KEPT = 10  # folders of attempts
+ROOM_BYTES = 2**18
+_NAME = re.compile(r"attempt-(\d+)")
 
 
 def supervise(
@@ -54,11 +59,10 @@ def supervise(
 ) -> Outcome:
     """Runs ``command`` as ``world`` ranks until they are done, with records and logs in ``folder``.
 
-    With a ``network`` each rank runs on its virtual node.
-
-    After a failure all ranks are restarted, at most ``restarts`` times in a row without progress, which is a new
-    ``last_commit``. SIGINT, SIGTERM and SIGHUP ask the ranks to stop, by SIGTERM; after ``grace_seconds``, or
-    at a second signal, they are killed. Call it in the main thread: signals come there, and ranks end with it.
+    With a ``network`` each rank runs on its virtual node. After a failure all ranks are restarted, at most ``restarts``
+    times in a row without a new ``last_commit``. SIGINT, SIGTERM and SIGHUP are passed on to the ranks as SIGTERM;
+    after ``grace_seconds``, or at a second signal, they are killed. Call it in the main thread: signals arrive there,
+    and ranks end with it.
     """
     given = {**(DEBUG if debug else {}), **(environment or {})}
     attempts: list[Attempt] = []
@@ -79,9 +83,8 @@ def supervise(
             if tries > restarts:
                 on_event(Event("failed", len(attempts) - 1, f"{failure}; gave up after {counted(restarts, 'restart')}"))
                 return Outcome(FAILED, False, tuple(attempts))
-            on_event(
-                Event("failed", len(attempts) - 1, f"{failure}; restart {tries} of {restarts} from step {now.step}")
-            )
+            next_step = f"restart {tries} of {restarts} from step {now.step}"
+            on_event(Event("failed", len(attempts) - 1, f"{failure}; {next_step}"))
 
 
 class _Supervision:
@@ -93,7 +96,7 @@ class _Supervision:
         self._grace_seconds = grace_seconds
         self._stop = stop
 
-    def run(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
+    def run(self, report: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
         """The exit status and, unless all succeeded, what happened."""
         end_seconds = END_SECONDS
         try:
@@ -101,7 +104,7 @@ class _Supervision:
                 self._ranks.poll()
                 if self._stop.requested:
                     end_seconds = 0
-                    return self._stopped(tell)
+                    return self._stopped(report)
                 if not self._ranks.running and all(rank.status == DONE for rank in self._ranks.all):
                     return DONE, None
                 stuck = bool(overdue(self._ranks.running, self._timeouts))
@@ -115,9 +118,9 @@ class _Supervision:
 
     def _settled(self, stuck: bool) -> Failure | None:
         """Who failed first, after waiting for the failures it causes; None if all ranks continue after all."""
-        began, asked = time.monotonic(), stuck
+        began, requested = time.monotonic(), stuck
         if stuck:
-            self._ranks.ask_for_stacks()
+            self._ranks.request_stacks()
         while True:
             self._ranks.poll()
             found = diagnose(self._ranks.all, self._timeouts)
@@ -126,9 +129,9 @@ class _Supervision:
             enough = SETTLE_SECONDS if found.certain else MOST_SETTLE_SECONDS
             if stuck or not self._ranks.running or time.monotonic() - began > enough:
                 return found.failure
-            if not found.certain and not asked:
-                self._ranks.ask_for_stacks()
-                asked = True
+            if not found.certain and not requested:
+                self._ranks.request_stacks()
+                requested = True
             time.sleep(POLL_SECONDS)
 
     def _status(self, failure: Failure) -> int:
@@ -137,20 +140,21 @@ class _Supervision:
         ended = {rank.status for rank in self._ranks.all}
         return STOPPED_WITHOUT_CHECKPOINT if STOPPED_WITHOUT_CHECKPOINT in ended else FAILED
 
-    def _stopped(self, tell: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
+    def _stopped(self, report: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
         """The run was asked to stop: the ranks get time for a final checkpoint."""
-        tell("stopping", f"{self._stop.name}: the ranks have {readable_duration(self._grace_seconds)} for a checkpoint")
-        asked = self._stop.requested
-        self._ranks.tell(signal.SIGTERM)
+        grace = readable_duration(self._grace_seconds)
+        report("stopping", f"{self._stop.name}: the ranks have {grace} for a checkpoint")
+        requests = self._stop.requested
+        self._ranks.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._grace_seconds
-        while self._ranks.running and time.monotonic() < deadline and self._stop.requested == asked:
+        while self._ranks.running and time.monotonic() < deadline and self._stop.requested == requests:
             if any(_ended_before_it_began(rank) for rank in self._ranks.all):
                 return DONE, None  # the others would wait for it
             time.sleep(POLL_SECONDS)
             self._ranks.poll()
         if self._ranks.running:
             names = ", ".join(str(rank.number) for rank in self._ranks.running)
-            tell("killing", f"still running: rank {names}")
+            report("killing", f"still running: rank {names}")
         nothing_to_save = any(_is_starting(rank) for rank in self._ranks.running)  # a step takes all ranks
         ended_well = all(rank.status == DONE or _ended_before_it_began(rank) for rank in self._ranks.all)
         return (DONE if ended_well or nothing_to_save else STOPPED_WITHOUT_CHECKPOINT), None
@@ -174,12 +178,12 @@ def _ended_before_it_began(rank: RankProcess) -> bool:
     return rank.status == -signal.SIGTERM and rank.progress() is None
 
 
+@dataclass
 class _Stop:
     """How often, and by which signal, the run was asked to stop."""
 
-    def __init__(self) -> None:
-        self.requested = 0
-        self.name = ""
+    requested: int = 0
+    name: str = ""
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.requested += 1
@@ -202,18 +206,8 @@ def _stop_requests() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-# -- folders of attempts ---------------------------------------------------------------------------
-#
-# The folders of attempts: the logs of each process of each attempt. The last few are kept.
-
-
-KEPT = 10
-ROOM_BYTES = 2**18
-_NAME = re.compile(r"attempt-(\d+)")
-
-
 def new_folder(folder: Path) -> Path:
-    """An unused folder for one attempt; the oldest ones are removed."""
+    """An unused folder for the logs of one attempt; the oldest ones are removed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -225,7 +219,7 @@ def new_folder(folder: Path) -> Path:
                 continue
             for number in used[: -(KEPT - 1)]:
                 shutil.rmtree(folder / _name(number), ignore_errors=True)
-            _require_room(own)
+            require_room(own, ROOM_BYTES)
             return own.resolve()
     except OSError as error:
         raise SpecError("", f"cannot write to {folder}: {error.strerror}", "name another folder") from None
@@ -233,12 +227,3 @@ def new_folder(folder: Path) -> Path:
 
 def _name(number: int) -> str:
     return f"attempt-{number:04d}"
-
-
-def _require_room(folder: Path) -> None:
-    """Raises OSError if the disk has no space left for the ranks' records."""
-    probe = folder / "room"
-    try:
-        probe.write_bytes(bytes(ROOM_BYTES))
-    finally:
-        probe.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Temporary folders with an owner: the process that created one holds a lock in it; unlocked ones are removed.
 
-The kernel releases a lock when its process ends, for whatever reason. Process ids would not do: they are reused, and
-mean something else in another container.
+The kernel releases a lock however its process ends. Process ids are reused, and mean something else in another
+container.
 """
 
 from __future__ import annotations
@@ -31,13 +31,10 @@ class OwnedFolder:
 
     def require_room(self, size: int, why: str) -> None:
         """Raises SpecError if its disk has less free space than this."""
-        probe = self.path / "room"
         try:
-            probe.write_bytes(bytes(size))
+            require_room(self.path, size)
         except OSError as error:
             raise _refused(self.root, error, why) from None
-        finally:
-            probe.unlink(missing_ok=True)
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -60,6 +57,15 @@ class OwnedFolder:
             if os.fstat(lock).st_nlink:
                 return path, lock
             os.close(lock)  # another process removed it before it was locked
+
+
+def require_room(folder: Path, size: int) -> None:
+    """Raises OSError if a file of this many bytes cannot be written."""
+    probe = folder / "room"
+    try:
+        probe.write_bytes(bytes(size))
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def clear_unowned(root: Path) -> None:

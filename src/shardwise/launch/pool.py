@@ -23,11 +23,11 @@ VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """A worker's rank and world in one call; ``meeting_file`` is new for each call and shared by all."""
+    """A worker's rank and world in one call; ``rendezvous_file`` is new for each call and shared by all."""
 
     rank: int
     world: int
-    meeting_file: str
+    rendezvous_file: str
 
 
 class WorkerError(Exception):
@@ -70,11 +70,11 @@ class Pool:
         """What each rank returned; raises `WorkerError` for the first rank that failed."""
         self._start(world)
         self._calls += 1
-        meeting = str(self._folder.path / f"call-{self._calls}")
+        rendezvous = str(self._folder.path / f"call-{self._calls}")
         taking_part = [self._workers[rank] for rank in range(world)]
         for rank, worker in enumerate(taking_part):
             worker.calls += 1
-            worker.connection.send((function, WorkerPlace(rank, world, meeting), arguments))
+            worker.connection.send((function, WorkerPlace(rank, world, rendezvous), arguments))
         try:
             results = self._collect(taking_part, timeout_seconds)
         except BaseException:
@@ -87,7 +87,7 @@ class Pool:
         self._end(list(self._workers.values()))
         self._folder.close()
 
-    def first(self, rank: int) -> Callable[[], None] | None:
+    def initializer(self, rank: int) -> Callable[[], None] | None:
         """What the worker of ``rank`` runs before its first call; it is pickled."""
         return None
 
@@ -96,7 +96,7 @@ class Pool:
             if rank in self._workers:
                 continue
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, self.first(rank)), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self.initializer(rank)), daemon=True)
             process.start()
             theirs.close()
             self._workers[rank] = _Worker(process, ours)

@@ -1,4 +1,4 @@
-"""The processes of one attempt: how they are started, what is known of each, and how all of them are ended."""
+"""The processes of one attempt: how they are started, what is known about each, and how all of them are ended."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from shardwise.training.attempt import (
 
 _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
-_MEETING_BYTES = 2**20  # space for the rendezvous file
-_STACKS_SECONDS = 0.3  # for a rank to write down what it is doing
+_RENDEZVOUS_BYTES = 2**20  # space for the rendezvous file
+_STACKS_SECONDS = 0.3  # for a rank to dump its stacks
 
 
 @dataclass
@@ -62,6 +62,12 @@ class RankProcess:
         return self._progress
 
     @property
+    def since(self) -> float:
+        """When its phase began, or it was started."""
+        progress = self.progress()
+        return self.started if progress is None else progress.since
+
+    @property
     def where(self) -> tuple[Phase | None, int | None]:
         """The phase and the step it was last in."""
         progress = self.progress()
@@ -70,17 +76,16 @@ class RankProcess:
     def failure(self) -> FailureRecord | None:
         return read_failure(self.folder, self.number)
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of what it printed."""
         with log_path(self.folder, self.number).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return log.read().decode("utf-8", "replace")
 
     def stacks(self) -> str:
-        """What its threads were doing when `RankProcesses.ask_for_stacks` asked."""
-        with contextlib.suppress(FileNotFoundError):
-            return stacks_path(self.folder, self.number).read_text(encoding="utf-8", errors="replace")
-        return ""
+        """What its threads were doing at `RankProcesses.request_stacks`."""
+        path = stacks_path(self.folder, self.number)
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def close(self) -> None:
         if self._progress_file is not None:
@@ -91,7 +96,7 @@ class RankProcess:
 class RankProcesses:
     """All processes of one attempt; `end` kills all of them and their children, however they behave.
 
-    They start on this machine as it is, or each on its virtual node of a ``network``.
+    With a ``network`` each starts on its virtual node.
     """
 
     def __init__(
@@ -105,9 +110,9 @@ class RankProcesses:
         self.folder = folder
         self._network = network
         self.all: list[RankProcess] = []
-        self._meeting = _meeting(folder)
+        self._rendezvous = _rendezvous(folder)
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(self._meeting.path)],
+            [sys.executable, "-I", "-S", guard.__file__, str(self._rendezvous.path)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -118,7 +123,7 @@ class RankProcesses:
             raise
 
     def _start(self, command: Sequence[str], number: int, world: int, environment: Mapping[str, str]) -> RankProcess:
-        own = {**_environment(number, world, self.folder, self._meeting.path / "store"), **environment}
+        own = {**_environment(number, world, self.folder, self._rendezvous.path / "store"), **environment}
         if self._network is not None:
             own |= self._network.environment_of_rank(number)
             node = node_of(number, self._network.emulation.ranks_per_node)
@@ -128,7 +133,7 @@ class RankProcesses:
                 list(command), env=own,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        self._tell_guard(f"+{process.pid}")
+        self._notify_guard(f"+{process.pid}")
         return RankProcess(number, process, self.folder, time.monotonic())
 
     def poll(self) -> None:
@@ -137,18 +142,18 @@ class RankProcesses:
             if rank.ended is None and rank.process.poll() is not None:
                 rank.ended = time.monotonic()
                 _kill_group(rank)
-                self._tell_guard(f"-{rank.process.pid}")
+                self._notify_guard(f"-{rank.process.pid}")
 
     @property
     def running(self) -> list[RankProcess]:
         return [rank for rank in self.all if rank.ended is None]
 
-    def tell(self, number: signal.Signals) -> None:
-        """Sends a signal to the ranks themselves; their children are theirs to end."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the ranks themselves, who end their own children."""
         for rank in self.running:
             rank.process.send_signal(number)
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Asks every rank that can to dump its stacks."""
         for rank in self.running:
             if rank.progress() is not None:  # else it has no handler for the signal, which would kill it
@@ -157,7 +162,7 @@ class RankProcesses:
 
     def end(self, seconds: float) -> None:
         """Ends all ranks: SIGTERM first, SIGKILL after ``seconds``, and everything they left behind."""
-        self.tell(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -171,9 +176,9 @@ class RankProcesses:
         if self._guard.stdin is not None:
             self._guard.stdin.close()
         self._guard.wait()
-        self._meeting.close()
+        self._rendezvous.close()
 
-    def _tell_guard(self, line: str) -> None:
+    def _notify_guard(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the guard was killed: the ranks still watch their parent themselves
             assert self._guard.stdin is not None
             self._guard.stdin.write(f"{line}\n".encode())
@@ -185,18 +190,18 @@ def _kill_group(rank: RankProcess) -> None:
         os.killpg(rank.process.pid, signal.SIGKILL)
 
 
-def _meeting(folder: Path) -> OwnedFolder:
-    """The rendezvous file: in memory if possible, so that ranks can communicate while the disk is full."""
-    found = OwnedFolder("meeting", _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder)
+def _rendezvous(folder: Path) -> OwnedFolder:
+    """Holds the rendezvous file: in memory if possible, so that ranks can communicate while the disk is full."""
+    found = OwnedFolder("rendezvous", _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else folder)
     try:
-        found.require_room(_MEETING_BYTES, "the processes of a run rendezvous there")
+        found.require_room(_RENDEZVOUS_BYTES, "the processes of a run rendezvous there")
     except BaseException:
         found.close()
         raise
     return found
 
 
-def _environment(number: int, world: int, folder: Path, meeting: Path) -> dict[str, str]:
+def _environment(number: int, world: int, folder: Path, rendezvous: Path) -> dict[str, str]:
     """The environment variables of a rank: its place, and quiet defaults."""
     loopback = {name: one for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if (one := loopback_interface())}
     own_place = {
@@ -204,7 +209,7 @@ def _environment(number: int, world: int, folder: Path, meeting: Path) -> dict[s
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "SHARDWISE_MEETING": str(meeting),
+        "SHARDWISE_RENDEZVOUS": str(rendezvous),
         "SHARDWISE_ATTEMPT_FOLDER": str(folder),
         "SHARDWISE_LAUNCHER": str(os.getpid()),
     }

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Point:
+class RehearsalCheck:
     name: str
     figure: str
     passed: bool
@@ -35,7 +35,7 @@ class Point:
 
 def rehearse(
     job: Job, folder: RunFolder, checked: Preflight, steps: int, tell: Callable[[Event], None] = lambda event: None
-) -> tuple[Outcome, list[Point]]:
+) -> tuple[Outcome, list[RehearsalCheck]]:
     """Runs ``steps`` steps of the job in a folder of their own, stops, restores and runs one more.
 
     The points are empty if the run itself failed.
@@ -58,34 +58,34 @@ def rehearse(
     return outcome, list(points(job, [one for one in records if one["step"] <= steps], records[-1]["step"] - steps))
 
 
-def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> Iterator[Point]:
+def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> Iterator[RehearsalCheck]:
     """The checks of a rehearsal."""
     found, bar = summarise(records), error_bar(job)
     losses = [one["loss"] for one in records if one.get("loss") is not None]
     third = max(1, len(losses) // 3)
     first, last = (sum(some) / len(some) for some in (losses[:third], losses[-third:]))
-    yield Point("the loss falls", f"{first:.3f} → {last:.3f}", last < first)
+    yield RehearsalCheck("the loss falls", f"{first:.3f} → {last:.3f}", last < first)
     yield _growth(records)
     yield from _spread(job.strategy, records)
     yield from _beside_the_plan(found, bar)
-    yield Point(
+    yield RehearsalCheck(
         "a checkpoint is saved and restored", f"{steps_after_restoring} step after it", steps_after_restoring == 1
     )
     waited = found.data_wait_share or 0.0
     figure = f"{readable_share(waited)} of the time waited (at most {MOST_WAIT:.0%})"
-    yield Point("data arrives in time", figure, waited <= MOST_WAIT)
+    yield RehearsalCheck("data arrives in time", figure, waited <= MOST_WAIT)
 
 
-def _growth(records: Sequence[Record]) -> Point:
+def _growth(records: Sequence[Record]) -> RehearsalCheck:
     name = f"memory does not grow after step {SETTLED_STEP}"
     later = [one["memory_bytes"] for one in records if one["step"] > SETTLED_STEP and "memory_bytes" in one]
     if len(later) < 2:
-        return Point(name, "not measured often enough", False)
+        return RehearsalCheck(name, "not measured often enough", False)
     growth = later[-1] / later[0] - 1
-    return Point(name, f"{readable_change(growth, 2)} (at most {MOST_GROWTH:.0%})", growth <= MOST_GROWTH)
+    return RehearsalCheck(name, f"{readable_change(growth, 2)} (at most {MOST_GROWTH:.0%})", growth <= MOST_GROWTH)
 
 
-def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Point]:
+def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[RehearsalCheck]:
     """The ranks of one pipeline stage hold the same amount of memory."""
     measured = [one["memory_bytes_of_ranks"] for one in records if "memory_bytes_of_ranks" in one]
     stages: dict[int, list[int]] = {}
@@ -93,17 +93,17 @@ def _spread(strategy: Strategy, records: Sequence[Record]) -> Iterator[Point]:
         stages.setdefault(coordinate(strategy, "pp", rank), []).append(peak)
     widest = max((max(peaks) / min(peaks) - 1 for peaks in stages.values()), default=math.inf)
     figure = f"{readable_share(widest, 2)} apart (at most {MOST_SPREAD:.0%})"
-    yield Point("ranks of a stage are equal in memory", figure, widest <= MOST_SPREAD)
+    yield RehearsalCheck("ranks of a stage are equal in memory", figure, widest <= MOST_SPREAD)
 
 
-def _beside_the_plan(found: RunSummary, bar: ErrorBar) -> Iterator[Point]:
+def _beside_the_plan(found: RunSummary, bar: ErrorBar) -> Iterator[RehearsalCheck]:
     time = ("step time as planned", found.predicted_seconds, found.step_seconds, bar.time_low, bar.time_high)
     memory = ("memory as planned", found.predicted_memory_bytes, found.memory_bytes, bar.memory_low, bar.memory_high)
     for (name, predicted, measured, low, high), show in ((time, readable_seconds), (memory, readable_bytes)):
         if not predicted or measured is None:
-            yield Point(name, "not measured", False)
+            yield RehearsalCheck(name, "not measured", False)
             continue
         off = measured / predicted - 1
         allowed = f"between {low:+.0%} and {high:+.0%}"
         figure = f"{show(measured)}, planned {show(predicted)}: {readable_change(off, 0)} ({allowed})"
-        yield Point(name, figure, low <= off <= high)
+        yield RehearsalCheck(name, figure, low <= off <= high)

@@ -67,7 +67,7 @@ def differences(job: Job, folder: RunFolder) -> list[JobDifference]:
     return [*_of_model(job, saved.job), *_of_run(job, saved.job), *_of_data(job, folder)]
 
 
-def place_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
+def folder_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
     """The first of FOLDER, FOLDER-2, ... that is free or has this run; and why FOLDER itself is not used."""
     why = differences(job, RunFolder(folder))
     if not why:

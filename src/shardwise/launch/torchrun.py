@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.attempt import number_in
+from shardwise.training.attempt import integer_variable
 
 PORT = 29400  # torchrun's own default
 WORKER = "shardwise.training.worker"
@@ -82,8 +82,8 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
     """None if there is no such world: neither RANK nor WORLD_SIZE is set."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
-    rank, world = (number_in(environment, name, _HOW) for name in ("RANK", "WORLD_SIZE"))
-    here = number_in(environment, "LOCAL_WORLD_SIZE", _HOW)
+    rank, world = (integer_variable(environment, name, _HOW) for name in ("RANK", "WORLD_SIZE"))
+    here = integer_variable(environment, "LOCAL_WORLD_SIZE", _HOW)
     if not rank < world:
         raise SpecError("RANK", f"{rank} of a world of {world}", _HOW)
     if not here or world % here:
@@ -92,5 +92,5 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
         )
     if not environment.get("MASTER_ADDR"):
         raise SpecError("MASTER_ADDR", "is not set", _HOW)
-    number_in(environment, "MASTER_PORT", _HOW)
+    integer_variable(environment, "MASTER_PORT", _HOW)
     return Started(rank, world, here)

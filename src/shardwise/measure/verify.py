@@ -248,7 +248,7 @@ def _compare(
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))  # written by `_write_reference`
     found: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
-    with joined(place.rank, place.world, place.meeting_file, device=device):
+    with joined(place.rank, place.world, place.rendezvous_file, device=device):
         engine = Engine(job, device=device, seed=seed)
         for one in engine.parameters:
             value = one.part.of(sample_weight(one.name, one.part.shape, seed, job.model))

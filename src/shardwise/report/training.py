@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.launch.outcome import Outcome
-from shardwise.launch.rehearsal import Point
+from shardwise.launch.rehearsal import RehearsalCheck
 from shardwise.report.console import table
 from shardwise.report.page import Page, Piece
 from shardwise.spec.job import Job
@@ -67,7 +67,7 @@ def training_data(found: RunSummary, outcome: Outcome | None) -> dict[str, Any]:
     return {**figures, "failure": None if failure is None else failure.reason}
 
 
-def points_page(points: Sequence[Point]) -> Page:
+def points_page(points: Sequence[RehearsalCheck]) -> Page:
     rows = [("pass" if one.passed else "FAIL", one.name, one.figure) for one in points]
     return Page((table("Rehearsal", ("", "point", "figure"), rows, numbers_from=3),))
 

@@ -38,7 +38,7 @@ MOST_STEPS = 256
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RankRequests:
     """What a rank asks for; all ranks get the largest of each."""
 
     stop: int = 0  # a signal asked this process to end
@@ -48,7 +48,7 @@ class Wishes:
 
 
 class Agreement:
-    """`at_step`, called before each step, returns all ranks' wishes of an earlier step, ``asked_at``, or None.
+    """`at_step`, called before each step, returns all ranks' wishes of an earlier step, ``requested_at``, or None.
 
     They are exchanged in the background, in a separate group, so that no rank waits for them.
     """
@@ -56,15 +56,15 @@ class Agreement:
     def __init__(self, first_step: int) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo") if self.world > 1 else None
-        self._next, self._begun, self.asked_at = first_step, (first_step, time.monotonic()), first_step
+        self._next, self._begun, self.requested_at = first_step, (first_step, time.monotonic()), first_step
         self._numbers: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def at_step(self, step: int, own: Wishes) -> Wishes | None:
+    def at_step(self, step: int, own: RankRequests) -> RankRequests | None:
         """``own`` is what this rank asks for now; told to all at the next agreement."""
         if step < self._next:
             return None
-        agreed, self.asked_at = self._finish(), self._begun[0]
+        agreed, self.requested_at = self._finish(), self._begun[0]
         self._begin(own, step)
         self._next = step + max(1, agreed.steps if agreed else 1)
         return agreed
@@ -73,26 +73,26 @@ class Agreement:
         """Completes the exchange in flight; called by all ranks after the same step."""
         self._finish()
 
-    def again_from(self, step: int) -> None:
+    def restart_from(self, step: int) -> None:
         """Restarts after a roll-back to an earlier step, which all ranks do at once."""
         self._finish()
         self._next, self._begun = step, (step, time.monotonic())
 
-    def _begin(self, own: Wishes, step: int) -> None:
+    def _begin(self, own: RankRequests, step: int) -> None:
         steps = self._steps_of_a_period(step)
         steps = steps if self.rank == 0 else 0
         self._numbers = torch.tensor((*astuple(own)[:-1], steps), dtype=torch.int64)
         if self._group is not None:
             self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _finish(self) -> Wishes | None:
+    def _finish(self) -> RankRequests | None:
         if self._numbers is None:
             return None
         if self._work is not None:
             self._work.wait()
         stop, save, saving, steps = self._numbers.tolist()
         self._numbers = self._work = None
-        return Wishes(stop, save, saving, steps)
+        return RankRequests(stop, save, saving, steps)
 
     def _steps_of_a_period(self, step: int) -> int:
         (since, began), now = self._begun, time.monotonic()

@@ -134,15 +134,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class WorldPlace:
     """One process of an attempt to train.
 
-    The processes rendezvous through a file (``meeting``, new for each attempt) or, across machines, at ``address`` and
-    ``port``. ``folder`` is where this attempt's records go and ``launcher`` the process that reads them; both are
-    absent where another program started the workers.
+    The processes rendezvous through a file, new for each attempt, or, across machines, at ``address`` and ``port``.
+    ``folder`` is where this attempt's records go and ``launcher`` the process that reads them; both are absent where
+    another program started the workers.
     """
 
     rank: int
     world: int
     local_rank: int
-    meeting: Path | None = None
+    rendezvous: Path | None = None
     address: str | None = None
     port: int | None = None
     folder: Path | None = None
@@ -151,26 +151,26 @@ class WorldPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorldPlace:
-        rank, world = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
-        meeting, address = environment.get("SHARDWISE_MEETING"), environment.get("MASTER_ADDR")
-        if meeting is None and address is None and world > 1:
+        rank, world = integer_variable(environment, "RANK"), integer_variable(environment, "WORLD_SIZE")
+        rendezvous, address = environment.get("SHARDWISE_RENDEZVOUS"), environment.get("MASTER_ADDR")
+        if rendezvous is None and address is None and world > 1:
             raise SpecError("MASTER_ADDR", "is not set", _STARTED_BY)
         folder, launcher = environment.get("SHARDWISE_ATTEMPT_FOLDER"), environment.get("SHARDWISE_LAUNCHER")
         restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(
             rank=rank,
             world=world,
-            local_rank=number_in(environment, "LOCAL_RANK"),
-            meeting=Path(meeting) if meeting else None,
+            local_rank=integer_variable(environment, "LOCAL_RANK"),
+            rendezvous=Path(rendezvous) if rendezvous else None,
             address=address,
-            port=number_in(environment, "MASTER_PORT") if address and not meeting else None,
+            port=integer_variable(environment, "MASTER_PORT") if address and not rendezvous else None,
             folder=Path(folder) if folder else None,
             launcher=int(launcher) if launcher else None,
             attempt=Path(folder).name if folder else f"restart-{restart}",
         )
 
 
-def number_in(environment: Mapping[str, str], name: str, remedy: str = _STARTED_BY) -> int:
+def integer_variable(environment: Mapping[str, str], name: str, remedy: str = _STARTED_BY) -> int:
     """The value of an environment variable that the launcher must set."""
     text = environment.get(name)
     if text is None:

@@ -23,7 +23,7 @@ from shardwise.training.checkpoint.save import SaveError, Saver
 _logger = logging.getLogger("shardwise.training")
 
 
-class Keeper:
+class CheckpointManager:
     """``on_settled(step, problem)`` is called on rank 0 for each committed or failed checkpoint."""
 
     def __init__(

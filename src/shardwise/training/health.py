@@ -35,7 +35,7 @@ class Health:
         self.run, self.scaled = run, scaled
         self.losses: deque[float] = deque(losses, maxlen=run.spikes.window)
         self.in_a_row = 0  # bad steps, or roll-backs, since the last good step
-        self._rolled_back_from = -1
+        self._rolled_back_at = -1
 
     @property
     def loss_limit(self) -> float | None:
@@ -48,7 +48,7 @@ class Health:
     def judge(self, step: int, loss: float, gradient_norm: float) -> StepVerdict:
         """What to do about the step number ``step``; raises SpecError if the run has to stop."""
         if math.isfinite(gradient_norm):
-            if step > self._rolled_back_from:
+            if step > self._rolled_back_at:
                 self.in_a_row = 0
             self.losses.append(loss)
             return StepVerdict.GOOD
@@ -66,10 +66,10 @@ class Health:
             raise SpecError(f"{name}.policy", f"stop: step {step}: {what}", "look at the data, or policy: skip")
         if rule.policy == "skip":
             return StepVerdict.LEFT_OUT
-        self._rolled_back_from = step
+        self._rolled_back_at = step
         return StepVerdict.ROLL_BACK
 
-    def went_back(self, losses: Iterable[float]) -> None:
+    def rolled_back(self, losses: Iterable[float]) -> None:
         """Restores the losses of a checkpoint; the count of consecutive bad steps is kept."""
         self.losses = deque(losses, maxlen=self.run.spikes.window)
 
@@ -86,7 +86,7 @@ STEP = 1 / 8
 SHORT, AMPLE = 0.95, 0.85  # of what a device has for tensors
 
 
-class Pressure:
+class MemoryPressure:
     """One per rank; all ranks get the same peak and so make the same decision."""
 
     def __init__(self, trainer: Trainer[Any]) -> None:

@@ -17,18 +17,18 @@ from shardwise.engine.profiler_ranges import named
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.agreement import Agreement, StopSignal, Wishes
+from shardwise.training.agreement import Agreement, RankRequests, StopSignal
 from shardwise.training.attempt import Reporter
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpointing import Keeper
+from shardwise.training.checkpointing import CheckpointManager
 from shardwise.training.data.loader import Loader, Rows
 from shardwise.training.data.order import Mixture
-from shardwise.training.health import Health, Pressure, StepVerdict
+from shardwise.training.health import Health, MemoryPressure, StepVerdict
 from shardwise.training.metrics.memory import device_memory, peak_during, resident_bytes
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import Position, State, load_newest, state_numbers
-from shardwise.training.step_results import Begun, Figures, LateResult, Moment
+from shardwise.training.step_results import PendingResult, StepFigures, StepStart, Timestamp
 
 COLLECTED_STEPS = 200  # between two garbage collections, at the same step on all ranks: none waits for another's
 COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is there
@@ -63,12 +63,12 @@ class Loop:
         self.loader = Loader(parts.training, *share, **settings)
         self.held_out = None if parts.validation is None else Loader(parts.validation, *share, workers=1, prefetch=1)
         self.health = Health(job.run, scaled=self.trainer.scaler is not None, losses=state.losses)
-        self.keeper = Keeper(self.trainer, job.run, parts.folder, parts.attempt, self._checkpoint_ended)
+        self.keeper = CheckpointManager(self.trainer, job.run, parts.folder, parts.attempt, self._checkpoint_ended)
         self.keeper.last_begun = self.first_step if state.saved else None
         self.agreement = Agreement(self.first_step)
-        self.pressure = Pressure(self.trainer) if "optimizer" in job.run.automatic else None
-        self._late: LateResult | None = None
-        self._since = Moment(self.trainer.device)  # when the step before ended, or what came between the two
+        self.pressure = MemoryPressure(self.trainer) if "optimizer" in job.run.automatic else None
+        self._late: PendingResult | None = None
+        self._since = Timestamp(self.trainer.device)  # when the step before ended, or what came between the two
         optimization = job.training.optimization
         factor = job.run.schedule.batch_factor(job.sequences, job.training.optimizer)
         self._highest_rate = optimization.learning_rate * factor
@@ -113,8 +113,8 @@ class Loop:
         torch.manual_seed((self.run_spec.seed * 1_000_003 + position.step) % 2**63)
         counts = self._counts_memory(position.step)
         result, memory = self._counted_step(batch) if counts else (self._step(batch), {})
-        begun = Begun(position, rate, self.loader.waited_seconds - waited_before, memory)
-        before, self._late = self._late, LateResult(begun, result)
+        begun = StepStart(position, rate, self.loader.waited_seconds - waited_before, memory)
+        before, self._late = self._late, PendingResult(begun, result)
         self.position = position.after_step()
         if before is not None and self._judge(before.read()) is StepVerdict.ROLL_BACK:
             return
@@ -135,7 +135,7 @@ class Loop:
             self._evaluate()
         if saves:
             self._save()
-        self._since = Moment(self.trainer.device)
+        self._since = Timestamp(self.trainer.device)
 
     def _step(self, batch: Any) -> StepResult:
         return self.trainer.step(batch, loss_limit=self.health.loss_limit)
@@ -158,7 +158,7 @@ class Loop:
         late, self._late = self._late, None
         return StepVerdict.GOOD if late is None else self._judge(late.read())
 
-    def _judge(self, figures: Figures) -> StepVerdict:
+    def _judge(self, figures: StepFigures) -> StepVerdict:
         try:
             verdict = self.health.judge(figures.number, figures.loss, figures.gradient_norm)
         except SpecError:
@@ -171,7 +171,7 @@ class Loop:
             self._roll_back(figures)
         return verdict
 
-    def _roll_back(self, figures: Figures) -> None:
+    def _roll_back(self, figures: StepFigures) -> None:
         """Reloads the newest checkpoint and skips the bad batch."""
         self._late = None
         batch = figures.begun.position.batch
@@ -181,14 +181,14 @@ class Loop:
         state = load_newest(self.trainer, self.parts.folder)
         assert state is not None, "a run that may roll back begins with a checkpoint"
         self.position = state.position.without(left_out)
-        self.health.went_back(state.losses)
-        self.agreement.again_from(self.position.step)
+        self.health.rolled_back(state.losses)
+        self.agreement.restart_from(self.position.step)
         if self.parts.recorder:
-            self.parts.recorder.went_back(self.position.step)
+            self.parts.recorder.rolled_back(self.position.step)
             self._record_event({"rolled_back_from": figures.number, "left_out_batch": batch})
-        self._since = Moment(self.trainer.device)
+        self._since = Timestamp(self.trainer.device)
 
-    def _record(self, figures: Figures, bad: str | None) -> None:
+    def _record(self, figures: StepFigures, bad: str | None) -> None:
         seconds, self._since = figures.finished.seconds_since(self._since), figures.finished
         if self.parts.recorder is None or (figures.number % self.run_spec.logging.interval and bad is None):
             return
@@ -236,7 +236,7 @@ class Loop:
             self._save(wait=True)
         if self.position.step == 0 and self.held_out is not None:
             self._evaluate()
-        self._since = Moment(self.trainer.device)
+        self._since = Timestamp(self.trainer.device)
 
     def _end(self) -> None:
         self.agreement.close()
@@ -266,17 +266,17 @@ class Loop:
 
     def _agreed_to_stop(self) -> bool:
         """Acts on what all ranks have agreed on; returns whether to stop."""
-        own = Wishes(int(self.parts.stop.asked), int(self.keeper.due_by_time), int(self.keeper.busy))
+        own = RankRequests(int(self.parts.stop.asked), int(self.keeper.due_by_time), int(self.keeper.busy))
         agreed = self.agreement.at_step(self.position.step, own)
         if agreed is None or agreed.stop:
             return agreed is not None
-        if self.keeper.last_begun is not None and self.keeper.last_begun >= self.agreement.asked_at:
+        if self.keeper.last_begun is not None and self.keeper.last_begun >= self.agreement.requested_at:
             return False  # what was said of checkpoints is not true any more
         if not agreed.saving:
             self.keeper.settle()
         if agreed.save and self._read_last() is not StepVerdict.ROLL_BACK:
             self._save()
-            self._since = Moment(self.trainer.device)
+            self._since = Timestamp(self.trainer.device)
         return False
 
 

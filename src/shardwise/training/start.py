@@ -15,7 +15,7 @@ from shardwise.models.huggingface import read_model, read_slice
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder, require_same_shapes, start_at
-from shardwise.training.checkpoint.load import load, newest_good, problems_of
+from shardwise.training.checkpoint.load import load, newest_intact, problems_of
 from shardwise.training.checkpoint.state import kept
 
 
@@ -81,7 +81,7 @@ def load_newest(
     trainer: Trainer[Any], folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None
 ) -> State | None:
     """Fills the trainer from the newest intact checkpoint; None if there is none."""
-    step = newest_good(folder, on_damaged)
+    step = newest_intact(folder, on_damaged)
     if step is None:
         return None
     found = load(trainer, folder.of_step(step))

@@ -14,7 +14,7 @@ from shardwise.engine.trainer import StepResult
 from shardwise.training.start import Position
 
 
-class Moment:
+class Timestamp:
     """When the work that was begun before is done; on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: Timestamp) -> float:
         """After `wait`."""
         if self._event is None or earlier._event is None:
             return self._host_seconds - earlier._host_seconds
@@ -41,7 +41,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Begun:
+class StepStart:
     """What is known of a step when it is begun."""
 
     position: Position  # before it
@@ -51,13 +51,13 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepFigures:
     """What a step is judged by."""
 
-    begun: Begun
+    begun: StepStart
     loss: float
     gradient_norm: float
-    finished: Moment
+    finished: Timestamp
 
     @property
     def number(self) -> int:
@@ -65,19 +65,19 @@ class Figures:
         return self.begun.position.step + 1
 
 
-class LateResult:
+class PendingResult:
     """Loss and norm being copied to the host; `read` waits for this step, not for later ones."""
 
-    def __init__(self, begun: Begun, result: StepResult) -> None:
+    def __init__(self, begun: StepStart, result: StepResult) -> None:
         self.begun = begun
         numbers = torch.stack([result.loss, result.gradient_norm])
         self._numbers: Tensor = numbers
         if numbers.is_cuda:
             self._numbers = torch.empty(2, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
-        self._finished = Moment(numbers.device)
+        self._finished = Timestamp(numbers.device)
 
-    def read(self) -> Figures:
+    def read(self) -> StepFigures:
         self._finished.wait()
         loss, norm = self._numbers.tolist()
-        return Figures(self.begun, loss, norm, self._finished)
+        return StepFigures(self.begun, loss, norm, self._finished)

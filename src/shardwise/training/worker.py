@@ -118,8 +118,8 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     timeouts = job.run.timeouts
     # The launcher enforces a limit per phase; this one is for ranks started without it.
     longest = max(timeouts.start, timeouts.step, timeouts.checkpoint)
-    meeting = None if place.meeting is None else str(place.meeting)
-    with joined(place.rank, place.world, meeting, device=device, seconds=longest):
+    rendezvous = None if place.rendezvous is None else str(place.rendezvous)
+    with joined(place.rank, place.world, rendezvous, device=device, seconds=longest):
         yield Engine(job, device=device, seed=job.run.seed)
 
 

@@ -18,34 +18,32 @@ from shardwise.launch.emulate.namespace import (
     MTU,
     address,
     configure,
-    current_namespace,
+    disable_ipv6,
     enter_open,
-    forbid_ipv6,
     new_namespace,
+    returning,
     tune_tcp,
 )
 from shardwise.launch.emulate.switch import ACKNOWLEDGED_SECONDS, QUEUE_BYTES
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
-_NOBODY = "02:00:00:00:00:ff"  # a hardware address for packets that nobody should receive
+_UNUSED_MAC = "02:00:00:00:00:ff"  # a hardware address that no interface has
 _SMALL_PACKET = 256  # bytes: netem counts packets, most of which are larger
-_WHOLE_BYTES = 65536  # what TCP hands over at once
+_SEGMENT_BYTES = 65536  # what TCP hands over at once
 
 
 class KernelSwitch:
-    """The same as `switch.Switch`, with the kernel in its place; nothing is left to do but to hold the namespaces."""
+    """The interface of `switch.PacketSwitch`, with the kernel doing the work: this only holds the namespaces."""
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation
-        home = current_namespace()
-        self._hub = new_namespace()
-        self._has_netem = _has_netem()
-        _ip("link", "add", "hub", "mtu", str(MTU), "type", "bridge")
-        _ip("link", "set", "hub", "up")
-        self.namespaces = [self._add_node(node) for node in range(emulation.nodes)]
-        enter_open(home)
-        os.close(home)
+        with returning():
+            self._hub = new_namespace()
+            self._has_netem = _has_netem()
+            _ip("link", "add", "hub", "mtu", str(MTU), "type", "bridge")
+            _ip("link", "set", "hub", "up")
+            self.namespaces = [self._add_node(node) for node in range(emulation.nodes)]
         self._shape(emulation)
 
     def change(self, request: dict[str, Any]) -> None:
@@ -58,11 +56,11 @@ class KernelSwitch:
         if "partition" in request:
             one, other = request["partition"]
             for here, there in ((one, other), (other, one)):
-                self._in_node(here, partial(_send_nowhere, there))
+                _inside(self.namespaces[here], partial(_black_hole, there))
         if "heal" in request:
-            for here in range(self._emulation.nodes):
-                for there in range(self._emulation.nodes):
-                    self._in_node(here, partial(_send_again, there))
+            for namespace in self.namespaces:
+                for node in range(self._emulation.nodes):
+                    _inside(namespace, partial(_restore_route, node))
 
     def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
         """Waits until ``controlled`` returns False; it is called when ``control`` is readable."""
@@ -70,9 +68,9 @@ class KernelSwitch:
             pass
 
     def _add_node(self, node: int) -> int:
-        """A namespace with an interface whose other end is a port of the hub, where this thread is."""
+        """A namespace with an interface whose other end is a port of the hub, in whose namespace this thread is."""
         made = new_namespace()
-        forbid_ipv6()
+        disable_ipv6()
         enter_open(self._hub)
         where = f"/proc/{os.getpid()}/fd/{made}"
         port = f"port{node}"
@@ -87,15 +85,15 @@ class KernelSwitch:
         if not self._has_netem and (wanted.delay or wanted.loss):
             raise SpecError("emulate", "this kernel has no netem, and so neither delay nor loss", "shaping='switch'")
         self._emulation = wanted
-        for node in range(wanted.nodes):
-            self._in_node(node, self._shape_sending)
+        for node, namespace in enumerate(self.namespaces):
+            _inside(namespace, self._shape_sending)
             # What a node receives shares its port, too.
-            self._in_namespace(self._hub, partial(_limit, f"port{node}", wanted.rate))
+            _inside(self._hub, partial(_limit, f"port{node}", wanted.rate))
 
     def _shape_sending(self) -> None:
         wanted = self._emulation
         tune_tcp(wanted.rate * (2 * wanted.delay + ACKNOWLEDGED_SECONDS))
-        # A loss is of one packet: TCP must not hand over several as one.
+        # Packets are lost one by one: TCP must not hand over several as one.
         _ip("link", "set", INTERFACE, "gso_max_segs", "1" if wanted.loss else "65535")
         if not self._has_netem:
             _limit(INTERFACE, wanted.rate)
@@ -103,50 +101,41 @@ class KernelSwitch:
         _tc(INTERFACE, "netem", "limit", str(QUEUE_BYTES // _SMALL_PACKET), "delay", f"{wanted.delay * 1e6:.0f}us",
             "loss", f"{wanted.loss:%}", "rate", f"{wanted.rate * 8:.0f}bit")  # fmt: skip
 
-    def _in_node(self, node: int, do: Callable[[], Any]) -> None:
-        self._in_namespace(self.namespaces[node], do)
 
-    def _in_namespace(self, namespace: int, do: Callable[[], Any]) -> None:
-        home = current_namespace()
-        enter_open(namespace)
-        try:
-            do()
-        finally:
-            enter_open(home)
-            os.close(home)
-
-
-def kernel_can() -> bool:
+def kernel_has_netem() -> bool:
     """Whether this machine's kernel can enforce rate, delay and loss by itself."""
-    home = current_namespace()
-    probed = new_namespace()
-    try:
-        return _has_netem()
-    finally:
-        enter_open(home)
-        os.close(home)
-        os.close(probed)
+    with returning():
+        probed = new_namespace()
+        try:
+            return _has_netem()
+        finally:
+            os.close(probed)
 
 
 def _has_netem() -> bool:
-    """Whether the kernel can delay and drop packets; tried in this thread's namespace, which must be a new one."""
+    """Tried in this thread's namespace, which must be a new one."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return False
     probe = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms", "rate", "1gbit"]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
+def _inside(namespace: int, do: Callable[[], None]) -> None:
+    with returning():
+        enter_open(namespace)
+        do()
+
+
 def _limit(interface: str, rate: float) -> None:
-    burst = max(_WHOLE_BYTES + MTU, int(rate / 1000))
-    bits, bytes_ = f"{rate * 8:.0f}bit", str(QUEUE_BYTES)
-    _tc(interface, "tbf", "rate", bits, "burst", str(burst), "limit", bytes_)
+    burst = max(_SEGMENT_BYTES + MTU, int(rate / 1000))
+    _tc(interface, "tbf", "rate", f"{rate * 8:.0f}bit", "burst", str(burst), "limit", str(QUEUE_BYTES))
 
 
-def _send_nowhere(node: int) -> None:
-    _ip("neighbour", "replace", address(node), "lladdr", _NOBODY, "dev", INTERFACE, "nud", "permanent")
+def _black_hole(node: int) -> None:
+    _ip("neighbour", "replace", address(node), "lladdr", _UNUSED_MAC, "dev", INTERFACE, "nud", "permanent")
 
 
-def _send_again(node: int) -> None:
+def _restore_route(node: int) -> None:
     _ip("neighbour", "flush", "to", address(node), "dev", INTERFACE, "nud", "permanent")
 
 

@@ -1,4 +1,4 @@
-"""Network namespaces without names: each lives as long as a process is in it or holds it open, and then it is gone.
+"""Network namespaces without names: each lives as long as a process is in it or holds it open.
 
 So nothing is left behind, however the processes end, and no two runs interfere.
 """
@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 INTERFACE = "eth0"
@@ -18,27 +19,34 @@ MTU = 9000
 _CLONE_NEWNET = 0x40000000
 _SET_FLAGS, _SET_ADDRESS, _SET_NETMASK, _SET_MTU, _SET_QUEUE = 0x8914, 0x8916, 0x891C, 0x8922, 0x8943
 _UP = 0x1
-_QUEUED_PACKETS = 4096  # that the kernel keeps until the switch takes them
+_QUEUED_PACKETS = 4096  # kept by the kernel until the switch takes them
 
 
 def address(node: int) -> str:
-    """Of a node's interface; it exists inside the namespaces only."""
+    """The IPv4 address of a node, inside the namespaces only."""
     return f"10.77.0.{node + 1}"
 
 
 def new_namespace() -> int:
-    """Moves this thread into a new namespace, and holds that open by the file descriptor it returns."""
+    """Moves this thread into a new namespace; the file descriptor returned keeps it open."""
     _call("unshare", _CLONE_NEWNET)
-    return current_namespace()
+    return _open("/proc/thread-self/ns/net")
 
 
-def current_namespace() -> int:
-    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def returning() -> Iterator[None]:
+    """Moves this thread back to its own namespace at the end."""
+    home = _open("/proc/thread-self/ns/net")
+    try:
+        yield
+    finally:
+        enter_open(home)
+        os.close(home)
 
 
 def enter(path: str) -> None:
     """Moves this thread, and everything it starts from now on, into the namespace at ``path``."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    handle = _open(path)
     try:
         enter_open(handle)
     finally:
@@ -47,6 +55,10 @@ def enter(path: str) -> None:
 
 def enter_open(handle: int) -> None:
     _call("setns", handle, _CLONE_NEWNET)
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def configure(node: int) -> None:
@@ -60,17 +72,17 @@ def configure(node: int) -> None:
         _request(control, INTERFACE, _SET_FLAGS, struct.pack("=h", _UP))
 
 
-def tune_tcp(bytes_under_way: float) -> None:
-    """TCP of this thread's namespace as for a cluster's link: no slow start after a pause, a full pipe, no more."""
-    buffer = int(max(2**19, 4 * bytes_under_way))
-    _set("ipv4/tcp_congestion_control", "reno")  # bbr takes the switch's batches for a slow link
+def tune_tcp(bytes_in_flight: float) -> None:
+    """TCP of this thread's namespace as for a cluster's link: no slow start after a pause, a full pipe."""
+    buffer = int(max(2**19, 4 * bytes_in_flight))
+    _set("ipv4/tcp_congestion_control", "reno")  # bbr mistakes the switch's batches for a slow link
     _set("ipv4/tcp_slow_start_after_idle", "0")
     _set("ipv4/tcp_no_metrics_save", "1")
     for name in ("rmem", "wmem"):
         _set(f"ipv4/tcp_{name}", f"4096 {buffer} {buffer}")
 
 
-def forbid_ipv6() -> None:
+def disable_ipv6() -> None:
     for scope in ("all", "default"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without it
             _set(f"ipv6/conf/{scope}/disable_ipv6", "1")
@@ -85,7 +97,7 @@ def _request(control: socket.socket, interface: str, request: int, value: bytes)
 
 
 def _call(name: str, *arguments: int) -> None:
-    """A function of the C library; Python has these two of its own only from 3.12 on."""
+    """A function of the C library; Python itself has these two only from 3.12 on."""
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, name)(*arguments):
         code = ctypes.get_errno()

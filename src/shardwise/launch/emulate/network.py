@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from shardwise.launch.emulate import enter_script, process, tap
-from shardwise.launch.emulate.namespace import INTERFACE, address, enter
+from shardwise.launch.emulate.namespace import INTERFACE, enter
 from shardwise.launch.pool import Pool
 from shardwise.layout.ranks import local_rank, node_of
 from shardwise.spec.emulation import Emulation
@@ -29,33 +29,22 @@ class Network:
 
     def __init__(self, emulation: Emulation, holder: subprocess.Popen[bytes]) -> None:
         self.emulation = emulation
+        self.switch_pid = holder.pid
         self._process = holder
-        answer = self._answer()
-        self._namespaces = [f"/proc/{holder.pid}/fd/{handle}" for handle in answer["namespaces"]]
-
-    @property
-    def switch_pid(self) -> int:
-        return self._process.pid
+        self._namespaces = [f"/proc/{holder.pid}/fd/{handle}" for handle in self._answer()["namespaces"]]
 
     def namespace(self, node: int) -> str:
-        """A path to the node's namespace, for `namespace.enter` and `nsenter --net=`; as long as the network is up."""
+        """A path to the node's namespace, for `namespace.enter` and `nsenter --net=`; valid while the network is up."""
         return self._namespaces[node]
 
-    def environment(self, node: int) -> dict[str, str]:
-        """The environment variables of a process on the node."""
-        assert 0 <= node < self.emulation.nodes
-        # NCCL would notice that all nodes are one machine, and bypass the link between them.
-        nccl = {"NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_HOSTID": f"node-{node}", "NCCL_IB_DISABLE": "1"}
-        return {"GLOO_SOCKET_IFNAME": INTERFACE, **nccl}
-
     def environment_of_rank(self, rank: int) -> dict[str, str]:
-        """The environment of the rank's node, and its place there."""
+        """The environment variables of a rank on its node."""
         per_node = self.emulation.ranks_per_node
+        # NCCL would notice that all nodes are one machine, and bypass the link between them.
+        node = {"NCCL_HOSTID": f"node-{node_of(rank, per_node)}", "NCCL_IB_DISABLE": "1"}
+        interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), INTERFACE)
         place = {"LOCAL_RANK": str(local_rank(rank, per_node)), "LOCAL_WORLD_SIZE": str(per_node)}
-        return {**self.environment(node_of(rank, per_node)), **place}
-
-    def address(self, node: int) -> str:
-        return address(node)
+        return {**interfaces, **node, **place}
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """``command`` wrapped so that, started outside, it runs inside the node in the same process."""
@@ -70,15 +59,15 @@ class Network:
         pair: tuple[int, int] | None = None,
     ) -> None:
         """Changes bytes/s, one-way seconds or the share lost from now on; of all links, or of one ``pair`` of nodes."""
-        self._tell({"reshape": {"rate": rate, "delay": delay, "loss": loss, "pair": pair}})
+        self._request({"reshape": {"rate": rate, "delay": delay, "loss": loss, "pair": pair}})
 
     def partition(self, one: int, other: int) -> None:
         """Cuts the connection between two nodes."""
-        self._tell({"partition": (one, other)})
+        self._request({"partition": (one, other)})
 
     def heal(self) -> None:
         """Ends all partitions."""
-        self._tell({"heal": True})
+        self._request({"heal": True})
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -90,9 +79,9 @@ class Network:
             self._process.wait()
         self._process.stdout.close()
 
-    def _tell(self, request: dict[str, Any]) -> None:
+    def _request(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and will not answer
+        with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._answer()
 
@@ -137,13 +126,13 @@ def require_emulation() -> None:
     if not sys.platform.startswith("linux"):
         raise SpecError("emulate", f"needs Linux, this is {sys.platform}", "emulate in a virtual machine")
     if os.geteuid() != 0:
-        raise SpecError("emulate", "needs root to make network namespaces", "run the command with sudo")
+        raise SpecError("emulate", "needs root to create network namespaces", "run the command with sudo")
     if not os.access(tap.DEVICE, os.R_OK | os.W_OK):
         raise SpecError("emulate", f"there is no {tap.DEVICE}", "modprobe tun, or give the container that device")
 
 
 def why_not() -> str | None:
-    """What this machine lacks for virtual nodes."""
+    """Why this machine cannot create virtual nodes; None if it can."""
     try:
         with emulated(Emulation(nodes=2, ranks_per_node=1, rate=1e9)):
             return None
@@ -151,13 +140,8 @@ def why_not() -> str | None:
         return str(error)
 
 
-# -- a pool on virtual nodes -----------------------------------------------------------------------
-#
-# A pool whose workers live on virtual nodes.
-
-
 class EmulatedPool(Pool):
-    """`Pool` on an emulated cluster: rank r lives on node r // ranks_per_node; ``network`` is what joins the nodes."""
+    """`Pool` on an emulated cluster: rank r is on node r // ranks_per_node; ``network`` joins the nodes."""
 
     def __init__(self, emulation: Emulation, preload: Sequence[str] = ()) -> None:
         super().__init__(preload)
@@ -169,20 +153,20 @@ class EmulatedPool(Pool):
             raise
 
     def run(self, function: Callable[..., Any], world: int, *arguments: Any, timeout_seconds: float = 300) -> list[Any]:
-        there = self.network.emulation.world
-        assert world <= there, f"{world} ranks on an emulated cluster of {there}"
+        ranks = self.network.emulation.world
+        assert world <= ranks, f"{world} ranks on an emulated cluster of {ranks}"
         return super().run(function, world, *arguments, timeout_seconds=timeout_seconds)
 
     def close(self) -> None:
         super().close()
         self._network.close()
 
-    def first(self, rank: int) -> Callable[[], None]:
+    def initializer(self, rank: int) -> Callable[[], None]:
         node = node_of(rank, self.network.emulation.ranks_per_node)
-        return partial(_move, self.network.namespace(node), self.network.environment_of_rank(rank))
+        return partial(_enter_node, self.network.namespace(node), self.network.environment_of_rank(rank))
 
 
-def _move(namespace: str, environment: Mapping[str, str]) -> None:
+def _enter_node(namespace: str, environment: Mapping[str, str]) -> None:
     """Runs before gloo creates anything: threads and sockets stay in the namespace they were created in."""
     enter(namespace)
     os.environ.update(environment)

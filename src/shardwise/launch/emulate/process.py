@@ -1,7 +1,7 @@
-"""The process that holds the nodes: when its input closes, its parent is gone, and everything it created goes too.
+"""The process that holds the virtual nodes: it ends when its input closes, and everything it created goes with it.
 
-It runs as a module; its arguments are an `Emulation` and the backend that shapes the links. It prints the paths of the
-namespaces as one line of JSON, then reads lines with changes and answers each.
+It runs as a module; its arguments are an `Emulation` and the backend that shapes the links. It prints the handles of
+the namespaces as one line of JSON, then reads lines with changes and answers each.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import threading
 import time
 from functools import partial
 
-from shardwise.launch.emulate.kernel import KernelSwitch, kernel_can
+from shardwise.launch.emulate.kernel import KernelSwitch, kernel_has_netem
 from shardwise.launch.emulate.switch import PacketSwitch
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def main(text: str, shaping: str) -> None:
@@ -31,26 +31,26 @@ def main(text: str, shaping: str) -> None:
     try:
         nodes = _nodes(emulation, shaping)
     except SpecError as error:
-        return _refuse(error.problem, error.remedy)
+        return _answer(error=error.problem, remedy=error.remedy)
     except OSError as error:
-        remedy = "run as root, outside a container or in one that may make network namespaces"
-        return _refuse(f"no virtual nodes here ({error})", remedy)
-    _say(namespaces=nodes.namespaces)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        remedy = "run as root, outside a container or in one that may create network namespaces"
+        return _answer(error=f"no virtual nodes here ({error})", remedy=remedy)
+    _answer(namespaces=nodes.namespaces)
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     return nodes.forward(sys.stdin.fileno(), partial(_controlled, nodes))
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     """A process forked from the dead parent may still hold our input open."""
     while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     os._exit(0)
 
 
 def _nodes(emulation: Emulation, shaping: str) -> PacketSwitch | KernelSwitch:
     if shaping == "kernel":
         return KernelSwitch(emulation)
-    if shaping == "auto" and kernel_can():
+    if shaping == "auto" and kernel_has_netem():
         with contextlib.suppress(OSError):  # it has netem, but something else is missing
             return KernelSwitch(emulation)
     return PacketSwitch(emulation)
@@ -62,20 +62,16 @@ def _controlled(nodes: PacketSwitch | KernelSwitch, control: int) -> bool:
     for line in read.splitlines():
         try:
             nodes.change(json.loads(line))
-            _say()
+            _answer()
         except SpecError as error:
-            _refuse(error.problem, error.remedy)
+            _answer(error=error.problem, remedy=error.remedy)
         except OSError as error:
-            _refuse(str(error), "")
+            _answer(error=str(error), remedy="")
     return bool(read)
 
 
-def _say(**values: object) -> None:
+def _answer(**values: object) -> None:
     print(json.dumps(values), flush=True)
-
-
-def _refuse(problem: str, remedy: str) -> None:
-    _say(error=problem, remedy=remedy)
 
 
 if __name__ == "__main__":

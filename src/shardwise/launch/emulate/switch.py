@@ -1,4 +1,4 @@
-"""Our own switch between virtual nodes: computes when a packet arrives, and delivers it then."""
+"""Our own switch between virtual nodes: computes when each packet arrives, and delivers it then."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from typing import Any
 from shardwise.launch.emulate import tap
 from shardwise.launch.emulate.namespace import (
     configure,
-    current_namespace,
+    disable_ipv6,
     enter_open,
-    forbid_ipv6,
     new_namespace,
+    returning,
     tune_tcp,
 )
 from shardwise.spec.emulation import Emulation
 
-ACKNOWLEDGED_SECONDS = 1e-3  # beside the delay, until a sender knows that a packet has arrived
-QUEUE_BYTES = 32 * 2**20  # that wait in one node's port before it drops: more than TCP has under way
+ACKNOWLEDGED_SECONDS = 1e-3  # on top of the delay, until a sender knows that a packet has arrived
+QUEUE_BYTES = 32 * 2**20  # in one node's port before it drops packets: more than TCP has in flight
+_EARLY_SECONDS = 30e-6  # a packet may arrive early by less than it takes to sleep and wake
+_PR_SET_TIMERSLACK = 29
 
 
 @dataclass
 class EmulatedWire:
-    """From one node to another: bytes/s, seconds one way, the share of packets lost; nothing passes where it is cut."""
+    """From one node to another: bytes/s, seconds one way, the share of packets lost; a cut wire loses all."""
 
     rate: float
     delay: float
@@ -41,12 +43,12 @@ class EmulatedWire:
 
 
 class Wires:
-    """Every node has one port, of which all of its wires share the rate in each direction."""
+    """Every node has one port; all its wires share the port's rate in each direction."""
 
     def __init__(self, nodes: int, rate: float, delay: float, loss: float) -> None:
         self.port_rate = rate
         self._from = [[EmulatedWire(rate, delay, loss) for _ in range(nodes)] for _ in range(nodes)]
-        self._sent_at = [0.0] * nodes  # when a node's port has sent all that it was given
+        self._sent_at = [0.0] * nodes  # when a node's port will have sent all that it was given
         self._received_at = [0.0] * nodes
         self._queued = [0] * nodes
         self._random = Random(0)
@@ -93,8 +95,8 @@ class Wires:
         return any(wire.loss for wire in self._both_ways(None))
 
     @property
-    def most_under_way(self) -> float:
-        """The most bytes that fit on a wire and back."""
+    def most_in_flight(self) -> float:
+        """The largest bandwidth-delay product of a wire, in bytes."""
         return max(wire.rate * 2 * wire.delay for wire in self._both_ways(None))
 
     def _both_ways(self, pair: tuple[int, int] | None) -> Iterator[EmulatedWire]:
@@ -104,15 +106,6 @@ class Wires:
                     yield wire
 
 
-# -- switch ----------------------------------------------------------------------------------------
-#
-# A switch of our own between the nodes: it takes their packets, and hands them on when they have arrived.
-
-
-_EARLY_SECONDS = 30e-6  # a packet may arrive: less than it takes to sleep and wake
-_PR_SET_TIMERSLACK = 29
-
-
 class PacketSwitch:
     """The nodes' interfaces and the wires between them."""
 
@@ -120,16 +113,14 @@ class PacketSwitch:
         self.wires = Wires(emulation.nodes, emulation.rate, emulation.delay, emulation.loss)
         self.namespaces: list[int] = []
         self._taps: list[int] = []
-        self._under_way: list[tuple[float, int, int, int, int, bytes]] = []  # by when it arrives, then as taken
-        self._taken = 0
-        home = current_namespace()
-        for node in range(emulation.nodes):
-            self.namespaces.append(new_namespace())
-            forbid_ipv6()
-            self._taps.append(tap.open_tap())
-            configure(node)
-        enter_open(home)
-        os.close(home)
+        self._in_flight: list[tuple[float, int, int, int, int, bytes]] = []  # by arrival, then in the order received
+        self._received = 0
+        with returning():
+            for node in range(emulation.nodes):
+                self.namespaces.append(new_namespace())
+                disable_ipv6()
+                self._taps.append(tap.open_tap())
+                configure(node)
         self._adapt()
 
     def change(self, request: dict[str, Any]) -> None:
@@ -144,53 +135,51 @@ class PacketSwitch:
 
     def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
         """Forwards packets until ``controlled`` returns False; it is called when ``control`` is readable."""
-        _come_first()
+        _raise_priority()
         node_of = {handle: node for node, handle in enumerate(self._taps)}
         watched = [control, *self._taps]
         while True:
             for handle in select.select(watched, (), (), self._deliver())[0]:
                 if handle != control:
-                    self._take(node_of[handle], handle)
+                    self._receive(node_of[handle], handle)
                 elif not controlled(control):
                     return
 
-    def _take(self, source: int, handle: int) -> None:
-        """Accepts one packet: taking one at a time keeps a busy node from starving the others."""
+    def _receive(self, source: int, handle: int) -> None:
+        """Accepts one packet: one at a time, so that a busy node cannot starve the others."""
         packet = os.read(handle, tap.MOST_BYTES)
         destination, size = tap.destination(packet), tap.wire_bytes(packet)
         if 0 <= destination < len(self._taps) and destination != source:
             at = self.wires.arrival(source, destination, size, time.monotonic())
             if at is not None:
-                self._taken += 1
-                heapq.heappush(self._under_way, (at, self._taken, source, destination, size, packet))
+                self._received += 1
+                heapq.heappush(self._in_flight, (at, self._received, source, destination, size, packet))
 
     def _deliver(self) -> float | None:
         """Delivers what has arrived by now; returns the seconds until the next packet, None if nothing is in flight."""
-        under_way = self._under_way
+        in_flight = self._in_flight
         soon = time.monotonic() + _EARLY_SECONDS
-        while under_way and under_way[0][0] <= soon:
-            _, _, source, destination, size, packet = heapq.heappop(under_way)
+        while in_flight and in_flight[0][0] <= soon:
+            _, _, source, destination, size, packet = heapq.heappop(in_flight)
             self.wires.arrived(source, size)
             try:
                 os.write(self._taps[destination], packet)
-            except OSError:  # its interface is down: as lost as on any wire
+            except OSError:  # its interface is down: lost, as on any wire
                 continue
-        return max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+        return max(0.0, in_flight[0][0] - time.monotonic()) if in_flight else None
 
     def _adapt(self) -> None:
-        """Makes the nodes fit their wires: losses are of single packets; a full pipe needs its buffers."""
-        home = current_namespace()
-        for namespace, handle in zip(self.namespaces, self._taps):
-            enter_open(namespace)
-            tune_tcp(self.wires.most_under_way + self.wires.port_rate * ACKNOWLEDGED_SECONDS)
-            tap.take_whole(handle, not self.wires.lossy)
-        enter_open(home)
-        os.close(home)
+        """Makes the nodes fit their wires: packets are lost one by one; a full pipe needs its buffers."""
+        with returning():
+            for namespace, handle in zip(self.namespaces, self._taps):
+                enter_open(namespace)
+                tune_tcp(self.wires.most_in_flight + self.wires.port_rate * ACKNOWLEDGED_SECONDS)
+                tap.set_segmentation_offload(handle, not self.wires.lossy)
 
 
-def _come_first() -> None:
-    """Raises the priority: on busy cores a switch that waits for its turn would be a slower link."""
+def _raise_priority() -> None:
+    """On busy cores a switch that waits for its turn would be a slower link."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds: wake up when it is time, not soon after
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds: wake up on time, not soon after
     gc.disable()

@@ -25,20 +25,20 @@ def open_tap() -> int:
     return handle
 
 
-def take_whole(handle: int, whole: bool) -> None:
+def set_segmentation_offload(handle: int, enabled: bool) -> None:
     """Whether TCP hands over up to 64 KiB at once, as it does to a network card; else every packet by itself."""
-    fcntl.ioctl(handle, _SET_OFFLOAD, (_CHECKSUMS | _SEGMENTS) if whole else _CHECKSUMS)
+    fcntl.ioctl(handle, _SET_OFFLOAD, (_CHECKSUMS | _SEGMENTS) if enabled else _CHECKSUMS)
 
 
 def destination(packet: bytes) -> int:
-    """The node that a packet goes to, -1 where it is none of ours."""
+    """The node that a packet goes to; -1 for a packet that is not IPv4."""
     if len(packet) < _HEADER + 20 or packet[_HEADER] >> 4 != 4:
         return -1
     return packet[_HEADER + 19] - 1
 
 
 def wire_bytes(packet: bytes) -> int:
-    """Its size on the wire: every segment that the kernel will cut it into has its own headers."""
+    """Its size on the wire: every segment that the kernel splits it into has its own headers."""
     size = len(packet) - _HEADER
     segment = packet[4] | packet[5] << 8
     return size + (size // segment) * _SEGMENT_HEADERS if segment else size

@@ -60,7 +60,7 @@ class PoolRanks:
 
 
 def _in_pool(place: WorkerPlace, function: Callable[..., Found], arguments: tuple[Any, ...]) -> Found:
-    store = dist.FileStore(place.meeting_file, place.world)  # type: ignore[attr-defined]
+    store = dist.FileStore(place.rendezvous_file, place.world)  # type: ignore[attr-defined]
     return function(Rank(place.rank, place.world, place.world, store), *arguments)
 
 

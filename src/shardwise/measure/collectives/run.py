@@ -152,7 +152,7 @@ def measure_as_rank(
 
 def _work(place: WorkerPlace, request: CollectiveRequest) -> list[MeasuredCollective]:
     torch.set_num_threads(1)
-    with joined(place.rank, place.world, place.meeting_file):
+    with joined(place.rank, place.world, place.rendezvous_file):
         return measure(request, torch.device("cpu"))
 
 

@@ -130,7 +130,7 @@ def main() -> None:
     place, device = WorldPlace.from_environment(), sys.argv[1]
     reporter = Reporter(place)
     try:
-        with joined(place.rank, place.world, str(place.meeting), device=device, seconds=_TIMEOUTS.start):
+        with joined(place.rank, place.world, str(place.rendezvous), device=device, seconds=_TIMEOUTS.start):
             _reduce(place, device, reporter)
     except Exception as error:
         reporter.failed(error)

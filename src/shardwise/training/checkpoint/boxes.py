@@ -44,7 +44,7 @@ class ContiguousRun:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBox:
     """A box of the whole tensor, and where it lies in the local one."""
 
     box: Box
@@ -64,10 +64,10 @@ def taken(runs: Sequence[ContiguousRun], first: int, last: int) -> list[Contiguo
     return found
 
 
-def placed(dimensions: Sequence[Sequence[ContiguousRun]]) -> list[Placed]:
+def placed(dimensions: Sequence[Sequence[ContiguousRun]]) -> list[PlacedBox]:
     """The boxes that runs along every dimension make, without padding."""
     return [
-        Placed(
+        PlacedBox(
             Box(tuple(run.start or 0 for run, _ in chosen), tuple(run.size for run, _ in chosen)),
             tuple(slice(at, at + run.size) for run, at in chosen),
         )

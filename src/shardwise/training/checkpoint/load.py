@@ -15,7 +15,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.folder import CheckpointFolder, step_of
 from shardwise.training.checkpoint.manifest import NAME, TO_RESUME, Manifest, Shard, read_manifest
 from shardwise.training.checkpoint.shards import ShardReader, checked, mislabelled, shortened
-from shardwise.training.checkpoint.state import BUFFER, WEIGHT, Kept, expect, kept, take_numbers
+from shardwise.training.checkpoint.state import BUFFER, WEIGHT, StateTensor, expect, kept, restore_numbers
 
 _OF_MODEL = (WEIGHT, BUFFER)
 _WEIGHTS = tuple(f"{kind}/" for kind in _OF_MODEL)
@@ -62,7 +62,7 @@ def _missing(manifest: Manifest) -> list[str]:
     return [] if alone else [name for name in TO_RESUME if name not in manifest.numbers]
 
 
-def newest_good(folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None) -> int | None:
+def newest_intact(folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None) -> int | None:
     """The newest step whose checkpoint is whole, found by all ranks together; ``on_damaged`` gets every problem."""
     rank, world = dist.get_rank(), dist.get_world_size()
     listed: list[Any] = [folder.committed()]
@@ -101,11 +101,11 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     if weights_only:
         trainer.on_weights_loaded()
     else:
-        take_numbers(trainer, manifest.numbers)
+        restore_numbers(trainer, manifest.numbers)
     return manifest
 
 
-def _is_there(one: Kept, manifest: Manifest) -> bool:
+def _is_there(one: StateTensor, manifest: Manifest) -> bool:
     whole = manifest.tensors.get(one.saved_as)
     return whole is not None and whole.shape == one.shape
 
@@ -129,7 +129,7 @@ def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, .
             raise SpecError(str(folder), problem, _TRAINED)
 
 
-def _read(one: Kept, manifest: Manifest, reader: ShardReader, folder: Path) -> None:
+def _read(one: StateTensor, manifest: Manifest, reader: ShardReader, folder: Path) -> None:
     pieces, tensor = manifest.tensors[one.saved_as].pieces, one.read()
     for place in one.places:
         found = 0

@@ -115,7 +115,7 @@ class SavedPiece:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullTensor:
     """A tensor of the whole model and the pieces that it was saved in."""
 
     shape: tuple[int, ...]
@@ -141,7 +141,7 @@ class Manifest:
     step: int
     job: dict[str, Any]
     numbers: dict[str, Any]
-    tensors: dict[str, Whole]
+    tensors: dict[str, FullTensor]
     files: dict[str, Shard] = field(default_factory=dict)
 
     def entries(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
@@ -224,7 +224,7 @@ def _job(found: Any) -> dict[str, Any]:
     return found
 
 
-def _whole(one: Any, files: dict[str, Shard]) -> Whole:
+def _whole(one: Any, files: dict[str, Shard]) -> FullTensor:
     shape = tuple(count(size) for size in one["shape"])
     pieces = []
     for name, entry, start, size in one["pieces"]:
@@ -240,7 +240,7 @@ def _whole(one: Any, files: dict[str, Shard]) -> Whole:
         raise ValueError("an unknown type")
     if sum(piece.box.elements for piece in pieces) != math.prod(shape) or _overlap([piece.box for piece in pieces]):
         raise ValueError("pieces that are not the whole")
-    return Whole(shape, one["dtype"], tuple(pieces))
+    return FullTensor(shape, one["dtype"], tuple(pieces))
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

@@ -24,9 +24,9 @@ from torch import Tensor
 from shardwise.engine.trainer import Trainer
 from shardwise.training.checkpoint.boxes import Box, Index
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.manifest import Manifest, SavedPiece, Shard, Whole
+from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard
 from shardwise.training.checkpoint.shards import NAMES, Entry, shard_name, write_shard
-from shardwise.training.checkpoint.state import Kept, kept, numbers
+from shardwise.training.checkpoint.state import StateTensor, kept, numbers
 
 POLL_SECONDS = 0.02
 
@@ -41,7 +41,7 @@ class _Entry:
 
     name: str
     shape: tuple[int, ...]
-    kept: Kept
+    kept: StateTensor
     local: Index
 
 
@@ -175,7 +175,7 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entry], dict[str, Whole]]:
+def _shared_out(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[_Entry], dict[str, FullTensor]]:
     """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
     told = [(one.saved_as, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
     lists: list[Any] = [None] * world
@@ -203,4 +203,4 @@ def _shared_out(mine: Sequence[Kept], rank: int, world: int) -> tuple[list[_Entr
                 writes.remove((one.saved_as, place.box))  # once, though a tied parameter may be here twice
                 name = f"{one.saved_as}@{','.join(map(str, place.box.start))}"
                 entries.append(_Entry(name, place.box.shape, one, place.local))
-    return entries, {key: Whole(shape, dtype, tuple(pieces[key])) for key, (shape, dtype) in wholes.items()}
+    return entries, {key: FullTensor(shape, dtype, tuple(pieces[key])) for key, (shape, dtype) in wholes.items()}

@@ -17,7 +17,7 @@ from shardwise.engine.optim.optimizer import LocalOptimizer
 from shardwise.engine.parameters import HeldParameter, HeldPart, plain_name
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset
 from shardwise.engine.trainer import Trainer
-from shardwise.training.checkpoint.boxes import ContiguousRun, Placed, placed, taken
+from shardwise.training.checkpoint.boxes import ContiguousRun, PlacedBox, placed, taken
 
 WEIGHT, BUFFER = "weight", "buffer"
 OUTER = ("outer_weight", "outer_momentum")
@@ -25,7 +25,7 @@ OWN_STEPS = "steps/optimizer"
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateTensor:
     """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here.
 
     ``read`` gives the tensor, or a copy of one that is kept outside of the device's memory; ``write`` takes it back.
@@ -35,7 +35,7 @@ class Kept:
 
     key: str
     shape: tuple[int, ...]
-    places: tuple[Placed, ...]
+    places: tuple[PlacedBox, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
     write: Callable[[Tensor], None]
@@ -56,7 +56,7 @@ def late_name(age: int) -> str:
     return f"late_{age}"
 
 
-def kept(trainer: Trainer[Any]) -> list[Kept]:
+def kept(trainer: Trainer[Any]) -> list[StateTensor]:
     """Weights (fp32 masters where there are), optimizer states, the buffers that balance experts, and what compression
     has left out on this rank."""
     tied, optimizer, worker = trainer.job.model.tied_embeddings, trainer.optimizer, worker_of(trainer)
@@ -69,10 +69,12 @@ def kept(trainer: Trainer[Any]) -> list[Kept]:
         for state in _states(one.parameter, optimizer):
             key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(one.parameter, state)
             read, write = partial(optimizer.read, one.parameter, state), partial(optimizer.write, one.parameter, state)
-            found.append(Kept(key, one.part.shape, places, dtype, read, write, worker=worker))
+            found.append(StateTensor(key, one.part.shape, places, dtype, read, write, worker=worker))
     for name, buffer in _buffers(trainer):
         read, write = partial(_same, buffer), partial(_copy, buffer)
-        found.append(Kept(f"{BUFFER}/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write))
+        found.append(
+            StateTensor(f"{BUFFER}/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write)
+        )
     return found + _feedback(trainer) + kept_by_meetings(trainer, lambda one: _name(one, tied))
 
 
@@ -81,7 +83,7 @@ def worker_of(trainer: Trainer[Any]) -> int:
     return 0 if trainer.outer is None else trainer.mesh.rank("dp")
 
 
-def kept_by_meetings(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[Kept]:
+def kept_by_meetings(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[StateTensor]:
     """For workers that do not synchronise every step: outer optimizer states, sums in flight, a worker's own count."""
     trained = [one for one in trainer.parameters if one.parameter.requires_grad]
     found = []
@@ -97,13 +99,13 @@ def kept_by_meetings(trainer: Trainer[Any], name: Callable[[HeldParameter], str]
         places = tuple(places_of(one))
         for state, read in tensors.items():
             write = partial(_copy_into, read)
-            found.append(Kept(f"{state}/{name(one)}", one.part.shape, places, read().dtype, read, write))
+            found.append(StateTensor(f"{state}/{name(one)}", one.part.shape, places, read().dtype, read, write))
     if worker_of(trainer):
         counts = [group["step"] for group in trainer.optimizer.param_groups]
         step = counts[0].view(1)
         write = partial(_fill, counts)
         found.append(
-            Kept(OWN_STEPS, (1,), tuple(_all(step)), step.dtype, partial(_same, step), write,
+            StateTensor(OWN_STEPS, (1,), tuple(_all(step)), step.dtype, partial(_same, step), write,
                  worker=worker_of(trainer))
         )  # fmt: skip
     return found
@@ -118,7 +120,7 @@ def _fill(counts: list[Tensor], values: Tensor) -> None:
         one.fill_(values.item())
 
 
-def _feedback(trainer: Trainer[Any]) -> list[Kept]:
+def _feedback(trainer: Trainer[Any]) -> list[StateTensor]:
     """Error feedback is per rank, and only meaningful to the same rank of the same layout."""
     strategy = trainer.job.strategy
     layout = "x".join(str(strategy.degree(name)) for name in strategy.order)
@@ -126,7 +128,7 @@ def _feedback(trainer: Trainer[Any]) -> list[Kept]:
     for name, state in trainer.data.feedback.items():
         key = f"feedback/{strategy.compression.method}.{layout}.{dist.get_rank()}.{name}"
         read, write = partial(_same, state), partial(_copy, state)
-        found.append(Kept(key, tuple(state.shape), tuple(_all(state)), state.dtype, read, write, optional=True))
+        found.append(StateTensor(key, tuple(state.shape), tuple(_all(state)), state.dtype, read, write, optional=True))
     return found
 
 
@@ -151,7 +153,7 @@ def expect(trainer: Trainer[Any], found: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+def restore_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
     """Puts the numbers back into the trainer, and refreshes the compute weights from what was loaded."""
     if not worker_of(trainer):  # others have their own
         for group in trainer.optimizer.param_groups:
@@ -165,7 +167,7 @@ def take_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
     trainer.data.publish()
 
 
-def places_of(one: HeldParameter) -> list[Placed]:
+def places_of(one: HeldParameter) -> list[PlacedBox]:
     """The boxes of the whole parameter that the local tensor is."""
     dimensions = _runs(one.part)
     if isinstance(one.parameter, DTensor):
@@ -215,5 +217,5 @@ def lasting_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield plain_name(name), buffer
 
 
-def _all(tensor: Tensor) -> list[Placed]:
+def _all(tensor: Tensor) -> list[PlacedBox]:
     return placed([[ContiguousRun(0, size)] for size in tensor.shape])

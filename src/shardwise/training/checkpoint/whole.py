@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, read one by one; a checkpoint of whole tensors; the same state in other files."""
+"""FullTensor tensors of a checkpoint, read one by one; a checkpoint of whole tensors; the same state in other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions
 from shardwise.training.checkpoint.load import problems_of
-from shardwise.training.checkpoint.manifest import Manifest, SavedPiece, Shard, Whole, read_manifest, weight_keys
+from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, read_manifest, weight_keys
 from shardwise.training.checkpoint.shards import NAMES, Entry, ShardReader, shard_name, write_shard
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -26,7 +26,7 @@ _ATTEMPT = "whole"
 
 
 @dataclass(frozen=True)
-class Lazy:
+class LazyTensor:
     """A tensor in a file: its shape and type are known, its numbers are read by ``read``."""
 
     shape: tuple[int, ...]
@@ -39,17 +39,17 @@ class Lazy:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def whole_tensors(folder: Path, manifest: Manifest, keys: Sequence[str]) -> dict[str, Lazy]:
+def full_tensors(folder: Path, manifest: Manifest, keys: Sequence[str]) -> dict[str, LazyTensor]:
     """Tensors of a checkpoint whatever pieces they were saved in; a piece is read from a mapped file."""
     reader = ShardReader(folder)
 
-    def lazily(whole: Whole, key: str) -> Lazy:
-        return Lazy(whole.shape, _DTYPES[whole.dtype], lambda: _joined(whole, key, reader))
+    def lazily(whole: FullTensor, key: str) -> LazyTensor:
+        return LazyTensor(whole.shape, _DTYPES[whole.dtype], lambda: _joined(whole, key, reader))
 
     return {key: lazily(manifest.tensors[key], key) for key in keys}
 
 
-def _joined(whole: Whole, key: str, reader: ShardReader) -> Tensor:
+def _joined(whole: FullTensor, key: str, reader: ShardReader) -> Tensor:
     tensor = torch.empty(whole.shape, dtype=_DTYPES[whole.dtype])
     found = 0
     for piece in whole.pieces:
@@ -74,7 +74,7 @@ class Described:
 def write_checkpoint(
     folder: CheckpointFolder,
     about: Described,
-    tensors: Mapping[str, Lazy],
+    tensors: Mapping[str, LazyTensor],
     shards: int,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
@@ -109,7 +109,7 @@ def require_space(folder: Path, needed: int) -> None:
         raise SpecError(str(existing), problem, "free space, or choose another disk")
 
 
-def _shared_out(tensors: Mapping[str, Lazy], shards: int) -> list[list[str]]:
+def _shared_out(tensors: Mapping[str, LazyTensor], shards: int) -> list[list[str]]:
     """The largest first, each to the file with the least; within a file in the order they were given."""
     files: list[list[str]] = [[] for _ in range(shards)]
     sizes = [0] * shards
@@ -124,12 +124,12 @@ def _shared_out(tensors: Mapping[str, Lazy], shards: int) -> list[list[str]]:
 def _write_files(
     part: Path,
     about: Described,
-    tensors: Mapping[str, Lazy],
+    tensors: Mapping[str, LazyTensor],
     files: Sequence[Sequence[str]],
     progress: Callable[[int], None],
 ) -> Manifest:
     written: dict[str, Shard] = {}
-    wholes: dict[str, Whole] = {}
+    wholes: dict[str, FullTensor] = {}
     for number, keys in enumerate(files):
         name = shard_name(number)
         entries = []
@@ -138,13 +138,13 @@ def _write_files(
             start = (0,) * len(one.shape)
             entries.append(Entry(f"{key}@{','.join(map(str, start))}", one.dtype, one.shape))
             piece = SavedPiece(name, entries[-1].name, Box(start, one.shape))
-            wholes[key] = Whole(one.shape, NAMES[one.dtype], (piece,))
+            wholes[key] = FullTensor(one.shape, NAMES[one.dtype], (piece,))
         written[name] = write_shard(part / name, entries, read_in_turn([tensors[key] for key in keys], progress))
     ordered = {key: wholes[key] for key in tensors}
     return Manifest(about.step, about.job, about.numbers, ordered, written)
 
 
-def read_in_turn(tensors: Sequence[Lazy], progress: Callable[[int], None]) -> Iterator[Tensor]:
+def read_in_turn(tensors: Sequence[LazyTensor], progress: Callable[[int], None]) -> Iterator[Tensor]:
     """Each tensor when the one before it is done with."""
     for one in tensors:
         yield one.read().contiguous()
@@ -174,7 +174,7 @@ def reshard(
     manifest = read_manifest(source)
     keys = weight_keys(manifest) if weights_only else list(manifest.tensors)
     about = Described(manifest.step, manifest.job, {} if weights_only else manifest.numbers)
-    made = write_checkpoint(out, about, whole_tensors(source, manifest, keys), shards, progress)
+    made = write_checkpoint(out, about, full_tensors(source, manifest, keys), shards, progress)
     if has_companions(kept_companions(source)):
         keep_companions(kept_companions(source), out.path)
     return made

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import counted
-from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.checkpoint.whole import LazyTensor
 from shardwise.training.convert.state_dict import Description, named_weights, tensors_in
 from shardwise.training.convert.torch_file import read_torch_file
 from shardwise.training.convert.weights import Weights, lazily
@@ -116,7 +116,7 @@ def _partitions(paths: Sequence[Path]) -> _Zero:
     return _Zero(stages.pop(), groups, paths[0])
 
 
-def _trained(zero: _Zero, state: Mapping[str, Any], path: Path) -> dict[str, Lazy]:
+def _trained(zero: _Zero, state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
     shapes = state.get("param_shapes")
     if not isinstance(shapes, list) or not shapes:
         raise SpecError(str(path), "does not say which parameters there are (param_shapes)", _AGAIN)
@@ -125,13 +125,13 @@ def _trained(zero: _Zero, state: Mapping[str, Any], path: Path) -> dict[str, Laz
         return _of_stage_3(zero, {name: shape for group in groups for name, shape in group.items()})
     if len(groups) != len(zero.groups[0]):
         raise SpecError(str(path), f"names {len(groups)} groups, the partitions are of {len(zero.groups[0])}", _AGAIN)
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyTensor] = {}
     for number, group in enumerate(groups):
         found |= _of_stage_2(zero, number, group)
     return found
 
 
-def _of_stage_2(zero: _Zero, number: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lazy]:
+def _of_stage_2(zero: _Zero, number: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
     parts = [flat[number] for flat in zero.groups]
     stored, needed = sum(part.numel() for part in parts), sum(math.prod(shape) for shape in shapes.values())
     step = 2 * len(parts)
@@ -144,7 +144,7 @@ def _of_stage_2(zero: _Zero, number: int, shapes: Mapping[str, tuple[int, ...]])
     return found
 
 
-def _of_stage_3(zero: _Zero, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Lazy]:
+def _of_stage_3(zero: _Zero, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
     ranks = len(zero.groups)
     needed = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
     for flat in zero.groups:
@@ -163,14 +163,14 @@ def _other_count(zero: _Zero, stored: int, needed: int) -> SpecError:
     return SpecError(str(zero.where), problem, "the files are not of one checkpoint")
 
 
-def _cut(shape: tuple[int, ...], dtype: torch.dtype, ranges: Sequence[tuple[list[Tensor], int, int]]) -> Lazy:
+def _cut(shape: tuple[int, ...], dtype: torch.dtype, ranges: Sequence[tuple[list[Tensor], int, int]]) -> LazyTensor:
     """A tensor of stretches, each ``size`` elements from ``first`` on of parts that lie end to end."""
 
     def read() -> Tensor:
         pieces = [piece for parts, first, size in ranges for piece in _stretch(parts, first, size)]
         return torch.cat(pieces)[: math.prod(shape)].view(shape)
 
-    return Lazy(shape, dtype, read)
+    return LazyTensor(shape, dtype, read)
 
 
 def _stretch(parts: list[Tensor], first: int, size: int) -> list[Tensor]:
@@ -183,7 +183,7 @@ def _stretch(parts: list[Tensor], first: int, size: int) -> list[Tensor]:
     return found or [parts[0][:0]]
 
 
-def _frozen(zero: _Zero, models: Sequence[Path], state: Mapping[str, Any]) -> dict[str, Lazy]:
+def _frozen(zero: _Zero, models: Sequence[Path], state: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """Parameters that were not trained: whole, or with stage 3 a piece of each on every rank."""
     shapes = _shapes(state.get("frozen_param_shapes") or {}, models[0])
     if not shapes:
@@ -202,7 +202,7 @@ def _frozen(zero: _Zero, models: Sequence[Path], state: Mapping[str, Any]) -> di
     return found
 
 
-def _buffers(state: Mapping[str, Any], path: Path) -> dict[str, Lazy]:
+def _buffers(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
     names = state.get("buffer_names")
     module = _mapping(state.get("module"), path)
     if not isinstance(names, list):

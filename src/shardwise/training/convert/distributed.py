@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.spec.errors import SpecError, shown
 from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.checkpoint.whole import LazyTensor
 from shardwise.training.convert.torch_file import fields_of, read_pickle, read_torch_bytes
 
 METADATA = ".metadata"
@@ -52,15 +52,15 @@ class StoredTensor:
     dtype: torch.dtype
     boxes: tuple[StoredBox, ...]
 
-    def whole(self) -> Lazy:
+    def whole(self) -> LazyTensor:
         return self._within(Box((0,) * len(self.shape), self.shape), self.shape)
 
-    def entry(self, number: int) -> Lazy:
+    def entry(self, number: int) -> LazyTensor:
         """One entry along the first dimension; only the boxes that hold some of it are read."""
         rest = self.shape[1:]
         return self._within(Box((number, *(0 for _ in rest)), (1, *rest)), rest)
 
-    def _within(self, wanted: Box, shape: tuple[int, ...]) -> Lazy:
+    def _within(self, wanted: Box, shape: tuple[int, ...]) -> LazyTensor:
         def read() -> Tensor:
             tensor = torch.empty(wanted.shape, dtype=self.dtype)
             for one in self.boxes:
@@ -69,7 +69,7 @@ class StoredTensor:
                     tensor[common.inside(wanted)] = one.read(self.dtype)[common.inside(one.box)]
             return tensor.reshape(shape)
 
-        return Lazy(shape, self.dtype, read)
+        return LazyTensor(shape, self.dtype, read)
 
 
 def is_distributed(folder: Path) -> bool:
@@ -93,7 +93,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def model_tensors(folder: Path) -> dict[str, Lazy]:
+def model_tensors(folder: Path) -> dict[str, LazyTensor]:
     """The model's tensors, whatever their prefix, without optimizer and run states."""
     held = {name: one.whole() for name, one in stored_tensors(folder).items() if not _NO_WEIGHTS.match(name)}
     while prefix := next((one for one in _PREFIXES if held and all(name.startswith(one) for name in held)), None):

@@ -23,7 +23,7 @@ from shardwise.interop.keys import unflatten
 from shardwise.models import Decoder
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.checkpoint.whole import LazyTensor
 from shardwise.training.convert.distributed import is_distributed, stored_tensors
 from shardwise.training.convert.torch_file import fields_of, read_torch_file
 from shardwise.training.convert.weights import Weights, complete, lazily
@@ -44,7 +44,7 @@ _NOT_READ = {
 # Switches whose attribute says the contrary.
 _CONTRARY = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 
-Stored = dict[str, list[Lazy]]
+Stored = dict[str, list[LazyTensor]]
 
 
 def is_megatron(folder: Path) -> bool:
@@ -227,14 +227,14 @@ Merge = Callable[[Sequence[Tensor]], Tensor]
 _LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 
-def merged(model: Model, stored: Mapping[str, Sequence[Lazy]], origin: str) -> dict[str, Lazy]:
+def merged(model: Model, stored: Mapping[str, Sequence[LazyTensor]], origin: str) -> dict[str, LazyTensor]:
     """Our tensors out of theirs, of which each name has one of every tensor rank.
 
     Raises SpecError for what is missing, does not fit or belongs to nothing.
     """
     with torch.device("meta"):
         names = [name for name, _ in Decoder(model).named_tensors()]
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyTensor] = {}
     used: set[str] = {"output_layer.weight"} if model.tied_embeddings else set()
     for name in names:
         candidates, merge = _source(name, model)
@@ -250,13 +250,13 @@ def merged(model: Model, stored: Mapping[str, Sequence[Lazy]], origin: str) -> d
     return found
 
 
-def _lazy(theirs: str, parts: Sequence[Lazy], merge: Merge, origin: str) -> Lazy:
+def _lazy(theirs: str, parts: Sequence[LazyTensor], merge: Merge, origin: str) -> LazyTensor:
     try:
         shape = tuple(merge([torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts]).shape)
     except RuntimeError:
         shapes = ", ".join(str(list(part.shape)) for part in parts)
         raise SpecError(theirs, f"of {shapes} in {origin} does not fit the model", "name the right --model") from None
-    return Lazy(shape, parts[0].dtype, lambda: merge([part.read() for part in parts]))
+    return LazyTensor(shape, parts[0].dtype, lambda: merge([part.read() for part in parts]))
 
 
 def _source(name: str, model: Model) -> tuple[list[str], Merge]:

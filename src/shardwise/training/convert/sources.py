@@ -21,7 +21,7 @@ from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companio
 from shardwise.training.checkpoint.load import problems_of
 from shardwise.training.checkpoint.manifest import NAME as MANIFEST
 from shardwise.training.checkpoint.manifest import read_manifest, weight_keys
-from shardwise.training.checkpoint.whole import Lazy, whole_tensors
+from shardwise.training.checkpoint.whole import LazyTensor, full_tensors
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
 from shardwise.training.convert.distributed import is_distributed, model_tensors
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
@@ -86,7 +86,7 @@ def _from_checkpoint(folder: Path, given: str | None) -> Weights:
     manifest = read_manifest(folder)
     model = model_from(given if given is not None else manifest.job.get("model"))
     keys = weight_keys(manifest)
-    found = {key.partition("/")[2]: one for key, one in whole_tensors(folder, manifest, keys).items()}
+    found = {key.partition("/")[2]: one for key, one in full_tensors(folder, manifest, keys).items()}
     return complete(model, found, f"the checkpoint {folder}", manifest.step)
 
 
@@ -94,8 +94,8 @@ def _from_huggingface(source: Path, given: str | None) -> Weights:
     folder = open_folder(source)
     model = folder.model if given is None else model_from(given)
 
-    def lazily(name: str, shape: tuple[int, ...]) -> Lazy:
-        return Lazy(shape, folder.dtype(name), lambda: folder.slice(name, ()))
+    def lazily(name: str, shape: tuple[int, ...]) -> LazyTensor:
+        return LazyTensor(shape, folder.dtype(name), lambda: folder.slice(name, ()))
 
     found = {name: lazily(name, place.shape) for name, place in folder.naming.places.items()}
     return complete(model, found, f"the Hugging Face folder {source}")
@@ -118,7 +118,7 @@ def _from_file(source: Path, given: str | None) -> Weights:
     return named_weights(stored, about, f"the file {source}")
 
 
-def _of_file(opened: Any, name: str, source: Path) -> Lazy:
+def _of_file(opened: Any, name: str, source: Path) -> LazyTensor:
     part = opened.get_slice(name)
     dtype = part.get_dtype()
     if dtype not in DTYPES:
@@ -128,7 +128,7 @@ def _of_file(opened: Any, name: str, source: Path) -> Lazy:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor
 
-    return Lazy(tuple(part.get_shape()), DTYPES[dtype], read)
+    return LazyTensor(tuple(part.get_shape()), DTYPES[dtype], read)
 
 
 def _told_model(text: str, source: Path) -> Model:

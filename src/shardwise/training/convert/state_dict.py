@@ -16,7 +16,7 @@ from shardwise.interop.jobs import model_from
 from shardwise.models.huggingface.tensors import Naming
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.checkpoint.whole import LazyTensor
 from shardwise.training.convert.torch_file import read_torch_file
 from shardwise.training.convert.weights import Weights, complete, from_family, lazily
 
@@ -44,7 +44,7 @@ def described(given: str | None, beside: Path) -> Description | None:
     return None if given is None else Description(model_from(given))
 
 
-def named_weights(stored: Mapping[str, Lazy], about: Description | None, origin: str, step: int = 0) -> Weights:
+def named_weights(stored: Mapping[str, LazyTensor], about: Description | None, origin: str, step: int = 0) -> Weights:
     """Tensors under our names, those of a Hugging Face family, or Meta's of Llama."""
     if about is None:
         remedy = f"name one, or a config.json: {origin} does not say of which model its tensors are"
@@ -58,15 +58,15 @@ def named_weights(stored: Mapping[str, Lazy], about: Description | None, origin:
     return from_family(naming, stored, origin, step)
 
 
-def torch_files(paths: Sequence[Path]) -> dict[str, Lazy]:
+def torch_files(paths: Sequence[Path]) -> dict[str, LazyTensor]:
     """The tensors of state dicts in files of ``torch.save``, the numbers still on disk."""
-    found: dict[str, Lazy] = {}
+    found: dict[str, LazyTensor] = {}
     for path in paths:
         found |= tensors_in(read_torch_file(path), str(path))
     return found
 
 
-def tensors_in(content: Any, where: str) -> dict[str, Lazy]:
+def tensors_in(content: Any, where: str) -> dict[str, LazyTensor]:
     """The state dict in what a file holds; raises SpecError if there is none."""
     for _ in range(_MOST_NESTED):
         if not isinstance(content, dict):
@@ -79,7 +79,7 @@ def tensors_in(content: Any, where: str) -> dict[str, Lazy]:
     raise SpecError(where, "holds no state dict", f"it should have names of tensors, or have them in {_WITHIN[0]!r}")
 
 
-def without_wrappers(stored: Mapping[str, Lazy]) -> dict[str, Lazy]:
+def without_wrappers(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Without the prefix that DDP, torch.compile or an engine puts before every name."""
     names = dict(stored)
     while prefix := next((one for one in _WRAPPERS if names and all(key.startswith(one) for key in names)), None):
@@ -130,11 +130,11 @@ _INSIDE = {
 _CONSTANTS = ("rope.freqs", "freqs_cis")
 
 
-def has_meta_names(stored: Mapping[str, Lazy]) -> bool:
+def has_meta_names(stored: Mapping[str, LazyTensor]) -> bool:
     return "tok_embeddings.weight" in stored
 
 
-def from_meta(model: Model, stored: Mapping[str, Lazy], origin: str, step: int = 0) -> Weights:
+def from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
     """The same weights by our names, with the rows of queries and keys in the order of rope here."""
     found = {}
     for name, one in stored.items():
@@ -150,7 +150,7 @@ def from_meta(model: Model, stored: Mapping[str, Lazy], origin: str, step: int =
     return complete(model, found, origin, step)
 
 
-def _turned(one: Lazy, model: Model, name: str) -> Lazy:
+def _turned(one: LazyTensor, model: Model, name: str) -> LazyTensor:
     """Of each head the rows 0, 2, 4, ... and then 1, 3, 5, ...: a pair is turned as one number and that half on."""
     if one.shape[0] % model.head_size or model.head_size % 2:
         raise SpecError(
@@ -161,4 +161,4 @@ def _turned(one: Lazy, model: Model, name: str) -> Lazy:
         pairs = torch.unflatten(one.read(), 0, (-1, model.head_size // 2, 2))
         return pairs.transpose(1, 2).flatten(0, 2)
 
-    return Lazy(one.shape, one.dtype, read)
+    return LazyTensor(one.shape, one.dtype, read)

@@ -14,7 +14,7 @@ from shardwise.models import Decoder
 from shardwise.models.huggingface.tensors import Naming, TensorPlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import Lazy
+from shardwise.training.checkpoint.whole import LazyTensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OTHER_MODEL = "name the model that was trained (--model)"
@@ -29,7 +29,7 @@ class Weights:
     """
 
     model: Model
-    tensors: dict[str, Lazy]
+    tensors: dict[str, LazyTensor]
     buffers: frozenset[str]
     origin: str
     step: int = 0
@@ -50,7 +50,7 @@ class Weights:
         return replace(self, tensors=changed)
 
 
-def complete(model: Model, found: Mapping[str, Lazy], origin: str, step: int = 0) -> Weights:
+def complete(model: Model, found: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
     """The weights, once every tensor of the model was found to be there, none too many, all of the right shape."""
     model = replace(model, mtp_layers=0)
     with torch.device("meta"):
@@ -69,19 +69,19 @@ def complete(model: Model, found: Mapping[str, Lazy], origin: str, step: int = 0
     return Weights(model, {name: found[name] for name in shapes}, buffers, origin, step)
 
 
-def from_family(naming: Naming, stored: Mapping[str, Lazy], origin: str, step: int = 0) -> Weights:
+def from_family(naming: Naming, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
     """The same of tensors that have the names and the layout of a Hugging Face family."""
     naming.check(stored.keys(), origin)
     found = {name: _placed(place, naming, stored, origin) for name, place in naming.places.items()}
     return complete(naming.model, found, origin, step)
 
 
-def lazily(tensor: Tensor) -> Lazy:
+def lazily(tensor: Tensor) -> LazyTensor:
     """A tensor whose numbers are in a mapped file."""
-    return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def _placed(place: TensorPlace, naming: Naming, stored: Mapping[str, Lazy], origin: str) -> Lazy:
+def _placed(place: TensorPlace, naming: Naming, stored: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
     parts = [stored[naming.stored_name(theirs, stored.keys())] for theirs in place.names]
     for theirs, part in zip(place.names, parts):
         if part.shape != place.stored_shape:
@@ -93,17 +93,17 @@ def _placed(place: TensorPlace, naming: Naming, stored: Mapping[str, Lazy], orig
         ours = [place.from_stored(part.read()[place.stored_slices(whole)], whole) for part in parts]
         return torch.stack(ours) if place.stacked else ours[0]
 
-    return Lazy(place.shape, parts[0].dtype, read)
+    return LazyTensor(place.shape, parts[0].dtype, read)
 
 
-def _cast(name: str, one: Lazy, wanted: torch.dtype | None) -> Lazy:
+def _cast(name: str, one: LazyTensor, wanted: torch.dtype | None) -> LazyTensor:
     if not one.dtype.is_floating_point or one.dtype.itemsize == 1:
         raise SpecError(name, f"is stored as {one.dtype}", "convert the weights to bf16 first")
     if wanted is None and one.dtype not in DTYPES.values():
         raise SpecError(name, f"is stored as {one.dtype}", f"choose a type: --dtype {', '.join(DTYPES)}")
     if wanted is None or wanted == one.dtype:
         return one
-    return Lazy(one.shape, wanted, _casting(name, one.read, wanted))
+    return LazyTensor(one.shape, wanted, _casting(name, one.read, wanted))
 
 
 def _casting(name: str, read: Callable[[], Tensor], wanted: Any) -> Callable[[], Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.training.data.sources import Document, read_documents, require_readable
-from shardwise.training.data.token_files import PairWriter, Tokens, narrowest
+from shardwise.training.data.token_files import PairWriter, Tokens, token_dtype
 
 
 class Tokenizer(Protocol):
@@ -37,7 +37,7 @@ class Bytes:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
 
 
-class HuggingFace:
+class HuggingFaceTokenizer:
     """A ``tokenizer.json``, or the folder that holds one."""
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class HuggingFace:
 
 def tokenizer_from(name: str) -> Tokenizer:
     """``bytes``, or the path of a Hugging Face tokenizer."""
-    return Bytes() if name == "bytes" else HuggingFace(Path(name))
+    return Bytes() if name == "bytes" else HuggingFaceTokenizer(Path(name))
 
 
 # -- build -----------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def build(
     first, rest = _peek(documents)
     masked = any(not span.counted for document in first for span in document)
     count = tokens = counted = 0
-    with PairWriter(prefix, narrowest(chosen.vocab), masked=masked) as writer:
+    with PairWriter(prefix, token_dtype(chosen.vocab), masked=masked) as writer:
         for encoded, mask in _encoded(rest, tokenizer, workers):
             if mask is not None and not masked:
                 raise SpecError("files", "some records mark what the loss counts, the first ones do not", "build apart")

@@ -28,7 +28,7 @@ _EVALUATION_SEED = 1  # is added to the run's: another order, and the same one a
 def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
     """What a run trains on, and what it evaluates on; ``folder`` keeps the built-in corpus."""
     data = job.run.data
-    names = [Path(name) for name in data.shards] or [built_in(folder)]
+    names = [Path(name) for name in data.shards] or [builtin_corpus(folder)]
     pairs = [open_pair(name) for name in staged([*names, *map(Path, data.validation)], data.stage, data.stage_limit)]
     return _mixtures(job, pairs[: len(names)], pairs[len(names) :])
 
@@ -53,7 +53,7 @@ def check_data(job: Job) -> list[str]:
     ]
 
 
-def built_in(folder: Path) -> Path:
+def builtin_corpus(folder: Path) -> Path:
     """The corpus that needs no download, built by whichever process comes first; the others wait for it."""
     prefix = folder / CORPUS
     folder.mkdir(parents=True, exist_ok=True)

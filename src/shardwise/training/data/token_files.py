@@ -31,7 +31,7 @@ LONGEST_SEQUENCE = 2**30  # tokens; an index counts those of a sequence with 31 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
-def narrowest(vocab: int) -> type:
+def token_dtype(vocab: int) -> type:
     """The type that Megatron-LM chooses for a vocabulary."""
     return np.uint16 if vocab < 65_500 else np.int32
 

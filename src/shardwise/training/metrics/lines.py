@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.spec.errors import SpecError
 
 NAME = "metrics.jsonl"
-TOLD_AGAIN_BYTES = 16_384
+REPEATED_BYTES = 16_384
 MOST_WAITING = 10_000  # lines that a full disk does not take
 # What is computed with by those who read; a line that has anything else there is broken.
 _AMOUNTS = (
@@ -99,7 +99,7 @@ class Follower:
         with self._path.open("rb") as file:
             size = file.seek(0, 2)
             if size < self._at:
-                self._at = max(0, size - TOLD_AGAIN_BYTES)
+                self._at = max(0, size - REPEATED_BYTES)
             file.seek(self._at)
             data = file.read()
             whole = data[: data.rfind(b"\n") + 1]

@@ -81,7 +81,7 @@ class Recorder:
         for sink in self.sinks:
             sink.scalars(record["step"], scalars)
 
-    def went_back(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         """Drops records of later steps after a roll-back."""
         self.lines.cut_after(step)
         for sink in self.sinks:

@@ -10,16 +10,16 @@ from shardwise.spec import Job
 from training.runs import job_of
 
 
-def meeting_bytes_after_saves(job: Job, folder: str) -> list[int]:
+def rendezvous_bytes_after_saves(job: Job, folder: str) -> list[int]:
     """The size of the file in which the ranks have met, before and after some checkpoints."""
     import torch.distributed as dist
 
     from shardwise.engine.engine import Engine
     from shardwise.training.checkpoint.folder import CheckpointFolder
-    from shardwise.training.checkpointing import Keeper
+    from shardwise.training.checkpointing import CheckpointManager
 
     engine = Engine(job)
-    keeper = Keeper(engine, job.run, CheckpointFolder(Path(folder)), "attempt-0001")
+    keeper = CheckpointManager(engine, job.run, CheckpointFolder(Path(folder)), "attempt-0001")
     store: Any = dist.distributed_c10d._get_default_store()
     while not hasattr(store, "path"):
         store = store.underlying_store
@@ -34,6 +34,6 @@ def meeting_bytes_after_saves(job: Job, folder: str) -> list[int]:
 
 
 def test_the_file_in_which_ranks_meet_does_not_grow_with_checkpoints(tmp_path: Path) -> None:
-    for sizes in on_ranks(2, meeting_bytes_after_saves, job_of("unused", 2, dp=2), str(tmp_path)):
+    for sizes in on_ranks(2, rendezvous_bytes_after_saves, job_of("unused", 2, dp=2), str(tmp_path)):
         assert sizes[0] > 0
         assert len(set(sizes)) == 1
