@@ -83,7 +83,7 @@ def test_the_levels_of_a_network_and_the_world() -> None:
         (["collectives", "--levels", "moon"], "--levels"),
         (["collectives", "--max-bytes", "4"], "--min-bytes"),
         (["collectives", "--cluster", "dgx-h100:2"], "--cluster"),
-        (["collectives", "--seconds", "nan"], "--seconds: nan is no time"),
+        (["collectives", "--seconds", "nan"], "--seconds: nan is not a time"),
         (["collectives", "--out", "/no/where.csv"], "--out: /no/where.csv cannot be written"),
         (["collectives", "--plot", "/no/where.svg"], "--plot: /no/where.svg cannot be written"),
         (["collectives", "--max-bytes", "100TB"], "--max-bytes: 2 ranks need at least"),

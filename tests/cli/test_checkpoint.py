@@ -13,7 +13,7 @@ import pytest
 from cli.running import error_line, run, run_json
 from engine.workers import on_ranks
 from shardwise.engine.engine import Engine
-from shardwise.report.checkpoint import print_contents
+from shardwise.report.checkpoint import contents_page
 from shardwise.spec import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import load
@@ -90,7 +90,7 @@ def test_inspect_shows_what_the_layout_says(capsys: pytest.CaptureFixture[str]) 
     layout = {"dp": 2, "tp": 1, "zero": 1, "order": ["tp", "dp"], "offload": {"optimizer": 0.5}}
     scale = {"scale": 1024.0, "growth_tracker": 3.0}
     found = Contents("x", 1, "tiny", layout, "fp16", {"loss_scale": scale}, {}, ())
-    print_contents(found, each_tensor=False)
+    contents_page(found, each_tensor=False).print()
     text = capsys.readouterr().out
     assert "dp 2, zero 1, order tp,dp, offload {optimizer: 0.5}" in text
     assert "scale 1024, growth_tracker 3" in text
@@ -98,7 +98,7 @@ def test_inspect_shows_what_the_layout_says(capsys: pytest.CaptureFixture[str]) 
 
 def test_verify_names_what_is_damaged(run_folder: Path) -> None:
     result = run("checkpoint", "verify", str(run_folder))
-    assert (result.status, result.out.count("every checksum agrees")) == (0, 2)
+    assert (result.status, result.out.count("all checksums match")) == (0, 2)
     first, second = (run_folder / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
     shard = first / "shard-00001.safetensors"
     raw = bytearray(shard.read_bytes())
@@ -107,7 +107,7 @@ def test_verify_names_what_is_damaged(run_folder: Path) -> None:
     result = run("checkpoint", "verify", str(run_folder))
     good, bad = result.out.splitlines()
     assert result.status == 1
-    assert "step-00000002" in good and "every checksum agrees" in good
+    assert "step-00000002" in good and "all checksums match" in good
     assert f"{shard}: is damaged: its checksum differs" in bad
     assert run("checkpoint", "verify", str(second)).status == 0
     (second / "manifest.json").unlink()

@@ -16,7 +16,7 @@ def test_text_becomes_shards_that_check(tmp_path: Path) -> None:
     )
     assert built == {"prefix": out, "documents": 3, "tokens": 16, "counted": 16, "vocab": 257}
     assert run_json("data", "check", out) == [{"prefix": out, "documents": 3, "tokens": 16, "checksums": True}]
-    assert "3 documents, 16 tokens; every checksum agrees" in run("data", "check", out).out
+    assert "3 documents, 16 tokens; all checksums match" in run("data", "check", out).out
 
 
 def test_damage_and_mistakes_are_one_line(tmp_path: Path) -> None:

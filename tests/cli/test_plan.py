@@ -167,5 +167,5 @@ def test_two_kinds_of_nodes_share_a_pipeline() -> None:
     text = run(*command.split(), "--microbatch", "1")
     assert text.status == 0
     assert "priced only" in text.out and "dgx-h100" in text.out and "dgx-a100" in text.out
-    assert "is not answered" in error_line(run(*command.split(), "--why-not", "tp=8"))
+    assert "is not supported" in error_line(run(*command.split(), "--why-not", "tp=8"))
     assert "unknown cluster" in error_line(run(*command.replace("dgx-a100:1", "nothing").split()))

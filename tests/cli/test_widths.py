@@ -136,7 +136,7 @@ def _recut() -> None:
 
 
 def _measured() -> None:
-    from shardwise.report.collectives_bench import print_measured
+    from shardwise.report.collectives_bench import measured_page
 
     one = SimpleNamespace(
         level="infiniband", kind="all_reduce", ranks=16, algorithm="hierarchical(ring,ring_pipelined)",
@@ -144,11 +144,11 @@ def _measured() -> None:
         bus_bandwidth=234e9, predicted_seconds=0.001, right=True,
     )  # fmt: skip
     measured: Any = [one, SimpleNamespace(**{**vars(one), "algorithm": "backend", "predicted_seconds": None})]
-    print_measured(measured)
+    measured_page(measured).print()
 
 
 def _inspected() -> None:
-    from shardwise.report.checkpoint import print_contents
+    from shardwise.report.checkpoint import contents_page
 
     tensor = SimpleNamespace(kind="weight", name="layers.11.attention.project_queries_keys_values.weight", dtype="bf16",
                              shape=(4096, 12288), pieces=16, bytes=100_663_296)  # fmt: skip
@@ -158,11 +158,11 @@ def _inspected() -> None:
         numbers={"optimizer_steps": 12000, "data": {"batch": 12000, "sequences": 1024}, "losses": [2.5]},
         file_bytes={"shard-00000": 2**33}, tensors=(tensor,), bytes_of_kinds=lambda: {"weight": 100_663_296},
     )  # fmt: skip
-    print_contents(found, each_tensor=True)
+    contents_page(found, each_tensor=True).print()
 
 
 def _traced() -> None:
-    from shardwise.report.dryrun import print_dry_run
+    from shardwise.report.dryrun import dry_run_page
 
     parts = ("weights", "gradients", "optimizer", "activations", "recomputed", "gathered", "communication", "temporary")
     sizes = dict.fromkeys(parts, 123_456_789)
@@ -178,7 +178,7 @@ def _traced() -> None:
                                  bytes=2**28)],
         calls=[SimpleNamespace(line=line, count=1280, bytes=2**34)], compared=[compared], defects=[compared], fits=True,
     )  # fmt: skip
-    print_dry_run(found)
+    dry_run_page(found).print()
 
 
 def _verified() -> None:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from shardwise.api.given import JobArguments
+from shardwise.api.quantities import whole_number
 from shardwise.spec.clusters import parse_shape
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -42,16 +43,12 @@ def check_unused(arguments: JobArguments) -> None:
 
 
 def _whole(arguments: JobArguments, name: str, default: int | None = None) -> int:
-    text = getattr(arguments, name)
-    flag = "--" + name.replace("_", "-")
-    if text is None:
-        if default is None:
-            raise SpecError(flag, "is missing", "bare numbers need --layers, --hidden and --heads")
-        return default
-    number = parse(text, "count", flag)
-    if number != int(number) or number < 1 or number > 10**12:
-        raise SpecError(flag, f"{shown(text)} is not a positive whole number", "write one like 64")
-    return int(number)
+    value, flag = getattr(arguments, name), "--" + name.replace("_", "-")
+    if value is not None:
+        return whole_number(value, flag, most=10**12)
+    if default is None:
+        raise SpecError(flag, "is missing", "bare numbers need --layers, --hidden and --heads")
+    return default
 
 
 def model(arguments: JobArguments, tensor_parallel: object = 1) -> Model:
@@ -155,15 +152,9 @@ def _gpus(arguments: JobArguments) -> int:
 def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[int, ...]:
     """The axes of a mesh or torus: as given, or as square as ``devices`` allows."""
     if shape is not None:
-        axes = parse_shape(shape, "--shape")
+        axes = _shape_of(shape, devices)
         if not 1 <= len(axes) <= 3:
             raise SpecError("--shape", f"{shape} has {len(axes)} axes", "use 2 or 3")
-        if devices is not None and math.prod(axes) != devices:
-            raise SpecError(
-                "--shape",
-                f"{shape} multiplies to {math.prod(axes)}, not {devices} devices",
-                f"use --gpus {math.prod(axes)} or another shape",
-            )
         return axes
     if devices is None:
         raise SpecError("--shape", f"is missing for a {topology}", "give --shape 8x8 or --gpus 64")
@@ -171,17 +162,21 @@ def grid_shape(shape: str | None, devices: int | None, topology: str) -> tuple[i
     return (rows, devices // rows)
 
 
+def _shape_of(shape: str, devices: int | None) -> tuple[int, ...]:
+    """The numbers of a shape, which multiply to the devices if those are given too."""
+    axes = parse_shape(shape, "--shape")
+    total = math.prod(axes)
+    if devices is not None and total != devices:
+        problem = f"{shape} multiplies to {total}, not {devices} devices"
+        raise SpecError("--shape", problem, f"use --gpus {total} or another shape")
+    return axes
+
+
 def _hierarchy(arguments: JobArguments, bandwidths: list[float], latencies: list[float]) -> list[NetworkLevel]:
     """Levels of switches: a node of --gpus-per-node, then the rest; more levels by --shape 8x4x2."""
     devices = _gpus(arguments) if arguments.gpus is not None or arguments.shape is None else None
     if arguments.shape is not None:
-        widths = parse_shape(arguments.shape, "--shape")
-        if devices is not None and math.prod(widths) != devices:
-            raise SpecError(
-                "--shape",
-                f"{arguments.shape} multiplies to {math.prod(widths)}, not {devices} devices",
-                f"use --gpus {math.prod(widths)} or another shape",
-            )
+        widths = _shape_of(arguments.shape, devices)
     else:
         node = _whole(arguments, "gpus_per_node", 8)
         assert devices is not None

@@ -10,8 +10,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.api.inputs import whole
-from shardwise.api.outputs import require_writable
+from shardwise.api.outputs import require_writable, write_text
+from shardwise.api.quantities import whole_number
 from shardwise.api.results import Result, Rows
 from shardwise.launch.torchrun import Started, started
 from shardwise.report.calibration import calibration_data, calibration_page
@@ -124,7 +124,7 @@ def calibrate(
     request = measured.CalibrationRequest(known, kind, threads, folder, emulation, _parts(only), here)
     found = measured.calibrate(request, on_progress or (lambda text: None))
     if writes:
-        path.write_text(dump_yaml(_rounded(found.cluster.to_dict())), encoding="utf-8")
+        write_text(path, dump_yaml(_rounded(found.cluster.to_dict())), "--out")
     return CalibrationResult(found, known, path, writes)
 
 
@@ -139,10 +139,7 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
     profiled = profiled_run(fspath(run))
     result = measured.recut(profiled.job, profiled.measured)
     path = profiled.folder.path / RECUT if out is None else Path(out)
-    try:
-        path.write_text(result.new_run().to_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise SpecError("--out", f"{path} cannot be written ({error.strerror})", "give another name") from None
+    write_text(path, result.new_run().to_yaml(), "--out")
     return RecutResult(result, path)
 
 
@@ -171,7 +168,7 @@ def _cluster(name: str | None, processes: int | str | None, device: str, emulati
         from shardwise.measure.calibrate.device_samples import gpus
 
         return base.with_devices(gpus())
-    count = (os.cpu_count() or 1) if processes is None else whole(processes, "--processes")
+    count = (os.cpu_count() or 1) if processes is None else whole_number(processes, "--processes")
     return base.with_devices(count) if name is not None else cpu_hosts(1, count)
 
 

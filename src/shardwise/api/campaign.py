@@ -7,12 +7,13 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.api.quantities import amount
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import HOUR, Campaign, checkpoint_level
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.training import Training
-from shardwise.spec.units import parse, readable_duration
+from shardwise.spec.units import readable_duration
 
 # A prior: from an interruption to training again. MegaScale (arXiv 2402.15627, section 6.3; recalled) needs less than
 # ten minutes to find a fault and about as long again to be where it was.
@@ -149,14 +150,8 @@ def _refuse(given: CampaignArguments, names: tuple[str, ...], needed: str) -> No
 
 
 def _amount(flag: str, text: Any, dimension: str, zero: bool = False) -> float:
-    remedy = "write it like " + next(example for name, example, _ in FLAGS if name == flag)
-    try:
-        number = float(parse(text, dimension, flag))
-    except SpecError as error:
-        raise SpecError(flag, error.problem, remedy) from None
-    if number < 0 or (number == 0 and not zero):
-        raise SpecError(flag, f"{shown(text)} is not {'0 or more' if zero else 'positive'}", remedy)
-    return number
+    example = next(example for name, example, _ in FLAGS if name == flag)
+    return amount(text, dimension, flag, example, zero=zero)
 
 
 def _price(text: Any) -> tuple[float, str]:

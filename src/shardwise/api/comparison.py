@@ -10,10 +10,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.api.outputs import write_text
 from shardwise.api.results import Result, Rows
 from shardwise.report.compare import comparison_data, comparison_page
 from shardwise.report.page import Page
-from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 
 if TYPE_CHECKING:
@@ -68,8 +68,5 @@ def compare(run: str | PathLike[str], *, trace: str | PathLike[str] | None = Non
     profiled = profiled_run(fspath(run))
     found = comparison.compare(profiled)
     path = profiled.folder.profile / TRACE if trace is None else Path(trace)
-    try:
-        path.write_text(json.dumps(timeline(profiled.job, profiled.measured)), encoding="utf-8")
-    except OSError as error:
-        raise SpecError("--trace", f"{path} cannot be written ({error.strerror})", "give another name") from None
+    write_text(path, json.dumps(timeline(profiled.job, profiled.measured)), "--trace")
     return ComparisonResult(found, path)

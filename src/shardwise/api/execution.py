@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
-from shardwise.api.inputs import job_from, whole
+from shardwise.api.inputs import job_from
+from shardwise.api.quantities import whole_number
 from shardwise.api.results import Result, Rows
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
@@ -157,7 +158,7 @@ def ready_run(
     note: OnProgress,
 ) -> ReadyRun:
     """The job with its run complete, checked and placed; what it leaves open is tried, unless it runs elsewhere."""
-    fields: dict[str, Any] = {} if steps is None else {"steps": whole(steps, "--steps")}
+    fields: dict[str, Any] = {} if steps is None else {"steps": whole_number(steps, "--steps")}
     if emulate is not None:
         fields["emulate"] = Emulation.parse(emulate, "--emulate")
     described, notes = job_from(given, fields)

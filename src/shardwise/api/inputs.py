@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.api import bare
 from shardwise.api.changes import changed, set_field, with_steps
 from shardwise.api.given import JobArguments
+from shardwise.api.quantities import whole_number
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from
@@ -23,7 +24,6 @@ from shardwise.spec.rules import sequence_note
 from shardwise.spec.stack import stack_from
 from shardwise.spec.strategy import Strategy, without_auto
 from shardwise.spec.training import Training
-from shardwise.spec.units import parse
 
 DEFAULT_CLUSTER = "dgx-h100"
 EMULATED_ON = "laptop"
@@ -232,7 +232,7 @@ def _imported(
     cluster = _cluster(arguments, known)
     named = arguments.model is not None or bare.gives_model(arguments) or "model" in known
     model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
-    given = {path: whole(str(overrides[path]), path) for path in _DEGREES if path in overrides}
+    given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
     # The first reading only finds the degrees; with the flags' they say how many ranks share the batch.
     degrees = {**read(arguments.job, framework, model, given=given).fields, **given}
     others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
@@ -292,15 +292,7 @@ def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
     except SpecError as error:
         raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
     if arguments.gpus_per_node is not None:
-        cluster = cluster.with_node_devices(whole(arguments.gpus_per_node, "--gpus-per-node"))
+        cluster = cluster.with_node_devices(whole_number(arguments.gpus_per_node, "--gpus-per-node"))
     if arguments.gpus is not None:
-        cluster = cluster.with_devices(whole(arguments.gpus, "--gpus"))
+        cluster = cluster.with_devices(whole_number(arguments.gpus, "--gpus"))
     return cluster
-
-
-def whole(text: Any, field: str) -> int:
-    """A positive whole number given to a flag."""
-    number = parse(text, "count", field)
-    if number != int(number) or number < 1 or number > 10**9:
-        raise SpecError(field, f"{shown(text)} is not a positive whole number", "write one like 64")
-    return int(number)

@@ -9,7 +9,8 @@ from typing import Any, Literal, Unpack
 
 from shardwise.api.campaign import CampaignArguments, campaign_of, terms_from
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
-from shardwise.api.inputs import planning_job, whole
+from shardwise.api.inputs import planning_job
+from shardwise.api.quantities import amount, whole_number
 from shardwise.api.results import Result, Rows
 from shardwise.planner import plan as planner
 from shardwise.planner.advice.answer import PlanAnswer, Questions, answer
@@ -182,7 +183,7 @@ def plan(
     terms_from(run, wanted.training)
     for change in questions.what_if:
         changed(wanted.cluster, change)
-    shown_rows = whole(top, "--top")
+    shown_rows = whole_number(top, "--top")
     found = _searched(request, chosen, on_progress)
     if on_progress is not None:
         on_progress("explaining")
@@ -271,16 +272,11 @@ def _listed(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _minimum(batch: int | str | None) -> int | None:
-    return None if batch is None else whole(batch, "--min-global-batch")
+    return None if batch is None else whole_number(batch, "--min-global-batch")
 
 
 def _time_limit(value: Size | None) -> float | None:
-    if value is None:
-        return None
-    seconds = float(parse(value, "seconds", "--time-limit"))
-    if seconds <= 0:
-        raise SpecError("--time-limit", f"{shown(value)} is not a time", "give one such as 10min")
-    return seconds
+    return None if value is None else amount(value, "seconds", "--time-limit", "10min")
 
 
 def _memory(value: Size | None, there: float) -> float | None:

@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 
 from shardwise.api.analysis import analyze
-from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, campaign_keywords
+from shardwise.api.outputs import write_text
+from shardwise.cli.arguments import Parser, add_campaign_arguments, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from
 from shardwise.cli.output import add_output_arguments, form_of, show
-from shardwise.cli.over_time import add_over_time_arguments, check_over_time, write_over_time
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
 
 _EXAMPLE = """
 shardwise analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192
 """
+_MOST_PASSES = 1_000_000  # a few seconds, and a few hundred megabytes of trace
 
 
 def run(arguments: list[str]) -> int:
     parser = Parser(
         "analyze",
-        "Prices one job: communication, memory, FLOPs, what bounds it. The exit status is 1 where it does not fit.",
+        "Prices one job: communication, memory, FLOPs, what bounds it. The exit status is 1 if it does not fit.",
         _EXAMPLE,
     )
     add_job_arguments(parser)
     add_campaign_arguments(parser)
-    add_over_time_arguments(parser)
+    inside = parser.add_argument_group("inside one step")
+    inside.add_argument("--trace", metavar="FILE.json", help="write the predicted step as a trace (ui.perfetto.dev)")
+    inside.add_argument("--memory-over-time", action="store_true", help="peak of every pipeline rank: when, and what")
+    inside.add_argument("--memory-picture", metavar="FILE.svg", help="draw what every pipeline rank holds over time")
     add_output_arguments(parser)
     parser.add_argument("--scaling", action="store_true", help="strong and weak scaling tables")
     parser.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
     parsed = parser.parse(arguments)
     job = job_from(parsed)
-    check_over_time(parsed, job)
-    found = analyze(
-        job,
-        scaling=parsed.scaling,
-        ranks=parsed.ranks,
-        memory_over_time=parsed.memory_over_time,
-        **campaign_keywords(parsed),
-    )
-    written = write_over_time(parsed, job)
+    _require_few_passes(parsed, job)
+    found = analyze(job, **keywords(analyze, parsed))
+    written = _write_files(parsed, job)
     show(parsed, lambda: found.page, found.to_dict)
     for line in written:
         print(line, file=sys.stdout if form_of(parsed) == "text" and not parsed.json else sys.stderr)
     return 0 if found.fits else 1
+
+
+def _require_few_passes(parsed: argparse.Namespace, job: Job) -> None:
+    """Rejects a step that is too long to draw, before anything is computed."""
+    passes = 3 * job.microbatches * job.strategy.stages
+    for flag in ("trace", "memory_picture", "memory_over_time"):
+        if getattr(parsed, flag) and passes > _MOST_PASSES:
+            problem = f"{job.microbatches:,} microbatches make {passes:,} passes, more than {_MOST_PASSES:,}"
+            raise SpecError("--" + flag.replace("_", "-"), problem, "give a smaller --global-batch")
+
+
+def _write_files(parsed: argparse.Namespace, job: Job) -> list[str]:
+    """Writes the trace and the picture that are asked for; returns the lines that say so."""
+    lines = []
+    if parsed.trace is not None:
+        from shardwise.cost.step.trace import step_trace
+
+        write_text(parsed.trace, json.dumps(step_trace(job), separators=(",", ":")), "--trace")
+        lines.append(f"wrote {parsed.trace}: open in ui.perfetto.dev")
+    if parsed.memory_picture is not None:
+        from shardwise.cost.memory.timeline import memory_over_time
+        from shardwise.report.memory_picture import memory_picture
+
+        write_text(parsed.memory_picture, memory_picture(memory_over_time(job)), "--memory-picture")
+        lines.append(f"wrote {parsed.memory_picture}")
+    return lines

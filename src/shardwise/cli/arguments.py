@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from shardwise.api.campaign import FLAGS as CAMPAIGN_FLAGS
-from shardwise.api.campaign import CampaignArguments
 from shardwise.api.given import JobArguments
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
@@ -72,6 +73,11 @@ _FIELD_FLAGS = (
     ("--optimizer", "training.optimizer", "adamw, sgd, sgd-momentum, adam8bit, muon"),
     ("--attention", "training.attention", "flash or unfused"),
 )
+# Flags that set one field to the value given here.
+_SWITCHES = (
+    ("--no-sp", "strategy.sequence_parallel", False, "tensor parallelism without sequence parallelism"),
+    ("--dropout", "training.dropout", True, "dropout masks are kept for the backward pass"),
+)
 _LISTS = ("strategy.order", "strategy.stage_layers")
 
 
@@ -86,8 +92,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("strategy and training")
     for flag, path, help_text in _FIELD_FLAGS:
         what.add_argument(flag, dest=path, metavar="X", help=help_text)
-    what.add_argument("--no-sp", action="store_true", help="tensor parallelism without sequence parallelism")
-    what.add_argument("--dropout", action="store_true", help="dropout masks are kept for the backward pass")
+    for flag, path, value, help_text in _SWITCHES:
+        what.add_argument(flag, dest=path, action="store_const", const=value, help=help_text)
     what.add_argument(
         "--set",
         action="append",
@@ -110,19 +116,11 @@ def field_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of strategy and training set by flags, as path → value."""
     from shardwise.spec.files import parse_yaml
 
-    overrides: dict[str, Any] = {}
-    for _, path, _ in _FIELD_FLAGS:
-        value = getattr(arguments, path)
-        if value is None:
-            continue
-        if path in _LISTS and "," in value:
-            overrides[path] = [item.strip() for item in value.split(",")]
-        else:
-            overrides[path] = value
-    if arguments.no_sp:
-        overrides["strategy.sequence_parallel"] = False
-    if arguments.dropout:
-        overrides["training.dropout"] = True
+    paths = (path for _, path, *_ in (*_FIELD_FLAGS, *_SWITCHES))
+    overrides = {path: value for path in paths if (value := getattr(arguments, path)) is not None}
+    for path in _LISTS:
+        if "," in overrides.get(path, ""):
+            overrides[path] = [item.strip() for item in overrides[path].split(",")]
     for setting in arguments.set:
         path, equals, text = setting.partition("=")
         if not equals or not path.strip():
@@ -131,13 +129,13 @@ def field_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     return overrides
 
 
-def given(arguments: argparse.Namespace) -> JobArguments:
-    """What the flags of a job give."""
+def job_arguments(arguments: argparse.Namespace) -> JobArguments:
+    """The job that the flags describe."""
     return replace(bare_numbers(arguments), overrides=field_overrides(arguments))
 
 
 def bare_numbers(arguments: argparse.Namespace) -> JobArguments:
-    """The same without fields of strategy and training, of whatever flags there are."""
+    """The same without fields of strategy and training."""
     names = {one.name for one in fields(JobArguments)} - {"fields", "overrides"}
     return JobArguments(**{name: value for name, value in vars(arguments).items() if name in names})
 
@@ -149,5 +147,7 @@ def add_campaign_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, metavar=example, help=help_text)
 
 
-def campaign_keywords(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {one.name: getattr(arguments, one.name) for one in fields(CampaignArguments)}
+def keywords(verb: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags that are keywords of a function of the API; those not given are left to its defaults."""
+    taken = (one.name for one in inspect.signature(verb).parameters.values() if one.kind is one.KEYWORD_ONLY)
+    return {name: value for name in taken if (value := getattr(arguments, name, None)) is not None}

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.api.calibration import cluster_of_ranks, named_cluster
-from shardwise.api.outputs import require_writable
+from shardwise.api.outputs import require_writable, write_text
+from shardwise.api.quantities import amount
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import require_torch
+from shardwise.cli.output import add_output_arguments, show
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.engine.refuse import require_devices
 from shardwise.launch.preflight import require_cores
 from shardwise.launch.torchrun import Started, started
+from shardwise.report.progress import status
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
-from shardwise.spec.units import parse, readable_bytes
+from shardwise.spec.units import readable_bytes
 
 if TYPE_CHECKING:
     from shardwise.launch.pool import Pool
@@ -53,11 +55,12 @@ def run(arguments: list[str]) -> int:
         found = measure_as_rank(wanted, here.rank, here.world, parsed.on)
         return _report(parsed, found) if here.rank == 0 else 0
     measured: list[MeasuredCollective] = []
-    with _pool(parsed) as pool, _progress(parsed, len(wanted)) as told:
+    with _pool(parsed) as pool, status("starting", quiet=parsed.json) as update:
         from shardwise.measure.collectives.run import measure_in
 
-        for request in wanted:
-            told(f"{request.kind.value.replace('_', '-')} over {request.level.name}")
+        for number, request in enumerate(wanted, 1):
+            kind = request.kind.value.replace("_", "-")
+            update(f"{kind} over {request.level.name} ({number} of {len(wanted)})")
             measured += measure_in(pool, request)
     return _report(parsed, measured)
 
@@ -71,30 +74,32 @@ def _parser() -> Parser:
     )
     parser.add_argument("what", metavar="collectives", help="what to measure")
     parser.add_argument("--kinds", metavar="LIST", help="such as all_reduce,all_gather (default: all)")
-    parser.add_argument("--algorithms", metavar="LIST", help="such as backend,ring,auto (default: all there are)")
+    parser.add_argument("--algorithms", metavar="LIST", help="such as backend,ring,auto (default: all)")
     parser.add_argument("--levels", metavar="LIST", help="network levels, and world (default: all)")
     parser.add_argument("--min-bytes", metavar="SIZE", help="the smallest size (default: 8 B)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the largest size (default: what fits, at most 1 GiB)")
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs of each size (default: 10)")
     parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="warm-up runs of each size (default: 2)")
     parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="time limit for one size (default: 3)")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes of this machine (default: 2)")
-    parser.add_argument("--emulate", metavar="NODES", help="virtual nodes: 2x2,1Gbit,1ms are 2 of 2 ranks (as root)")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="processes on this machine (default: 2)")
+    parser.add_argument(
+        "--emulate", metavar="NODES", help="virtual nodes: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root)"
+    )
     parser.add_argument("--cluster", metavar="NAME", help="the cluster to predict for (default: laptop)")
     parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="under torchrun: where the tensors are")
-    parser.add_argument("--out", metavar="FILE", help="a CSV file")
-    parser.add_argument("--plot", metavar="FILE", help="a picture (SVG): time against size, and the model")
-    parser.add_argument("--json", action="store_true", help="JSON output")
+    parser.add_argument("--out", metavar="FILE", help="CSV file to write: every figure, in SI units")
+    parser.add_argument("--plot", metavar="FILE", help="SVG file to write: time against size, and the model")
+    add_output_arguments(parser)
     return parser
 
 
 def _check(parsed: Namespace, here: Started | None) -> None:
-    """What is wrong with the flags by themselves and on this machine."""
+    """Raises SpecError for flags that are wrong by themselves or on this machine."""
     for name in ("repeats", "warm_up"):
         if getattr(parsed, name) < 1:
             raise SpecError(f"--{name.replace('_', '-')}", f"{getattr(parsed, name)} is too few", "give 1 or more")
     if not 0 < parsed.seconds < math.inf:
-        raise SpecError("--seconds", f"{parsed.seconds:g} is no time", "give some seconds, such as 3")
+        raise SpecError("--seconds", f"{parsed.seconds:g} is not a time", "give seconds, such as 3")
     for flag, path in (("--out", parsed.out), ("--plot", parsed.plot)):
         if path is not None and (here is None or here.rank == 0):
             require_writable(Path(path), flag)
@@ -170,14 +175,11 @@ def _levels(parsed: Namespace, levels: list[MeasuredLevel]) -> list[MeasuredLeve
 
 
 def _bytes(text: str | None, field: str, otherwise: int) -> int:
-    size: int = otherwise if text is None else int(parse(text, "bytes", field))
-    if size < 1:
-        raise SpecError(field, f"{shown(text)} is not a size", "give 1 or more bytes")
-    return size
+    return otherwise if text is None else math.ceil(amount(text, "bytes", field, "1MiB"))
 
 
 def _require_room(size: int, ranks: int) -> None:
-    """Raises SpecError for what exceeds this machine's memory: every rank holds what it sends and receives."""
+    """Raises SpecError if the ranks, which hold what they send and receive, exceed this machine's memory."""
     from shardwise.measure.verify import available_bytes
 
     free = available_bytes()
@@ -209,33 +211,12 @@ def _pool(parsed: Namespace) -> Iterator[Pool]:
         yield pool
 
 
-@contextmanager
-def _progress(parsed: Namespace, total: int) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, disable=parsed.json) as bar:
-        task = bar.add_task("starting", total=total)
-
-        def told(what: str) -> None:
-            started = bar.tasks[task].fields.get("started", False)
-            bar.update(task, description=what, advance=1 if started else 0, started=True)
-
-        yield told
-
-
 def _report(parsed: Namespace, measured: Sequence[MeasuredCollective]) -> int:
-    from shardwise.report.collectives_bench import measured_csv, measured_data, print_measured
+    from shardwise.report.collectives_bench import measured_csv, measured_data, measured_page
     from shardwise.report.collectives_picture import collectives_picture
 
     for flag, path, text in (("--out", parsed.out, measured_csv), ("--plot", parsed.plot, collectives_picture)):
         if path is not None:
-            try:
-                Path(path).write_text(text(measured), encoding="utf-8")
-            except OSError as error:
-                raise SpecError(flag, f"{path} cannot be written ({error.strerror})", "give another name") from None
-    if parsed.json:
-        print(json.dumps(measured_data(measured), indent=2))
-    else:
-        print_measured(measured)
+            write_text(path, text(measured), flag)
+    show(parsed, lambda: measured_page(measured), lambda: measured_data(measured))
     return 0 if all(one.right for one in measured) else 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from shardwise.api.calibration import CLUSTER, RECUT, calibrate, recut
-from shardwise.cli.arguments import Parser
+from shardwise.cli.arguments import Parser, keywords
 from shardwise.cli.inputs import require_torch
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.torchrun import started
+from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 
 _EXAMPLE = """
@@ -16,19 +15,23 @@ shardwise calibrate --processes 2 --out cluster.yaml
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host-0:29400 -m shardwise calibrate --cluster dgx-h100:2
 """
 _DOES = """Measures this machine (matmuls, attention, memory, whole steps, collectives of every level, disk), or the
-hosts that torchrun has started it on, and writes a cluster file that `plan` reads. --from RUN: the times of stages,
-layers and ranks of a profiled run become a job with rebalanced stages, with the expected gain."""
+hosts that torchrun has started it on, and writes a cluster file that `plan` reads. --from RUN: rebalances the stages
+of a profiled run by the measured times of stages, layers and ranks, and writes the new job."""
 
 
 def run(arguments: list[str]) -> int:
     parser = Parser("calibrate", _DOES, _EXAMPLE)
     parser.add_argument("--from", dest="run", metavar="RUN", help="the folder of a run with --profile, or runs/last")
-    parser.add_argument("--out", metavar="FILE", help=f"where it goes (default {CLUSTER}; --from: {RECUT} in the run)")
-    parser.add_argument("--cluster", metavar="NAME", help="what this hardware is, if known (default laptop)")
-    parser.add_argument("--processes", metavar="N", help="CPU processes to run at once (default: one per core)")
+    parser.add_argument(
+        "--out", metavar="FILE", help=f"output file (default {CLUSTER}; with --from {RECUT} in the run)"
+    )
+    parser.add_argument("--cluster", metavar="NAME", help="the preset that this hardware is, if any (default laptop)")
+    parser.add_argument("--processes", metavar="N", help="CPU processes (default: one per core)")
     parser.add_argument("--emulate", metavar="LINK", help="measure virtual nodes, such as 2x2,1Gbit,1ms (needs root)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: GPUs if any)")
-    parser.add_argument("--only", metavar="PARTS", help="some of device,links,storage; the rest stays as it is")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to measure (default: GPUs if any)"
+    )
+    parser.add_argument("--only", metavar="PARTS", help="only some of device,links,storage; the rest is unchanged")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     require_torch("calibrate")
@@ -40,16 +43,8 @@ def run(arguments: list[str]) -> int:
         show(parsed, lambda: cut.page, cut.to_dict)
         return 0
     here = started()
-    with Console(stderr=True, quiet=here is not None and here.rank > 0).status("") as status:
-        found = calibrate(
-            out=parsed.out or CLUSTER,
-            cluster=parsed.cluster,
-            processes=parsed.processes,
-            emulate=parsed.emulate,
-            device=parsed.device,
-            only=parsed.only,
-            on_progress=lambda text: status.update(f"Measuring {text}"),
-        )
+    with status("starting", quiet=here is not None and here.rank > 0) as update:
+        found = calibrate(**keywords(calibrate, parsed), on_progress=lambda text: update(f"measuring {text}"))
     if found.is_written:
         show(parsed, lambda: found.page, found.to_dict)
     return 0

@@ -7,14 +7,15 @@ import json
 from pathlib import Path
 
 from shardwise.cli.arguments import Parser
-from shardwise.cli.inputs import path_from, require_torch, whole
+from shardwise.cli.inputs import path_from, require_torch, whole_number
+from shardwise.cli.output import add_output_arguments, show
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes
 
 _DOES = """inspect: step, model, layout, tensors and bytes of a checkpoint, from its manifest.
-verify: reads every byte of all checkpoints and compares it with its checksum; exit 1 where one is damaged.
-reshard: the same state as whole tensors in N files; loads bit for bit equal under any layout.
-PATH is a checkpoint (step-NNNNNNNN), a folder of checkpoints, or a run's folder; of several the newest is taken."""
+verify: checks every byte of all checkpoints against the checksums; exit 1 if one is damaged.
+reshard: writes the same state as whole tensors in N files, which load bit for bit equal under any layout.
+PATH is a checkpoint (step-NNNNNNNN), a folder of checkpoints, or a run's folder; the newest of several is used."""
 _EXAMPLE = """
 shardwise checkpoint inspect runs/job
 shardwise checkpoint verify runs/job
@@ -26,15 +27,15 @@ def run(arguments: list[str]) -> int:
     parser = Parser("checkpoint", _DOES, _EXAMPLE)
     parser.add_argument("what", choices=("inspect", "verify", "reshard"))
     parser.add_argument("paths", nargs="+", metavar="PATH")
-    parser.add_argument("--tensors", action="store_true", help="inspect: list them")
-    parser.add_argument("--out", metavar="DIR", help="reshard: the folder that gets step-NNNNNNNN")
+    parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
+    parser.add_argument("--out", metavar="DIR", help="reshard: folder to write step-NNNNNNNN into")
     parser.add_argument("--shards", metavar="N", help="reshard: the number of files")
-    parser.add_argument("--weights-only", action="store_true", help="reshard: without the states of the optimizer")
-    parser.add_argument("--json", action="store_true", help="JSON output")
+    parser.add_argument("--weights-only", action="store_true", help="reshard: without optimizer states")
+    add_output_arguments(parser)
     parsed = parser.parse(arguments)
     paths = [path_from(text) for text in parsed.paths]
     if len(paths) > 1 and parsed.what != "verify":
-        raise SpecError("", f"{parsed.what} takes one PATH, and {len(paths)} are given", "give one")
+        raise SpecError("", f"{parsed.what} takes one PATH, {len(paths)} are given", "give one")
     try:
         if parsed.what == "verify":
             return _verify(paths, as_json=parsed.json)
@@ -44,21 +45,18 @@ def run(arguments: list[str]) -> int:
 
 
 def _inspect(path: Path, parsed: argparse.Namespace) -> int:
-    from shardwise.report.checkpoint import contents_json, print_contents
+    from shardwise.report.checkpoint import contents_data, contents_page
     from shardwise.training.checkpoint.folder import newest_at
     from shardwise.training.checkpoint.manifest import contents_of
 
-    found = contents_of(newest_at(path))
-    if parsed.json:
-        print(json.dumps(contents_json(found, each_tensor=parsed.tensors)))
-    else:
-        print_contents(found, each_tensor=parsed.tensors)
+    found, tensors = contents_of(newest_at(path)), parsed.tensors
+    show(parsed, lambda: contents_page(found, each_tensor=tensors), lambda: contents_data(found, each_tensor=tensors))
     return 0
 
 
 def _verify(paths: list[Path], *, as_json: bool) -> int:
     require_torch("checkpoint verify", "safetensors")
-    from shardwise.report.bytes_progress import bytes_progress
+    from shardwise.report.progress import bytes_progress
     from shardwise.training.checkpoint.folder import checkpoints_at
     from shardwise.training.checkpoint.load import problems_of
 
@@ -72,7 +70,7 @@ def _verify(paths: list[Path], *, as_json: bool) -> int:
         print(json.dumps([{"path": str(one), "bytes": sizes[one], "problems": found[one]} for one in folders]))
     else:
         for one, problems in found.items():
-            print(f"{one}: {'; '.join(problems) or f'{readable_bytes(sizes[one])}, every checksum agrees'}")
+            print(f"{one}: {'; '.join(problems) or f'{readable_bytes(sizes[one])}, all checksums match'}")
     return 1 if any(found.values()) else 0
 
 
@@ -80,9 +78,9 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
     for flag in ("out", "shards"):
         if getattr(parsed, flag) is None:
             raise SpecError(f"--{flag}", "is missing", f"see `shardwise checkpoint --help` for {flag}")
-    shards, out = whole(parsed.shards, "--shards"), path_from(parsed.out)
+    shards, out = whole_number(parsed.shards, "--shards"), path_from(parsed.out)
     require_torch("checkpoint reshard", "safetensors")
-    from shardwise.report.bytes_progress import bytes_progress
+    from shardwise.report.progress import bytes_progress
     from shardwise.training.checkpoint.folder import CheckpointFolder, newest_at
     from shardwise.training.checkpoint.manifest import contents_of
     from shardwise.training.checkpoint.whole import reshard
@@ -90,9 +88,7 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
     source = newest_at(path)
     total = sum(one.bytes for one in contents_of(source).tensors)
     with bytes_progress("writing", total, quiet=parsed.json) as progress:
-        made = reshard(
-            source, CheckpointFolder(out), shards, weights_only=parsed.weights_only, progress=progress
-        )  # fmt: skip
+        made = reshard(source, CheckpointFolder(out), shards, weights_only=parsed.weights_only, progress=progress)
     found = contents_of(made)
     if parsed.json:
         print(json.dumps({"path": str(made), "files": found.file_bytes, "tensors": len(found.tensors)}))

@@ -36,7 +36,7 @@ def run(arguments: list[str]) -> int:
     if parsed.names != "ours" and parsed.to != "full":
         raise SpecError("--names", f"is for --to full, not for {parsed.to}", "leave it out")
     require_torch("convert", "safetensors")
-    from shardwise.report.bytes_progress import bytes_progress
+    from shardwise.report.progress import bytes_progress
     from shardwise.training.convert import write
     from shardwise.training.convert.sources import open_weights
 

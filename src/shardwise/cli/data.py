@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.arguments import Parser
+from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 
@@ -45,16 +44,16 @@ def _files(names: list[str]) -> list[Path]:
     return [path for name in names for path in (standard_library() if name == CORPUS else [Path(name)])]
 
 
-def _build(files: list[Path], out: Path, parsed: object) -> int:
+def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     from shardwise.training.data.build import build
 
     settings = {name: getattr(parsed, name) for name in ("tokenizer", "field", "workers")}
     try:
-        with _progress(not getattr(parsed, "json", False)) as progress:
-            built = build(files, out, **settings, progress=progress)
+        with status("reading", quiet=parsed.json) as update:
+            built = build(files, out, **settings, progress=lambda *counts: update(_size(*counts)))
     except OSError as error:
         raise SpecError(str(error.filename or out), error.strerror or str(error), "choose another place") from None
-    if getattr(parsed, "json", False):
+    if parsed.json:
         print(json.dumps({**asdict(built), "prefix": str(built.prefix)}))
     else:
         share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
@@ -67,33 +66,15 @@ def _check(prefixes: list[str], as_json: bool) -> int:
 
     found = [(prefix, open_pair(prefix), check_sums(prefix)) for prefix in prefixes]
     if as_json:
-        told = [(prefix, pair.documents, len(pair.tokens), summed) for prefix, pair, summed in found]
-        print(json.dumps([dict(zip(("prefix", "documents", "tokens", "checksums"), one)) for one in told]))
+        keys = ("prefix", "documents", "tokens", "checksums")
+        rows = [(prefix, pair.documents, len(pair.tokens), summed) for prefix, pair, summed in found]
+        print(json.dumps([dict(zip(keys, row)) for row in rows]))
         return 0
     for prefix, pair, summed in found:
-        how = "every checksum agrees" if summed else "sizes agree; there are no checksums"
+        how = "all checksums match" if summed else "sizes match; there are no checksums"
         print(f"{prefix}: {_size(pair.documents, len(pair.tokens))}; {how}")
     return 0
 
 
 def _size(documents: int, tokens: int) -> str:
     return f"{counted(documents, 'document')}, {counted(tokens, 'token')}"
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Counts documents and tokens on a terminal."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda documents, tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading")
-
-        def tell(documents: int, tokens: int) -> None:
-            bar.update(task, description=_size(documents, tokens))
-
-        yield tell

@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.api.given import JobArguments
+from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
@@ -19,7 +20,6 @@ from shardwise.report.doctor import print_finding
 from shardwise.spec.errors import SpecError, shown
 
 PROCESSES = 2  # without a job and without GPUs
-_OWN_FLAGS = ("folder", "on", "hosts", "json")
 _EXAMPLE = """
 shardwise doctor
 shardwise doctor --model tiny --cluster laptop:2 --global-batch 8 --seq 64
@@ -34,13 +34,15 @@ def run(arguments: list[str]) -> int:
         _EXAMPLE,
     )
     add_job_arguments(parser)
-    parser.add_argument("--folder", metavar="DIR", help="where the run will write (default: as the job says, or here)")
+    parser.add_argument(
+        "--folder", metavar="DIR", help="folder that the run will write to (default: the job's, or this one)"
+    )
     parser.add_argument("--on", choices=("cpu", "cuda"), help="device (default: the job's, or GPUs if there are any)")
     parser.add_argument("--hosts", default="", metavar="A,B", help="compare clocks with these hosts, by ssh")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     findings, out = [], console()
-    for found in examine(_asked(parsed)):
+    for found in examine(_examination(parsed)):
         findings.append(found)
         if not parsed.json:
             print_finding(out, found)
@@ -50,13 +52,12 @@ def run(arguments: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _asked(parsed: argparse.Namespace) -> Examination:
+def _examination(parsed: argparse.Namespace) -> Examination:
     hosts = tuple(host.strip() for host in parsed.hosts.split(",")) if parsed.hosts else ()
     for host in hosts:
         if not host or host.startswith("-"):
             raise SpecError("--hosts", f"{shown(host)} is not a host", "write them like node-1,node-2")
-    has_job = any(value for name, value in vars(parsed).items() if name not in _OWN_FLAGS)
-    if not has_job:
+    if job_arguments(parsed) == JobArguments():
         folder = _existing(parsed.folder or ".")
         devices = 0 if parsed.on == "cpu" else _visible_devices()
         device = parsed.on or ("cuda" if devices else "cpu")

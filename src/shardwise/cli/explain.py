@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.api import bare
-from shardwise.cli.arguments import add_job_arguments, given
+from shardwise.api.quantities import amount
+from shardwise.cli.arguments import add_job_arguments, job_arguments
 from shardwise.cli.explain_network import collective, one_message, topic_parser
-from shardwise.cli.inputs import job_from, model_from, whole
-from shardwise.cli.output import form_of
+from shardwise.cli.inputs import job_from, model_from, whole_number
+from shardwise.cli.output import show
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Device
-from shardwise.spec.units import parse
 
 if TYPE_CHECKING:
     from shardwise.report.explain.explanation import Explanation
@@ -33,10 +32,7 @@ def run(arguments: list[str]) -> int:
         return 0
     topic, *rest = arguments
     explanation, parsed = _topic(topic)(topic, rest)
-    if parsed.json:
-        print(json.dumps(explanation.to_dict(), indent=2, ensure_ascii=False))
-    else:
-        explanation.page().print(form_of(parsed))
+    show(parsed, explanation.page, explanation.to_dict)
     return 0
 
 
@@ -81,10 +77,10 @@ def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Names
     if parsed.model:
         parameters: float = parameter_count(model_from(parsed.model))
     else:
-        parameters = float(parse(parsed.params or "7.5e9", "count", "--params"))
-    if not 0 < parameters < 1e18:
+        parameters = amount(parsed.params or "7.5e9", "count", "--params", "7.5e9")
+    if parameters >= 1e18:
         raise SpecError("--params", f"{shown(parsed.params)} is out of range", "use a number such as 7.5e9")
-    return explain_zero(parameters, whole(parsed.dp, "--dp"), checked.precision, checked.optimizer), parsed
+    return explain_zero(parameters, whole_number(parsed.dp, "--dp"), checked.precision, checked.optimizer), parsed
 
 
 def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
@@ -100,11 +96,9 @@ def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Name
     parser.add_argument("--tokens", default="300B", help="tokens trained on")
     parser.add_argument("--device", default="a100-80gb")
     parsed = parser.parse(arguments)
-    tokens = float(parse(parsed.tokens, "count", "--tokens"))
-    if tokens <= 0:
-        raise SpecError("--tokens", f"{shown(parsed.tokens)} is not positive", "use a number such as 300B")
+    tokens = amount(parsed.tokens, "count", "--tokens", "300B")
     device = presets.resolve("device", Device, parsed.device)
-    return explain_flops(model_from(parsed.model), whole(parsed.seq, "--seq"), tokens, device), parsed
+    return explain_flops(model_from(parsed.model), whole_number(parsed.seq, "--seq"), tokens, device), parsed
 
 
 def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
@@ -118,7 +112,7 @@ def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Nam
     parser.add_argument("--interleave", default="2", help="chunks per rank")
     parser.add_argument("--schedule", help="draw the timeline of this one")
     parsed = parser.parse(arguments)
-    numbers = [whole(getattr(parsed, name), f"--{name}") for name in ("pp", "microbatches", "interleave")]
+    numbers = [whole_number(getattr(parsed, name), f"--{name}") for name in ("pp", "microbatches", "interleave")]
     return explain_bubble(*numbers, drawn=parsed.schedule), parsed
 
 
@@ -135,9 +129,7 @@ def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namesp
     add_job_arguments(parser)
     parser.add_argument("--step-seconds", default="10s", help="measured time of one step")
     parsed = _with_job_defaults(parser.parse(arguments), {})
-    seconds = float(parse(parsed.step_seconds, "seconds", "--step-seconds"))
-    if seconds <= 0:
-        raise SpecError("--step-seconds", f"{shown(parsed.step_seconds)} is not positive", "use a time such as 12s")
+    seconds = amount(parsed.step_seconds, "seconds", "--step-seconds", "12s")
     job = job_from(parsed)
     analysis = analyze(job)
     strategy = job.strategy
@@ -155,10 +147,8 @@ def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Na
     parser.add_argument("--strong", default="1.5s", help="step on the larger machine with the same batch")
     parser.add_argument("--weak", default="11s", help="step on the larger machine with n times the batch")
     parsed = parser.parse(arguments)
-    times = [float(parse(getattr(parsed, name), "seconds", f"--{name}")) for name in ("t1", "strong", "weak")]
-    if min(times) <= 0:
-        raise SpecError("--t1", "a step time must be positive", "use times such as 10s")
-    return explain_scaling(whole(parsed.n, "--n"), *times), parsed
+    times = [amount(getattr(parsed, name), "seconds", f"--{name}", "10s") for name in ("t1", "strong", "weak")]
+    return explain_scaling(whole_number(parsed.n, "--n"), *times), parsed
 
 
 _DEFAULTS: dict[str, dict[str, str]] = {
@@ -174,9 +164,10 @@ _DEFAULTS: dict[str, dict[str, str]] = {
 def _with_job_defaults(parsed: argparse.Namespace, defaults: dict[str, str]) -> argparse.Namespace:
     """A complete small job behind every topic, so that `explain tp` alone already shows numbers."""
     usual: dict[str, Any] = {"training.seq": "4096", "training.global_batch": "64"}
-    if not parsed.job and not bare.gives_model(given(parsed)):
+    given = job_arguments(parsed)
+    if not parsed.job and not bare.gives_model(given):
         usual["model"] = defaults.get("model", "llama3-8b")
-    if not parsed.job and not bare.gives_cluster(given(parsed)):
+    if not parsed.job and not bare.gives_cluster(given):
         usual["cluster"] = "dgx-h100:2"
     usual |= {name: value for name, value in defaults.items() if name != "model"}
     for name, value in usual.items():

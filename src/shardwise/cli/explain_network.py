@@ -6,13 +6,13 @@ import argparse
 from typing import TYPE_CHECKING
 
 from shardwise.api import bare
+from shardwise.api.quantities import amount
 from shardwise.cli.arguments import Parser, bare_numbers
-from shardwise.cli.inputs import whole
+from shardwise.cli.inputs import whole_number
 from shardwise.cli.output import add_output_arguments
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.network import Link
-from shardwise.spec.units import parse
 
 if TYPE_CHECKING:
     from shardwise.collectives import CollectiveKind, Topology
@@ -22,7 +22,7 @@ _EXAMPLE = "shardwise explain allreduce --topology torus --n 64 --size 1GiB --ba
 
 
 def topic_parser(topic: str, description: str, example: str) -> Parser:
-    """Of every topic."""
+    """A parser with the flags that every topic has."""
     parser = Parser(f"explain {topic}", description, example)
     add_output_arguments(parser)
     return parser
@@ -45,9 +45,7 @@ def collective(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.
     parsed = parser.parse(arguments)
     kind = CollectiveKind.parse(topic)
     topology, usual = _topology(parsed, kind)
-    size = float(parse(parsed.size, "bytes", "--size"))
-    if size < 0:
-        raise SpecError("--size", f"{shown(parsed.size)} is negative", "use 0 or more")
+    size = amount(parsed.size, "bytes", "--size", "1GiB", zero=True)
     return explain_collective(kind, size, topology, parsed.algorithm or usual), parsed
 
 
@@ -63,7 +61,7 @@ def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topolog
             )
         cluster = cluster_from(parsed.cluster)
         if parsed.gpus:
-            cluster = cluster.with_devices(whole(parsed.gpus, "--n"))
+            cluster = cluster.with_devices(whole_number(parsed.gpus, "--n"))
         return network(cluster), "auto"
     parsed.topology = parsed.topology or "ring"
     if parsed.gpus is None and parsed.shape is None:

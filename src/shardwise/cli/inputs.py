@@ -1,27 +1,26 @@
-"""From flags to a `Job`, and what a verb needs before it starts; what was assumed is said on standard error."""
+"""From flags to a `Job`, and what a verb needs before it starts; notes on assumptions go to standard error."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from shardwise.api import inputs
-from shardwise.api.inputs import whole
-from shardwise.cli.arguments import given
+from shardwise.api.quantities import whole_number
+from shardwise.cli.arguments import job_arguments
 from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.installation import require_packages, torch_notes
 from shardwise.spec.job import Job
 
-__all__ = ["job_from", "model_from", "path_from", "print_notes", "require_torch", "whole"]
+__all__ = ["job_from", "model_from", "path_from", "print_notes", "require_torch", "whole_number"]
 
 
-def job_from(parsed: argparse.Namespace, run: Mapping[str, Any] | None = None, *, runs_here: bool = False) -> Job:
+def job_from(parsed: argparse.Namespace, *, runs_here: bool = False) -> Job:
     """The job that a file and flags describe."""
-    job, notes = inputs.job_from(given(parsed), run, runs_here=runs_here)
+    job, notes = inputs.job_from(job_arguments(parsed), runs_here=runs_here)
     print_notes(notes)
     return job
 
@@ -32,7 +31,7 @@ def print_notes(notes: Iterable[str]) -> None:
 
 
 def path_from(text: str) -> Path:
-    """A path that a user named, whether there is something or not; raises SpecError for what can be none."""
+    """A path that need not exist; raises SpecError for text that cannot be one."""
     try:
         Path(text).exists()
     except (OSError, ValueError) as error:
@@ -41,9 +40,6 @@ def path_from(text: str) -> Path:
 
 
 def require_torch(verb: str, *also: str) -> None:
-    """Refuses a verb that computes where only the planner was installed; says where PyTorch is one not tested.
-
-    ``also`` names what the verb needs besides.
-    """
+    """Refuses a verb whose packages (PyTorch and ``also``) are not installed; notes an untested PyTorch."""
     require_packages(verb, "torch", *also)
     print_notes(torch_notes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.cli.arguments import Parser
@@ -17,8 +18,7 @@ from shardwise.spec.parameters import active_parameter_count, parameter_count
 from shardwise.spec.stack import Stack
 from shardwise.spec.units import readable_bytes, readable_count, readable_rate, readable_seconds
 
-WHAT = ("models", "devices", "links", "clusters", "stacks", "schedules", "collectives")
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
 _OPTIONAL = ("published", "vocab", "heads", "hidden", "closed form", "schedule")  # what a narrow console leaves out
 
 
@@ -30,138 +30,87 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("what", help=", ".join(WHAT))
     add_output_arguments(parser)
-    parser.add_argument("--sources", action="store_true", help="where each entry comes from")
+    parser.add_argument("--sources", action="store_true", help="show where each entry comes from")
     parsed = parser.parse(arguments)
     if parsed.what not in WHAT:
         raise SpecError("", f"unknown list {parsed.what!r}", nearest_name(parsed.what, WHAT))
-    rows = {
-        "models": _models,
-        "devices": _devices,
-        "links": _links,
-        "clusters": _clusters,
-        "stacks": _stacks,
-        "schedules": _schedules,
-        "collectives": _collectives,
-    }[parsed.what]()
+    rows = _TABLES[parsed.what]() if parsed.what in _TABLES else _presets(*_PRESETS[parsed.what])
     hidden = () if parsed.sources else ("source",)
     show(parsed, lambda: _page(rows, hidden), lambda: rows)
     return 0
 
 
-def _page(rows: Rows, hidden: tuple[str, ...]) -> Page:
+def _page(rows: list[Row], hidden: tuple[str, ...]) -> Page:
     names = [name for name in rows[0] if name not in hidden]
     columns = tuple(Column(name, numeric=all(isinstance(row[name], int) for row in rows)) for name in names)
     return Page((FittedTable("", columns, tuple(tuple(str(row[name]) for name in names) for row in rows), _OPTIONAL),))
 
 
-def _models() -> Rows:
-    rows = []
-    for name in presets.names("model"):
-        model = presets.load("model", Model, name)
-        total, active = parameter_count(model), active_parameter_count(model)
-        published = model.published_parameters
-        kind = "MoE" if model.moe else "dense"
-        attention = (
-            "MLA" if model.mla else "MHA" if model.key_value_heads == model.heads else f"GQA {model.key_value_heads}"
-        )
-        rows.append(
-            {
-                "name": name,
-                "parameters": f"{total:,}",
-                "published": f"{published:,}" if isinstance(published, int) else str(published),
-                "active": readable_count(active),
-                "kind": kind,
-                "layers": model.layers,
-                "hidden": model.hidden,
-                "heads": model.heads,
-                "attention": attention,
-                "vocab": model.vocab,
-                "source": model.source,
-            }
-        )
-    return rows
+def _presets(kind: str, noun: type[Any], figures: Callable[[Any], Row]) -> list[Row]:
+    loaded = ((name, presets.load(kind, noun, name)) for name in presets.names(kind))
+    return [{"name": name, **figures(one), "source": one.source} for name, one in loaded]
 
 
-def _devices() -> Rows:
-    rows = []
-    for name in presets.names("device"):
-        device = presets.load("device", Device, name)
-        peaks = ", ".join(f"{kind} {peak / 1e12:g}" for kind, peak in device.peak.items())
-        rows.append(
-            {
-                "name": name,
-                "memory": readable_bytes(device.memory),
-                "usable": readable_bytes(device.usable_memory),
-                "bandwidth": readable_rate(device.memory_bandwidth),
-                "peak TFLOP/s, dense": peaks,
-                "source": device.source,
-            }
-        )
-    return rows
+def _model(model: Model) -> Row:
+    published, heads = model.published_parameters, model.key_value_heads
+    return {
+        "parameters": f"{parameter_count(model):,}",
+        "published": f"{published:,}" if isinstance(published, int) else str(published),
+        "active": readable_count(active_parameter_count(model)),
+        "kind": "MoE" if model.moe else "dense",
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "attention": "MLA" if model.mla else "MHA" if heads == model.heads else f"GQA {heads}",
+        "vocab": model.vocab,
+    }
 
 
-def _links() -> Rows:
-    rows = []
-    for name in presets.names("link"):
-        link = presets.load("link", Link, name)
-        rows.append(
-            {
-                "name": name,
-                "kind": link.kind,
-                "bandwidth, one way": readable_rate(link.bandwidth),
-                "latency": readable_seconds(link.latency),
-                "efficiency": f"{link.efficiency:g}",
-                "source": link.source,
-            }
-        )
-    return rows
+def _device(device: Device) -> Row:
+    return {
+        "memory": readable_bytes(device.memory),
+        "usable": readable_bytes(device.usable_memory),
+        "bandwidth": readable_rate(device.memory_bandwidth),
+        "peak TFLOP/s, dense": ", ".join(f"{kind} {peak / 1e12:g}" for kind, peak in device.peak.items()),
+    }
 
 
-def _clusters() -> Rows:
-    rows = []
-    for name in presets.names("cluster"):
-        cluster = presets.load("cluster", Cluster, name)
-        levels = " · ".join(
-            f"{level.name} {'x'.join(map(str, level.shape)) if level.shape else level.width} "
-            f"({level.topology}, {readable_rate(level.bandwidth_per_direction)})"
-            for level in cluster.levels
-        )
-        rows.append(
-            {
-                "name": name,
-                "device": cluster.device.name,
-                "devices": cluster.devices,
-                "levels, innermost first": levels,
-                "source": cluster.source,
-            }
-        )
-    return rows
+def _link(link: Link) -> Row:
+    return {
+        "kind": link.kind,
+        "bandwidth, one way": readable_rate(link.bandwidth),
+        "latency": readable_seconds(link.latency),
+        "efficiency": f"{link.efficiency:g}",
+    }
 
 
-def _stacks() -> Rows:
-    rows = []
-    for name in presets.names("stack"):
-        stack = presets.load("stack", Stack, name)
-        hidden = [dimension for dimension in ("tp", "cp", "ep", "pp", "dp") if getattr(stack.overlap, dimension)]
-        fused = [
-            flag.removeprefix("fused_") for flag, value in vars(stack).items() if flag.startswith("fused_") and value
-        ]
-        rows.append(
-            {
-                "name": name,
-                "attention": stack.attention,
-                "overlaps": ", ".join(hidden) or "nothing",
-                "gradients": stack.gradient_reduce,
-                "dispatch": stack.dispatch,
-                "kernels": stack.elementwise,
-                "fused": ", ".join(fused).replace("_", " "),
-                "source": stack.source,
-            }
-        )
-    return rows
+def _cluster(cluster: Cluster) -> Row:
+    levels = (
+        f"{level.name} {'x'.join(map(str, level.shape)) if level.shape else level.width} "
+        f"({level.topology}, {readable_rate(level.bandwidth_per_direction)})"
+        for level in cluster.levels
+    )
+    return {
+        "device": cluster.device.name,
+        "devices": cluster.devices,
+        "levels, innermost first": " · ".join(levels),
+    }
 
 
-def _schedules() -> Rows:
+def _stack(stack: Stack) -> Row:
+    overlapped = [dimension for dimension in ("tp", "cp", "ep", "pp", "dp") if getattr(stack.overlap, dimension)]
+    fused = [name.removeprefix("fused_") for name, value in vars(stack).items() if name.startswith("fused_") and value]
+    return {
+        "attention": stack.attention,
+        "overlaps": ", ".join(overlapped) or "nothing",
+        "gradients": stack.gradient_reduce,
+        "dispatch": stack.dispatch,
+        "kernels": stack.elementwise,
+        "fused": ", ".join(fused).replace("_", " "),
+    }
+
+
+def _schedules() -> list[Row]:
     from shardwise.spec.schedules import schedule_records
 
     return [
@@ -181,33 +130,31 @@ def _schedules() -> Rows:
     ]
 
 
-def _collectives() -> Rows:
+def _collectives() -> list[Row]:
     from shardwise.collectives import pairs
     from shardwise.collectives.listing import WHY_NOT
 
-    def row(
-        kind: str, topology: str, algorithm: str, form: str, schedule: str, text: str, source: str
-    ) -> dict[str, Any]:
-        values = (kind, topology, algorithm, form, schedule, text, source)
-        return dict(
-            zip(("collective", "topology", "algorithm", "closed form", "schedule", "seconds", "source"), values)
-        )
-
+    columns = ("collective", "topology", "algorithm", "closed form", "schedule", "seconds", "source")
     offered = [
-        row(pair.kind.value, pair.topology, pair.algorithm, pair.bound, "yes" if pair.has_schedule else "none",
-            pair.formula, pair.source)
-        for pair in pairs()
+        (one.kind.value, one.topology, one.algorithm, one.bound, "yes" if one.has_schedule else "none", one.formula,
+         one.source)
+        for one in pairs()
     ]  # fmt: skip
-    return offered + [
-        row(
-            "any",
-            topology,
-            algorithm,
-            "none",
-            "none",
-            f"not offered: {reason}",
-            "routes of its schedule over the network",
-        )
+    others = [
+        ("any", topology, algorithm, "none", "none", f"not offered: {reason}",
+         "routes of its schedule over the network")
         for algorithm, topologies, reason in WHY_NOT
         for topology in topologies
-    ]
+    ]  # fmt: skip
+    return [dict(zip(columns, row)) for row in offered + others]
+
+
+_PRESETS: dict[str, tuple[str, type[Any], Callable[[Any], Row]]] = {
+    "models": ("model", Model, _model),
+    "devices": ("device", Device, _device),
+    "links": ("link", Link, _link),
+    "clusters": ("cluster", Cluster, _cluster),
+    "stacks": ("stack", Stack, _stack),
+}
+_TABLES: dict[str, Callable[[], list[Row]]] = {"schedules": _schedules, "collectives": _collectives}
+WHAT = (*_PRESETS, *_TABLES)

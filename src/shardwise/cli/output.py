@@ -11,11 +11,11 @@ from shardwise.report.page import Page
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """--json, --markdown and --csv, of which one may be given."""
+    """--json, --markdown and --csv, which are mutually exclusive."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--json", action="store_true", help="JSON output")
-    group.add_argument("--markdown", action="store_true", help="tables as Markdown, to paste")
-    group.add_argument("--csv", action="store_true", help="only the tables, as CSV")
+    group.add_argument("--markdown", action="store_true", help="Markdown output, tables included")
+    group.add_argument("--csv", action="store_true", help="CSV output: the tables alone")
 
 
 def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:
@@ -23,8 +23,8 @@ def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:
 
 
 def show(parsed: argparse.Namespace, page: Callable[[], Page], data: Callable[[], Any]) -> None:
-    """Prints a page, or the data in its place."""
+    """Prints a page, or the data as JSON."""
     if parsed.json:
-        print(json.dumps(data(), indent=2))
+        print(json.dumps(data(), indent=2, ensure_ascii=False))
     else:
         page().print(form_of(parsed))

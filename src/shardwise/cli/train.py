@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 
 from shardwise.api.execution import GRACE, ReadyRun, TrainingResult, ready_run, run_summary, trained
-from shardwise.cli.arguments import Parser, add_job_arguments, given
-from shardwise.cli.inputs import print_notes, whole
+from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments, keywords
+from shardwise.cli.inputs import print_notes, whole_number
+from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.run import Launch
 from shardwise.report.training import points_page
@@ -34,51 +34,40 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--steps", metavar="N", help="steps of the whole run (default: of training.tokens, or 1000)")
     shards = "token shards to train on, without a suffix; repeat for several (default: the built-in corpus)"
     parser.add_argument("--data", action="append", metavar="SHARDS", help=shards)
-    parser.add_argument(
-        "--grace", default=GRACE, metavar="TIME", help=f"time allowed for the final checkpoint (default {GRACE})"
-    )
-    emulate = "on virtual nodes of this machine: 2x2,1Gbit,1ms are 2 of 2 ranks (as root; docs/emulate.md)"
+    grace = f"time allowed for the final checkpoint (default {GRACE})"
+    parser.add_argument("--grace", default=GRACE, metavar="TIME", help=grace)
+    emulate = "virtual nodes on this machine: 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
     parser.add_argument("--emulate", metavar="NODES", help=emulate)
     parser.add_argument("--print-torchrun", action="store_true", help="the commands for several hosts; starts nothing")
-    parser.add_argument(
-        "--rehearse", metavar="N", help="run N steps of the job in a separate folder, and give a verdict"
-    )
+    rehearse = "run N steps of the job in a separate folder, and check them"
+    parser.add_argument("--rehearse", metavar="N", help=rehearse)
     parser.add_argument("--profile", metavar="STEPS", help="record these steps for `compare`, such as steps=10:12")
     parser.add_argument("--debug", action="store_true", help="compare every collective between ranks (slow)")
-    parser.add_argument("--json", action="store_true", help="JSON output: the summary")
+    add_output_arguments(parser)
     parsed = parser.parse(arguments)
-    parse(parsed.grace, "seconds", "--grace")  # a mistake in it should not wait
+    parse(parsed.grace, "seconds", "--grace")  # refused before anything else is done
     ready = ready_run(
-        given(parsed),
-        steps=parsed.steps,
-        run_folder=parsed.run_folder,
-        data=parsed.data or (),
-        go_on=parsed.go_on,
-        emulate=parsed.emulate,
-        profile=parsed.profile,
+        job_arguments(parsed),
+        **keywords(ready_run, parsed),
         here=not parsed.print_torchrun,
-        note=_note,
+        note=lambda text: print_notes([text]),
     )
     print_notes(torch_notes())
     if parsed.print_torchrun:
-        return _printed_commands(ready, parsed)
+        return _print_commands(ready, parsed)
     if parsed.rehearse is not None:
-        return _rehearsed(ready, whole(parsed.rehearse, "--rehearse"), as_json=parsed.json)
+        return _rehearse(ready, whole_number(parsed.rehearse, "--rehearse"), parsed)
     found = trained(ready, lambda launch: _watched(launch, quiet=parsed.json), grace=parsed.grace, debug=parsed.debug)
-    return _told(found, as_json=parsed.json)
+    return _show(found, parsed)
 
 
-def _note(text: str) -> None:
-    print_notes([text])
-
-
-def _printed_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
+def _print_commands(ready: ReadyRun, parsed: argparse.Namespace) -> int:
     from shardwise.launch.torchrun import torchrun_commands
 
     with ready.folder.checkpoints.locked():
         step = ready.finished_step(here=False)
     if step is not None:
-        return _told(TrainingResult(ready.job, run_summary(ready.folder, step), None), as_json=parsed.json)
+        return _show(TrainingResult(ready.job, run_summary(ready.folder, step), None), parsed)
     print(*torchrun_commands(ready.job, ready.folder.path), sep="\n")
     return 0
 
@@ -87,40 +76,31 @@ def _watched(launch: Launch, *, quiet: bool) -> Outcome:
     from shardwise.report.training_progress import TrainingProgress
 
     with TrainingProgress(launch.folder.metrics, launch.job.run.steps, quiet=quiet) as progress:
-
-        def tell(event: Event) -> None:
-            progress.say(f"{event.kind}: {event.text}")
-
-        return launch.supervised(tell)
+        return launch.supervised(lambda event: progress.print(f"{event.kind}: {event.text}"))
 
 
-def _rehearsed(ready: ReadyRun, steps: int, *, as_json: bool) -> int:
+def _rehearse(ready: ReadyRun, steps: int, parsed: argparse.Namespace) -> int:
     """Exits with 1 if a check failed."""
     from shardwise.launch.rehearsal import rehearse
 
-    def tell(event: Event) -> None:
+    def print_event(event: Event) -> None:
         print(f"{event.kind}: {event.text}", file=sys.stderr)
 
-    outcome, points = rehearse(ready.job, ready.folder, ready.checked, steps, tell)
+    outcome, points = rehearse(ready.job, ready.folder, ready.checked, steps, print_event)
     if not points:
         if outcome.failure is not None:
             print(f"shardwise: error: {outcome.failure.reason}", file=sys.stderr)
         return outcome.status or 1
-    if as_json:
-        print(json.dumps([asdict(one) for one in points]))
-    else:
-        points_page(points).print()
+    show(parsed, lambda: points_page(points), lambda: [asdict(one) for one in points])
     return 0 if all(one.passed for one in points) else 1
 
 
-def _told(found: TrainingResult, *, as_json: bool) -> int:
+def _show(found: TrainingResult, parsed: argparse.Namespace) -> int:
     """Prints the summary of a run; returns the exit status."""
     failure = found.failure
     if failure is not None:
         log = f"; its log: {failure.log}" if failure.log else ""
         print(f"shardwise: error: {failure.reason if failure.mistake else f'{failure}{log}'}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(found.to_dict()))
-    elif failure is None or not failure.mistake:
-        found.page.print()
+    if parsed.json or failure is None or not failure.mistake:
+        show(parsed, lambda: found.page, found.to_dict)
     return found.status

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.api.verification import PROCESSES, STEPS, TOLERANCE, verify
-from shardwise.cli.arguments import Parser, add_job_arguments
+from shardwise.cli.arguments import Parser, add_job_arguments, keywords
 from shardwise.cli.inputs import job_from, require_torch
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.report.verify import verification_progress
@@ -22,27 +22,16 @@ def run(arguments: list[str]) -> int:
     add_job_arguments(parser)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"AdamW steps (default {STEPS})")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest relative deviation (default 1e-5)")
-    parser.add_argument(
-        "--max-processes", type=int, default=PROCESSES, metavar="N",
-        help=f"a larger layout is reduced to the smallest of its kind (default {PROCESSES})",
-    )  # fmt: skip
-    parser.add_argument("--shrink", action="store_true", help="fewer layers and widths, the same kind of model")
-    parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="processes on this device (default cpu)")
+    fewer = f"reduce a larger layout to the smallest of its kind (default {PROCESSES})"
+    parser.add_argument("--max-processes", type=int, default=PROCESSES, metavar="N", help=fewer)
+    parser.add_argument("--shrink", action="store_true", help="fewer layers and smaller widths, the same kind of model")
+    parser.add_argument("--on", choices=("cpu", "cuda"), default="cpu", help="device to run on (default cpu)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     job = job_from(parsed, runs_here=True)
     require_torch("verify")
     with verification_progress(parsed.steps, shown=not parsed.json) as watch:
-        found = verify(
-            job,
-            steps=parsed.steps,
-            tolerance=parsed.tolerance,
-            max_processes=parsed.max_processes,
-            shrink=parsed.shrink,
-            on=parsed.on,
-            seed=parsed.seed,
-            watch=watch,
-        )
+        found = verify(job, **keywords(verify, parsed), watch=watch)
     show(parsed, lambda: found.page, found.to_dict)
     return 0 if found.ok else 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Page
 from shardwise.spec.units import readable_bytes, readable_count
 
 if TYPE_CHECKING:
@@ -13,26 +14,26 @@ if TYPE_CHECKING:
 _KINDS = {"weight": "weights", "buffer": "buffers"}
 
 
-def print_contents(found: Contents, *, each_tensor: bool) -> None:
-    out = console()
-    out.print(table("", (found.path, ""), _rows(found), numbers_from=2))
+def contents_page(found: Contents, *, each_tensor: bool) -> Page:
     sizes = found.bytes_of_kinds()
     rows = [
         (_KINDS.get(kind, kind), f"{sum(one.kind == kind for one in found.tensors):,}", readable_bytes(size))
         for kind, size in sizes.items()
     ]
     rows.append(("all", f"{len(found.tensors):,}", readable_bytes(sum(sizes.values()))))
-    out.print(table("What it holds", ("", "tensors", "bytes"), rows))
+    tables = [table("", (found.path, ""), _rows(found), numbers_from=2)]
+    tables.append(table("Contents", ("", "tensors", "bytes"), rows))
     if each_tensor:
         tensors = [
             (one.kind, one.name, one.dtype, " × ".join(map(str, one.shape)), str(one.pieces), readable_bytes(one.bytes))
             for one in found.tensors
         ]
         columns = "kind", "tensor", "type", "shape", "pieces", "bytes"
-        out.print(table("Tensors", columns, tensors, numbers_from=3))
+        tables.append(table("Tensors", columns, tensors, numbers_from=3))
+    return Page(tuple(tables))
 
 
-def contents_json(found: Contents, *, each_tensor: bool) -> dict[str, Any]:
+def contents_data(found: Contents, *, each_tensor: bool) -> dict[str, Any]:
     tensors = [{**vars(one), "shape": list(one.shape)} for one in found.tensors]
     return {
         "path": found.path,
@@ -55,9 +56,9 @@ def _rows(found: Contents) -> list[tuple[str, str]]:
     rows.append(("files", f"{len(files):,}, {readable_bytes(sum(files.values()))}"))
     numbers = dict(found.numbers)
     if "optimizer_steps" in numbers:
-        rows.append(("steps of the optimizer", readable_count(numbers.pop("optimizer_steps"))))
+        rows.append(("optimizer steps", readable_count(numbers.pop("optimizer_steps"))))
     if isinstance(scale := numbers.pop("loss_scale", None), dict):
-        rows.append(("scale of the loss", ", ".join(f"{name} {value:g}" for name, value in scale.items())))
+        rows.append(("loss scale", ", ".join(f"{name} {value:g}" for name, value in scale.items())))
     if isinstance(data := numbers.pop("data", None), dict):
         rows.append(("data", _position(data)))
     if isinstance(losses := numbers.pop("losses", None), list) and losses:
@@ -66,7 +67,7 @@ def _rows(found: Contents) -> list[tuple[str, str]]:
 
 
 def _layout(found: Contents) -> str:
-    """What the strategy says, which leaves out its defaults; a degree of 1 is none."""
+    """The strategy without its defaults and degrees of 1."""
     parts = [f"{name} {_value(value)}" for name, value in found.layout.items() if value != 1 or name == "zero"]
     return ", ".join(parts) or ("one process" if found.numbers else "no layout: whole tensors")
 

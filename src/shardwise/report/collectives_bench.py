@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import console, spoken, table
+from shardwise.report.console import spoken, table
+from shardwise.report.page import Page
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 
 if TYPE_CHECKING:
@@ -18,13 +19,15 @@ COLUMNS = ("level", "collective", "algorithm", "ranks", "size_bytes", "repeats",
            "algorithm_bandwidth", "bus_bandwidth", "predicted_seconds", "right")  # fmt: skip
 
 
-def print_measured(measured: Sequence[MeasuredCollective]) -> None:
-    out = console()
+def measured_page(measured: Sequence[MeasuredCollective]) -> Page:
+    """A table for each collective and network level."""
+    tables = []
     for (level, kind, ranks), some in groupby(measured, key=lambda one: (one.level, one.kind, one.ranks)):
         title = f"{kind.replace('_', '-')} over {level}: {ranks} ranks"
         heads = ("algorithm", "size", "median", "least", "algbw", "busbw", "model", "median/model", "result")
         rows = sorted(some, key=lambda one: (one.size_bytes, one.median_seconds))
-        out.print(table(title, heads, (_row(one) for one in rows), optional=("least", "algbw", "model")))
+        tables.append(table(title, heads, map(_row, rows), optional=("least", "algbw", "model")))
+    return Page(tuple(tables))
 
 
 def _row(one: MeasuredCollective) -> tuple[str, ...]:
@@ -44,23 +47,7 @@ def _row(one: MeasuredCollective) -> tuple[str, ...]:
 
 def measured_data(measured: Sequence[MeasuredCollective]) -> list[dict[str, Any]]:
     """One entry for every collective, algorithm and size."""
-    return [
-        {
-            "level": one.level,
-            "collective": one.kind,
-            "algorithm": one.algorithm,
-            "ranks": one.ranks,
-            "size_bytes": one.size_bytes,
-            "repeats": one.repeats,
-            "median_seconds": one.median_seconds,
-            "least_seconds": one.least_seconds,
-            "algorithm_bandwidth": one.algorithm_bandwidth,
-            "bus_bandwidth": one.bus_bandwidth,
-            "predicted_seconds": one.predicted_seconds,
-            "right": one.right,
-        }
-        for one in measured
-    ]
+    return [{name: getattr(one, "kind" if name == "collective" else name) for name in COLUMNS} for one in measured]
 
 
 def measured_csv(measured: Sequence[MeasuredCollective]) -> str:

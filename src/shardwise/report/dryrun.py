@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
-from rich.console import RenderableType
-
 from shardwise.cost.memory.room import room_of
 from shardwise.measure.dryrun.result import PARTS, TOLERANCE, Calls, Compared, DryRun
-from shardwise.report.console import console, table
+from shardwise.report.console import table
+from shardwise.report.page import Line, Page
+from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_change, readable_count, readable_flops
 
 _WORDS = {
@@ -26,13 +26,9 @@ _WORDS = {
 _MOST_HOLDERS = 8
 
 
-def print_dry_run(found: DryRun) -> None:
-    out = console()
-    out.print(_headline(found), markup=False)
-    for piece in (_memory_table(found), _holder_table(found), _collective_table(found), _comparison_table(found)):
-        out.print(piece)
-    for line in _verdict(found):
-        out.print(line, style="bold", markup=False)
+def dry_run_page(found: DryRun) -> Page:
+    tables = (_memory_table(found), _holder_table(found), _collective_table(found), _comparison_table(found))
+    return Page((Line(_headline(found)), *tables, *(Line(line, "bold") for line in _verdict(found))))
 
 
 def _headline(found: DryRun) -> str:
@@ -42,17 +38,17 @@ def _headline(found: DryRun) -> str:
     return f"{found.job.model.name}: {where}; traced {found.traced}"
 
 
-def _memory_table(found: DryRun) -> RenderableType:
+def _memory_table(found: DryRun) -> FittedTable:
     rows = [
         (_WORDS[part], readable_bytes(found.peak[part]), readable_bytes(found.planned_peak[part]))
         for part in PARTS
         if found.peak[part] or found.planned_peak[part]
     ]
     rows.append(("all tensors", readable_bytes(found.peak_bytes), readable_bytes(found.planned_peak_bytes)))
-    return table(f"Memory where it is most: {found.peak_place}", ("part", "traced", "planned"), rows)
+    return table(f"Memory at its peak: {found.peak_place}", ("part", "traced", "planned"), rows)
 
 
-def _holder_table(found: DryRun) -> RenderableType:
+def _holder_table(found: DryRun) -> FittedTable:
     rows = [
         (_WORDS[one.part], one.operator, one.made_in, str(one.number), readable_bytes(one.bytes))
         for one in found.holders[:_MOST_HOLDERS]
@@ -61,7 +57,7 @@ def _holder_table(found: DryRun) -> RenderableType:
     return table(title, ("part", "made by", "in", "number", "bytes each"), rows, numbers_from=3)
 
 
-def _collective_table(found: DryRun) -> RenderableType:
+def _collective_table(found: DryRun) -> FittedTable:
     rows = [_calls_row(one) for one in found.calls]
     return table("Collectives of a step", ("", "collective", "what", "ranks", "calls", "bytes"), rows, numbers_from=3)
 
@@ -79,7 +75,7 @@ def _calls_row(one: Calls) -> tuple[str, ...]:
     )
 
 
-def _comparison_table(found: DryRun) -> RenderableType:
+def _comparison_table(found: DryRun) -> FittedTable:
     rows = [
         (
             one.what.replace("_", "-"),
@@ -105,17 +101,17 @@ def _difference(one: Compared) -> str:
 def _verdict(found: DryRun) -> Iterator[str]:
     if not found.fits:
         needed, usable = readable_bytes(found.needed_bytes), readable_bytes(room_of(found.job).usable_bytes)
-        yield f"Does not fit: with the framework's allowance the rank needs {needed}, a device has {usable}."
+        yield f"Does not fit: with the allowance for the framework the rank needs {needed}, a device has {usable}."
     if not found.defects:
         yield f"Bytes, memory and FLOPs agree with the plan to {TOLERANCE:.0%}."
     for one in found.defects:
         what = one.what.replace("_", "-")
         planned, traced = _planned_and_traced(one)
-        yield f"Defect of the engine or of the plan: {what} is {traced}, planned {planned} ({_difference(one)})."
+        yield f"Defect in the engine or the plan: {what} is {traced}, planned {planned} ({_difference(one)})."
 
 
 def dry_run_data(found: DryRun) -> dict[str, Any]:
-    """Everything `dryrun` has to say; bytes of one step, on one rank."""
+    """What `dryrun` prints; bytes of one step, on one rank."""
     return {
         "job": found.job.to_dict(),
         "rank": found.rank,

@@ -31,14 +31,14 @@ from shardwise.training.metrics.lines import Follower
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
-_TOLD = {"checkpoint_damaged": "a checkpoint was left out: ", "checkpoint_failed": "no checkpoint: ", "bad": "bad, ",
+_EVENTS = {"checkpoint_damaged": "a checkpoint was left out: ", "checkpoint_failed": "no checkpoint: ", "bad": "bad, ",
          "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
 RECENT = 20  # steps whose median predicts the remaining time
 _BAR, _LEAST_BAR = 40, 8
 
 
 class TrainingProgress:
-    """Shows ``path`` (metrics.jsonl) until it is left; `say` prints a line above."""
+    """Shows ``path`` (metrics.jsonl) until it is left; `print` prints a line above the bar."""
 
     def __init__(self, path: Path, steps: int, *, quiet: bool = False) -> None:
         self._follower, self._steps, self._quiet = Follower(path), steps, quiet
@@ -50,7 +50,7 @@ class TrainingProgress:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last_line = time.monotonic()
         self._validation: float | None = None
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
@@ -67,15 +67,15 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if not self._quiet:
             self._console.print(text, soft_wrap=True, markup=False)
 
-    def _say_once(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         """Prints a record once: records repeat after a roll-back."""
-        if text not in self._said:
-            self._said.add(text)
-            self.say(text)
+        if text not in self._printed:
+            self._printed.add(text)
+            self.print(text)
 
     def _follow(self) -> None:
         while not self._done.wait(POLL_SECONDS):
@@ -88,11 +88,11 @@ class TrainingProgress:
     def _show(self, record: Mapping[str, Any]) -> None:
         if record.get("validation_loss") is not None:
             self._validation = record["validation_loss"]
-        for name, meaning in _TOLD.items():
+        for name, meaning in _EVENTS.items():
             if record.get(name):
-                self._say_once(f"step {record['step']:,}: {meaning}{record[name]}")
+                self._print_once(f"step {record['step']:,}: {meaning}{record[name]}")
         if record.get("rolled_back_from"):  # the record of the step itself is soon gone
-            self._say_once(f"step {record['rolled_back_from']:,}: bad, roll back")
+            self._print_once(f"step {record['rolled_back_from']:,}: bad, roll back")
         if record.get("seconds") is None:
             return
         if "memory_bytes_of_ranks" not in record:
@@ -102,7 +102,7 @@ class TrainingProgress:
             self._bar.update(self._task, completed=record["step"], words=words)
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
-            self.say(f"{_step(record['step'], self._steps)}: {', '.join(words)}")
+            self.print(f"{_step(record['step'], self._steps)}: {', '.join(words)}")
 
     def _words(self, record: Mapping[str, Any]) -> tuple[str, ...]:
         """The figures of a step, the most important first: a narrow terminal shows no more than fits."""

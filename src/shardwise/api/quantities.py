@@ -1,0 +1,27 @@
+"""Numbers given as flags or keywords: whole numbers, and positive amounts with a unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.units import parse
+
+
+def whole_number(value: Any, flag: str, most: int = 10**9) -> int:
+    number = parse(value, "count", flag)
+    if number != int(number) or not 1 <= number <= most:
+        raise SpecError(flag, f"{shown(value)} is not a positive whole number", "write one like 64")
+    return int(number)
+
+
+def amount(value: Any, dimension: str, flag: str, example: str, *, zero: bool = False) -> float:
+    """A positive number of bytes, seconds, ...; ``zero`` allows 0 too."""
+    remedy = f"write it like {example}"
+    try:
+        number = float(parse(value, dimension, flag))
+    except SpecError as error:
+        raise SpecError(flag, error.problem, remedy) from None
+    if number < 0 or (number == 0 and not zero):
+        raise SpecError(flag, f"{shown(value)} is not {'0 or more' if zero else 'positive'}", remedy)
+    return number
