@@ -19,8 +19,9 @@ from shardwise.measure.verify import verify
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import job_schedules
-from shardwise.spec.support import TECHNIQUES, between, techniques_of, verdict
-from spec.test_support import LATENT, USING, Fields, using
+from shardwise.spec.support import techniques_of, verdict
+from shardwise.spec.techniques import TECHNIQUES
+from spec.test_support import LATENT, USING, Fields, between, using
 
 SCHEDULES = job_schedules()
 
@@ -74,7 +75,7 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "1f1b": ({**PIPELINE, "schedule": "gpipe"}, PIPELINE),
     "pp": ({**PIPELINE, "pp": 1}, PIPELINE),
     "own-stages": (PIPELINE, {**PIPELINE, "stage_layers": [1, 3]}),
-    "repeated-products": ({"recompute": "selective"},
+    "repeated-matmuls": ({"recompute": "selective"},
                           {"recompute": "selective", "recompute_operators": ["alternate-products"]}),
     "repeated-attention": ({"training": {"attention": "unfused"}},
                            {"recompute": "selective", "training": {"attention": "unfused"}}),

@@ -15,16 +15,8 @@ from interop.random_jobs import drawn
 from shardwise.pipeline import build
 from shardwise.spec import Cluster, Job
 from shardwise.spec.schedules import job_schedules, schedule_record
-from shardwise.spec.support import (
-    MATRIX,
-    STATUSES,
-    TECHNIQUES,
-    Finding,
-    between,
-    forbidden_pairs,
-    techniques_of,
-    verdict,
-)
+from shardwise.spec.support import MATRIX, STATUSES, Finding, techniques_of, verdict
+from shardwise.spec.techniques import TECHNIQUES
 from shardwise.spec.training import OPTIMIZERS, RECIPES
 from spec.jobs import jobs
 from tables import table
@@ -50,7 +42,7 @@ USING: dict[str, Fields] = {
     "zero-3-kept": {"zero": 3, "keep_parameters": True},
     "hybrid-shard": {"zero": 1, "shard_group": 2},
     "accumulate-local": {"zero": 2, "accumulate": "local"},
-    "dp-in-turn": {"overlap": {"dp": False}},
+    "no-dp-overlap": {"overlap": {"dp": False}},
     "buckets": {"bucket": "1MiB"},
     "compression": {"compression": {"method": "int8", "error_feedback": False}},
     "error-feedback": {"compression": {"method": "int8"}},
@@ -83,7 +75,7 @@ USING: dict[str, Fields] = {
     "pp-overlap": {"pp": 2, "overlap": {"pp": True}},
     "recompute-selective": {"recompute": "selective"},
     "recompute-full": {"recompute": "full"},
-    "repeated-products": {"recompute": "selective", "recompute_operators": ["alternate-products"]},
+    "repeated-matmuls": {"recompute": "selective", "recompute_operators": ["alternate-products"]},
     "repeated-attention": {"recompute": "selective", "training": {"attention": "unfused"}},
     "repeated-up-projection": {"recompute": "selective", "recompute_operators": ["up-projection"]},
     "offload-optimizer": {"offload": {"optimizer": 0.5}},
@@ -92,7 +84,7 @@ USING: dict[str, Fields] = {
     "offload-activations": {"offload": {"activations": 0.1}},
     "offload-cpu": {"offload": {"activations": 1}},
     "offload-nvme": {"offload": {"optimizer": 1, "target": "nvme"}},
-    "offload-in-turn": {"offload": {"optimizer": 1}, "overlap": {"offload": False}},
+    "no-offload-overlap": {"offload": {"optimizer": 1}, "overlap": {"offload": False}},
     "weights-beyond-optimizer": {"zero": 3, "offload": {"optimizer": 0.5, "weights": 1}},
     "gradients-beyond-optimizer": {"zero": 2, "offload": {"optimizer": 0.5, "gradients": 1}},
     **{name: {"training": {"precision": name}} for name in RECIPES},
@@ -181,6 +173,12 @@ def using(*techniques: str) -> Job:
     return job(**merged(*(USING[name] for name in techniques)))
 
 
+def between(*techniques: str) -> Finding:
+    """The finding for exactly these techniques, in any order; "runs" where the matrix has none."""
+    found = (one for one in MATRIX if set(one.techniques) == set(techniques))
+    return next(found, Finding(techniques, "runs", "", ""))
+
+
 def identity(finding: Finding) -> str:
     return " × ".join(finding.techniques)
 
@@ -208,11 +206,11 @@ def test_every_row_names_known_techniques_once_and_says_what_to_do() -> None:
     assert len(set(sets)) == len(sets)
     for one in MATRIX:
         assert set(one.techniques) <= set(TECHNIQUES)
-        assert 1 <= len(one.techniques) == len(set(one.techniques)) <= 2  # forbidden_pairs() has no place for more
+        assert 1 <= len(one.techniques) == len(set(one.techniques)) <= 2
         assert one.status in STATUSES[1:]
         assert one.reason and one.remedy, one
         assert "\n" not in one.reason + one.remedy
-        assert (one.option is not None) == (one.status == "needs")
+        assert (one.value is not None) == (one.status == "needs")
 
 
 def test_order_does_not_matter() -> None:
@@ -231,15 +229,14 @@ def test_every_row_is_reached_by_a_job(row: Finding) -> None:
     assert found.status == max((one.status for one in found.findings), key=STATUSES.index) == found.findings[0].status
 
 
-@table("row", [row for row in MATRIX if row.option])
+@table("row", [row for row in MATRIX if row.status == "needs"])
 def test_the_option_that_a_row_needs_lifts_it(row: Finding) -> None:
-    assert row.option
     before = using(*row.techniques).to_dict()
-    *parents, last = row.option[0].split(".")
+    *parents, last = row.field.split(".")
     place = before
     for name in parents:
         place = place.setdefault(name, {})
-    place[last] = row.option[1]
+    place[last] = row.value
     after = verdict(Job.from_dict(before))
     assert row not in after.findings
     assert after.status in ("runs", "priced only")  # and brings nothing worse
@@ -275,11 +272,11 @@ def test_worst_first() -> None:
 # -- for a search ------------------------------------------------------------------------------------
 
 
-def test_forbidden_pairs() -> None:
-    pairs = {frozenset(pair) for pair in forbidden_pairs()}
+def test_what_a_search_leaves_out() -> None:
+    pairs = {frozenset(one.techniques) for one in MATRIX if one.status in ("needs", "refused")}
     assert frozenset(("zero-3", "tied-ends-on-one-rank")) in pairs
     assert frozenset(("dualpipe",)) not in pairs
-    assert frozenset(("dualpipe",)) in {frozenset(pair) for pair in forbidden_pairs(STATUSES)}
+    assert between("dualpipe").status == "priced only"
     for candidate in drawn(None, seed=3, number=300):
         used = set(techniques_of(candidate))
         left_out = any(used.issuperset(pair) for pair in pairs)
@@ -304,7 +301,7 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
              "expert_tensor_parallel")  # fmt: skip
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
-    scalars_only = {"repeated-products", "repeated-attention", "repeated-up-projection", "uneven-kv-heads",
+    scalars_only = {"repeated-matmuls", "repeated-attention", "repeated-up-projection", "uneven-kv-heads",
                     "ragged-widths", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
                     "compressed-momentum", "error-feedback", "local-steps", "async"}  # fmt: skip

@@ -1,8 +1,8 @@
-"""What composes with what: the support matrix that the planner prunes by and the engine refuses by, for a job."""
+"""What composes with what: the support matrix, by which the planner prunes and the engine refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -12,13 +12,12 @@ from shardwise.spec import schedules
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord
-from shardwise.spec.techniques import OF_MODEL, TECHNIQUES, techniques
+from shardwise.spec.techniques import OF_MODEL, techniques
 from shardwise.spec.training import OPTIMIZERS
 
-# -- the support matrix: every technique (of `techniques`) and every pair that does not simply run -----
-# What is not in it runs: `tests/engine/test_matrix_runs.py` asks of every technique alone what it changes in the
-# engine. Sources: "reproduced" was run on stock PyTorch 2.13 against a single process; other frameworks' own checks
-# are named.
+# The matrix has every technique and every pair that does not simply run. What is not in it runs:
+# `tests/engine/test_matrix_runs.py` checks what each technique alone changes in the engine. "Reproduced": run on stock
+# PyTorch 2.13 against a single process; other frameworks' own checks are named.
 
 # Best first. "needs": one option away from running; "priced only": our engine does not run it; "refused": it would
 # fail, or compute something else.
@@ -28,327 +27,200 @@ STATUSES: tuple[Status, ...] = ("runs", "needs", "priced only", "refused")
 
 @dataclass(frozen=True)
 class Finding:
-    """A set of techniques that does not simply run together: how far it goes, why, and what to do instead.
+    """Techniques that do not simply run together: how far they go, why, and what to do instead.
 
-    ``option`` is the field of the job (dotted path) and the value that make a "needs" run; ``place`` is where any other
-    is said.
+    ``field`` is the path in the job that a message names; its ``value`` makes a "needs" run.
     """
 
     techniques: tuple[str, ...]
     status: Status
     reason: str
     remedy: str
-    option: tuple[str, Any] | None = None
-    place: str = "strategy"
-
-    @property
-    def field(self) -> str:
-        """The path in the job that a message names."""
-        return self.option[0] if self.option else self.place
+    field: str = "strategy"
+    value: Any = None
 
 
 def _each(
-    first: tuple[str, ...],
-    second: tuple[str, ...],
-    status: Status,
-    reason: str,
-    remedy: str,
-    option: tuple[str, Any] | None = None,
-) -> tuple[Finding, ...]:
-    """The same finding for every one of ``first`` with every one of ``second``."""
-    return tuple(Finding(pair, status, reason, remedy, option) for pair in product(first, second))
+    names: str, status: Status, reason: str, remedy: str, field: str = "strategy", value: Any = None
+) -> Iterator[Finding]:
+    """The finding of every combination of ``names``: "a + b|c" is a with b, and a with c."""
+    for combination in product(*(part.split("|") for part in names.split(" + "))):
+        yield Finding(combination, status, reason, remedy, field, value)
 
 
-# fmt: off
 def _of_schedules(records: tuple[ScheduleRecord, ...]) -> Iterator[Finding]:
     """What the facts of a schedule rule out."""
     for one in records:
         if one.two_copies:
-            yield Finding(
-                (one.name,), "priced only",
+            yield from _each(
+                one.name, "priced only",
                 "every rank holds two copies of its stages, which must be kept in sync; this engine does not",
                 f"schedule: {one.instead}, about the same bubble with one copy",
-            )
-            yield Finding(
-                (one.name, "odd-pipeline"), "refused", f"{one.name} pairs its ranks",
-                f"an even pp, or schedule: {one.instead}",
-            )
+            )  # fmt: skip
+            instead = f"an even pp, or schedule: {one.instead}"
+            yield from _each(f"{one.name} + odd-pipeline", "refused", f"{one.name} pairs its ranks", instead)
         elif not one.runs:
-            yield Finding((one.name,), "priced only", "this engine does not run it", f"schedule: {one.instead}")
+            yield from _each(one.name, "priced only", "this engine does not run it", f"schedule: {one.instead}")
         if not one.hides_exchange:
-            yield _one_at_a_time(one.name)
+            yield from _one_at_a_time(one.name)
         if one.splits_backward:  # the compiler makes one function of a layer's backward pass
-            yield Finding(
-                ("compile", one.name), "needs",
+            yield from _each(
+                f"compile + {one.name}", "needs",
                 "a compiled layer computes the gradients of its inputs and weights together",
-                f"compile: false, or schedule: {schedules.chosen_chunks_schedules()[0]}", ("training.compile", False),
-            )
+                f"compile: false, or schedule: {schedules.chosen_chunks_schedules()[0]}", "training.compile", False,
+            )  # fmt: skip
 
 
-def _one_at_a_time(technique: str) -> Finding:
+def _one_at_a_time(technique: str) -> Iterator[Finding]:
     hides = schedules.hiding_schedule()
-    return Finding(
-        ("ep-overlap", technique), "needs",
-        f"the exchange overlaps only with another microbatch's computation, which {hides} runs beside it",
-        f"schedule: {hides}, or overlap.ep: false", ("strategy.overlap.ep", False),
-    )
-# fmt: on
+    reason = f"the exchange overlaps only with another microbatch's computation, which {hides} runs beside it"
+    remedy = f"schedule: {hides}, or overlap.ep: false"
+    return _each(f"ep-overlap + {technique}", "needs", reason, remedy, "strategy.overlap.ep", False)
 
+
+_FEWER_OPERATORS = (
+    "recompute_operators: [norm, activation], or recompute: full",
+    "strategy.recompute_operators",
+    ("norm", "activation"),
+)
 
 MATRIX: tuple[Finding, ...] = (
     # Stock FSDP2 is silently wrong with any split backward pass and reshard_after_forward=True (reproduced: gradients
     # None or 1.4e-2 off; pytorch#144530 is the same for DDP). Ours is not: weight gradients need no gathered weights.
-    Finding(
-        ("zero-3", "tied-ends-on-one-rank"), "needs",
-        "the head of the last stage reads the embedding that the first stage gathered and freed",
-        "keep_parameters: true, or zero: 2", ("strategy.keep_parameters", True),
-    ),
+    *_each("zero-3 + tied-ends-on-one-rank", "needs",
+           "the head of the last stage reads the embedding that the first stage gathered and freed",
+           "keep_parameters: true, or zero: 2", "strategy.keep_parameters", True),
     *_of_schedules(schedules.own_schedules()),
     # The ring merges blocks that are causal or whole by the log-sum-exp that a fused kernel returns.
-    Finding(
-        ("cp-ring", "sliding-window"), "needs", "the blocks of the ring are causal or whole, a window cuts across them",
-        "context_method: all-gather or ulysses", ("strategy.context_method", "all-gather"),
-    ),
-    Finding(
-        ("cp-ring", "dropout"), "needs", "every block of the ring would need its own random state in the backward pass",
-        "context_method: all-gather or ulysses", ("strategy.context_method", "all-gather"),
-    ),
-    Finding(
-        ("cp-ring", "unfused-attention"), "needs",
-        "blocks are merged by the log-sum-exp that only the fused kernel returns",
-        "attention: flash", ("training.attention", "flash"),
-    ),
-    Finding(
-        ("cp-all-gather", "unfused-attention"), "needs",
-        "its backward pass starts from the log-sum-exp that only the fused kernel returns",
-        "attention: flash, or context_method: ulysses", ("training.attention", "flash"),
-    ),
-    *_each(
-        ("capped-scores",), ("cp-ring", "cp-all-gather"), "needs",
-        "their kernels return the log-sum-exp of scores without a cap", "context_method: ulysses",
-        ("strategy.context_method", "ulysses"),
-    ),
-    *_each(
-        ("longrope",), ("cp-ring", "cp-all-gather", "cp-ulysses"), "refused",
-        "whether a batch is long shows in its positions, which differ between ranks", "cp: 1",
-    ),
-    Finding(
-        ("odd-chunks",), "refused",
-        "every rank holds an early and a late chunk of a sequence, so that causal work is even",
-        "a training.seq that is a multiple of 2·cp, or context_method: ulysses",
-    ),
-    Finding(
-        ("cp-ulysses", "uneven-kv-heads"), "refused",
-        "the key-value heads of a rank neither divide over the context-parallel ranks nor repeat evenly",
-        "a cp that divides them or is a multiple of them, or context_method: ring",
-    ),
-    Finding(
-        ("experts-across-tp", "tp-plain"), "needs",
-        "the ranks that split an expert are not those that hold the same tokens, so sums over them would mix in others",
-        "sequence_parallel: true, or expert_tp: 1", ("strategy.sequence_parallel", True),
-    ),
-    Finding(
-        ("tp-overlap",), "priced only", "this engine cannot overlap TP communication with matmuls",
-        "overlap.tp: false", place="strategy.overlap.tp",
-    ),
-    Finding(
-        ("ep-overlap",), "priced only", "this engine cannot overlap the token exchange with another microbatch",
-        "overlap.ep: false", place="strategy.overlap.ep",
-    ),
-    Finding(
-        ("pp-overlap",), "priced only", "this engine does not overlap pipeline messages",
-        "overlap.pp: false", place="strategy.overlap.pp",
-    ),
-    Finding(
-        ("dp-in-turn",), "priced only", "this engine always overlaps gradient reduction and weight gathering",
-        "overlap.dp: true", place="strategy.overlap.dp",
-    ),
-    Finding(
-        ("offload-in-turn",), "priced only", "this engine always overlaps offload transfers",
-        "overlap.offload: true", place="strategy.overlap.offload",
-    ),
-    Finding(
-        ("tp-overlap", "tp-plain"), "needs",
-        "only the all-gather and reduce-scatter of sequence parallelism can be split into pieces that overlap matmuls",
-        "sequence_parallel: true, or overlap.tp: false", ("strategy.sequence_parallel", True),
-    ),
-    _one_at_a_time("no-pipeline"),
+    *_each("cp-ring + sliding-window", "needs", "the blocks of the ring are causal or whole, a window cuts across them",
+           "context_method: all-gather or ulysses", "strategy.context_method", "all-gather"),
+    *_each("cp-ring + dropout", "needs", "every block of the ring would need its own random state in the backward pass",
+           "context_method: all-gather or ulysses", "strategy.context_method", "all-gather"),
+    *_each("cp-ring + unfused-attention", "needs",
+           "blocks are merged by the log-sum-exp that only the fused kernel returns",
+           "attention: flash", "training.attention", "flash"),
+    *_each("cp-all-gather + unfused-attention", "needs",
+           "its backward pass starts from the log-sum-exp that only the fused kernel returns",
+           "attention: flash, or context_method: ulysses", "training.attention", "flash"),
+    *_each("capped-scores + cp-ring|cp-all-gather", "needs",
+           "their kernels return the log-sum-exp of scores without a cap",
+           "context_method: ulysses", "strategy.context_method", "ulysses"),
+    *_each("longrope + cp-ring|cp-all-gather|cp-ulysses", "refused",
+           "the longest position chooses the factors of longrope, and it differs between ranks", "cp: 1"),
+    *_each("odd-chunks", "refused", "every rank holds an early and a late chunk of a sequence, to balance causal work",
+           "a training.seq that is a multiple of 2·cp, or context_method: ulysses"),
+    *_each("cp-ulysses + uneven-kv-heads", "refused",
+           "the key-value heads of a rank neither divide over the context-parallel ranks nor repeat evenly",
+           "a cp that divides them or is a multiple of them, or context_method: ring"),
+    *_each("experts-across-tp + tp-plain", "needs",
+           "the ranks that split an expert do not hold the same tokens, so sums over them would mix in other tokens",
+           "sequence_parallel: true, or expert_tp: 1", "strategy.sequence_parallel", True),
+    *_each("tp-overlap", "priced only", "this engine cannot overlap TP communication with matmuls",
+           "overlap.tp: false", "strategy.overlap.tp"),
+    *_each("ep-overlap", "priced only", "this engine cannot overlap the token exchange with another microbatch",
+           "overlap.ep: false", "strategy.overlap.ep"),
+    *_each("pp-overlap", "priced only", "this engine does not overlap pipeline messages",
+           "overlap.pp: false", "strategy.overlap.pp"),
+    *_each("no-dp-overlap", "priced only", "this engine always overlaps gradient reduction and weight gathering",
+           "overlap.dp: true", "strategy.overlap.dp"),
+    *_each("no-offload-overlap", "priced only", "this engine always overlaps offload transfers",
+           "overlap.offload: true", "strategy.overlap.offload"),
+    *_each("tp-overlap + tp-plain", "needs",
+           "only the all-gather and reduce-scatter of sequence parallelism can be split into pieces that overlap"
+           " matmuls", "sequence_parallel: true, or overlap.tp: false", "strategy.sequence_parallel", True),
+    *_one_at_a_time("no-pipeline"),
     # Newton-Schulz needs whole matrices: Liu et al. 2025, arXiv 2502.16982, section 2.3. Megatron-LM allows ZeRO-1.
-    *_each(
-        ("muon",), ("zero-2", "zero-3", "zero-3-kept", "tp", "expert-tp"), "priced only",
-        "muon works on whole matrices and these are sharded; the gather it would need is neither priced nor run",
-        "zero: 1 without tensor parallelism, or optimizer: adamw",
-    ),
-    *_each(
-        ("buckets", "compression"), ("zero-1", "zero-2", "zero-3", "zero-3-kept"), "needs",
-        "gradients are summed in buckets, and compressed there, where every rank has all of them",
-        "zero: 0, or neither bucket nor compression", ("strategy.zero", 0),
-    ),
-    Finding(
-        ("error-feedback", "fp16"), "needs",
-        "the kept error has the loss scale of its step, which changes",
-        "compression.error_feedback: false, or precision: bf16", ("training.precision", "bf16"),
-    ),
-    *_each(
-        ("compressed-momentum",), tuple(name for name in OPTIMIZERS if name != "adamw"), "needs",
-        "1bit-adam compresses the momentum of AdamW", "optimizer: adamw, or another compression",
-        ("training.optimizer", "adamw"),
-    ),
-    Finding(
-        ("compressed-momentum", "fp16"), "needs",
-        "momentum is unscaled, but the gradients of a step carry the loss scale", "precision: bf16",
-        ("training.precision", "bf16"),
-    ),
-    Finding(
-        ("compressed-momentum", "offload-optimizer"), "needs", "the momentum that is sent must be on the device",
-        "offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
-    ),
-    *_each(
-        ("local-steps", "async"), ("zero-1", "zero-2", "zero-3", "zero-3-kept"), "needs",
-        "workers that do not synchronise every step each hold all states", "zero: 0", ("strategy.zero", 0),
-    ),
-    *_each(
-        ("local-steps", "async"), ("compression", "buckets"), "needs",
-        "no gradients are reduced within a step, so there is nothing to compress", "synchronise: every-step",
-        ("strategy.synchronise", "every-step"),
-    ),
-    *_each(
-        ("local-steps", "async"), ("cp-ring", "cp-all-gather", "cp-ulysses", "experts"), "refused",
-        "ranks that share sequences or experts synchronise every step and would need their own groups",
-        "synchronise: every-step",
-    ),
-    *_each(
-        ("local-steps", "async"), ("fp16",), "needs", "every worker would find its own loss scale",
-        "precision: bf16", ("training.precision", "bf16"),
-    ),
-    *_each(
-        ("local-steps", "async"), ("offload-optimizer",), "needs",
-        "the weights that workers exchange must be on the device", "offload.optimizer: 0",
-        ("strategy.offload.optimizer", 0.0),
-    ),
+    *_each("muon + zero-2|zero-3|zero-3-kept|tp|expert-tp", "priced only",
+           "muon works on whole matrices and these are sharded; the gather it would need is neither priced nor run",
+           "zero: 1 without tensor parallelism, or optimizer: adamw"),
+    *_each("buckets|compression + zero-1|zero-2|zero-3|zero-3-kept", "needs",
+           "gradients are summed in buckets, and compressed there, where every rank has all of them",
+           "zero: 0, or neither bucket nor compression", "strategy.zero", 0),
+    *_each("error-feedback + fp16", "needs", "the kept error has the loss scale of its step, which changes",
+           "compression.error_feedback: false, or precision: bf16", "training.precision", "bf16"),
+    *_each("compressed-momentum + " + "|".join(name for name in OPTIMIZERS if name != "adamw"), "needs",
+           "1bit-adam compresses the momentum of AdamW",
+           "optimizer: adamw, or another compression", "training.optimizer", "adamw"),
+    *_each("compressed-momentum + fp16", "needs",
+           "momentum is unscaled, but the gradients of a step carry the loss scale",
+           "precision: bf16", "training.precision", "bf16"),
+    *_each("compressed-momentum + offload-optimizer", "needs", "the momentum that is sent must be on the device",
+           "offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
+    *_each("local-steps|async + zero-1|zero-2|zero-3|zero-3-kept", "needs",
+           "workers that do not synchronise every step each hold all states", "zero: 0", "strategy.zero", 0),
+    *_each("local-steps|async + compression|buckets", "needs",
+           "no gradients are reduced within a step, so there is nothing to compress",
+           "synchronise: every-step", "strategy.synchronise", "every-step"),
+    *_each("local-steps|async + cp-ring|cp-all-gather|cp-ulysses|experts", "refused",
+           "ranks that share sequences or experts synchronise every step and would need their own groups",
+           "synchronise: every-step"),
+    *_each("local-steps|async + fp16", "needs", "every worker would find its own loss scale",
+           "precision: bf16", "training.precision", "bf16"),
+    *_each("local-steps|async + offload-optimizer", "needs", "the weights that workers exchange must be on the device",
+           "offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
     # torch._scaled_mm: "Expected trailing dimension of mat1 to be divisible by 16".
-    Finding(
-        ("fp8", "ragged-widths"), "refused", "8-bit matmuls need widths that are multiples of 16 on every rank",
-        "a smaller tp, or precision: bf16",
-    ),
-    Finding(
-        ("ragged-experts",), "refused",
-        "the grouped GEMM of experts needs rows of whole 16 bytes: features in multiples of 8 (of 4 in fp32)",
-        "a smaller expert_tp, or other hidden and moe.ffn",
-    ),
-    Finding(
-        ("fp8",), "priced only", "this engine has no 8-bit matmuls; it would run bf16",
-        "precision: bf16", place="training.precision",
-    ),
-    *(
-        Finding(
-            (name,), "priced only", "block-scaled matmuls need Blackwell, and this engine has none",
-            "precision: bf16", place="training.precision",
-        )
-        for name in ("mxfp8", "nvfp4")
-    ),
-    Finding(
-        ("adam8bit",), "priced only", "this engine has no 8-bit kernels for optimizer states",
-        "optimizer: adamw", place="training.optimizer",
-    ),
+    *_each("fp8 + ragged-widths", "refused", "8-bit matmuls need widths that are multiples of 16 on every rank",
+           "a smaller tp, or precision: bf16"),
+    *_each("ragged-experts", "refused",
+           "the grouped GEMM of experts needs rows of whole 16 bytes: features in multiples of 8 (of 4 in fp32)",
+           "a smaller expert_tp, or other hidden and moe.ffn"),
+    *_each("fp8", "priced only", "this engine has no 8-bit matmuls; it would run bf16",
+           "precision: bf16", "training.precision"),
+    *_each("mxfp8|nvfp4", "priced only", "block-scaled matmuls need Blackwell, and this engine has none",
+           "precision: bf16", "training.precision"),
+    *_each("adam8bit", "priced only", "this engine has no 8-bit kernels for optimizer states",
+           "optimizer: adamw", "training.optimizer"),
     # DeepSpeed asks the same of offload_param (ZeRO-Infinity, arXiv 2104.07857).
-    *_each(
-        ("offload-weights",), ("zero-0", "zero-1", "zero-2"), "needs",
-        "weights come back layer by layer with the gather of ZeRO-3", "zero: 3", ("strategy.zero", 3),
-    ),
-    Finding(
-        ("weights-beyond-optimizer",), "needs", "the optimizer updates where its weights are",
-        "offload.optimizer at least as large as offload.weights", ("strategy.offload.optimizer", 1.0),
-    ),
-    *_each(
-        ("offload-gradients",), ("zero-0", "zero-1"), "needs",
-        "whole gradients are added up on the device, where they are summed; those of ZeRO-2 leave as they are reduced",
-        "zero: 2", ("strategy.zero", 2),
-    ),
-    Finding(
-        ("offload-gradients", "accumulate-local"), "needs",
-        "whole gradients stay on the device until the last microbatch", "accumulate: sharded",
-        ("strategy.accumulate", "sharded"),
-    ),
-    Finding(
-        ("offload-gradients", "hybrid-shard"), "priced only",
-        "shards stay on the device until they are summed over the groups, with the last microbatch",
-        "shard_group: all data-parallel ranks, or offload.gradients: 0",
-    ),
-    Finding(
-        ("offload-optimizer", "muon"), "needs", "muon updates whole matrices: its states cannot be updated in pieces",
-        "optimizer: adamw, or offload.optimizer: 0", ("strategy.offload.optimizer", 0.0),
-    ),
-    *_each(
-        ("offload-activations",), ("recompute-full", "recompute-selective", "compile"), "priced only",
-        "recomputed layers save their inputs in their own hooks, which offload cannot reach", "one of the two",
-    ),
-    Finding(
-        ("gradients-beyond-optimizer",), "needs", "the optimizer updates where its gradients are",
-        "offload.optimizer at least as large as offload.gradients", ("strategy.offload.optimizer", 1.0),
-    ),
-    Finding(
-        ("dropout",), "priced only", "our attention kernels do not draw the same random numbers in every layout",
-        "dropout: false", place="training.dropout",
-    ),
-    Finding(
-        ("in-network-collective",), "priced only", "reduction inside switches has no schedule that this engine can run",
-        "collective: auto, which lets the library use it", place="strategy.collective",
-    ),
+    *_each("offload-weights + zero-0|zero-1|zero-2", "needs",
+           "offloaded weights return layer by layer with ZeRO-3's all-gather", "zero: 3", "strategy.zero", 3),
+    *_each("weights-beyond-optimizer", "needs", "the optimizer updates where its weights are",
+           "offload.optimizer at least as large as offload.weights", "strategy.offload.optimizer", 1.0),
+    *_each("offload-gradients + zero-0|zero-1", "needs",
+           "unsharded gradients are accumulated and reduced on the device; those of ZeRO-2 leave once they are reduced",
+           "zero: 2", "strategy.zero", 2),
+    *_each("offload-gradients + accumulate-local", "needs",
+           "unsharded gradients stay on the device until the last microbatch",
+           "accumulate: sharded", "strategy.accumulate", "sharded"),
+    *_each("offload-gradients + hybrid-shard", "priced only",
+           "shards stay on the device until they are reduced across the groups, with the last microbatch",
+           "shard_group: all data-parallel ranks, or offload.gradients: 0"),
+    *_each("offload-optimizer + muon", "needs",
+           "muon updates whole matrices: its states cannot be updated in pieces",
+           "optimizer: adamw, or offload.optimizer: 0", "strategy.offload.optimizer", 0.0),
+    *_each("offload-activations + recompute-full|recompute-selective|compile", "priced only",
+           "recomputed layers save their inputs in their own hooks, which offload cannot reach", "only one of the two"),
+    *_each("gradients-beyond-optimizer", "needs", "the optimizer updates where its gradients are",
+           "offload.optimizer at least as large as offload.gradients", "strategy.offload.optimizer", 1.0),
+    *_each("dropout", "priced only", "our attention kernels do not draw the same random numbers in every layout",
+           "dropout: false", "training.dropout"),
+    *_each("in-network-collective", "priced only", "reduction inside switches has no schedule that this engine can run",
+           "collective: auto, which lets the library use it", "strategy.collective"),
     # Selective recompute (Korthikanti et al. 2022, arXiv 2205.05198) runs again what a rank can compute by itself.
-    Finding(
-        ("repeated-products", "tp"), "needs", "recomputed matmuls would repeat tensor-parallel communication",
-        "recompute_operators: [norm, activation], or recompute: full",
-        ("strategy.recompute_operators", ("norm", "activation")),
-    ),
-    Finding(
-        ("repeated-attention", "cp-ulysses"), "needs", "recomputed attention would repeat its all-to-alls",
-        "recompute_operators: [norm, activation], or recompute: full",
-        ("strategy.recompute_operators", ("norm", "activation")),
-    ),
-    Finding(
-        ("repeated-up-projection", "plain-attention"), "needs",
-        "only latent attention has up-projections that can be recomputed on their own",
-        "recompute_operators: [norm, activation], or recompute: full",
-        ("strategy.recompute_operators", ("norm", "activation")),
-    ),
-    # What our decoder does not build. A module of one's own, under `parallelize`, may have it.
-    Finding(
-        ("mtp",), "priced only", "multi-token prediction is not trained", "mtp_layers: 0", place="model.mtp_layers",
-    ),
-    Finding(
-        ("other-norms",), "priced only",
-        "layers are built with two norms (before attention and MLP, or behind them) or four, parallel ones with 1 or 2",
-        "norms_per_layer: 2", place="model.norms_per_layer",
-    ),
-    Finding(
-        ("wide-layer-norm",), "priced only", "layer norms over the queries of all heads are not built",
-        "norm: rmsnorm, or qk_norm_whole: false", place="model.qk_norm_whole",
-    ),
-    Finding(
-        ("other-factors",), "refused", "longrope has one factor for each pair of features that turns",
-        "as many factors as half the rotated features", place="model.numerics.rope_scaling.short_factors",
-    ),
-    Finding(
-        ("bert-parts",), "priced only", "BERT-like encoders are not built", "a decoder such as gpt2",
-        place="model.embedding_norm",
-    ),
-    Finding(
-        ("softmax-router-bias",), "priced only", "a bias on a softmax router (gpt-oss) is not built",
-        "router: sigmoid, or router_bias: false", place="model.moe.router_bias",
-    ),
-    Finding(
-        ("latent-qk-norm",), "priced only", "norms of queries and keys are not built for latent attention",
-        "qk_norm: false", place="model.qk_norm",
-    ),
-    Finding(
-        ("latent-qkv-bias",), "priced only", "latent attention has no biases of queries, keys and values",
-        "qkv_bias: false", place="model.qkv_bias",
-    ),
-    Finding(
-        ("odd-rotation",), "refused", "rope turns pairs of features, and a head has an odd number (or none) to turn",
-        "an even head size, or another numerics.rotary_share", place="model.head_dim",
-    ),
+    *_each("repeated-matmuls + tp", "needs", "recomputed matmuls would repeat tensor-parallel communication",
+           *_FEWER_OPERATORS),
+    *_each("repeated-attention + cp-ulysses", "needs", "recomputed attention would repeat its all-to-alls",
+           *_FEWER_OPERATORS),
+    *_each("repeated-up-projection + plain-attention", "needs",
+           "only latent attention has up-projections that can be recomputed on their own", *_FEWER_OPERATORS),
+    # What our decoder does not build; a user's own module, under `parallelize`, may have it.
+    *_each("mtp", "priced only", "multi-token prediction is not trained", "mtp_layers: 0", "model.mtp_layers"),
+    *_each("other-norms", "priced only",
+           "layers are built with two norms (before or after attention and MLP) or four, parallel ones with 1 or 2",
+           "norms_per_layer: 2", "model.norms_per_layer"),
+    *_each("wide-layer-norm", "priced only", "layer norms over the queries of all heads are not built",
+           "norm: rmsnorm, or qk_norm_whole: false", "model.qk_norm_whole"),
+    *_each("other-factors", "refused", "longrope has one factor for each pair of rotated features",
+           "as many factors as half the rotated features", "model.numerics.rope_scaling.short_factors"),
+    *_each("bert-parts", "priced only", "BERT-like encoders are not built",
+           "a decoder such as gpt2", "model.embedding_norm"),
+    *_each("softmax-router-bias", "priced only", "a bias on a softmax router (gpt-oss) is not built",
+           "router: sigmoid, or router_bias: false", "model.moe.router_bias"),
+    *_each("latent-qk-norm", "priced only", "norms of queries and keys are not built for latent attention",
+           "qk_norm: false", "model.qk_norm"),
+    *_each("latent-qkv-bias", "priced only", "latent attention has no biases of queries, keys and values",
+           "qkv_bias: false", "model.qkv_bias"),
+    *_each("odd-rotation", "refused", "rope rotates pairs of features, and a head has an odd number of them (or none)",
+           "an even head size, or another numerics.rotary_share", "model.head_dim"),
 )  # fmt: skip
 
 
@@ -362,9 +234,6 @@ def _with(others: tuple[ScheduleRecord, ...]) -> tuple[Finding, ...]:
     return (*MATRIX, *_of_schedules(others))
 
 
-# -- what a job asks of the table --------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Verdict:
     """Whether a job runs: the worst status of its findings, worst first; "runs" without any."""
@@ -374,7 +243,7 @@ class Verdict:
 
 
 def verdict(job: Job) -> Verdict:
-    """What stands between a job and its run; never raises."""
+    """What keeps a job from running; never raises."""
     used = set(techniques_of(job))
     found = [one for one in matrix() if used.issuperset(one.techniques)]
     found.sort(key=lambda one: -STATUSES.index(one.status))
@@ -382,7 +251,7 @@ def verdict(job: Job) -> Verdict:
 
 
 def not_built(model: Model) -> tuple[Finding, ...]:
-    """What our decoder would get wrong of a model by itself; a module of one's own may have it."""
+    """The parts of a model that our decoder does not build; a user's own module may have them."""
     used = {name for name, uses in OF_MODEL.items() if uses(model)}
     return tuple(one for one in MATRIX if used.issuperset(one.techniques))
 
@@ -390,25 +259,3 @@ def not_built(model: Model) -> tuple[Finding, ...]:
 def techniques_of(job: Job) -> tuple[str, ...]:
     """Names of the techniques that a job uses, in the order of `TECHNIQUES`."""
     return tuple(name for name, uses in techniques().items() if uses(job.strategy, job.training, job.model))
-
-
-def between(*techniques: str) -> Finding:
-    """What the table says of just these techniques together, in any order; "runs" where it is silent."""
-    names = set(techniques)
-    silent = Finding(techniques, "runs", "", "")
-    return next((one for one in matrix() if set(one.techniques) == names), silent)
-
-
-def forbidden_pairs(statuses: Iterable[Status] = ("needs", "refused")) -> tuple[tuple[str, str], ...]:
-    """Pairs of techniques that a search leaves out; a technique that does not run at all is paired with itself.
-
-    With "priced only" among ``statuses``: also what no engine of ours runs.
-    """
-    wanted = set(statuses)
-    return tuple((one.techniques[0], one.techniques[-1]) for one in matrix() if one.status in wanted)
-
-
-__all__ = [
-    "MATRIX", "STATUSES", "TECHNIQUES", "Finding", "Status", "Verdict",
-    "between", "forbidden_pairs", "matrix", "not_built", "techniques", "techniques_of", "verdict",
-]  # fmt: skip

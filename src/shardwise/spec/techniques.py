@@ -117,7 +117,7 @@ TECHNIQUES: dict[str, Uses] = {
     "zero-3": lambda s, t, m: (s.zero == 3) & (s.keep_parameters == 0),  # gathers again for the backward pass
     "zero-3-kept": lambda s, t, m: (s.zero == 3) & (s.keep_parameters == 1),
     "hybrid-shard": lambda s, t, m: (s.zero > 0) & (s.sharding_group < s.gradient_group),
-    "dp-in-turn": lambda s, t, m: (s.gradient_group > 1) & (s.overlap.dp == 0),
+    "no-dp-overlap": lambda s, t, m: (s.gradient_group > 1) & (s.overlap.dp == 0),
     "accumulate-local": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "local"),
     "buckets": lambda s, t, m: s.bucket is not None,
     "compression": lambda s, t, m: s.compression.is_used,
@@ -157,7 +157,7 @@ TECHNIQUES: dict[str, Uses] = {
     # memory
     "recompute-selective": lambda s, t, m: s.recompute == "selective",
     "recompute-full": lambda s, t, m: s.recompute == "full",
-    "repeated-products": _repeats("alternate-products"),
+    "repeated-matmuls": _repeats("alternate-products"),
     "repeated-attention": lambda s, t, m: _repeats("attention")(s, t, m) & (t.attention == "unfused"),
     "repeated-up-projection": _repeats("up-projection"),
     "offload-optimizer": lambda s, t, m: s.offload.optimizer > 0,
@@ -166,7 +166,7 @@ TECHNIQUES: dict[str, Uses] = {
     "offload-activations": lambda s, t, m: s.offload.activations > 0,
     "offload-cpu": lambda s, t, m: s.offload.any & (s.offload.target == "cpu"),
     "offload-nvme": lambda s, t, m: s.offload.any & (s.offload.target == "nvme"),
-    "offload-in-turn": lambda s, t, m: s.offload.any & (s.overlap.offload == 0),
+    "no-offload-overlap": lambda s, t, m: s.offload.any & (s.overlap.offload == 0),
     "weights-beyond-optimizer": lambda s, t, m: s.offload.weights > s.offload.optimizer,
     "gradients-beyond-optimizer": lambda s, t, m: s.offload.gradients > s.offload.optimizer,
     # numbers
@@ -196,7 +196,7 @@ GIVEN: frozenset[str] = frozenset(
     )
 )
 # What a stack does by itself: which communication it hides.
-OF_STACK: frozenset[str] = frozenset(("tp-overlap", "ep-overlap", "pp-overlap", "dp-in-turn", "offload-in-turn"))
+OF_STACK: frozenset[str] = frozenset(("tp-overlap", "ep-overlap", "pp-overlap", "no-dp-overlap", "no-offload-overlap"))
 
 
 def techniques() -> dict[str, Uses]:

@@ -15,8 +15,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import job_schedules
 from shardwise.spec.strategy import Offload, Strategy
-from shardwise.spec.support import Finding, matrix, not_built, techniques, techniques_of, verdict
-from shardwise.spec.techniques import GIVEN, OF_STACK
+from shardwise.spec.support import Finding, matrix, not_built, techniques_of, verdict
+from shardwise.spec.techniques import GIVEN, OF_STACK, techniques
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,11 +101,11 @@ class Mask:
 # Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
 _LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks")
 _SCHEDULE = ("own-stages", "tied-ends-on-one-rank")  # and its name
-_RECOMPUTE = ("recompute-selective", "recompute-full", "repeated-products", "repeated-attention",
+_RECOMPUTE = ("recompute-selective", "recompute-full", "repeated-matmuls", "repeated-attention",
               "repeated-up-projection")  # fmt: skip
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
 _OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
-            "offload-nvme", "offload-in-turn", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
+            "offload-nvme", "no-offload-overlap", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
 _CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
 
 
