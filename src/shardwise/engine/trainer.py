@@ -87,7 +87,7 @@ class Trainer(ABC, Generic[Given]):
         copies = [ranks_with_copy(one.part, mesh) / self.workers for one in self.parameters]
         self.gradient_norm = GradientNorm(copies, device, together)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
-        if job.strategy.compression.of_momentum:
+        if job.strategy.compression.compresses_momentum:
             data.follow_momenta(lambda one: self.optimizer.state[one]["exp_avg"], optimization.beta1)
         self.steps_given()
 
@@ -165,7 +165,7 @@ class Trainer(ABC, Generic[Given]):
         compression = self.job.strategy.compression
         self.compresses = now
         self.data.compress(now)
-        self.optimizer.learnt_steps = compression.exact_steps if now and compression.of_momentum else None
+        self.optimizer.learnt_steps = compression.exact_steps if now and compression.compresses_momentum else None
 
     def _meetings(self) -> tuple[OuterSteps | None, LateSums | None]:
         """How this worker synchronises with the others, if not in every step."""

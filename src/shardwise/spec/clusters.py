@@ -14,7 +14,7 @@ from shardwise.spec.codec import Spec, reference
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.hardware import Cluster
-from shardwise.spec.network import Link, NetworkLevel, link_of
+from shardwise.spec.network import Link, NetworkLevel
 
 _SIZED = re.compile(r"(.+?):(\d+(?:x\d+)*)")
 
@@ -24,20 +24,16 @@ def cluster_from(value: Any) -> Cluster:
     if isinstance(value, str):
         match = _SIZED.fullmatch(value.strip())
         if match:
-            return _sized(presets.resolve("cluster", Cluster, match.group(1)), match.group(2))
+            cluster, size = presets.resolve("cluster", Cluster, match.group(1)), match.group(2)
+            if "x" in size:
+                return cluster.with_shape(parse_shape(size, "cluster"))
+            if len(size) > 9:
+                raise SpecError("", f"{size} nodes are out of range", "use fewer than a billion")
+            return cluster.with_nodes(int(size))
         name, colon, size = value.strip().rpartition(":")
         if colon and not presets.looks_like_file(value):
             raise SpecError("", f"{shown(value)} has the size {shown(size)}", f"write it like {name or 'dgx-h100'}:4")
     return presets.resolve("cluster", Cluster, value)
-
-
-def _sized(cluster: Cluster, size: str) -> Cluster:
-    if "x" in size:
-        shape = parse_shape(size, "cluster")
-        return cluster.with_shape(shape)
-    if len(size) > 9:
-        raise SpecError("", f"{size} nodes are out of range", "use fewer than a billion")
-    return cluster.with_nodes(int(size))
 
 
 def cpu_hosts(hosts: int, processes: int) -> Cluster:
@@ -46,7 +42,7 @@ def cpu_hosts(hosts: int, processes: int) -> Cluster:
     if hosts == 1:
         return laptop.with_nodes(processes)
     inside = replace(laptop.levels[1], size=processes)
-    between = NetworkLevel(name="ethernet", size=hosts, link=link_of("ethernet-1g"), ports=1)
+    between = NetworkLevel(name="ethernet", size=hosts, link=presets.resolve("link", Link, "ethernet-1g"), ports=1)
     return replace(laptop, name="cpu-hosts", devices_per_node=processes, levels=(inside, between))
 
 
@@ -61,7 +57,7 @@ def parse_shape(text: str, field: str) -> tuple[int, ...]:
 
 
 def cluster_short(cluster: Cluster) -> Any:
-    """A preset name with its size where that brings the cluster back, else all of its fields."""
+    """A preset name with its size where that describes the cluster, else all of its fields."""
     for sized in _candidate_names(cluster):
         try:
             if cluster_from(sized) == cluster:
@@ -76,11 +72,7 @@ def _candidate_names(cluster: Cluster) -> list[str]:
         return []
     shapes = ["x".join(map(str, level.shape)) for level in cluster.levels if level.shape]
     width = cluster.levels[0].width
-    return [
-        cluster.name,
-        *(f"{cluster.name}:{shape}" for shape in shapes),
-        f"{cluster.name}:{cluster.devices // width}",
-    ]
+    return [cluster.name, *(f"{cluster.name}:{size}" for size in (*shapes, cluster.devices // width))]
 
 
 # -- Clusters of several kinds of nodes: "dgx-h100:4+dgx-a100:8", or a mapping {kinds: [...], link: ...}
@@ -94,18 +86,6 @@ def _kinds(values: Any) -> tuple[Cluster, ...]:
     return tuple(cluster_from(value) for value in values)
 
 
-def _short(kinds: tuple[Cluster, ...]) -> list[Any]:
-    return [cluster_short(kind) for kind in kinds]
-
-
-def _link(value: Any) -> Link | None:
-    return None if value is None else presets.resolve("link", Link, value)
-
-
-def _link_short(link: Link | None) -> Any:
-    return None if link is None else presets.shorten(link)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MixedCluster(Spec):
     """Kinds of nodes, each a cluster of equal devices, joined by ``link`` (one device's connection to another kind).
@@ -113,8 +93,8 @@ class MixedCluster(Spec):
     Left out, it is the slower of the kinds' outermost links.
     """
 
-    kinds: tuple[Cluster, ...] = reference(_kinds, _short)
-    link: Link | None = reference(_link, _link_short, default=None)
+    kinds: tuple[Cluster, ...] = reference(_kinds, lambda kinds: [cluster_short(kind) for kind in kinds])
+    link: Link | None = presets.preset_field("link", Link, default=None)
 
     def check(self) -> None:
         if not 2 <= len(self.kinds) <= MOST_KINDS:
@@ -133,11 +113,12 @@ class MixedCluster(Spec):
         """The network between two kinds, as a level that joins two members."""
         if self.link is not None:
             return NetworkLevel(name="between kinds", size=2, link=self.link)
-        return min((_outermost(kind) for kind in self.kinds), key=_reached)
+        outermost = (_outermost(kind) for kind in self.kinds)
+        return min(outermost, key=lambda level: level.bandwidth_per_direction * level.reached_share)
 
     @cached_property
     def joined(self) -> tuple[Cluster, ...]:
-        """Two of each kind over the network between the kinds: what a stage of that kind sees of the whole."""
+        """Each kind with the network between kinds on top: the cluster as a stage of that kind sees it."""
         return tuple(replace(kind, levels=(*kind.levels, self.between)) for kind in self.kinds)
 
 
@@ -148,7 +129,7 @@ def sized_name(kind: Cluster) -> str:
 
 
 def _outermost(kind: Cluster) -> NetworkLevel:
-    """The outermost level with the bandwidth that one device has of it while all others send too."""
+    """The outermost level with the bandwidth left to one device while all others send too."""
     level = kind.levels[-1]
     below = math.prod(inner.width for inner in kind.levels[:-1])
     share = 1.0 if level.ports is None else min(1.0, level.ports / below)
@@ -161,10 +142,6 @@ def _outermost(kind: Cluster) -> NetworkLevel:
         startup=level.startup,
         ramp=level.ramp,
     )
-
-
-def _reached(level: NetworkLevel) -> float:
-    return level.bandwidth_per_direction * level.reached_share
 
 
 def parse_mixed(value: Any) -> MixedCluster | None:

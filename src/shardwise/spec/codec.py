@@ -61,7 +61,7 @@ class Spec:
 
     @classmethod
     def from_dict(cls, data: object, path: str = "") -> Self:
-        """The noun that ``data`` describes; ``path`` is where it stands, for error messages."""
+        """The noun that ``data`` describes; ``path`` is its place in the document, for error messages."""
         if not isinstance(data, Mapping):
             raise SpecError(path, f"{shown(data)} should be a mapping of fields", f"see the fields of {cls.__name__}")
         known = {field.name: field for field, _ in _fields(cls)}
@@ -124,7 +124,7 @@ def _plain(value: Any, metadata: Mapping[str, Any]) -> Any:
 
 def _convert(value: Any, hint: Any, metadata: Mapping[str, Any], path: str) -> Any:
     """``value`` as the type ``hint`` asks for; raises SpecError with ``path`` where it cannot be."""
-    if "resolve" in metadata and not isinstance(value, Spec):
+    if "resolve" in metadata and not isinstance(value, Spec) and not (value is None and type(None) in get_args(hint)):
         try:
             return metadata["resolve"](value)
         except SpecError as error:
@@ -163,8 +163,7 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], path: str) -> Any:
     names = [str(choice) for choice in choices]
     if str(value) in names and not isinstance(value, bool):
         return choices[names.index(str(value))]
-    remedy = "choose one of " + ", ".join(names)
-    raise SpecError(path, f"{shown(value)} is not a choice", remedy)
+    raise SpecError(path, f"{shown(value)} is not a choice", "choose one of " + ", ".join(names))
 
 
 def _convert_tuple(value: Any, item_hints: tuple[Any, ...], metadata: Mapping[str, Any], path: str) -> Any:
@@ -207,12 +206,8 @@ def _convert_scalar(value: Any, hint: Any, metadata: Mapping[str, Any], path: st
 def _whole_number(value: Any, path: str) -> int:
     if isinstance(value, str):
         value = units.parse(value, "count", path)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not abs(value) < math.inf
-        or value != int(value)
-    ):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    if not number or value != int(value):
         raise SpecError(path, f"{shown(value)} is not a whole number", "write a whole number")
     if abs(value) > 10**18:
         raise SpecError(path, f"{shown(value)} is out of range", "use a number below 1e18")
@@ -237,11 +232,10 @@ class FrozenMapping(dict[str, Any]):
         return hash(tuple(sorted(self.items())))
 
     def __reduce__(self) -> tuple[type[FrozenMapping], tuple[dict[str, Any]]]:
-        """Whole, and not item by item: nouns travel to other processes."""
+        """Pickled as a whole: item by item it would refuse to be filled."""
         return FrozenMapping, (dict(self),)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a spec is immutable: use dataclasses.replace")
 
-    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse
-    __ior__ = _refuse
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse

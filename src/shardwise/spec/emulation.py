@@ -67,14 +67,10 @@ class Emulation(Spec):
 
 
 def emulation_from(value: Any, where: str = "") -> Emulation | None:
-    """What a user's text or mapping describes; None if there is neither."""
+    """What a user's text or mapping describes."""
     if value is None or isinstance(value, Emulation):
         return value
     return Emulation.parse(value, where) if isinstance(value, str) else Emulation.from_dict(value, where)
-
-
-def emulation_text(emulation: Emulation | None) -> str | None:
-    return None if emulation is None else str(emulation)
 
 
 def _rate(text: str) -> float:

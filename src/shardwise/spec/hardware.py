@@ -5,28 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from shardwise.spec import presets
-from shardwise.spec.codec import FrozenMapping, Spec, count, quantity, reference
+from shardwise.spec.codec import FrozenMapping, Spec, count, quantity
 from shardwise.spec.errors import SpecError
-from shardwise.spec.network import Link, NetworkLevel, link_of, link_or_none, short, short_or_none
+from shardwise.spec.network import Link, NetworkLevel
+from shardwise.spec.presets import preset_field
 
-# -- How much of its peak a device sustains, and what a call costs: the numbers a data sheet does not give
-
-_SHARE = {"above": 0, "maximum": 1}
+_SHARE, _PART = {"above": 0, "maximum": 1}, {"minimum": 0, "maximum": 1}
+DATA_TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
+# The type whose rate a device without the key's type computes at.
+_WIDER = {"fp4": "fp8", "fp6": "fp8", "fp8": "bf16", "int8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32",
+          "fp32": "fp64"}  # fmt: skip
+MOST_DEVICES = 10_000_000
 GENERIC_GEMM = FrozenMapping({"fp32": 0.80, "fp16": 0.60, "bf16": 0.60, "fp8": 0.55, "fp4": 0.50})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency(Spec):
-    """One description per device; `calibrate` replaces it by a measured one.
+    """How much of its peak a device sustains, and what a call costs: what a data sheet does not give.
 
-    ``gemm`` is the share of the peak that matmuls sustain in a long step, per data type;
-    ``gemm_rolloff`` the inner dimension at which half of it is left. ``operand_traffic`` is the share of the
-    operands' bytes that is not hidden under the matmul. ``attention_*`` are shares of the 16-bit peak that a
-    fused kernel of the newest class reaches; ``older_attention`` is what the class before it reaches of that. A score
-    costs ``score_flops`` besides its products (its exponential): on CPUs much, where heads are narrow.
+    `calibrate` replaces it by a measured one. ``gemm`` is the share of the peak that matmuls sustain in a long step,
+    per data type; ``gemm_rolloff`` the inner dimension at which half of it is left. ``operand_traffic`` is the share of
+    the operands' bytes that is not hidden under the matmul. ``attention_*`` are shares of the 16-bit peak that a fused
+    kernel of the newest class reaches; ``older_attention`` is what the class before it reaches of that.
+    ``score_flops`` are the FLOPs of a score besides its matmuls (its exponential), which matter on CPUs.
     ``exchange`` is the share of a link's bandwidth that an all-to-all of expert tokens reaches;
     ``overlapped_tp_exposed`` what stays exposed of tensor-parallel communication that is sent tile by tile.
     """
@@ -54,18 +57,9 @@ class Efficiency(Spec):
         return self.gemm.get(data_type, self.gemm.get("bf16", GENERIC_GEMM["bf16"]))
 
 
-# -- devices and clusters ----------------------------------------------------------------------------
-
-DATA_TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8")
-MOST_DEVICES = 10_000_000
-
-
-_PART = {"minimum": 0, "maximum": 1}
-
-
 @dataclass(frozen=True, kw_only=True)
 class UnitsTaken(Spec):
-    """Shares of the compute units that each kind of transfer runs on, and keeps from what it overlaps.
+    """Shares of the compute units that each kind of transfer takes from the computation it overlaps.
 
     ``collectives`` are reduced or copied by kernels (NCCL channels); ``messages`` between two ranks and ``exchanges``
     of expert tokens take the same unless they are given (DeepEP: 20 of 132 SMs, none with RDMA and a receive hook).
@@ -89,8 +83,8 @@ class UnitsTaken(Spec):
 class Device(Spec):
     """An accelerator: dense peak FLOP/s per data type, memory, and what communication takes of it.
 
-    ``memory`` is what the data sheet says, ``driver_memory`` what of it no process can have: a GPU's driver keeps some
-    for itself, so that PyTorch sees 79.1 GiB of an H100's 80. ``framework_memory`` is an allowance, not a prediction:
+    ``memory`` is the data sheet's, ``driver_memory`` the part of it that the driver reserves: PyTorch sees 79.1 GiB of
+    an H100's 80. ``framework_memory`` is an allowance, not a prediction:
     on a GPU about 0.5 GiB of driver context and 1 GiB of library workspaces and communication buffers; a CPU process
     has neither.
     """
@@ -111,21 +105,11 @@ class Device(Spec):
 
     def peak_flops(self, data_type: str) -> float:
         """Dense peak of ``data_type``; a type the device lacks runs at the next wider one's rate."""
-        widening = {
-            "fp4": "fp8",
-            "fp6": "fp8",
-            "fp8": "bf16",
-            "int8": "bf16",
-            "bf16": "fp16",
-            "fp16": "fp32",
-            "tf32": "fp32",
-            "fp32": "fp64",
-        }
         wanted: str | None = data_type
         while wanted is not None:
             if wanted in self.peak:
                 return self.peak[wanted]
-            wanted = widening.get(wanted)
+            wanted = _WIDER.get(wanted)
         return max(self.peak.values())
 
     @property
@@ -141,16 +125,12 @@ class Device(Spec):
             raise SpecError("driver_memory", f"{kept} bytes leave nothing of {there}", "give less, or more memory")
 
 
-def _device(value: Any) -> Device:
-    return presets.resolve("device", Device, value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Storage(Spec):
     """Where checkpoints and data live: a link per node, and a cap for the whole cluster if it is shared."""
 
     name: str = "storage"
-    link: Link = reference(link_of, short)
+    link: Link = preset_field("link", Link)
     count_per_node: int = count(1)
     shared: bool = False
     total: float | None = quantity("bytes/s", None)
@@ -169,12 +149,12 @@ class Cluster(Spec):
     ``pipelined_levels`` says that it overlaps the levels of a hierarchical collective, as NCCL does.
     """
 
-    device: Device = reference(_device, short)
+    device: Device = preset_field("device", Device)
     levels: tuple[NetworkLevel, ...] = ()
     name: str = "custom"
     devices_per_node: int | None = count(None)
     host_memory: float | None = quantity("bytes", None)
-    host_link: Link | None = reference(link_or_none, short_or_none, default=None)
+    host_link: Link | None = preset_field("link", Link, default=None)
     pipelined_levels: bool = False
     library: Literal["any", "nccl", "gloo"] = "any"
     storage: tuple[Storage, ...] = ()
@@ -187,7 +167,7 @@ class Cluster(Spec):
             raise SpecError("levels", f"make {self.devices:,} devices", f"use at most {MOST_DEVICES:,}")
 
     def __hash__(self) -> int:
-        """Of what tells clusters apart, not of every field below: a search looks a cluster up thousands of times."""
+        """Of what distinguishes clusters, not of every field: a search looks one up thousands of times."""
         return hash((self.name, self.device.name, tuple(level.width for level in self.levels)))
 
     @property
@@ -205,7 +185,7 @@ class Cluster(Spec):
 
     @property
     def host_memory_per_device(self) -> float:
-        """A device's part of its node's ``host_memory``; without a limit where the cluster does not say."""
+        """A device's part of its node's ``host_memory``; infinite where the cluster does not say."""
         return math.inf if self.host_memory is None else self.host_memory / self.node_devices
 
     def with_nodes(self, nodes: int) -> Cluster:
@@ -248,7 +228,8 @@ class Cluster(Spec):
         if inner.topology in ("mesh", "torus"):
             raise SpecError("gpus", f"{devices} gives no shape", f"give one: {self.name}:4x4x4")
         if devices <= inner.width:
-            return self.with_level(0, replace(inner, size=devices)).with_nodes(1)._one_node()
+            outer = (replace(level, size=1) for level in self.levels[1:])
+            return replace(self, levels=(replace(inner, size=devices), *outer))
         if devices % inner.width:
             low = devices // inner.width * inner.width
             raise SpecError(
@@ -265,13 +246,10 @@ class Cluster(Spec):
             raise SpecError("gpus_per_node", f"{devices} does not fit {self.name}", f"use at most {inner.width}")
         return self.with_level(0, replace(inner, size=devices))
 
-    def _one_node(self) -> Cluster:
-        return replace(self, levels=(self.levels[0], *(replace(level, size=1) for level in self.levels[1:])))
-
     def run_by_schedules(self) -> Cluster:
-        """The same cluster where this project's executor sends, which runs every schedule."""
+        """The same cluster as our own schedule executor sees it."""
         return replace(self, levels=tuple(level.run_by_schedules() for level in self.levels), library="any")
 
     def with_level(self, index: int, level: NetworkLevel) -> Cluster:
-        """The same cluster with another level in the place of one."""
+        """The same cluster with one level replaced."""
         return replace(self, levels=(*self.levels[:index], level, *self.levels[index + 1 :]))

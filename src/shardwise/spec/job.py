@@ -13,24 +13,20 @@ from shardwise.spec.files import dump_yaml, parse_yaml
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run
-from shardwise.spec.stack import Stack, default_stack, stack_from
+from shardwise.spec.stack import Stack, default_stack
 from shardwise.spec.strategy import Strategy, without_auto
 from shardwise.spec.training import Recipe, Training
-
-
-def _model(value: Any) -> Model:
-    return presets.resolve("model", Model, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Spec):
     """Everything `analyze`, `plan` and `train` need; a job file holds exactly this."""
 
-    model: Model = reference(_model, presets.shorten)
+    model: Model = presets.preset_field("model", Model)
     cluster: Cluster = reference(cluster_from, cluster_short)
     strategy: Strategy = field(default_factory=Strategy)
     training: Training = field(default_factory=Training)
-    stack: Stack = reference(stack_from, presets.shorten, default_factory=default_stack)
+    stack: Stack = presets.preset_field("stack", Stack, default_factory=default_stack)
     run: Run = Run()
 
     @classmethod
@@ -77,7 +73,7 @@ class Job(Spec):
 
     @property
     def recomputed_operators(self) -> tuple[str, ...]:
-        """What runs again because the strategy says selective recompute."""
+        """What selective recompute runs again; nothing where the strategy does not ask for it."""
         return self.selective_operators if self.strategy.recompute == "selective" else ()
 
     @property
@@ -86,7 +82,7 @@ class Job(Spec):
 
         FlashAttention rebuilds its scores inside its own backward kernel, so there ``attention`` alone means the
         cheap operators around it: norms, activation functions and the up-projections of latent attention. Not the
-        latter with Ulysses, which exchanges their results: what came back is kept, and nothing reads what left.
+        latter with Ulysses: what its exchange returned is kept, and the backward pass does not read what it sent.
         """
         named: tuple[str, ...] = self.strategy.recompute_operators
         if self.training.attention == "flash":

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from shardwise.spec.codec import Spec, count
+from shardwise.spec.codec import Spec, count, reference
 from shardwise.spec.errors import SpecError
 
 CompressionMethod = Literal["none", "bf16", "fp16", "int8", "fp8", "powersgd", "1bit", "1bit-adam"]
@@ -23,11 +23,11 @@ class Compression(Spec):
     """How gradients travel between ranks that hold the same parameters.
 
     ``bf16`` and ``fp16`` round them; ``int8``, ``fp8`` and ``1bit`` send codes and one fp32 scale for every ``block``
-    of elements; ``powersgd`` sends two thin matrices of ``rank`` columns for every matrix. With ``error_feedback`` what
-    a rank could not send is added to its next gradient. The first ``exact_steps`` steps compress nothing.
+    of elements; ``powersgd`` sends two factors of ``rank`` columns for every matrix. With ``error_feedback`` what a
+    rank could not send is added to its next gradient. The first ``exact_steps`` steps compress nothing.
 
     ``1bit-adam`` sends AdamW's momentum as ``1bit`` does gradients, and keeps the second moments of the exact steps
-    (Tang et al. 2021, arXiv 2102.02888): what comes late or wrong then never counts as noise of the gradient.
+    (Tang et al. 2021, arXiv 2102.02888), so that compression errors never enter them.
     """
 
     method: CompressionMethod = "none"
@@ -37,7 +37,7 @@ class Compression(Spec):
     exact_steps: int = count(0, minimum=0)
 
     def check(self) -> None:
-        if self.of_momentum and not self.exact_steps:
+        if self.compresses_momentum and not self.exact_steps:
             problem = "1bit-adam keeps the second moments of the exact steps, and there are none"
             raise SpecError("exact_steps", problem, "use a fifth to a quarter of the run's steps")
         if self.block % 8:
@@ -49,8 +49,8 @@ class Compression(Spec):
         return self.method != "none"
 
     @property
-    def of_momentum(self) -> bool:
-        """Whether what travels is the optimizer's momentum."""
+    def compresses_momentum(self) -> bool:
+        """Whether the optimizer's momentum is sent instead of gradients."""
         return self.method == "1bit-adam"
 
     @property
@@ -59,30 +59,20 @@ class Compression(Spec):
 
     @property
     def element_bytes(self) -> float:
-        """What an element costs on the wire, its part of the scale included; of all methods but powersgd."""
+        """Bytes of an element on the wire, its part of the scale included; of all methods but powersgd."""
         scale = 0.0 if self.method in ("bf16", "fp16") else SCALE_BYTES / self.block
         return _CODE_BYTES[self.method] + scale
 
     def in_blocks(self, elements: float, ranks: int) -> float:
-        """As many as travel: every rank adds up a piece of as many whole blocks."""
+        """``elements`` padded so that every rank reduces the same number of whole blocks."""
         piece = ranks * (1 if self.method in ("bf16", "fp16") else self.block)
         return math.ceil(elements / piece) * piece
 
 
 def low_rank(rank: int, rows: float, columns: float) -> float:
-    """Columns of the thin matrices that stand for a matrix under powersgd; 0 if they would not be smaller."""
+    """Rank of the two factors that stand for a matrix under powersgd; 0 if they would not be smaller."""
     fits = min(rank, rows, columns)
     return fits if fits * (rows + columns) < rows * columns else 0
-
-
-def compression_from(value: Any) -> Compression:
-    """From the fields, or the method alone."""
-    return Compression(method=value) if isinstance(value, str) else Compression.from_dict(value)  # type: ignore[arg-type]
-
-
-def compression_short(value: Compression) -> Any:
-    fields = value.to_dict()
-    return value.method if set(fields) <= {"method"} else fields
 
 
 SynchroniseMethod = Literal["every-step", "local-sgd", "diloco", "async"]
@@ -94,8 +84,8 @@ class Synchronise(Spec):
 
     ``every-step`` sums gradients. With ``local-sgd`` each worker trains for ``inner_steps`` by itself, then all take
     the mean of their weights; with ``diloco`` the mean change of their weights is the gradient of an outer step,
-    SGD with Nesterov momentum (Douillard et al. 2023). With ``async`` the sum of a step's gradients moves the weights
-    ``staleness`` steps later, and travels meanwhile.
+    SGD with Nesterov momentum (Douillard et al. 2023). With ``async`` the sum of a step's gradients is applied
+    ``staleness`` steps later, and is sent meanwhile.
     """
 
     method: SynchroniseMethod = "every-step"
@@ -109,7 +99,7 @@ class Synchronise(Spec):
         return self.method == "every-step"
 
     @property
-    def seldom(self) -> bool:
+    def is_local(self) -> bool:
         """Whether workers have different weights between two synchronisations."""
         return self.method in ("local-sgd", "diloco")
 
@@ -118,11 +108,13 @@ class Synchronise(Spec):
         return self.method == "async"
 
 
-def synchronise_from(value: Any) -> Synchronise:
-    """From the fields, or the method alone."""
-    return Synchronise(method=value) if isinstance(value, str) else Synchronise.from_dict(value)  # type: ignore[arg-type]
+def method_field(cls: type[Spec]) -> Any:
+    """A field that takes the fields of ``cls``, or its ``method`` alone."""
 
+    def short(value: Any) -> Any:
+        fields = value.to_dict()
+        return value.method if set(fields) <= {"method"} else fields
 
-def synchronise_short(value: Synchronise) -> Any:
-    fields = value.to_dict()
-    return value.method if set(fields) <= {"method"} else fields
+    return reference(
+        lambda value: cls.from_dict({"method": value} if isinstance(value, str) else value), short, default=cls()
+    )

@@ -1,17 +1,16 @@
-"""Links, and the levels of a network that they make."""
+"""Links, and the levels of a network made of them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from shardwise.spec import presets
-from shardwise.spec.codec import Spec, count, quantity, reference
+from shardwise.spec.codec import Spec, count, quantity
 from shardwise.spec.errors import SpecError
+from shardwise.spec.presets import preset_field
 
 TopologyName = Literal["line", "ring", "tree", "switch", "mesh", "torus", "fully-connected"]
-GRIDS = ("line", "ring", "mesh", "torus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class Link(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class InNetworkReduction(Spec):
-    """Switches that reduce and multicast (NVLS, SHARP): cost only, no schedule of ours runs on them."""
+    """Switches that reduce and multicast (NVLS, SHARP): priced, but without a schedule that our executor runs."""
 
     kind: Literal["nvls", "sharp"] = "nvls"
     efficiency: float = field(default=1.0, metadata={"above": 0, "maximum": 1})
@@ -36,25 +35,9 @@ class InNetworkReduction(Spec):
     startup: float = quantity("seconds", 0, minimum=0)
 
 
-def link_of(value: Any) -> Link:
-    return presets.resolve("link", Link, value)
-
-
-def short(noun: Any) -> Any:
-    return presets.shorten(noun)
-
-
-def short_or_none(noun: Any) -> Any:
-    return None if noun is None else presets.shorten(noun)
-
-
-def link_or_none(value: Any) -> Link | None:
-    return None if value is None else link_of(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Transport(Spec):
-    """How messages use a level, where it is not as its own fields say; see `NetworkLevel` for each."""
+    """How messages use a level, in place of the level's own fields; see `NetworkLevel` for each."""
 
     trips: float = field(default=1.0, metadata={"minimum": 0})
     overhead: float = quantity("seconds", 0, minimum=0)
@@ -72,8 +55,8 @@ class NetworkLevel(Spec):
     every device has its own). ``startup`` is paid once per collective, ``latency`` per step (per hop on a
     grid), and V bytes over the busiest link take (V + sqrt(ramp·V)) / (bandwidth·efficiency).
     ``latency`` is the wire's; a step of a library that shakes hands before it sends waits for it ``trips`` times, and
-    takes ``overhead`` in its software. Both are what `calibrate` finds, and stay when the wire changes. ``schedules``
-    says the same of this project's own executor of schedules, where it is not as quick or slow as the library.
+    spends ``overhead`` in software. `calibrate` finds both; they stay when the wire changes. ``schedules`` is the same
+    for this project's own schedule executor, where its speed differs from the library's.
     """
 
     name: str = "network"
@@ -81,7 +64,7 @@ class NetworkLevel(Spec):
     size: int | None = count(None)
     shape: tuple[int, ...] = field(default=(), metadata={"minimum": 1})
     wrap_multiple: int = count(1)
-    link: Link | None = reference(link_or_none, short_or_none, default=None)
+    link: Link | None = preset_field("link", Link, default=None)
     bandwidth: float | None = quantity("bytes/s", None)
     latency: float | None = quantity("seconds", None, minimum=0)
     efficiency: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
@@ -132,18 +115,12 @@ class NetworkLevel(Spec):
         return self.link.efficiency if self.link is not None and self.bandwidth is None else 1.0
 
     def with_speed(self, bandwidth: float, latency: float) -> NetworkLevel:
-        """The level with other links, of which large messages reach the same share."""
+        """The level with other links, of whose bandwidth large messages reach the same share."""
         return replace(self, bandwidth=bandwidth, latency=latency, efficiency=self.reached_share)
 
     def run_by_schedules(self) -> NetworkLevel:
-        """The level as our executor's messages find it."""
-        if self.schedules is None:
-            return self
-        own = self.schedules
-        return replace(
-            self, trips=own.trips, overhead=own.overhead, startup=own.startup, ramp=own.ramp,
-            efficiency=own.efficiency, schedules=None,
-        )  # fmt: skip
+        """The level as our executor's messages see it."""
+        return self if self.schedules is None else replace(self, **vars(self.schedules), schedules=None)
 
     def wraps(self, axis_size: int) -> bool:
         """Whether an axis of this torus closes to a ring (TPU pods: only whole multiples do)."""

@@ -1,7 +1,6 @@
-"""Presets by name, and a user's own file wherever a preset name stands.
+"""Presets by name, and a user's own file wherever a preset name may stand.
 
-A preset is one YAML file in `catalogue/<kind>s/`, in the very format a user writes. Only the file asked
-for is read.
+A preset is one YAML file in `catalogue/<kind>s/`, in the format a user writes. Only the file asked for is read.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.spec.codec import Spec
+from shardwise.spec.codec import Spec, reference
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import read_yaml
 
@@ -23,7 +22,7 @@ S = TypeVar("S", bound=Spec)
 
 
 def names(kind: str) -> list[str]:
-    """All preset names of a kind ("model", "device", "link" or "cluster"), sorted."""
+    """All preset names of a kind (see `KINDS`), sorted."""
     return sorted(path.stem for path in (_FOLDER / f"{kind}s").glob("*.yaml"))
 
 
@@ -34,10 +33,14 @@ def resolve(kind: str, cls: type[S], value: Any) -> S:
     if isinstance(value, Mapping):
         return cls.from_dict(value)
     if not isinstance(value, str) or not value.strip():
-        raise SpecError(
-            "", f"{shown(value)} is not a {kind}", f"give a preset name, a file or a mapping of {kind} fields"
-        )
+        remedy = f"give a preset name, a file or a mapping of {kind} fields"
+        raise SpecError("", f"{shown(value)} is not a {kind}", remedy)
     return load(kind, cls, value.strip())
+
+
+def preset_field(kind: str, cls: type[Spec], **options: Any) -> Any:
+    """A field that takes what `resolve` does."""
+    return reference(functools.partial(resolve, kind, cls), shorten, **options)
 
 
 def load(kind: str, cls: type[S], name: str) -> S:
@@ -58,7 +61,7 @@ _REFERENCES = ("model", "cluster", "device", "link", "host_link", "stack")
 
 
 def files_beside(data: Any, folder: Path) -> Any:
-    """``data`` with the files it names looked for in ``folder`` first, where the file that names them lies."""
+    """``data`` with the files it names looked up in ``folder`` first, next to the file that names them."""
     if isinstance(data, Mapping):
         return {
             key: _beside(item, folder) if key in _REFERENCES else files_beside(item, folder)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwise.spec.codec import Spec, count, quantity, reference
-from shardwise.spec.emulation import Emulation, emulation_from, emulation_text
+from shardwise.spec.emulation import Emulation, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.strategy import Automatic
 
@@ -249,7 +249,7 @@ class Run(Spec):
     profile: Profile | None = None
     start_from: str | None = None
     automatic: tuple[Automatic, ...] = ()
-    emulate: Emulation | None = reference(emulation_from, emulation_text, default=None)
+    emulate: Emulation | None = reference(emulation_from, str, default=None)
 
     def check(self) -> None:
         try:

@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardwise.spec.codec import Spec, count, quantity, reference
+from shardwise.spec.codec import Spec, count, quantity
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.less_communication import (
-    Compression,
-    Synchronise,
-    compression_from,
-    compression_short,
-    synchronise_from,
-    synchronise_short,
-)
+from shardwise.spec.less_communication import Compression, Synchronise, method_field
 from shardwise.spec.schedules import PLAIN, ScheduleRecord, chosen_chunks_schedules, job_schedules, schedule_record
 
 Dimension = Literal["tp", "cp", "dp", "pp"]
@@ -26,7 +19,7 @@ RecomputedOperator = Literal["attention", "activation", "norm", "up-projection",
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap(Spec):
-    """Which communication runs under computation; what is priced as hidden is what the engine hides."""
+    """Which communication overlaps computation, in the price as in the engine."""
 
     dp: bool = True
     tp: bool = False
@@ -40,8 +33,8 @@ class Overlap(Spec):
 class Offload(Spec):
     """Shares of each kind of state kept outside device memory, and where.
 
-    ``folder`` is where ``nvme`` puts its files, which have no names and go with their process; by default the system's
-    folder for temporary files, which should not be in memory itself.
+    ``folder`` is where ``nvme`` puts its files, which have no names and vanish with their process; by default the
+    system's folder for temporary files, which should not be in memory itself.
     """
 
     optimizer: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
@@ -66,8 +59,8 @@ class Strategy(Spec):
     over ``shard_group`` data-parallel ranks (default all of them; fewer is hybrid sharding).
     With ``accumulate: sharded`` ZeRO-2 and 3 reduce gradients after every microbatch; ``local`` keeps them
     whole and reduces once. ``keep_parameters`` keeps what ZeRO-3 gathered until the step ends. Without ZeRO, gradients
-    are summed in pieces of about ``bucket`` bytes (25 MiB), and may be compressed on their way; ``synchronise`` says
-    how often data-parallel workers meet.
+    are reduced in buckets of about ``bucket`` bytes (25 MiB), and may be compressed; ``synchronise`` says how often
+    data-parallel workers synchronise.
     """
 
     tp: int = count(1, maximum=MOST_RANKS)
@@ -95,16 +88,13 @@ class Strategy(Spec):
     offload: Offload = field(default_factory=Offload)
     collective: str = "auto"
     bucket: float | None = quantity("bytes", None)
-    compression: Compression = reference(compression_from, compression_short, default=Compression())
-    synchronise: Synchronise = reference(synchronise_from, synchronise_short, default=Synchronise())
+    compression: Compression = method_field(Compression)
+    synchronise: Synchronise = method_field(Synchronise)
 
     def check(self) -> None:
         if sorted(self.order) != sorted(DIMENSIONS):
-            raise SpecError(
-                "order",
-                f"{shown(list(self.order))} does not name tp, cp, dp and pp once each",
-                "write it like [tp, cp, dp, pp]",
-            )
+            problem = f"{shown(list(self.order))} does not name tp, cp, dp and pp once each"
+            raise SpecError("order", problem, "write it like [tp, cp, dp, pp]")
         self._check_schedule()
         if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.stages:
             raise SpecError("stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.stages}")
@@ -115,13 +105,10 @@ class Strategy(Spec):
             remedy = "choose one of " + ", ".join(job_schedules())
             raise SpecError("schedule", f"{self.schedule} is for comparison, not for jobs", remedy)
         if self.interleave > 1 and not chooses:
-            needed = " or ".join(chosen_chunks_schedules())
-            raise SpecError(
-                "interleave", f"{self.interleave} needs schedule: {needed}", f"the schedule is {self.schedule}"
-            )
+            problem = f"{self.interleave} needs schedule: {' or '.join(chosen_chunks_schedules())}"
+            raise SpecError("interleave", problem, f"the schedule is {self.schedule}")
         if chooses and self.interleave == 1 and self.pp > 1:
-            remedy = f"use interleave: 2 or schedule: {PLAIN}"
-            raise SpecError("interleave", f"1 chunk per rank is plain {PLAIN}", remedy)
+            raise SpecError("interleave", f"1 chunk per rank is plain {PLAIN}", f"use 2, or schedule: {PLAIN}")
 
     @property
     def schedule_record(self) -> ScheduleRecord:
@@ -179,9 +166,8 @@ class Strategy(Spec):
         return degree
 
 
-# -- `auto` in a strategy: what a job leaves to the planner, written where its value would stand -----
-# A strategy holds values alone, so that the planner and the engine always have them: `microbatch: auto` becomes the
-# smallest, and `run.automatic` remembers that it was asked for.
+# `auto` leaves a value to the planner. A strategy holds values only, so that the planner and the engine always have
+# them: `microbatch: auto` becomes the default, and `run.automatic` records that it was `auto`.
 
 Automatic = Literal["microbatch", "optimizer", "gradients", "weights", "activations"]
 AUTO = "auto"
@@ -193,20 +179,20 @@ def without_auto(job: Mapping[str, Any]) -> Mapping[str, Any]:
     strategy, run = job.get("strategy"), job.get("run", {})
     if not isinstance(strategy, Mapping) or not isinstance(run, Mapping):
         return job
-    asked: list[Automatic] = []
+    found: list[Automatic] = []
     kept = dict(strategy)
     if strategy.get("microbatch") == AUTO:
-        asked.append("microbatch")
+        found.append("microbatch")
         del kept["microbatch"]
     offload = strategy.get("offload")
     if offload == AUTO:
-        asked += _OFFLOADED
+        found += _OFFLOADED
         del kept["offload"]
     elif isinstance(offload, Mapping):
-        asked += [kind for kind in _OFFLOADED if offload.get(kind) == AUTO]
-        kept["offload"] = {name: value for name, value in offload.items() if name not in asked}
-    if not asked:
+        found += [kind for kind in _OFFLOADED if offload.get(kind) == AUTO]
+        kept["offload"] = {name: value for name, value in offload.items() if name not in found}
+    if not found:
         return job
     before = run.get("automatic", ())
-    automatic = [*before, *(one for one in asked if one not in before)]
+    automatic = [*before, *(one for one in found if one not in before)]
     return {**job, "strategy": kept, "run": {**run, "automatic": automatic}}

@@ -121,9 +121,9 @@ TECHNIQUES: dict[str, Uses] = {
     "accumulate-local": lambda s, t, m: (s.zero >= 2) & (s.accumulate == "local"),
     "buckets": lambda s, t, m: s.bucket is not None,
     "compression": lambda s, t, m: s.compression.is_used,
-    "compressed-momentum": lambda s, t, m: s.compression.of_momentum,
+    "compressed-momentum": lambda s, t, m: s.compression.compresses_momentum,
     "error-feedback": lambda s, t, m: s.compression.keeps_errors,
-    "local-steps": lambda s, t, m: s.synchronise.seldom,
+    "local-steps": lambda s, t, m: s.synchronise.is_local,
     "async": lambda s, t, m: s.synchronise.is_async,
     # tensor
     "tp": lambda s, t, m: s.tp > 1,

@@ -205,5 +205,5 @@ def moved_bytes(strategy: Strategy) -> float:
     if not compression.is_used or strategy.gradient_group == 1:
         return 0.0
     codes = 8.0 if compression.method == "powersgd" else 4 * compression.element_bytes
-    momentum = 24 if compression.of_momentum else 0
+    momentum = 24 if compression.compresses_momentum else 0
     return 16 + (8 if compression.error_feedback else 0) + momentum + codes

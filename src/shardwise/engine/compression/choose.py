@@ -38,4 +38,4 @@ def compressed_sum(
     elements = sum(shape.numel() for shape in shapes)
     codec = codec_of(compression)
     exchanged = ExchangedSum(codec, elements, group, device, error_feedback=compression.error_feedback)
-    return MomentumSum(exchanged) if compression.of_momentum else exchanged
+    return MomentumSum(exchanged) if compression.compresses_momentum else exchanged

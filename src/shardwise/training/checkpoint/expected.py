@@ -81,7 +81,7 @@ def tensors_of(job: Job) -> Shapes:
     late = [late_name(age) for age in range(synchronise.staleness)] if synchronise.is_async else []
     outer = OUTER if synchronise.method == "diloco" else ()
     found |= {f"{state}/{name}": shape for state in (*late, *outer) for name, shape in trained}
-    for worker in range(1, workers if synchronise.seldom else 1):
+    for worker in range(1, workers if synchronise.is_local else 1):
         found |= {saved_name(key, worker): shape for key, shape, _ in own}
         found[saved_name(OWN_STEPS, worker)] = (1,)
     return found
