@@ -1,4 +1,4 @@
-"""What this machine has: optional packages, and the number formats its processor multiplies at a sensible speed."""
+"""What this machine has: optional packages, and the number formats its CPU multiplies at a sensible speed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.training import RECIPES
 
-# -- Packages that not every installation has: what needs them says so before anything starts, with the line to install
-# Nothing is imported to find out.
-
 TRAINING = ("torch", "safetensors")
-TESTED_TORCH = ((2, 11), (2, 15))  # the first and the last, as pyproject.toml has them
+TESTED_TORCH = ((2, 11), (2, 15))  # first and last, as in pyproject.toml
 _EXTRAS = {"torch": "train", "safetensors": "train", "pyarrow": "data", "tokenizers": "data"}
 _TITLES = {"torch": "PyTorch"}
 
@@ -29,7 +26,7 @@ def is_installed(name: str) -> bool:
 
 
 def require_packages(what: str, *names: str) -> None:
-    """Raises SpecError for the first package that ``what`` needs and that is not installed."""
+    """Raises SpecError for the first package that ``what`` needs and that is not installed; imports none."""
     for name in names:
         if not is_installed(name):
             wanted = f"'shardwise[{_EXTRAS[name]}]'" if name in _EXTRAS else name
@@ -38,7 +35,7 @@ def require_packages(what: str, *names: str) -> None:
 
 
 def torch_notes() -> list[str]:
-    """A line where PyTorch is older or newer than what is tested."""
+    """A note where PyTorch is older or newer than the tested versions."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -51,11 +48,9 @@ def torch_notes() -> list[str]:
     return [f"PyTorch {version} is not tested here, {tested} are: pip install 'shardwise[train]'"]
 
 
-# -- Which formats this machine's CPU multiplies at a sensible speed, read from Linux without loading PyTorch
-
 CPUINFO = Path("/proc/cpuinfo")
-# Any one of these sets. oneDNN multiplies bf16 on AVX-512 (converted in registers), with AVX-NE-CONVERT, or on Arm with
-# its own instructions; without them PyTorch falls back to loops over single numbers (ATen/native/mkldnn/Utils.h).
+# A CPU needs any one of these sets. oneDNN multiplies bf16 on AVX-512 (converted in registers), with AVX-NE-CONVERT, or
+# on Arm with its own instructions; without them PyTorch falls back to scalar loops (ATen/native/mkldnn/Utils.h).
 _NEEDS = {
     "bf16": ({"avx512f", "avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"}, {"bf16"}),
     "fp16": ({"avx512_fp16"}, {"amx_fp16"}),
@@ -69,7 +64,7 @@ def slow_formats(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
 
 
 def slow_precision_notes(precision: str, cpuinfo: Path = CPUINFO) -> list[str]:
-    """A line for a job of this precision that runs on this machine's processor, where it lacks the instructions."""
+    """A note for a job that runs on this machine's CPU, where it lacks instructions for the precision."""
     compute = RECIPES[precision].compute
     if compute not in slow_formats(cpuinfo):
         return []
@@ -77,7 +72,7 @@ def slow_precision_notes(precision: str, cpuinfo: Path = CPUINFO) -> list[str]:
 
 
 def planned_precision_notes(job: Job) -> list[str]:
-    """The same for a job that is planned for processors, which need not be this one."""
+    """The same for a job planned for CPUs other than this one."""
     compute = RECIPES[job.training.precision].compute
     if job.run_device != "cpu" or compute not in _NEEDS:
         return []
@@ -90,5 +85,5 @@ def _features(cpuinfo: Path) -> frozenset[str]:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    told = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(told, "").split())
+    listed = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(listed, "").split())

@@ -15,10 +15,6 @@ from typing import Any, Literal
 from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError
 
-# -- What a model computes with beyond its shape: nothing here changes a count, a memory or a time ---
-# The defaults are those of a plain Llama-like model; a Hugging Face ``config.json`` or a catalogue entry gives the
-# others.
-
 
 def _positive(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"above": 0})
@@ -67,14 +63,14 @@ class RopeScaling(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics(Spec):
-    """Constants of the computation.
+    """Constants of the computation, which change no count, memory or time; the defaults are those of a plain Llama.
 
     ``router_scale`` multiplies the weights of the chosen experts, which ``renormalise_top_k`` first makes sum to
-    one. ``norm_plus_one``: norms multiply by one more than their weight (Gemma). ``embedding_scale`` multiplies what is
-    looked up. Products of queries and keys are divided by the root of ``attention_scalar``, or of the head size.
-    ``attention_softcap`` and ``logit_softcap`` c make c·tanh(x/c) of them, and of the logits (Gemma 2, arXiv
-    2408.00118); ``clip_qkv`` bounds queries, keys and values (OLMo). ``rotary_share`` of a head's features, the first,
-    are turned by rope, in layers with a sliding window by ``windowed_rope_theta`` where it is given (Gemma 3).
+    one. ``norm_plus_one``: norms multiply by one more than their weight (Gemma). ``embedding_scale`` multiplies the
+    token embeddings. Attention scores are divided by the root of ``attention_scalar``, or of the head size.
+    ``attention_softcap`` and ``logit_softcap`` c make c·tanh(x/c) of scores and logits (Gemma 2, arXiv 2408.00118);
+    ``clip_qkv`` bounds queries, keys and values (OLMo). Rope rotates the first ``rotary_share`` of a head's features,
+    in layers with a sliding window by ``windowed_rope_theta`` where it is given (Gemma 3).
 
     ``balance_loss`` is the coefficient of the sequence-wise balance loss and ``bias_rate`` the step of the
     bias that balances without a loss (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
@@ -98,15 +94,13 @@ class Numerics(Spec):
     bias_rate: float = _not_negative(1e-3)
 
 
-# -- the shape ---------------------------------------------------------------------------------------
-
 Split = Literal["column", "row", "none"]
-# Far beyond any model: what is larger is a mistake, and would keep a search busy for ever.
+# Far beyond any model: anything larger is a mistake, and would keep a search busy for ever.
 MOST_LAYERS, WIDEST, MOST_HEADS, LONGEST = 2048, 2**24, 2**16, 2**30
 
 
 class MatrixRole(Enum):
-    """What a weight matrix makes; of latent attention and of MLPs also from what."""
+    """What a weight matrix is for."""
 
     QUERY = "query"
     KEY = "key"
@@ -129,7 +123,7 @@ UP_PROJECTIONS = (MatrixRole.QUERY_UP, MatrixRole.KEY_VALUE_UP)  # of latent att
 
 @dataclass(frozen=True)
 class Matrix:
-    """One linear map of a layer: ``inputs`` → ``outputs`` features.
+    """One linear layer: ``inputs`` → ``outputs`` features.
 
     ``split`` is what tensor parallelism cuts: a column-parallel matrix its outputs (and bias), a
     row-parallel one its inputs (the bias stays whole). ``groups`` is the number of heads the outputs
@@ -174,7 +168,7 @@ class LatentAttention(Spec):
 
     @property
     def narrow_features(self) -> int:
-        """Of a token, before heads are made of them: compressed queries, keys and values, and the rotated key."""
+        """Latent features of a token: compressed queries, keys and values, and the rotated key."""
         return (self.q_rank or 0) + self.kv_rank + self.rope_dim
 
 
@@ -267,11 +261,8 @@ class Model(Spec):
         if self.heads % kv_heads:
             raise SpecError("kv_heads", f"{kv_heads} does not divide {self.heads} query heads", "use a divisor")
         if self.head_dim is None and self.mla is None and self.hidden % self.heads:
-            raise SpecError(
-                "heads",
-                f"{self.heads} does not divide hidden {self.hidden}",
-                "give head_dim or use a divisor",
-            )
+            problem = f"{self.heads} does not divide hidden {self.hidden}"
+            raise SpecError("heads", problem, "give head_dim or use a divisor")
         if self.qk_norm_whole and not self.qk_norm:
             raise SpecError("qk_norm_whole", "true, but queries and keys are not normed", "set qk_norm: true")
         if self.norm_after and (self.norms_per_layer != 2 or self.parallel_block):
@@ -283,8 +274,6 @@ class Model(Spec):
         if self.head_dim is None:
             object.__setattr__(self, "head_dim", max(1, self.hidden // self.heads))
 
-    # -- derived sizes -------------------------------------------------------------------------------
-
     @property
     def key_value_heads(self) -> int:
         return self.kv_heads or self.heads
@@ -295,7 +284,7 @@ class Model(Spec):
 
     @property
     def rotated_features(self) -> int:
-        """Of a head, how many of its features rope turns."""
+        """Features of a head that rope rotates."""
         return self.mla.rope_dim if self.mla else int(self.head_size * self.numerics.rotary_share)
 
     @property
@@ -305,9 +294,7 @@ class Model(Spec):
     @cached_property
     def moe_layers(self) -> int:
         """Layers whose MLP is a mixture of experts."""
-        if self.moe is None:
-            return 0
-        return sum(self.is_moe_layer(index) for index in range(self.layers))
+        return sum(self.is_moe_layer(index) for index in range(self.layers)) if self.moe else 0
 
     def is_moe_layer(self, index: int) -> bool:
         if self.moe is None or index < self.moe.dense_layers:
@@ -323,8 +310,6 @@ class Model(Spec):
     def value_dim(self) -> int:
         return self.mla.value_dim if self.mla else self.head_size
 
-    # -- matrices ------------------------------------------------------------------------------------
-
     @cached_property
     def attention_matrices(self) -> tuple[Matrix, ...]:
         h, a, kv, d = self.hidden, self.heads, self.key_value_heads, self.head_size
@@ -339,8 +324,7 @@ class Model(Spec):
 
     def _latent_attention_matrices(self) -> tuple[Matrix, ...]:
         assert self.mla
-        h, a, mla = self.hidden, self.heads, self.mla
-        queries = a * (mla.nope_dim + mla.rope_dim)
+        h, a, mla, queries = self.hidden, self.heads, self.mla, self.heads * self.query_key_dim
         if mla.q_rank is None:
             query: tuple[Matrix, ...] = (Matrix(MatrixRole.QUERY, h, queries, "column"),)
         else:

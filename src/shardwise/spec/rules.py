@@ -21,12 +21,10 @@ def completed_strategy(cluster: Cluster, strategy: Strategy) -> Strategy:
         return strategy
     others = strategy.tp * strategy.cp * strategy.pp
     if cluster.devices % others:
-        raise SpecError(
-            "strategy",
-            f"tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others} does not divide "
-            f"the cluster's {cluster.devices} devices",
-            _nearest_devices(others, cluster.devices),
-        )
+        degrees = f"tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp} = {others}"
+        low = cluster.devices // others * others
+        remedy = f"use {low} or {low + others} devices" if low else f"use {others} devices or smaller degrees"
+        raise SpecError("strategy", f"{degrees} does not divide the cluster's {cluster.devices} devices", remedy)
     return replace(strategy, dp=cluster.devices // others)
 
 
@@ -46,7 +44,7 @@ def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Trai
 
 
 def check_emulation(emulation: Emulation | None, strategy: Strategy) -> None:
-    """Raises SpecError if virtual nodes have other places than the job has ranks."""
+    """Raises SpecError if the virtual nodes do not have as many ranks as the job."""
     if emulation is None or emulation.world == strategy.world:
         return
     shape = f"{emulation.nodes}x{emulation.ranks_per_node}"
@@ -55,7 +53,7 @@ def check_emulation(emulation: Emulation | None, strategy: Strategy) -> None:
 
 
 def check_workers(run: Run, strategy: Strategy) -> None:
-    """Raises SpecError if ranks would have to agree in every step though they do not synchronise in every step."""
+    """Raises SpecError for policies that need all ranks to agree in every step where they do not synchronise then."""
     if strategy.synchronise.every_step or strategy.data_parallel == 1:
         return
     if run.spikes.factor is not None or run.non_finite.policy != "skip":
@@ -69,26 +67,20 @@ def _check_world(cluster: Cluster, strategy: Strategy) -> None:
         return
     degrees = " × ".join(f"{name} {strategy.degree(name)}" for name in strategy.order)
     others = strategy.world // strategy.data_parallel
+    remedy = f"use {strategy.world} devices, or other degrees"
     if cluster.devices % others == 0:
         remedy = f"use dp {cluster.devices // others}, or {strategy.world} devices"
-    else:
-        remedy = f"use {strategy.world} devices, or other degrees"
-    raise SpecError(
-        "strategy",
-        f"{degrees} = {strategy.world} ranks, but the cluster has {cluster.devices} devices",
-        remedy,
-    )
+    problem = f"{degrees} = {strategy.world} ranks, but the cluster has {cluster.devices} devices"
+    raise SpecError("strategy", problem, remedy)
 
 
 def _check_heads(model: Model, strategy: Strategy, training: Training) -> None:
     tp, kv_heads = strategy.tp, model.key_value_heads
-    if model.heads % tp:
-        raise _not_dividing("strategy.tp", tp, f"{model.heads} query heads", _valid_tp(model, strategy, training))
-    if kv_heads % tp and tp % kv_heads:
-        raise _not_dividing("strategy.tp", tp, f"{kv_heads} key-value heads", _valid_tp(model, strategy, training))
-    for what, width in _split_widths(model):
-        if width % tp:
-            raise _not_dividing("strategy.tp", tp, f"{what} {width}", _valid_tp(model, strategy, training))
+    broken = [f"{model.heads} query heads"] if model.heads % tp else []
+    broken += [f"{kv_heads} key-value heads"] if kv_heads % tp and tp % kv_heads else []
+    broken += [f"{what} {width}" for what, width in _split_widths(model) if width % tp]
+    if broken:
+        raise _not_dividing("strategy.tp", tp, broken[0], _valid_tp(model, strategy, training))
     per_rank = model.heads // tp
     if strategy.context_method == "ulysses" and per_rank % strategy.cp:
         what = f"{per_rank} query heads per rank (ulysses)"
@@ -108,11 +100,8 @@ def _valid_tp(model: Model, strategy: Strategy, training: Training) -> list[int]
         widths.append(model.moe.ffn)
     if strategy.sequence_parallel and training.seq % strategy.cp == 0:
         widths.append(training.seq // strategy.cp)
-    return [
-        tp
-        for tp in divisors(model.heads)
-        if not (kv_heads % tp and tp % kv_heads) and not any(width % tp for width in widths)
-    ]
+    repeated = (tp for tp in divisors(model.heads) if not (kv_heads % tp and tp % kv_heads))
+    return [tp for tp in repeated if not any(width % tp for width in widths)]
 
 
 def _valid_cp(model: Model, strategy: Strategy, training: Training) -> list[int]:
@@ -150,11 +139,8 @@ def _check_stages(model: Model, strategy: Strategy) -> None:
         raise SpecError(f"strategy.{field}", f"{chunks} chunks for {model.layers} layers", f"use {remedy}")
     if isinstance(strategy.stage_layers, tuple):
         if sum(strategy.stage_layers) != model.layers:
-            raise SpecError(
-                "strategy.stage_layers",
-                f"add up to {sum(strategy.stage_layers)}",
-                f"{model.name} has {model.layers}",
-            )
+            problem = f"add up to {sum(strategy.stage_layers)}"
+            raise SpecError("strategy.stage_layers", problem, f"{model.name} has {model.layers}")
         # The first and the last stage may hold nothing but the embedding or the loss.
         if min(strategy.stage_layers) < 0 or 0 in strategy.stage_layers[1:-1]:
             raise SpecError("strategy.stage_layers", "has a stage without layers", "give each at least 1")
@@ -162,21 +148,17 @@ def _check_stages(model: Model, strategy: Strategy) -> None:
         valid = [degree // chunks for degree in divisors(model.layers) if degree % chunks == 0]
         nearest = [_around(strategy.pp, valid)] if valid else []
         balanced = ["stage_layers: balanced"] if stages <= model.layers else []
-        raise SpecError(
-            "strategy.pp",
-            f"{strategy.pp}{times} does not divide {model.layers} layers",
-            "use " + (", or ".join(nearest + balanced) or f"at most {model.layers // chunks}"),
-        )
+        remedy = ", or ".join(nearest + balanced) or f"at most {model.layers // chunks}"
+        raise SpecError("strategy.pp", f"{strategy.pp}{times} does not divide {model.layers} layers", f"use {remedy}")
     elif stages > model.layers:
-        raise SpecError(
-            "strategy.pp", f"{strategy.pp}{times} for {model.layers} layers", f"use at most {model.layers // chunks}"
-        )
+        remedy = f"use at most {model.layers // chunks}"
+        raise SpecError("strategy.pp", f"{strategy.pp}{times} for {model.layers} layers", remedy)
 
 
 def sequence_note(model: Model, training: Training) -> str | None:
-    """What to know of sequences that are longer than those a model with rotary positions was made for."""
-    said = bool(model.source) or model.max_seq != Model.max_seq  # bare numbers say nothing of it
-    if model.positions != "rope" or training.seq <= model.max_seq or not said:
+    """A note for sequences longer than those a model with rotary positions was trained for."""
+    known = bool(model.source) or model.max_seq != Model.max_seq  # otherwise max_seq is only the default
+    if model.positions != "rope" or training.seq <= model.max_seq or not known:
         return None
     return (
         f"sequences of {training.seq:,} tokens are longer than the {model.max_seq:,} of {model.name}: rotary positions "
@@ -204,12 +186,8 @@ def _check_sharding(strategy: Strategy) -> None:
     if strategy.zero == 0:
         raise SpecError("strategy.shard_group", f"{group} needs ZeRO", "set zero to 1, 2 or 3")
     if strategy.gradient_group % group:
-        raise _not_dividing(
-            "strategy.shard_group",
-            group,
-            f"the {strategy.gradient_group} ranks of cp·dp",
-            divisors(strategy.gradient_group),
-        )
+        what = f"the {strategy.gradient_group} ranks of cp·dp"
+        raise _not_dividing("strategy.shard_group", group, what, divisors(strategy.gradient_group))
 
 
 def _check_batch(training: Training, strategy: Strategy) -> None:
@@ -219,19 +197,14 @@ def _check_batch(training: Training, strategy: Strategy) -> None:
         whole = strategy.batch_multiple
         low = sequences // whole * whole
         nearest = f"use {low + whole}" if low == 0 else f"use {low} or {low + whole}"
-        raise SpecError(
-            "training.global_batch",
-            f"{sequences} sequences do not divide over dp {strategy.data_parallel} × microbatch {strategy.microbatch}",
-            nearest,
-        )
+        degrees = f"dp {strategy.data_parallel} × microbatch {strategy.microbatch}"
+        raise SpecError("training.global_batch", f"{sequences} sequences do not divide over {degrees}", nearest)
     microbatches = sequences // multiple
     rounds = strategy.schedule_record.rounds(strategy.pp)
     if microbatches % rounds:
-        raise SpecError(
-            "training.global_batch",
-            f"{microbatches} microbatches are not a multiple of pp {rounds}, which schedule {strategy.schedule} needs",
-            f"use {-(-microbatches // rounds) * rounds * multiple} sequences",
-        )
+        problem = f"{microbatches} microbatches are not a multiple of pp {rounds}"
+        remedy = f"use {-(-microbatches // rounds) * rounds * multiple} sequences"
+        raise SpecError("training.global_batch", f"{problem}, which schedule {strategy.schedule} needs", remedy)
 
 
 def stage_layer_counts(model: Model, strategy: Strategy) -> tuple[int, ...]:
@@ -265,8 +238,3 @@ def _around(value: int, valid: list[int]) -> str:
     below = max((v for v in valid if v < value), default=None)
     above = min((v for v in valid if v > value), default=None)
     return " or ".join(str(v) for v in (below, above) if v is not None)
-
-
-def _nearest_devices(others: int, devices: int) -> str:
-    low = devices // others * others
-    return f"use {low} or {low + others} devices" if low else f"use {others} devices or smaller degrees"

@@ -12,15 +12,13 @@ from shardwise.spec.emulation import Emulation, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.strategy import Automatic
 
-# -- When a run saves what it has learnt, and how much of that it keeps ------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints(Spec):
-    """One every ``steps`` steps, one when ``seconds`` have passed since the last, whichever is given; one at the end.
+    """A checkpoint every ``steps`` steps, or ``seconds`` after the last one, whichever is given; and one at the end.
 
-    The ``keep`` newest stay, and those of steps that ``keep_every`` divides. ``asynchronous``: written while training
-    continues. A disk that is full leaves the last good one; then training will ``continue`` or ``stop``.
+    The ``keep`` newest are kept, and those of steps that ``keep_every`` divides. ``asynchronous``: written while
+    training continues. If the disk is full the last good one stays, and training will ``continue`` or ``stop``.
     """
 
     steps: int | None = count(None)
@@ -31,8 +29,6 @@ class Checkpoints(Spec):
     disk_full: Literal["continue", "stop"] = "continue"
 
 
-# -- What a run reads: token shards by weight, or the corpus that is on every machine ----------------
-
 MOST_SHARDS = 1024
 CORPUS_VOCAB = 257  # the built-in corpus has bytes for tokens, and one that ends a document
 
@@ -41,10 +37,10 @@ CORPUS_VOCAB = 257  # the built-in corpus has bytes for tokens, and one that end
 class Data(Spec):
     """``shards`` name pairs of files without their suffix (`shardwise data build`); none: Python's own library.
 
-    ``weights`` say how often each is drawn from (their tokens, unless given). Evaluation reads ``validation``, or the
-    share ``held_out`` of the tokens, the last ones of each, which training never sees then: whole documents, or a part
-    of one where there are few. ``stage`` copies shards to memory or to a local disk first, if they are no larger than
-    ``stage_limit`` together.
+    ``weights`` are the sampling weights of the shards (default: their tokens). Evaluation reads ``validation``, or the
+    last ``held_out`` share of each shard's tokens, which training then never sees: whole documents, or a part of one
+    where there are few. ``stage`` copies shards to memory or to a local disk first, if they are no larger than
+    ``stage_limit`` in total.
     """
 
     shards: tuple[str, ...] = ()
@@ -69,13 +65,11 @@ class Data(Spec):
                 raise SpecError(f"shards[{number}]", f"{shown(path)} has a suffix", f"write {shown(path[:-4])}")
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Raises SpecError if the built-in corpus has tokens that a model does not know."""
+        """Raises SpecError if the built-in corpus has tokens outside the model's vocabulary."""
         if not self.shards and vocab < CORPUS_VOCAB:
             problem = f"the built-in corpus needs a vocabulary of {CORPUS_VOCAB}, the model has {vocab}"
             raise SpecError("shards", problem, "name shards that were built with the model's tokenizer")
 
-
-# -- What a run does about steps that went wrong; all ranks see them before a weight moves -----------
 
 Policy = Literal["skip", "roll-back", "stop"]
 
@@ -83,9 +77,9 @@ Policy = Literal["skip", "roll-back", "stop"]
 @dataclass(frozen=True, kw_only=True)
 class NonFinite(Spec):
     """A step with non-finite gradients updates nothing. Then: continue (``skip``), load the newest checkpoint and
-    leave that batch out (``roll-back``), or ``stop``. After ``in_a_row`` of them one after the other a run stops.
+    leave that batch out (``roll-back``), or ``stop``. After ``in_a_row`` consecutive ones a run stops.
 
-    In fp16 such steps are how the scale of the loss is found: there only ``in_a_row`` applies.
+    In fp16 such steps are how the loss scale is found: there only ``in_a_row`` applies.
     """
 
     policy: Policy = "skip"
@@ -94,9 +88,9 @@ class NonFinite(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes(Spec):
-    """A step whose loss is above ``factor`` times the median of the last ``window`` ones moves no weight either.
+    """A step whose loss is above ``factor`` times the median of the last ``window`` losses updates nothing either.
 
-    Without a ``factor`` nothing is a spike. ``policy`` and ``in_a_row`` as for steps that are not finite.
+    Without a ``factor`` nothing is a spike. ``policy`` and ``in_a_row`` are as for non-finite steps.
     """
 
     factor: float | None = field(default=None, metadata={"minimum": 1})
@@ -105,14 +99,12 @@ class Spikes(Spec):
     in_a_row: int = count(10)
 
 
-# -- Which steps of a run are looked at closely ------------------------------------------------------
-
-MOST_STEPS = 100  # what is recorded of a step is kept in memory until the last of them
+MOST_STEPS = 100  # records are kept in memory until the last of these steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Spec):
-    """Steps ``first`` to ``last`` of a run, counted from 1, both included."""
+    """The steps of a run that are profiled: ``first`` to ``last``, counted from 1, both included."""
 
     first: int = count()
     last: int = count()
@@ -134,29 +126,23 @@ class Profile(Spec):
             raise SpecError(field, error.problem, error.remedy) from None
 
 
-# -- How long a run may take for what should not take long, before it is called stuck ----------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timeouts(Spec):
-    """Seconds until all ranks have begun, for one step, and for one checkpoint or evaluation."""
+    """Seconds after which a run counts as stuck: for the start of all ranks, a step, a checkpoint or evaluation."""
 
     start: float = quantity("seconds", 300)
     step: float = quantity("seconds", 100)
     checkpoint: float = quantity("seconds", 600)
 
 
-# -- How the learning rate goes through a run: up, along, and down -----------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule(Spec):
-    """``warmup`` steps up from zero, then down to the share ``final`` of the highest rate at the last of ``steps``.
+    """``warmup`` steps up from zero, then down to ``final`` times the peak rate at the last step.
 
     ``cosine`` (arXiv 1608.03983) and ``linear`` fall all the way; ``wsd`` (warm-up, stable, decay: arXiv 2404.06395)
-    stays until the last share ``decay`` of the run and falls linearly then; ``constant`` stays. ``reference_batch``,
-    a number of sequences, makes the rate that of another batch: it grows with its square root for Adam (arXiv
-    2006.09092), with the batch itself for SGD (arXiv 1706.02677).
+    is constant until the last ``decay`` of the run and then falls linearly; ``constant`` stays. ``reference_batch``,
+    in sequences, is the batch that the rate was tuned for: for another batch it scales with the square root of the
+    ratio for Adam (arXiv 2006.09092), with the ratio itself for SGD (arXiv 1706.02677).
     """
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -166,12 +152,12 @@ class LearningRateSchedule(Spec):
     reference_batch: int | None = count(None)
 
     def check_against(self, steps: int) -> None:
-        """Raises SpecError if the run ends before the rate is up."""
+        """Raises SpecError if the run ends during warm-up."""
         if self.warmup >= steps:
             raise SpecError("warmup", f"{self.warmup} steps in a run of {steps}", "use fewer")
 
     def share(self, step: int, steps: int) -> float:
-        """The rate in the update after ``step`` others, as a share of the highest, in a run of ``steps``."""
+        """The rate of update number ``step`` (from 0), as a share of the peak, in a run of ``steps``."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "constant":
@@ -185,14 +171,11 @@ class LearningRateSchedule(Spec):
         return 1 - (1 - self.final) * fallen
 
     def batch_factor(self, sequences: int, optimizer: str) -> float:
-        """What a batch of ``sequences`` multiplies the highest rate by."""
+        """The factor on the peak rate for a batch of ``sequences``."""
         if self.reference_batch is None:
             return 1.0
         ratio = sequences / self.reference_batch
         return ratio if optimizer.startswith("sgd") else math.sqrt(ratio)
-
-
-# -- the run -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +192,8 @@ class Evaluation(Spec):
 @dataclass(frozen=True, kw_only=True)
 class Logging(Spec):
     """Every ``interval`` steps a line in metrics.jsonl, TensorBoard (where it is installed) and, if ``wandb`` names a
-    project, Weights & Biases. On CPUs ``memory`` is the number of steps between two that are run with their tensors
-    counted, which is slow; GPUs count by themselves.
+    project, Weights & Biases. On CPUs every ``memory`` steps one is run with its tensors counted, which is slow; GPUs
+    count by themselves.
     """
 
     interval: int = count(1)
@@ -221,15 +204,14 @@ class Logging(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Spec):
-    """``folder`` keeps everything of the run: started again with the same one, it resumes where it was.
+    """``folder`` holds everything the run writes: started again with the same folder, it resumes.
 
-    ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run, and of the
-    optimizer's offload what memory is measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or
-    another run's folder whose weights are taken at step 0.
-    ``profile`` names steps whose every phase and collective is recorded on all ranks, for `shardwise compare`.
-    It pauses at ``stop_at``, if given, as if somebody had stopped it. ``seed`` is that of weights and data. After a
-    failure ``restarts`` in a row are tried without a new checkpoint. ``emulate`` puts the ranks on virtual nodes of
-    this machine, like "2x2,1Gbit,1ms".
+    ``automatic`` names what was `auto` in the job's strategy: the planner decides it before the run; the optimizer's
+    offload is adjusted to the memory measured during it. ``start_from`` is a Hugging Face folder, a checkpoint or
+    another run's folder whose weights are loaded at step 0. ``profile`` names steps whose phases and collectives are
+    recorded on all ranks, for `shardwise compare`. The run stops at step ``stop_at``, if given, and can be resumed.
+    ``seed`` is that of weights and data. At most ``restarts`` restarts are tried without a new checkpoint between
+    them. ``emulate`` puts the ranks on virtual nodes of this machine, like "2x2,1Gbit,1ms".
     """
 
     steps: int = count(1000)
@@ -264,14 +246,14 @@ class Run(Spec):
 
     @property
     def last_step(self) -> int:
-        """The step at which the run ends for now."""
+        """The last step before the run ends or stops."""
         return self.steps if self.stop_at is None else min(self.steps, self.stop_at)
 
     @property
     def evaluation_interval(self) -> int:
         """Steps between two evaluations."""
-        asked = self.evaluation.interval
-        return max(1, self.steps // 10) if asked == "auto" else asked
+        interval = self.evaluation.interval
+        return max(1, self.steps // 10) if interval == "auto" else interval
 
     @property
     def rolls_back(self) -> bool:

@@ -1,8 +1,8 @@
-"""The pipeline schedules: one record of facts each. All else asks the record and never compares names.
+"""The pipeline schedules: one record of facts each. All other code reads the record and never compares names.
 
 To add one: a file in ``pipeline/builders`` (its order of actions, its closed forms) and a record here. A schedule of
 another package is registered by `register`, or found by its entry point in the group ``shardwise.schedules``, which
-every process that meets the name looks up, workers included.
+every process that reads the name looks up, workers included.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from shardwise.spec.errors import SpecError, nearest_name, shown
 
 PLAIN = "1f1b"  # the default, and what a job without a pipeline is priced as
 ENTRY_POINTS = "shardwise.schedules"
-_BUILDERS = "shardwise.pipeline.builders."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecord:
-    """What there is to know of a pipeline schedule before it is built.
+    """What is known of a pipeline schedule before it is built.
 
     ``builder`` and ``closed_forms`` are objects, or where to import them from ("package.module:name"). The builder is
     called with what it takes of ``ranks``, ``microbatches``, ``chunks``, ``times``, ``comm_seconds``, ``memory_limit``
@@ -40,12 +39,12 @@ class ScheduleRecord:
     placement: Literal["loop", "folded", "both ends"] = "loop"
     splits_backward: bool = False  # weight gradients apart from input gradients
     in_rounds: bool = False  # takes a multiple of p microbatches
-    forwards_first: bool = False  # all losses before any backward pass
-    hides_exchange: bool = False  # runs two microbatches side by side: the exchange of experts under computation
-    instead: str | None = None  # no engine of ours runs it: the schedule to use
+    forwards_first: bool = False  # all forward passes before any backward pass
+    hides_exchange: bool = False  # runs two microbatches side by side: overlaps the expert exchange with computation
+    instead: str | None = None  # our engine does not run it: the schedule to use instead
     complexity: int = 2  # how much more there is to get right than in the simplest; the planner prefers less
     searched: bool = True
-    in_jobs: bool = True  # may be a job's; the others are for comparison
+    in_jobs: bool = True  # a job may use it; the others are for comparison
     # The order of actions repeats: with every microbatch (or round); after some (found by simulation); or unknown.
     repeats: Literal["always", "sometime", "unknown"] = "unknown"
     lag: int = 2  # pipeline depths by which a microbatch's passes may be apart
@@ -91,76 +90,47 @@ class ScheduleRecord:
         )
 
 
-# fmt: off
+def _own(name: str, builder: str, forms: str | None, source: str, **facts: Any) -> ScheduleRecord:
+    """A record of this project; ``builder`` is "module:function" in ``pipeline/builders``, the ``forms`` beside it."""
+    place = f"shardwise.pipeline.builders.{builder}"
+    closed_forms = forms and f"{place.partition(':')[0]}:{forms}"
+    return ScheduleRecord(name=name, builder=place, closed_forms=closed_forms, source=source, **facts)
+
+
+_SPLIT: dict[str, Any] = {"splits_backward": True}
+_FOLDED: dict[str, Any] = {"chunks": 2, "placement": "folded", "splits_backward": True}
 _TABLE = (
-    ScheduleRecord(
-        name="sequential", builder=_BUILDERS + "flush:sequential", closed_forms=_BUILDERS + "flush:SEQUENTIAL_FORMS",
-        source="one microbatch at a time", repeats="always", searched=False, in_jobs=False,
-    ),
-    ScheduleRecord(
-        name="gpipe", builder=_BUILDERS + "flush:gpipe", closed_forms=_BUILDERS + "flush:GPIPE_FORMS",
-        source="Huang et al. 2019 (arXiv 1811.06965): all m microbatches", forwards_first=True, repeats="always",
-    ),
-    ScheduleRecord(
-        name=PLAIN, builder=_BUILDERS + "flush:one_f_one_b", closed_forms=_BUILDERS + "flush:ONE_F_ONE_B_FORMS",
-        source="Narayanan et al. 2021 (arXiv 2104.04473) section 2.2: p − rank",
-        complexity=0, repeats="always", lag=1,
-    ),
-    ScheduleRecord(
-        name="interleaved", builder=_BUILDERS + "flush:interleaved",
-        closed_forms=_BUILDERS + "flush:INTERLEAVED_FORMS",
-        source="Megatron-LM schedules: 2(p−rank−1) + (v−1)p + 1 chunks; rank 0: L(1 + (p−1)/(pv)) layers",
-        chunks=None, in_rounds=True, complexity=1, repeats="always",
-    ),
-    ScheduleRecord(
-        name="zb-h1", builder=_BUILDERS + "zero_bubble:zb_h1", closed_forms=_BUILDERS + "zero_bubble:H1_FORMS",
-        source="Qi et al. 2023 (arXiv 2401.10241): the memory of 1F1B, p on every rank at most",
-        splits_backward=True, repeats="always", lag=1,
-    ),
-    ScheduleRecord(
-        name="zb-h2", builder=_BUILDERS + "zero_bubble:zb_h2", closed_forms=_BUILDERS + "zero_bubble:H2_FORMS",
-        source="Qi et al. 2023: 2p − 1", splits_backward=True, repeats="always",
-    ),
+    _own("sequential", "flush:sequential", "SEQUENTIAL_FORMS", "one microbatch at a time",
+         repeats="always", searched=False, in_jobs=False),
+    _own("gpipe", "flush:gpipe", "GPIPE_FORMS", "Huang et al. 2019 (arXiv 1811.06965): all m microbatches",
+         forwards_first=True, repeats="always"),
+    _own(PLAIN, "flush:one_f_one_b", "ONE_F_ONE_B_FORMS",
+         "Narayanan et al. 2021 (arXiv 2104.04473) section 2.2: p − rank", complexity=0, repeats="always", lag=1),
+    _own("interleaved", "flush:interleaved", "INTERLEAVED_FORMS",
+         "Megatron-LM schedules: 2(p−rank−1) + (v−1)p + 1 chunks; rank 0: L(1 + (p−1)/(pv)) layers",
+         chunks=None, in_rounds=True, complexity=1, repeats="always"),
+    _own("zb-h1", "zero_bubble:zb_h1", "H1_FORMS",
+         "Qi et al. 2023 (arXiv 2401.10241): the memory of 1F1B, p on every rank at most",
+         **_SPLIT, repeats="always", lag=1),
+    _own("zb-h2", "zero_bubble:zb_h2", "H2_FORMS", "Qi et al. 2023: 2p − 1", **_SPLIT, repeats="always"),
     # Built for a memory limit, the best of several orders, and priced like zb-h1 and zb-h2: not searched.
-    ScheduleRecord(
-        name="zb-1p", builder=_BUILDERS + "zero_bubble:zb_1p", closed_forms=_BUILDERS + "zero_bubble:ONE_P_FORMS",
-        source="Qi et al. 2023: limited to p", splits_backward=True, searched=False,
-    ),
-    ScheduleRecord(
-        name="zb-2p", builder=_BUILDERS + "zero_bubble:zb_2p", closed_forms=_BUILDERS + "zero_bubble:TWO_P_FORMS",
-        source="Qi et al. 2023: limited to 2p", splits_backward=True, searched=False,
-    ),
-    ScheduleRecord(
-        name="zb-auto", builder=_BUILDERS + "zero_bubble:zb_auto", source="the memory limit that is given",
-        splits_backward=True, searched=False, in_jobs=False,
-    ),
-    ScheduleRecord(
-        name="zbv", builder=_BUILDERS + "v_shape:zbv", closed_forms=_BUILDERS + "v_shape:ZBV_FORMS",
-        source="Qi et al. 2023: 2p chunks of half a stage",
-        chunks=2, placement="folded", splits_backward=True, repeats="sometime",
-    ),
-    ScheduleRecord(
-        name="v-half", builder=_BUILDERS + "v_shape:v_half", closed_forms=_BUILDERS + "v_shape:HALF_FORMS",
-        source="Qi et al. 2024 (arXiv 2405.15362): half of 1F1B, rounded up to a chunk",
-        chunks=2, placement="folded", splits_backward=True, repeats="sometime", lag=1,
-    ),
-    ScheduleRecord(
-        name="v-min", builder=_BUILDERS + "v_shape:v_min", closed_forms=_BUILDERS + "v_shape:MIN_FORMS",
-        source="Qi et al. 2024: a third of 1F1B, rounded up to a chunk",
-        chunks=2, placement="folded", splits_backward=True, repeats="sometime", lag=1,
-    ),
-    ScheduleRecord(
-        name="dualpipe", builder=_BUILDERS + "dualpipe:dualpipe", closed_forms=_BUILDERS + "dualpipe:FORMS",
-        source="DeepSeek DualPipe README: p + 1",
-        placement="both ends", splits_backward=True, hides_exchange=True, instead="dualpipev", repeats="always",
-    ),
-    ScheduleRecord(
-        name="dualpipev", builder=_BUILDERS + "dualpipe:dualpipev", closed_forms=_BUILDERS + "dualpipe:V_FORMS",
-        source="DeepSeek DualPipe README: PP + 1 chunks of the PP = 2p half stages",
-        chunks=2, placement="folded", splits_backward=True, hides_exchange=True, repeats="always",
-    ),
-)
-# fmt: on
+    _own("zb-1p", "zero_bubble:zb_1p", "ONE_P_FORMS", "Qi et al. 2023: limited to p", **_SPLIT, searched=False),
+    _own("zb-2p", "zero_bubble:zb_2p", "TWO_P_FORMS", "Qi et al. 2023: limited to 2p", **_SPLIT, searched=False),
+    _own("zb-auto", "zero_bubble:zb_auto", None, "the memory limit that is given",
+         **_SPLIT, searched=False, in_jobs=False),
+    _own("zbv", "v_shape:zbv", "ZBV_FORMS", "Qi et al. 2023: 2p chunks of half a stage",
+         **_FOLDED, repeats="sometime"),
+    _own("v-half", "v_shape:v_half", "HALF_FORMS",
+         "Qi et al. 2024 (arXiv 2405.15362): half of 1F1B, rounded up to a chunk",
+         **_FOLDED, repeats="sometime", lag=1),
+    _own("v-min", "v_shape:v_min", "MIN_FORMS", "Qi et al. 2024: a third of 1F1B, rounded up to a chunk",
+         **_FOLDED, repeats="sometime", lag=1),
+    _own("dualpipe", "dualpipe:dualpipe", "FORMS", "DeepSeek DualPipe README: p + 1",
+         placement="both ends", **_SPLIT, hides_exchange=True, instead="dualpipev", repeats="always"),
+    _own("dualpipev", "dualpipe:dualpipev", "V_FORMS",
+         "DeepSeek DualPipe README: PP + 1 chunks of the PP = 2p half stages",
+         **_FOLDED, hides_exchange=True, repeats="always"),
+)  # fmt: skip
 _RECORDS: dict[str, ScheduleRecord] = {}
 
 
@@ -185,15 +155,12 @@ for _record in _TABLE:
 
 def schedule_record(name: str) -> ScheduleRecord:
     """The record of a schedule; raises SpecError with the nearest name where there is none."""
-    found = _RECORDS.get(name)
-    if found is None:
+    if name not in _RECORDS:
         _load_entry_points()
-        found = _RECORDS.get(name)
-    if found is None:
-        problem = f"{shown(name)} is not a pipeline schedule"
-        close = nearest_name(str(name), _RECORDS) or "choose one of " + ", ".join(job_schedules())
-        raise SpecError("schedule", problem, close)
-    return found
+    if name not in _RECORDS:
+        remedy = nearest_name(str(name), _RECORDS) or "choose one of " + ", ".join(job_schedules())
+        raise SpecError("schedule", f"{shown(name)} is not a pipeline schedule", remedy)
+    return _RECORDS[name]
 
 
 def schedule_records() -> tuple[ScheduleRecord, ...]:

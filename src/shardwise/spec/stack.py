@@ -1,4 +1,4 @@
-"""The software that runs a job, as flags and kinds; never as fitted numbers."""
+"""The software stack that runs a job, as flags and kinds; never as fitted numbers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OWN = "shardwise"
 class Stack(Spec):
     """What a training framework does by itself: kernels it fuses, what it overlaps, in which format it reduces.
 
-    ``overlap`` is what a job on this stack hides unless its strategy says otherwise. ``tp_overlap`` tells how:
+    ``overlap`` is what a job on this stack overlaps unless its strategy says otherwise. ``tp_overlap`` says how:
     "decomposed" cuts the matmul into pieces (async TP), "buffers" sends tiles as they are made (user buffers).
     ``tp_gradients`` says whether the collectives of a split matmul's backward pass run "beside" the one of its two
-    products that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
+    matmuls that does not need them. ``scattered_messages``: tensor-parallel ranks that hold the same activations send
     a part each to the next stage, which gathers the parts. ``per_parameter_shards``: ZeRO-1 cuts every parameter by
     itself and gathers after the optimizer's step; the host launches a copy for each parameter and rank.
 

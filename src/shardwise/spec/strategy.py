@@ -108,7 +108,9 @@ class Strategy(Spec):
             problem = f"{self.interleave} needs schedule: {' or '.join(chosen_chunks_schedules())}"
             raise SpecError("interleave", problem, f"the schedule is {self.schedule}")
         if chooses and self.interleave == 1 and self.pp > 1:
-            raise SpecError("interleave", f"1 chunk per rank is plain {PLAIN}", f"use 2, or schedule: {PLAIN}")
+            raise SpecError(
+                "interleave", f"1 chunk per rank is plain {PLAIN}", f"use interleave: 2 or schedule: {PLAIN}"
+            )
 
     @property
     def schedule_record(self) -> ScheduleRecord:

@@ -24,26 +24,13 @@ def _context(method: str) -> Uses:
     return lambda s, t, m: (s.cp > 1) & (s.context_method == method)
 
 
-def _precision(name: str) -> Uses:
-    return lambda s, t, m: t.precision == name
-
-
-def _optimizer(name: str) -> Uses:
-    return lambda s, t, m: t.optimizer == name
-
-
-def _kv_heads_per_rank(s: Strategy, m: Model) -> int:
-    heads = m.heads if m.mla else m.key_value_heads
-    return max(1, heads // s.tp)
+def _training(field: str, value: str) -> Uses:
+    return lambda s, t, m: getattr(t, field) == value
 
 
 def _repeats(operator: str) -> Uses:
     """Whether selective recompute includes an operator."""
     return lambda s, t, m: (s.recompute == "selective") & (operator in s.recompute_operators)
-
-
-def _odd_rotation(m: Model) -> bool:
-    return m.positions == "rope" and (m.rotated_features % 2 == 1 or m.rotated_features == 0)
 
 
 def _other_factors(m: Model) -> bool:
@@ -54,19 +41,19 @@ def _other_factors(m: Model) -> bool:
     return any(len(one) != m.rotated_features // 2 for one in (scaling.short_factors, scaling.long_factors))
 
 
-def _uneven_kv(s: Strategy, m: Model) -> bool:
-    heads = _kv_heads_per_rank(s, m)
+def _uneven_kv(s: Strategy, t: Training, m: Model) -> bool:
+    heads = max(1, (m.heads if m.mla else m.key_value_heads) // s.tp)
     return s.cp > 1 and heads % s.cp > 0 and s.cp % heads > 0
 
 
 def _across_tp(s: Strategy) -> bool:
-    """Whether the ranks that split an expert are others than the tensor-parallel group: those next to each other."""
+    """Whether the ranks that split an expert (neighbouring ranks) differ from the tensor-parallel group."""
     inside = [name for name in s.order if name != "pp"]
     before = inside[: inside.index("tp")]
     return s.expert_tensor_parallel != s.tp or any(s.degree(name) > 1 for name in before)
 
 
-def _ragged(s: Strategy, m: Model) -> bool:
+def _ragged(s: Strategy, t: Training, m: Model) -> bool:
     widths = (m.hidden, m.ffn // s.tp, m.moe.ffn // s.expert_tensor_parallel if m.moe else 0)
     return any(width % 16 for width in widths)
 
@@ -80,11 +67,11 @@ def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
 
 
 def _ends_meet(s: Strategy) -> Any:
-    """Whether the first and the last stage are on one rank; by comparisons alone: `in` takes no columns."""
+    """Whether the first and the last stage are on one rank; by comparisons, as `in` cannot take columns."""
     return reduce(or_, (s.schedule == one.name for one in registered_schedules() if one.ends_meet))
 
 
-# What the description of a model alone decides: no layout and no setting of a training changes it.
+# What the model alone decides: no layout and no training option changes it.
 OF_MODEL: dict[str, OfModel] = {
     "experts": lambda m: m.moe is not None,
     "tied-embeddings": lambda m: m.tied_embeddings,
@@ -99,7 +86,7 @@ OF_MODEL: dict[str, OfModel] = {
     "softmax-router-bias": lambda m: m.moe is not None and m.moe.router_bias and m.moe.router == "softmax",
     "latent-qk-norm": lambda m: m.mla is not None and m.qk_norm,
     "latent-qkv-bias": lambda m: m.mla is not None and m.qkv_bias,
-    "odd-rotation": _odd_rotation,
+    "odd-rotation": lambda m: m.positions == "rope" and (m.rotated_features % 2 == 1 or m.rotated_features == 0),
 }
 
 
@@ -135,7 +122,7 @@ TECHNIQUES: dict[str, Uses] = {
     "cp-ring": _context("ring"),
     "cp-all-gather": _context("all-gather"),
     "cp-ulysses": _context("ulysses"),
-    "uneven-kv-heads": lambda s, t, m: _uneven_kv(s, m),
+    "uneven-kv-heads": _uneven_kv,
     "odd-chunks": lambda s, t, m: (s.cp > 1) & (s.context_method != "ulysses") & (t.seq % (2 * s.cp) > 0),
     # experts
     "ep": lambda s, t, m: s.ep > 1,
@@ -170,16 +157,16 @@ TECHNIQUES: dict[str, Uses] = {
     "weights-beyond-optimizer": lambda s, t, m: s.offload.weights > s.offload.optimizer,
     "gradients-beyond-optimizer": lambda s, t, m: s.offload.gradients > s.offload.optimizer,
     # numbers
-    **{name: _precision(name) for name in RECIPES},
-    **{name: _optimizer(name) for name in OPTIMIZERS},
+    **{name: _training("precision", name) for name in RECIPES},
+    **{name: _training("optimizer", name) for name in OPTIMIZERS},
     "dropout": lambda s, t, m: t.dropout,
-    "unfused-attention": lambda s, t, m: t.attention == "unfused",
+    "unfused-attention": _training("attention", "unfused"),
     "compile": lambda s, t, m: t.compile,
     # model
     **{name: _of_model(uses) for name, uses in OF_MODEL.items()},
     "sliding-window": lambda s, t, m: m.sliding_window is not None and t.seq > m.sliding_window,
     "capped-scores": lambda s, t, m: m.numerics.attention_softcap is not None,
-    "ragged-widths": lambda s, t, m: _ragged(s, m),
+    "ragged-widths": _ragged,
     "ragged-experts": _ragged_experts,
     # layout
     "rank-order": lambda s, t, m: s.order != DIMENSIONS,
@@ -195,7 +182,7 @@ GIVEN: frozenset[str] = frozenset(
         *("named-collective", "in-network-collective"),
     )
 )
-# What a stack does by itself: which communication it hides.
+# Which communication overlaps, which the stack decides.
 OF_STACK: frozenset[str] = frozenset(("tp-overlap", "ep-overlap", "pp-overlap", "no-dp-overlap", "no-offload-overlap"))
 
 

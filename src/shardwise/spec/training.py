@@ -11,15 +11,13 @@ from shardwise.spec.codec import Spec, count
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import LONGEST
 
-# -- How the weights move: constants of the optimizer that change no memory and no time --------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaling(Spec):
-    """How an fp16 loss is made larger: ``static`` for ever, or from ``initial`` on, found by trial.
+    """Loss scaling of fp16: ``static``, or dynamic from ``initial`` on.
 
     The scale doubles after ``window`` good steps in a row and halves, never below ``minimum``, when ``hysteresis``
-    bad ones have come since it last changed (Megatron-LM and DeepSpeed count alike).
+    overflows have occurred since it last changed (Megatron-LM and DeepSpeed count alike).
     """
 
     initial: float = field(default=2.0**16, metadata={"above": 0})
@@ -31,7 +29,9 @@ class LossScaling(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization(Spec):
-    """``clip_norm`` limits the norm of the whole gradient (null: no limit); ``decay`` spares norms and biases.
+    """Constants of the optimizer, which change no memory and no time.
+
+    ``clip_norm`` limits the global gradient norm (null: no limit); ``decay`` does not apply to norms and biases.
 
     ``momentum`` is that of SGD and Muon. The defaults are those of the large open models (Llama, OLMo).
     """
@@ -46,8 +46,6 @@ class Optimization(Spec):
     loss_scaling: LossScaling = LossScaling()
     seed: int = count(0, minimum=0)
 
-
-# -- the training ------------------------------------------------------------------------------------
 
 MOST_SEQUENCES, MOST_TOKENS = 10**9, 10**15  # of a step
 _TOKENS = re.compile(r"\s*(.+?)[\s-]*tokens?\s*", re.IGNORECASE)
@@ -71,17 +69,17 @@ class Recipe:
 
     @property
     def plain_weight(self) -> float:
-        """A weight that no recipe narrows: embeddings, head, norms."""
+        """Bytes of a weight that every recipe keeps in at least 16 bits: embeddings, head, norms."""
         return max(self.weight, 2)
 
     @property
     def gathered(self) -> float:
-        """A parameter that sharded data parallelism has gathered, in the format that is computed with."""
+        """Bytes of a parameter gathered by sharded data parallelism, in the compute format."""
         return self.weight if self.compute == "fp32" else min(self.weight, 2)
 
     @property
     def wide(self) -> str:
-        """The format of what a low-precision recipe leaves alone: attention, head, router."""
+        """The format of what a low-precision recipe does not quantise: attention, head, router."""
         return self.compute if self.compute in ("fp32", "fp16", "bf16") else "bf16"
 
 
@@ -154,23 +152,16 @@ class Training(Spec):
         value = self.global_batch
         if value is None:
             return None
-        number: float
-        in_tokens = False
-        if isinstance(value, str):
-            match = _TOKENS.fullmatch(value)
-            in_tokens = match is not None
-            number = units.parse(match.group(1) if match else value, "count", "global_batch")
-        else:
-            number = value
+        match = _TOKENS.fullmatch(value) if isinstance(value, str) else None
+        in_tokens = match is not None
+        text = match.group(1) if match else value
+        number: float = units.parse(text, "count", "global_batch") if isinstance(text, str) else text
         most = MOST_TOKENS if in_tokens else MOST_SEQUENCES
         if number > most:
             raise SpecError("global_batch", f"{shown(value)} is above {most}", f"use {most} or less")
         if number != int(number) or number < 1:
-            raise SpecError(
-                "global_batch",
-                f"{shown(value)} is not a positive whole number",
-                "write sequences like 1024, or tokens like 16M-tokens",
-            )
+            remedy = "write sequences like 1024, or tokens like 16M-tokens"
+            raise SpecError("global_batch", f"{shown(value)} is not a positive whole number", remedy)
         return int(number), in_tokens
 
     def sequences(self, multiple: int) -> int:
@@ -179,9 +170,7 @@ class Training(Spec):
         if request is None:
             return multiple
         requested, in_tokens = request
-        if not in_tokens:
-            return requested
-        return max(1, round(requested / self.seq / multiple)) * multiple
+        return max(1, round(requested / self.seq / multiple)) * multiple if in_tokens else requested
 
     def batch_note(self, multiple: int) -> str:
         """What was assumed or rounded to get the batch in sequences; empty when nothing was."""

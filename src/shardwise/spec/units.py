@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
 
 from shardwise.spec.errors import SpecError, shown
 
@@ -23,48 +26,35 @@ def _prefixed(unit: str, scale: float = 1, binary: bool = False) -> dict[str, fl
     return {prefix + unit: factor * scale for prefix, factor in prefixes.items()}
 
 
-# Every unit of a dimension, in units of the number used inside. A capital B is a byte, a small b a bit.
-_UNITS: dict[str, dict[str, float]] = {
-    "bytes": _prefixed("B", binary=True),
-    "seconds": {
-        "ns": 1e-9,
-        "us": 1e-6,
-        "µs": 1e-6,
-        "ms": 1e-3,
-        "s": 1,
-        "min": 60,
-        "h": 3600,
-        "d": 86400,
-    },
-    "bytes/s": {
-        **_prefixed("B/s", binary=True),
-        **_prefixed("bit/s", 1 / 8),
-        **_prefixed("b/s", 1 / 8),
-        **_prefixed("bps", 1 / 8),
-    },
-    "flops/s": {**_prefixed("FLOPS"), **_prefixed("FLOP/s"), **_prefixed("OPS"), **_prefixed("OP/s")},
-    "count": {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12},
-    "watts": {"W": 1, "kW": 1e3},
-    "share": {"%": 0.01},
-}
-_EXAMPLE = {
-    "bytes": "80GiB or 640MB",
-    "seconds": "5us or 2ms",
-    "bytes/s": "450GB/s or 400Gb/s",
-    "flops/s": "989TFLOPS",
-    "count": "70e9 or 70B",
-    "watts": "700W",
-    "share": "0.5 or 50%",
-}
-# Units that `render` tries, largest first, so that people read "80GiB" and not 85899345920.
-_RENDERED = {
-    "bytes": ["TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "kB"],
-    "seconds": ["s", "ms", "us", "ns"],
-    "bytes/s": ["TB/s", "GB/s", "MB/s", "kB/s"],
-    "flops/s": ["PFLOPS", "TFLOPS", "GFLOPS", "MFLOPS"],
-    "count": [],
-    "watts": ["W"],
-    "share": [],
+class _Dimension(NamedTuple):
+    units: dict[str, float]  # in units of the number used inside; a capital B is a byte, a small b a bit
+    example: str
+    rendered: tuple[str, ...] = ()  # units that `render` tries, largest first: people read "80GiB", not 85899345920
+
+
+_BITS = {**_prefixed("bit/s", 1 / 8), **_prefixed("b/s", 1 / 8), **_prefixed("bps", 1 / 8)}
+_DIMENSIONS = {
+    "bytes": _Dimension(
+        _prefixed("B", binary=True), "80GiB or 640MB", ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "kB")
+    ),
+    "seconds": _Dimension(
+        {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400},
+        "5us or 2ms",
+        ("s", "ms", "us", "ns"),
+    ),
+    "bytes/s": _Dimension(
+        {**_prefixed("B/s", binary=True), **_BITS}, "450GB/s or 400Gb/s", ("TB/s", "GB/s", "MB/s", "kB/s")
+    ),
+    "flops/s": _Dimension(
+        {**_prefixed("FLOPS"), **_prefixed("FLOP/s"), **_prefixed("OPS"), **_prefixed("OP/s")},
+        "989TFLOPS",
+        ("PFLOPS", "TFLOPS", "GFLOPS", "MFLOPS"),
+    ),
+    "count": _Dimension(
+        {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}, "70e9 or 70B"
+    ),
+    "watts": _Dimension({"W": 1, "kW": 1e3}, "700W", ("W",)),
+    "share": _Dimension({"%": 0.01}, "0.5 or 50%"),
 }
 # Beyond these no quantity means anything, and products of a few would leave what a float can hold.
 _LEAST, _MOST = 1e-30, 1e30
@@ -73,25 +63,24 @@ _QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?[\d_]*|\.\d+)(?:[eE][+-]?\d+)?)\
 
 def parse(text: object, dimension: str, field: str = "") -> Number:
     """The number behind ``text``, in bytes, seconds, bytes/s, FLOP/s, ...; numbers pass unchanged."""
-    if isinstance(text, bool) or not isinstance(text, (int, float, str)):
-        raise SpecError(field, f"{shown(text)} is not a quantity", f"write it like {_EXAMPLE[dimension]}")
+    units, remedy = _DIMENSIONS[dimension].units, f"write it like {_DIMENSIONS[dimension].example}"
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     number: Number
-    if isinstance(text, str):
-        match = _QUANTITY.fullmatch(text)
-        if match is None:
-            raise SpecError(field, f"{shown(text)} is not a quantity", f"write it like {_EXAMPLE[dimension]}")
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        number = text
+    elif match is None:
+        raise SpecError(field, f"{shown(text)} is not a quantity", remedy)
+    else:
         digits, unit = match.groups()
-        factor = 1 if unit == "" else _UNITS[dimension].get(unit)
+        factor = 1 if unit == "" else units.get(unit)
         if factor is None:
-            known = ", ".join(u for u in _UNITS[dimension] if u)
+            known = ", ".join(u for u in units if u)
             raise SpecError(field, f"{shown(text)} has the unknown unit {unit!r}", f"use one of {known}")
         number = _scaled(digits.replace("_", ""), factor)
-    else:
-        number = text
     if not abs(number) < math.inf:  # holds for a whole number too large for a float, too
-        raise SpecError(field, f"{shown(text)} is not a finite number", f"write it like {_EXAMPLE[dimension]}")
+        raise SpecError(field, f"{shown(text)} is not a finite number", remedy)
     if number and not _LEAST <= abs(number) <= _MOST:
-        raise SpecError(field, f"{shown(text)} is out of range", f"write it like {_EXAMPLE[dimension]}")
+        raise SpecError(field, f"{shown(text)} is out of range", remedy)
     return number
 
 
@@ -113,8 +102,8 @@ def render(number: Number, dimension: str) -> Number | str:
     """Text with a unit that parses back to exactly ``number``; the bare number where none is short."""
     if number == 0 or not math.isfinite(number):
         return number
-    for unit in _RENDERED[dimension]:
-        factor = _UNITS[dimension][unit]
+    for unit in _DIMENSIONS[dimension].rendered:
+        factor = _DIMENSIONS[dimension].units[unit]
         scaled = number * round(1 / factor) if factor < 1 else number / factor
         if not 1 <= abs(scaled) < 10_000:
             continue
@@ -127,28 +116,9 @@ def render(number: Number, dimension: str) -> Number | str:
 # -- for people: three digits and the largest unit that leaves at least one before the point ------------------
 
 _MINUTE, _HOUR, _DAY, _YEAR = 60.0, 3600.0, 86400.0, 86400 * 365.25
-_BYTES = tuple(
-    (2.0 ** (10 * power), f" {unit}B") for power, unit in enumerate(("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))
-)
-_DECIMAL_BYTES = tuple((10.0 ** (3 * power), f" {unit}B") for power, unit in enumerate(("", "k", "M", "G", "T", "P")))
-_RATES = tuple((10.0 ** (3 * power), f" {unit}B/s") for power, unit in enumerate(("", "k", "M", "G", "T", "P")))
-_FLOPS = tuple(
-    (10.0 ** (3 * power), f" {unit}FLOP") for power, unit in enumerate(("", "k", "M", "G", "T", "P", "E", "Z", "Y"))
-)
-_COUNTS = tuple((10.0 ** (3 * power), unit) for power, unit in enumerate(("", "k", "M", "B", "T")))
 # Each with the first number of seconds that is written in it: a step of 262 s is compared with one of 259 s.
 _TIMES = ((1e-9, " ns", 0.0), (1e-6, " µs", 1e-6), (1e-3, " ms", 1e-3), (1.0, " s", 1.0), (_MINUTE, " min", 600.0),
           (_HOUR, " h", _HOUR), (_DAY, " days", 2 * _DAY), (_YEAR, " years", 2 * _YEAR))  # fmt: skip
-
-
-def readable_bytes(number: float) -> str:
-    """Bytes for a table: three digits and a binary unit."""
-    return _scaled_text(number, _BYTES, whole=True)
-
-
-def readable_decimal_bytes(number: float) -> str:
-    """Bytes in the decimal units of papers and vendors."""
-    return _scaled_text(number, _DECIMAL_BYTES, whole=True)
 
 
 def readable_seconds(number: float) -> str:
@@ -183,19 +153,9 @@ def readable_duration(number: float) -> str:
     return readable_seconds(number)
 
 
-def readable_rate(number: float) -> str:
-    """Bytes per second for a table, in the decimal units links are sold in."""
-    return _scaled_text(number, _RATES, whole=True)
-
-
 def readable_count(number: float) -> str:
     """A large count in thousands, millions, billions or trillions, three significant digits."""
-    return _scaled_text(number, _COUNTS, whole=float(number).is_integer())
-
-
-def readable_flops(number: float) -> str:
-    """FLOPs for a table, in the largest prefix below the number."""
-    return _scaled_text(number, _FLOPS, whole=True)
+    return _scaled_text(_scale("", "k M B T"), number, whole=float(number).is_integer())
 
 
 def readable_share(number: float, digits: int = 1) -> str:
@@ -234,7 +194,17 @@ def counted(number: int, one: str) -> str:
     return f"{number:,} {one}{'es' if one.endswith(('s', 'ch', 'x')) else 's'}"
 
 
-def _scaled_text(number: float, units: tuple[tuple[float, str], ...], whole: bool) -> str:
+_Scale = tuple[tuple[float, str], ...]  # factors and their units, ascending
+
+
+@cache
+def _scale(unit: str, prefixes: str = "k M G T P", base: float = 1000.0) -> _Scale:
+    return tuple(
+        (base**power, f" {prefix}{unit}" if unit else prefix) for power, prefix in enumerate(["", *prefixes.split()])
+    )
+
+
+def _scaled_text(units: _Scale, number: float, *, whole: bool = True) -> str:
     """In the largest unit in which the rounded text is at least 1; ``whole`` numbers have no point in the smallest."""
     if _is_odd(number):
         return _odd(number)
@@ -244,6 +214,12 @@ def _scaled_text(number: float, units: tuple[tuple[float, str], ...], whole: boo
         if _value(text) * factor < above:
             return f"{sign}{text}{unit}" if _value(text) else f"0{units[0][1]}"
     raise AssertionError("the last unit has no end")
+
+
+readable_bytes: Callable[[float], str] = partial(_scaled_text, _scale("B", "Ki Mi Gi Ti Pi Ei", 1024.0))
+readable_decimal_bytes: Callable[[float], str] = partial(_scaled_text, _scale("B"))  # as papers and vendors count
+readable_rate: Callable[[float], str] = partial(_scaled_text, _scale("B/s"))  # bytes per second, as links are sold
+readable_flops: Callable[[float], str] = partial(_scaled_text, _scale("FLOP", "k M G T P E Z Y"))
 
 
 def _three_digits(magnitude: float) -> str:
