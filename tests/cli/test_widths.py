@@ -111,7 +111,7 @@ def _compared() -> None:
         memory=(SimpleNamespace(name="activations", predicted_bytes=2**40, measured_bytes=123456789),),
         sent=(SimpleNamespace(dimensions=("dp", "cp"), collectives=1234.0, planned=2**33, recorded=2**33 - 1),),
         differences=(SimpleNamespace(part=part, cause="ranks 0 and 12 take 3.4 times as long as others do"),),
-        usual_seconds=1.2, slowness={0: 1.0, 12: 1.34}, slow_rank=None, slow_link=None, unlike=None,
+        usual_seconds=1.2, slowness={0: 1.0, 12: 1.34}, slow_rank=None, slow_link=None, mismatch=None,
         missing_steps="",
     )  # fmt: skip
     comparison_page(found, None).print()

@@ -64,7 +64,7 @@ def test_the_parts_of_a_step_add_up(
     assert {one.members for one in together} == {(0, 1)}
     assert all(one.seconds >= 0 and one.bytes > 0 for one in together)
     # The backend's own record knows nothing of our names, and has the same.
-    assert {name for one in found.sent for name in one.dimensions} == communicates and found.unlike is None
+    assert {name for one in found.sent for name in one.dimensions} == communicates and found.mismatch is None
     for one in found.sent:
         if one.dimensions in (("dp",), ("tp",)):  # of cp are messages, which gloo does not record
             assert one.recorded == pytest.approx(one.planned, rel=0.01)

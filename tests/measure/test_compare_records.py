@@ -12,7 +12,7 @@ from shardwise.engine import labels
 from shardwise.engine.labels import Called, StepPhase
 from shardwise.interop.jobs import model_from
 from shardwise.layout.ranks import stride
-from shardwise.measure.compare.flights import unlike
+from shardwise.measure.compare.flights import mismatch
 from shardwise.measure.compare.step_parts import Measured, measured
 from shardwise.measure.compare.stragglers import MeasuredLink, links_of, rank_slowness, slow_link, straggler
 from shardwise.measure.recut import recut
@@ -232,9 +232,9 @@ def test_a_rank_that_does_something_else_is_named() -> None:
         return replace(record(rank), flights=own)
 
     same = [("all_reduce", 64), ("all_gather", 32)]
-    assert unlike([recorded(0, *same), recorded(1, ("all_reduce", 64), ("all_gather", 16))]) is None
+    assert mismatch([recorded(0, *same), recorded(1, ("all_reduce", 64), ("all_gather", 16))]) is None
     for other, said in ((("all_reduce", 60), "60 B"), (("all_to_all", 64), "all_to_all")):
-        found = unlike([recorded(0, *same), recorded(1, other, same[1])])
+        found = mismatch([recorded(0, *same), recorded(1, other, same[1])])
         assert found is not None and found.startswith("Rank 1's collective 1 with 0, 1") and said in found
 
 

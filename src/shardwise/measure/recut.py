@@ -31,7 +31,7 @@ _AROUND = ("data", "optimizer", "checkpoint", "host", "dp")  # not the pipeline
 
 @dataclass(frozen=True)
 class Recut:
-    """``job`` is as good as the old one or better; ``slowness`` of every rank, 1 being the usual one's."""
+    """``job`` is at least as fast as the old one; ``slowness`` of every rank, 1 for the usual one."""
 
     old: Job
     job: Job
@@ -45,7 +45,7 @@ class Recut:
         return self.step_seconds / self.expected_seconds
 
     def new_run(self) -> Job:
-        """The job as a run of its own: not in the old one's folder, and not only as far as that went."""
+        """The job as a new run: in another folder, and not stopped where the old one was."""
         return replace(self.job, run=replace(self.job.run, folder=None, stop_at=None))
 
     @property
@@ -56,16 +56,16 @@ class Recut:
 
 
 def recut(job: Job, found: Measured) -> Recut:
-    """The best cut, and order of the dimensions, for ranks as fast as they were measured to be."""
+    """The best division into stages, and order of the dimensions, for the measured speeds of the ranks."""
     if job.strategy.pp == 1:
         problem = "the run has one pipeline stage: no layer can move to another rank"
-        raise SpecError("strategy.pp", problem, "`shardwise compare` names a slow rank")
+        raise SpecError("strategy.pp", problem, "`shardwise compare` names slow ranks")
     priced = pieces_of(job)
     slowness = rank_slowness(job.model, found)
     if slowness is None:
         raise SpecError("profile", "no layer was recorded", "profile a run with training.compile: false")
     pieces = measured_pieces(job, found, priced, slowness)
-    forward = _forward_share(job, found)
+    forward = _forward_share(found)
     now = _simulated(job, pieces, slowness, forward)
     best, seconds = job, now
     for other in _proposals(job, pieces, slowness):
@@ -82,7 +82,7 @@ def recut(job: Job, found: Measured) -> Recut:
 
 
 def measured_pieces(job: Job, found: Measured, priced: Pieces, slowness: Sequence[float]) -> Pieces:
-    """What the pieces of the model take on a usual rank: layers by their share of the forward passes, ends the rest."""
+    """The seconds of the model's pieces on a usual rank: layers by their share of the forward passes, ends the rest."""
     last = job.strategy.stages - 1
     layers, ends = [], {0: 0.0, last: 0.0}
     for record, steps, one in zip(found.records, found.steps, found.ranks):
@@ -103,7 +103,7 @@ def measured_pieces(job: Job, found: Measured, priced: Pieces, slowness: Sequenc
 
 
 def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
-    """Of every stage of a rank: the forward pass of a microbatch, and all its passes, without what is sent."""
+    """Of every stage of a rank: the forward pass of a microbatch, and all its passes, without communication."""
     seconds: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for one in step.ranges:
@@ -122,14 +122,14 @@ def _stage_seconds(steps: Sequence[Step]) -> dict[int, tuple[float, float]]:
     }
 
 
-def _forward_share(job: Job, found: Measured) -> float:
+def _forward_share(found: Measured) -> float:
     """The forward passes' share of all passes."""
     stages = [seconds for steps in found.steps for seconds in _stage_seconds(steps).values()]
-    return sum(forward for forward, _ in stages) / sum(whole for _, whole in stages)
+    return sum(forward for forward, _ in stages) / sum(all_passes for _, all_passes in stages)
 
 
 def _speeds(job: Job, slowness: Sequence[float]) -> list[float]:
-    """Of every pipeline rank, which is as fast as its slowest member."""
+    """The speed of every pipeline rank: that of its slowest member."""
     slowest = [1e-9] * job.strategy.pp
     for rank, slow in enumerate(slowness):
         place = coordinate(job.strategy, "pp", rank)
@@ -138,7 +138,7 @@ def _speeds(job: Job, slowness: Sequence[float]) -> list[float]:
 
 
 def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]:
-    """Other cuts, in this order of the dimensions and in those that bring slow ranks together."""
+    """Other divisions, in this order of the dimensions and in others, which may put slow ranks in one stage."""
     capacity, found = room_of(job).planned_bytes, []
     for order in [job.strategy.order, *permutations(DIMENSIONS)]:
         try:
@@ -151,23 +151,16 @@ def _proposals(job: Job, pieces: Pieces, slowness: Sequence[float]) -> list[Job]
             ]
             cuts = [laid_out.with_strategy(stage_layers=cut) for cut in divisions(laid_out, pieces, places)]
         except SpecError:
-            continue  # a layout that this cluster or model has not
+            continue  # a layout that this cluster or model cannot have
         found += [one for one in cuts if fits(one, capacity)]
     return found
 
 
 def _simulated(job: Job, pieces: Pieces, slowness: Sequence[float], forward_share: float) -> float:
-    strategy = job.strategy
-    price = candidate(job)
-    seconds, _ = simulated_pipeline(
-        strategy.schedule,
-        strategy.pp,
-        job.microbatches,
-        strategy.chunks_per_rank,
-        _stage_times(job, pieces, _speeds(job, slowness), forward_share),
-        price.prediction.slowest.message_seconds,
-    )
-    return seconds
+    strategy, times = job.strategy, _stage_times(job, pieces, _speeds(job, slowness), forward_share)
+    message_seconds = candidate(job).prediction.slowest.message_seconds
+    shape = strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank
+    return simulated_pipeline(*shape, times, message_seconds)[0]
 
 
 def _stage_times(job: Job, pieces: Pieces, speeds: Sequence[float], forward_share: float) -> StageTimes:

@@ -1,4 +1,4 @@
-"""The single process that every layout has to equal: the plain model in a plain loop, without the engine."""
+"""The single process that every layout must match: the plain model in a plain loop, without the engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
-# -- Random weights and data that any process can make for itself: the same whole model and batch for every layout
+# -- random weights and data, the same in every process and for every layout -------------------------
 
 
 def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
-    """The global batch of a step. Labels are missing unevenly, so that means over parts are not means over all."""
+    """The global batch of a step. Labels are missing unevenly, so that the mean of partial means is not the mean."""
     random = torch.Generator().manual_seed(1_000_003 * seed + step)
     size = (job.sequences, job.training.seq)
     text = torch.randint(job.model.vocab, (size[0], size[1] + 1), generator=random)
@@ -33,9 +33,9 @@ def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
 
 
 def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> Tensor:
-    """A parameter of the whole model: its first value, but no bias is zero and no norm one.
+    """A parameter of the unsharded model: its initial value, but no bias is zero and no norm one.
 
-    A bias of zero would hide that it is added twice; and AdamW's rounding is large beside weights that start at zero.
+    A bias of zero would hide that it is added twice; and rounding in AdamW is large relative to weights near zero.
     """
     value = initial_value(name, shape, seed, model)
     if not (is_bias(name) or is_norm(name)):
@@ -47,12 +47,12 @@ def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> T
 
 # -- the single process ------------------------------------------------------------------------------
 
-MOST_TOKENS = 1024  # of one pass, in whole sequences: logits of a large vocabulary are large
+MOST_TOKENS = 1024  # of one pass, in full sequences: logits of a large vocabulary are large
 
 
 @dataclass
 class Reference:
-    """What happened in each step, and the weights at the end; tensors by the names of the whole model."""
+    """Losses and gradients of each step, and the weights at the end; tensors by the unsharded model's names."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
@@ -61,18 +61,18 @@ class Reference:
 
 
 def reference_key(job: Job, steps: int, seed: int) -> str:
-    """The same for jobs that a single process runs alike, whatever their layouts."""
-    said = (job.model, job.sequences, job.training.seq, job.training.optimization, steps, seed)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:24]
+    """Equal for jobs that a single process runs alike, whatever their layouts."""
+    fields = (job.model, job.sequences, job.training.seq, job.training.optimization, steps, seed)
+    return hashlib.sha256(repr(fields).encode()).hexdigest()[:24]
 
 
 def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None] = lambda: None) -> Reference:
-    """``steps`` AdamW steps of the whole model on `sample_batch`, in fp32."""
+    """``steps`` AdamW steps of the unsharded model on `sample_batch`, in fp32."""
     model = Decoder(job.model)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(sample_weight(name, parameter.shape, seed, job.model))
     found, settings = Reference(), job.training.optimization
-    # Biases of stacked experts have two dimensions and are biases all the same.
+    # Biases of stacked experts have two dimensions.
     decayed = {name: one.dim() > 1 and not is_bias(name) for name, one in model.named_parameters()}
     matrices = [one for name, one in model.named_parameters() if decayed[name]]
     others = [one for name, one in model.named_parameters() if not decayed[name]]

@@ -1,13 +1,14 @@
-"""A layout against the single process: loss, every gradient, every weight after a few steps.
+"""A layout against a single process: loss, every gradient, every weight after a few steps.
 
-The layout runs on local processes (or GPUs), each of which compares its own parts with the reference that the single
-process wrote to a file; so copies that should be equal are all checked, and nothing is gathered but small numbers.
+The layout runs on local processes (or GPUs), each of which compares its own shards with the reference that the single
+process wrote to a file: all replicas are checked, and only deviations are gathered.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from shardwise.spec.parameters import parameter_count
 from shardwise.spec.training import Optimization
 from shardwise.spec.units import readable_bytes
 
-# -- How far a parallel run is from the single process: one number for every tensor, and which is the worst
+# -- how far a parallel run is from the single process -----------------------------------------------
 
 TOLERANCE = 1e-5
 NEGLIGIBLE = 1e-6  # of the global norm: gradients this small are rounding (a key bias has gradient zero in theory)
@@ -49,19 +50,18 @@ class Deviation:
 
 
 def negligible(gradients: Mapping[str, Tensor]) -> frozenset[str]:
-    """Parameters whose gradients are rounding only."""
+    """Parameters whose gradients are only rounding."""
     norm = global_norm(gradients.values())
     return frozenset(name for name, one in gradients.items() if largest(one) < NEGLIGIBLE * norm)
 
 
 def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """What a difference of each gradient is measured by: its own largest, where rounding leaves that any digits.
+    """The scale of each gradient's deviation: its largest element, or more where rounding of its layer exceeds that.
 
-    Some gradients are small differences of large terms: behind a softmax a score's is P·(dP − ΣP·dP), and where all
-    dP are nearly equal those of query and key are far smaller than the value's, which is made of the same terms. Each
-    term is rounded to ε of itself, so that a difference of up to ε times the largest gradient of the same layer is
-    rounding, however small the gradient is. That is what the scale makes of the tolerance: error/scale ≤ tolerance
-    where error ≤ max(tolerance·own, ε·layer's).
+    Some gradients are small differences of large terms: behind a softmax a score's is P·(dP − ΣP·dP), and if all dP
+    are nearly equal, those of query and key are far smaller than the value's, which has the same terms. Each term is
+    rounded to ε of itself, so a difference of up to ε times the largest gradient of the layer is rounding, however
+    small the gradient is. With this scale error/scale ≤ tolerance means error ≤ max(tolerance·own, ε·layer's).
     """
     of_layers, rounded = _largest_of_layers(gradients), torch.finfo(torch.float32).eps / TOLERANCE
     return {name: max(largest(one), rounded * of_layers[name]) for name, one in gradients.items()}
@@ -70,10 +70,10 @@ def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
 def weight_scales(
     weights: Mapping[str, Tensor], steps: Sequence[Mapping[str, Tensor]], settings: Optimization
 ) -> dict[str, float]:
-    """What a difference of each weight is measured by: its own largest, and how far AdamW carries rounding.
+    """The scale of each weight's deviation: its largest element, and how far AdamW amplifies rounding.
 
-    A step is rate·g/(|g|+ϵ), whose slope is rate/ϵ where g is far below ϵ: there a gradient's rounding, ε times the
-    largest of its layer as in `gradient_scales`, moves a weight by rate/ϵ times as much. Clipping makes it less.
+    A step is rate·g/(|g|+ϵ), whose slope is rate/ϵ for g far below ϵ: there a gradient's rounding, ε times the largest
+    of its layer as in `gradient_scales`, moves a weight by rate/ϵ times as much; less with clipping.
     """
     found = {name: largest(one) for name, one in weights.items()}
     rounded = torch.finfo(torch.float32).eps / TOLERANCE
@@ -87,15 +87,15 @@ def weight_scales(
 
 
 def _largest_of_layers(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each gradient the largest element of all of its layer."""
-    of_layers: dict[str, float] = {}
+    """For each gradient the largest element of its layer."""
+    of_layers: dict[str, float] = defaultdict(float)
     for name, one in gradients.items():
-        of_layers[_layer(name)] = max(of_layers.get(_layer(name), 0.0), largest(one))
+        of_layers[_layer(name)] = max(of_layers[_layer(name)], largest(one))
     return {name: of_layers[_layer(name)] for name in gradients}
 
 
 def _layer(name: str) -> str:
-    """`layers.3` of `layers.3.attention.key.weight`; what is in no layer stands alone."""
+    """`layers.3` of `layers.3.attention.key.weight`; the name itself outside of layers."""
     numbered = re.match(r".*?\.\d+(?=\.)", name)
     return numbered[0] if numbered else name
 
@@ -103,10 +103,7 @@ def _layer(name: str) -> str:
 def deviation(
     name: str, found: Tensor, part: HeldPart, whole: Tensor, absolute_scale: float | None = None
 ) -> Deviation:
-    """max|a-b| / max|b|, b being the whole reference; or / ``absolute_scale``, which does not ask how large b is.
-
-    Where data parallelism divides ``found``, a is what this rank holds of it.
-    """
+    """max|a-b| / max|b|, b being the full reference, or / ``absolute_scale``; a is this rank's shard of ``found``."""
     expected, mine = part.of(whole), local(found)
     if found.shape != expected.shape or not torch.isfinite(mine).all():
         return Deviation(float("inf"), name)
@@ -132,15 +129,15 @@ def largest(tensor: Tensor) -> float:
 
 KINDS = ("loss", "gradient", "weight", "gradient_norm")
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "shardwise.measure.verify")
-# With the usual 1e-8 an element whose gradient is rounding moves by a whole step, up or down: AdamW would turn errors
-# of 1e-7 into errors of 1e-4, and hide real ones behind them.
+# With the usual 1e-8 an element whose gradient is only rounding moves by a full step, up or down: AdamW would turn
+# errors of 1e-7 into errors of 1e-4 and hide real ones.
 EPSILON = 1e-5
 Watch = Callable[[str, Callable[[], int]], None]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The worst deviation of each kind, and where it is; ``job`` is what was run in place of what was asked for."""
+    """The worst deviation of each kind, and where it is; ``job`` is what was run, in fp32 and perhaps smaller."""
 
     job: Job
     steps: int
@@ -167,10 +164,10 @@ def verify(
     references: str | None = None,
     watch: Watch = lambda phase, done: None,
 ) -> Verification:
-    """Runs ``job`` (in fp32, by AdamW) on as many processes as its strategy has ranks, and the single process.
+    """Runs ``job`` (in fp32, with AdamW) on as many processes as its strategy has ranks, and on a single process.
 
-    ``references`` is a folder that keeps what the single process found: other layouts of the same job take it from
-    there. ``watch`` is called for each phase, with a function that counts its finished steps.
+    ``references`` is a folder that keeps the single process's results for other layouts of the same job. ``watch`` is
+    called for each phase, with a function that counts its finished steps.
     """
     if job.strategy.compression.is_used or not job.strategy.synchronise.every_step:
         name = "compression" if job.strategy.compression.is_used else "synchronise"
@@ -200,8 +197,8 @@ def verify(
 
 
 def require_memory(job: Job, steps: int, available: int | None) -> None:
-    """Raises SpecError for what exceeds this machine's memory: it would swap or be killed."""
-    # The single process: weights, gradients, two moments, and what it writes down (gradients of all steps, weights).
+    """Raises SpecError if the job exceeds this machine's memory: it would swap or be killed."""
+    # The single process: weights, gradients, two moments, and what it saves (gradients of all steps, weights).
     parameters = parameter_count(job.model)
     alone = parameters * 4 * (4 + steps + 1)
     states = parameters * 16 * job.strategy.data_parallel * job.strategy.cp
@@ -212,7 +209,7 @@ def require_memory(job: Job, steps: int, available: int | None) -> None:
 
 
 def available_bytes() -> int | None:
-    """Free memory of this machine; None if the system does not say."""
+    """Free memory of this machine; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -222,7 +219,7 @@ def available_bytes() -> int | None:
 
 @dataclass(frozen=True)
 class Ticks:
-    """Steps that a worker has done, for the process that waits for it: the length of a file."""
+    """Steps that a worker has done, for the process that waits for it: the size of a file."""
 
     path: str
 
@@ -244,7 +241,7 @@ def _write_reference(place: WorkerPlace, job: Job, steps: int, seed: int, path: 
 def _compare(
     place: WorkerPlace, job: Job, steps: int, seed: int, path: str, device: str, ticks: Ticks
 ) -> dict[str, Deviation]:
-    """What one rank finds."""
+    """The deviations of one rank."""
     torch.set_num_threads(1)
     reference = Reference(**torch.load(path, mmap=True, weights_only=False))  # written by `_write_reference`
     found: dict[str, list[Deviation]] = {kind: [] for kind in KINDS}
@@ -291,5 +288,5 @@ def _weights(engine: Engine, reference: Reference) -> list[Deviation]:
 
 
 def _reference_name(name: str, expected: dict[str, torch.Tensor]) -> str:
-    """Where embedding and head are one parameter, the whole model lists it once."""
+    """If embedding and head are tied, the unsharded model has the parameter once."""
     return "embedding.weight" if name == "head.weight" and name not in expected else name

@@ -171,8 +171,8 @@ def verdicts(found: Comparison) -> list[str]:
             f"Slow link: between {link.between}, {slow.times:.1f} times as long as {slow.than} "
             f"({link.dimension}: {link.what}, {size} in {took})."
         )
-    if found.unlike is not None:
-        lines.append(found.unlike)
+    if found.mismatch is not None:
+        lines.append(found.mismatch)
     if found.missing_steps:
         lines.append(f"metrics.jsonl has no line for step {found.missing_steps}.")
     return lines

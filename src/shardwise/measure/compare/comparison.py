@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
 from shardwise.engine.labels import DIMENSIONS
 from shardwise.layout.ranks import coordinate
-from shardwise.measure.compare.flights import SentBytes, sent_bytes, unlike
+from shardwise.measure.compare.flights import SentBytes, mismatch, sent_bytes
 from shardwise.measure.compare.step_parts import BUBBLE, LATE, Measured, Predicted, measured, predicted
 from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowness, slow_link, straggler
 from shardwise.spec.errors import SpecError, shown
@@ -19,7 +19,7 @@ from shardwise.training.metrics.lines import read_lines, summarise
 from shardwise.training.profile.record import read_records
 from shardwise.training.run_folder import RunFolder
 
-# -- A run's folder as a user names it, with what was recorded in it ---------------------------------
+# -- a run's folder and what was recorded in it ------------------------------------------------------
 
 NEWEST = "last"
 
@@ -43,7 +43,7 @@ def profiled_run(text: str) -> ProfiledRun:
 
 
 def run_folder(text: str) -> RunFolder:
-    """``runs/NAME``, or the newest of ``runs`` for ``runs/last`` where nothing has that name."""
+    """``runs/NAME``; ``runs/last`` is the newest of ``runs`` if no run has that name."""
     path = Path(text)
     try:
         if not path.exists() and path.name == NEWEST:
@@ -58,12 +58,12 @@ def run_folder(text: str) -> RunFolder:
     return RunFolder(path)
 
 
-# -- Likely causes of a part of a step differing from its price: a table, of which the first matching entry applies
+# -- likely causes of a part of a step differing from its price --------------------------------------
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known besides the part itself."""
+    """What is known about a part that differs."""
 
     part: str
     predicted: float
@@ -78,86 +78,45 @@ class Evidence:
 
     @property
     def own_link(self) -> SlowLink | None:
-        """The slow link, where this part goes over it."""
+        """The slow link, if this part goes over it."""
         return self.slow_link if self.slow_link is not None and self.slow_link.link.dimension == self.part else None
-
-
-@dataclass(frozen=True)
-class Cause:
-    parts: tuple[str, ...]
-    applies: Callable[[Evidence], bool]
-    text: Callable[[Evidence], str]
 
 
 def _always(evidence: Evidence) -> bool:
     return True
 
 
-def _said(text: str) -> Callable[[Evidence], str]:
-    return lambda evidence: text
-
-
-CAUSES = (
-    Cause(
-        ("compute",),
-        lambda e: e.slow_rank is not None and e.longer and e.measured < 2 * e.slowness * e.predicted,
-        lambda e: f"rank {e.slow_rank} takes {e.slowness:.2f} times as long for a layer as others do",
-    ),
-    Cause(
-        ("compute",),
-        lambda e: e.longer,
-        _said("slower on every rank than the device's description: `shardwise calibrate` measures this device"),
-    ),
-    Cause(("compute",), _always, _said("the device is faster than its description: `shardwise calibrate`")),
-    Cause(
-        ("bubble", "late ranks"),
-        lambda e: e.slow_rank is not None and e.longer,
-        lambda e: f"the others wait for rank {e.slow_rank}",
-    ),
-    Cause(("bubble",), lambda e: e.longer, _said("stages differ: `shardwise calibrate --from` cuts them again")),
-    Cause(
-        ("late ranks",),
-        _always,
-        _said("ranks arrive at different times: other work on their machines, or uneven data and experts"),
-    ),
-    Cause(
-        DIMENSIONS,
-        lambda e: e.own_link is not None and e.longer,
-        lambda e: (
-            f"the link between {e.own_link.link.between} takes {e.own_link.times:.1f} times as long as "
-            f"{e.own_link.than}"
-            if e.own_link
-            else ""
-        ),
-    ),
-    Cause(
-        DIMENSIONS,
-        lambda e: e.longer,
-        _said("slower than the network's description, or less of it is hidden: `shardwise calibrate` measures links"),
-    ),
-    Cause(DIMENSIONS, _always, _said("the network is faster than its description, or more of it is hidden")),
-    Cause(("data",), _always, _said("the loop waits for batches: more run.data.workers, or run.data.stage")),
-    Cause(
-        ("checkpoint",),
-        _always,
-        _said("the state is copied, or written, while nothing trains: fewer checkpoints, or asynchronous ones"),
-    ),
-    Cause(
-        ("optimizer",),
-        lambda e: e.longer,
-        _said("the update moves fewer bytes per second here than predicted: `shardwise calibrate`"),
-    ),
-    Cause(("optimizer",), _always, _said("the update is faster than predicted: `shardwise calibrate`")),
-    Cause(("host",), _always, _said("the host between the phases: figures, logging, garbage collection")),
+# Parts, when the cause applies, and what it is; the first that applies is given.
+CAUSES: tuple[tuple[tuple[str, ...], Callable[[Evidence], bool], str], ...] = (
+    (("compute",), lambda e: e.slow_rank is not None and e.longer and e.measured < 2 * e.slowness * e.predicted,
+     "rank {0.slow_rank} takes {0.slowness:.2f} times as long for a layer as others do"),
+    (("compute",), lambda e: e.longer,
+     "slower on every rank than the device's description: `shardwise calibrate` measures this device"),
+    (("compute",), _always, "the device is faster than its description: `shardwise calibrate`"),
+    (("bubble", "late ranks"), lambda e: e.slow_rank is not None and e.longer,
+     "the others wait for rank {0.slow_rank}"),
+    (("bubble",), lambda e: e.longer, "stages differ: `shardwise calibrate --from` rebalances them"),
+    (("late ranks",), _always,
+     "ranks arrive at different times: other work on their machines, or uneven data and experts"),
+    (DIMENSIONS, lambda e: e.own_link is not None and e.longer,
+     "the link between {0.slow_link.link.between} takes {0.slow_link.times:.1f} times as long as {0.slow_link.than}"),
+    (DIMENSIONS, lambda e: e.longer,
+     "slower than the network's description, or less of it is hidden: `shardwise calibrate` measures links"),
+    (DIMENSIONS, _always, "the network is faster than its description, or more of it is hidden"),
+    (("data",), _always, "the loop waits for batches: more run.data.workers, or run.data.stage"),
+    (("checkpoint",), _always,
+     "training waits while the state is copied or written: fewer checkpoints, or asynchronous ones"),
+    (("optimizer",), lambda e: e.longer,
+     "the update moves fewer bytes per second here than predicted: `shardwise calibrate`"),
+    (("optimizer",), _always, "the update is faster than predicted: `shardwise calibrate`"),
+    (("host",), _always, "the host between the phases: metrics, logging, garbage collection"),
 )  # fmt: skip
 
 
 def cause_of(evidence: Evidence) -> str:
-    """Empty if nothing is known."""
-    for cause in CAUSES:
-        if evidence.part in cause.parts and cause.applies(evidence):
-            return cause.text(evidence)
-    return ""
+    """Empty if none is known."""
+    causes = (text for parts, applies, text in CAUSES if evidence.part in parts and applies(evidence))
+    return next(causes, "").format(evidence)
 
 
 # -- the comparison ----------------------------------------------------------------------------------
@@ -168,7 +127,7 @@ WORTH = 0.02  # of the step: a smaller difference is not explained
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of a step. What is hidden takes none of it; None if that is not known."""
+    """Seconds of a step; hidden ones are not part of it, and None if they are not known."""
 
     name: str
     predicted: float
@@ -196,7 +155,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``usual_seconds``: what steps took that were not profiled; ``slowness`` of ranks, of the usual one's time."""
+    """``usual_seconds`` of the steps that were not profiled; ``slowness`` of ranks, relative to the usual one."""
 
     job: Job
     found: Measured
@@ -209,8 +168,8 @@ class Comparison:
     slow_rank: int | None
     slow_link: SlowLink | None
     sent: tuple[SentBytes, ...] = ()  # of the rank whose step is shown
-    unlike: str | None = None  # ranks that did not begin the same collectives
-    missing_steps: str = ""  # of which the run's metrics have no line
+    mismatch: str | None = None  # ranks that did not begin the same collectives
+    missing_steps: str = ""  # without a line in the run's metrics
 
 
 def compare(run: ProfiledRun) -> Comparison:
@@ -234,25 +193,25 @@ def compare(run: ProfiledRun) -> Comparison:
     ]
     differences.sort(key=lambda one: -abs(one.part.difference))
     lines = list(read_lines(run.folder.metrics))
-    asked = job.run.profile
-    plain = [one for one in lines if asked is None or not asked.first <= one["step"] <= asked.last]
+    profile = job.run.profile
+    plain = [one for one in lines if profile is None or not profile.first <= one["step"] <= profile.last]
     return Comparison(
         job, found, expected, parts, _memory(job, found, lines), tuple(differences),
         summarise(plain).step_seconds, slowness, slow_rank, slow,
-        sent_bytes(job, found.records[busiest.rank], len(found.numbers)), unlike(found.records),
+        sent_bytes(job, found.records[busiest.rank], len(found.numbers)), mismatch(found.records),
         summarise(lines).missing_steps,
     )  # fmt: skip
 
 
 def _hidden(name: str, expected: Predicted, found: Measured) -> tuple[float | None, float | None]:
-    """Unknown for pipeline messages: nobody sees how long one was in flight."""
+    """Unknown for pipeline messages: how long one was in flight is not recorded."""
     if name not in DIMENSIONS:
         return None, None
     return expected.hidden.get(name, 0.0), None if name == "pp" else found.busiest.hidden.get(name, 0.0)
 
 
 def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[MemoryPart, ...]:
-    """Of the fullest rank; where no step was counted, of what rank 0 holds between steps."""
+    """Of the fullest rank; if no step was counted, what rank 0 holds between steps."""
     counted = [one["memory_bytes_of_ranks"] for one in lines if isinstance(one.get("memory_bytes_of_ranks"), list)]
     peaks: list[int] = counted[-1] if counted else []  # type: ignore[assignment]
     rank = peaks.index(max(peaks)) if peaks else 0
@@ -261,19 +220,14 @@ def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[
     if peaks:
         held = sum(one.measured_bytes for one in parts)
         priced = sum(one.predicted_bytes for one in parts)
-        whole = _tensors(expected)
-        parts.append(MemoryPart("all else at the peak", whole - priced, peaks[rank] - held))
-        parts.append(MemoryPart(f"peak of rank {rank}", whole, peaks[rank]))
+        tensors = expected.total - expected.allowance  # the framework's own memory is not measured
+        parts.append(MemoryPart("all else at the peak", tensors - priced, peaks[rank] - held))
+        parts.append(MemoryPart(f"peak of rank {rank}", tensors, peaks[rank]))
     return tuple(parts)
 
 
 def _states(job: Job, expected: DeviceMemory, held: Mapping[str, int]) -> list[MemoryPart]:
-    """Between two steps. ZeRO-1 and 2 hold a shard of the weights then, which is the optimizer's own copy of them."""
+    """Between two steps, where ZeRO-1 and 2 hold only the optimizer's own copy of a shard of the weights."""
     if job.strategy.zero in (1, 2):
         return [MemoryPart("optimizer and its weights", expected.optimizer, sum(held.values()))]
     return [MemoryPart(name, getattr(expected, name), held[name]) for name in ("weights", "optimizer")]
-
-
-def _tensors(memory: DeviceMemory) -> float:
-    """Memory of the framework besides tensors is not measured."""
-    return memory.total - memory.allowance

@@ -12,8 +12,8 @@ from shardwise.training.profile.record import HOST, NamedRange, RankRecord
 
 
 @dataclass
-class Taking:
-    """One rank's part in a collective: when it started, when its host was blocked on it, when it was done."""
+class Participation:
+    """One rank's share in a collective: when it started, when its host was blocked on it, when it was done."""
 
     rank: int
     label: Label
@@ -41,7 +41,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """Once all were there."""
+        """From when the last rank had begun."""
         return max(0.0, self.end - self.complete)
 
     def waited_for_others(self, rank: int) -> float:
@@ -50,49 +50,49 @@ class Exchange:
 
     @property
     def shows_the_link(self) -> bool:
-        """Whether it completed while a rank was waiting for it: else it may have arrived long before."""
-        standing = [one.end - max(one.start, self.complete) for ranges in self.blocked.values() for one in ranges]
-        return max(standing, default=0.0) > 0.5 * self.seconds
+        """Whether it completed while a rank was waiting for it; otherwise it may have completed long before."""
+        waits = [one.end - max(one.start, self.complete) for ranges in self.blocked.values() for one in ranges]
+        return max(waits, default=0.0) > 0.5 * self.seconds
 
 
 def exchanges_of(records: Sequence[RankRecord], steps: Sequence[Sequence[Step]]) -> tuple[Exchange, ...]:
-    """Of all steps; ``steps[r]`` are rank r's. What some ranks of a group did not take part in is left out."""
+    """Of all steps; ``steps[r]`` are rank r's. Collectives that not all ranks of a group recorded are left out."""
     found: list[Exchange] = []
     for of_step in zip(*steps):
-        begun = [_takings(record, step) for record, step in zip(records, of_step)]
+        begun = [_participations(record, step) for record, step in zip(records, of_step)]
         found += _collectives(records, begun, of_step[0].number)
         found += _messages(records, begun, of_step)
     return tuple(found)
 
 
-Takings = dict[tuple[str, str], list[Taking]]
+Participations = dict[tuple[str, str], list[Participation]]
 
 
-def _takings(record: RankRecord, step: Step) -> Takings:
-    """What a rank began, by dimension and name, each with the waits and the backend's work that belong to it."""
-    found: Takings = defaultdict(list)
+def _participations(record: RankRecord, step: Step) -> Participations:
+    """What a rank began, by dimension and name, each with its waits and the backend's work for it."""
+    found: Participations = defaultdict(list)
     waits: dict[tuple[str, str], int] = defaultdict(int)
-    newest: list[tuple[float, Taking]] = []
+    newest: list[tuple[float, Participation]] = []
     for one in step.ranges:
         label = label_of(one.name)
         key = label.dimension, label.what
         if label.kind == "begin":
-            standing = [one] if one.lane == HOST else _exposed(one, step, label.part)
-            taking = Taking(record.rank, label, one.start, standing, one.end)
-            found[key].append(taking)
-            newest.append((one.start, taking))
+            blocked = [one] if one.lane == HOST else _exposed(one, step, label.part)
+            share = Participation(record.rank, label, one.start, blocked, one.end)
+            found[key].append(share)
+            newest.append((one.start, share))
         elif label.kind == "wait" and waits[key] < len(found.get(key, ())):
-            taking = found[key][waits[key]]
+            share = found[key][waits[key]]
             waits[key] += 1
-            taking.blocked.append(one)
-            taking.ends = max(taking.ends, one.end)
-            newest.append((one.start, taking))
+            share.blocked.append(one)
+            share.ends = max(share.ends, one.end)
+            newest.append((one.start, share))
     _note_backend(newest, step)
     return found
 
 
 def _exposed(one: NamedRange, step: Step, part: str) -> list[NamedRange]:
-    """Of a collective on a GPU: while nothing is computed beside it."""
+    """The parts of a collective on a GPU during which nothing is computed."""
     return [
         replace(one, start=max(one.start, segment.start), end=min(one.end, segment.end))
         for segment in step.segments_in(one)
@@ -100,22 +100,22 @@ def _exposed(one: NamedRange, step: Step, part: str) -> list[NamedRange]:
     ]
 
 
-def _note_backend(newest: Sequence[tuple[float, Taking]], step: Step) -> None:
-    """The backend may be done long before a rank waits: its last activity tells when."""
-    ended: dict[int, tuple[Taking, float]] = {}
+def _note_backend(newest: Sequence[tuple[float, Participation]], step: Step) -> None:
+    """Takes the end from the backend's last activity: it may be done long before a rank waits."""
+    ended: dict[int, tuple[Participation, float]] = {}
     place = 0
-    for work in sorted(step.beside, key=lambda one: one.start):
+    for work in sorted(step.backend, key=lambda one: one.start):
         if label_of(work.name).ends_when_waited:
             continue
         while place + 1 < len(newest) and newest[place + 1][0] <= work.start:
             place += 1
         if newest and newest[place][0] <= work.start:
-            taking = newest[place][1]
-            before = ended.get(id(taking), (taking, 0.0))[1]
-            ended[id(taking)] = taking, max(before, work.end)
-    for taking, end in ended.values():
-        if len(taking.blocked) > 1 and taking.blocked[0].lane == HOST:
-            taking.ends = min(taking.ends, end)
+            share = newest[place][1]
+            before = ended.get(id(share), (share, 0.0))[1]
+            ended[id(share)] = share, max(before, work.end)
+    for share, end in ended.values():
+        if len(share.blocked) > 1 and share.blocked[0].lane == HOST:
+            share.ends = min(share.ends, end)
 
 
 def members_of(record: RankRecord, label: Label, world: int) -> tuple[int, ...]:
@@ -128,29 +128,30 @@ def members_of(record: RankRecord, label: Label, world: int) -> tuple[int, ...]:
     return record.groups.get(label.dimension, (record.rank,))
 
 
-def _collectives(records: Sequence[RankRecord], begun: Sequence[Takings], step: int) -> Iterator[Exchange]:
+def _collectives(records: Sequence[RankRecord], begun: Sequence[Participations], step: int) -> Iterator[Exchange]:
     world = len(records)
     for record, mine in zip(records, begun):
-        for (dimension, what), takings in mine.items():
-            label = takings[0].label
+        for (dimension, what), shares in mine.items():
+            label = shares[0].label
             members = members_of(record, label, world)
             if label.message:
                 continue
-            if dimension == "pp":  # the ends of a pipeline alone share some
+            if dimension == "pp":  # some are only between the first and the last stage
                 members = tuple(rank for rank in members if (dimension, what) in begun[rank])
             if record.rank != min(members) or len(members) < 2:
                 continue
             everyone = [begun[rank].get((dimension, what), []) for rank in members]
-            if any(len(one) != len(takings) for one in everyone):
+            if any(len(one) != len(shares) for one in everyone):
                 continue
             for together in zip(*everyone):
-                complete = max(one.begin for one in together)
-                end = max(one.ends for one in together)
+                complete, end = max(one.begin for one in together), max(one.ends for one in together)
                 blocked = {one.rank: tuple(one.blocked) for one in together}
                 yield Exchange(label, what, step, members, together[0].label.bytes, complete, end, blocked)
 
 
-def _messages(records: Sequence[RankRecord], begun: Sequence[Takings], of_step: Sequence[Step]) -> Iterator[Exchange]:
+def _messages(
+    records: Sequence[RankRecord], begun: Sequence[Participations], of_step: Sequence[Step]
+) -> Iterator[Exchange]:
     """Between the stages of a pipeline: what one rank sends is what another waits for, in the same order."""
     for record, mine in zip(records, begun):
         for sends in mine.values():
@@ -158,11 +159,8 @@ def _messages(records: Sequence[RankRecord], begun: Sequence[Takings], of_step: 
             if not message:
                 continue
             for receiver in record.groups["pp"]:
-                waits = [
-                    one
-                    for one in of_step[receiver].ranges
-                    if (label := label_of(one.name)).kind == "wait" and label.what == message
-                ]
+                labelled = ((one, label_of(one.name)) for one in of_step[receiver].ranges)
+                waits = [one for one, label in labelled if label.kind == "wait" and label.what == message]
                 if receiver == record.rank or len(waits) != len(sends):
                     continue
                 for send, wait in zip(sends, waits):

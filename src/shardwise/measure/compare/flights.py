@@ -1,4 +1,4 @@
-"""Bytes that a rank sent according to the backend's own record, against the plan; and ranks whose records disagree."""
+"""Bytes that a rank sent by the backend's own record, against the plan; and ranks whose records disagree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.measure.collectives.request import bus_factor
 from shardwise.spec.job import Job
 from shardwise.training.profile.record import Flight, NamedRange, RankRecord
 
-_EQUAL_SIZES = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)  # what every rank of a group gives
+_EQUAL_SIZES = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)  # on all ranks of a group
 _BY_EXCHANGE = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 # Which dimension a group's traffic is priced as.
 _DIMENSION = (
@@ -27,7 +27,7 @@ _DIMENSION = (
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Of one rank in a step. What the record does not hold (gloo: messages) is not here either."""
+    """Of one rank in a step, without what the backend does not record (gloo: messages)."""
 
     dimensions: tuple[str, ...]  # several where they have the same ranks
     collectives: float
@@ -54,8 +54,8 @@ def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...
     )
 
 
-def unlike(records: Sequence[RankRecord]) -> str | None:
-    """Names the first rank whose collectives of a group are not those of the group's first rank."""
+def mismatch(records: Sequence[RankRecord]) -> str | None:
+    """A sentence about the first rank whose collectives in a group differ from those of the group's first rank."""
     for record in records:
         for members in dict.fromkeys(one.members for one in record.flights):
             first = records[members[0]]
@@ -79,7 +79,7 @@ def _dimensions(record: RankRecord, one: Flight) -> tuple[str, ...]:
 
 
 def _named(one: Flight, begun: Sequence[NamedRange]) -> CollectiveKind | None:
-    """What the engine means it to be, inside whose range it began; None if it has no name."""
+    """The collective by the engine's label, in whose range it began; None without a label."""
     number = bisect_right(begun, one.start, key=lambda range: range.start) - 1
     inside = number >= 0 and one.start <= begun[number].end
     return label_of(begun[number].name).collective if inside else None
@@ -89,7 +89,7 @@ def _bytes_sent(one: Flight, meant: CollectiveKind | None) -> float:
     kind, n = backend_kind(one.name), len(one.members)
     if kind is None:
         return 0.0
-    # Two ranks on gloo gather and scatter by exchanging what the other lacks (`engine.reductions`), and no more.
+    # Two ranks on gloo gather and scatter by one exchange of what the other lacks (`engine.collectives.reductions`).
     if kind is CollectiveKind.ALL_TO_ALL and n == 2 and meant in _BY_EXCHANGE:
         return float(one.bytes)
     size = one.bytes * (n if kind is CollectiveKind.ALL_GATHER else 1)

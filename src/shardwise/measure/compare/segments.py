@@ -1,4 +1,4 @@
-"""The training thread, cut into segments: a moment belongs to the innermost enclosing range that names a part."""
+"""The training thread's time in segments: a moment belongs to the innermost enclosing range that names a part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRec
 
 @dataclass(frozen=True)
 class Segment:
-    """``layer``: the forward pass of a layer that it is a part of, if any."""
+    """``layer``: the layer's forward pass that it is part of, if any."""
 
     start: float
     end: float
@@ -28,16 +28,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """One step on one rank: its ranges on the thread that trains, and the same time in segments without gaps.
+    """One step on one rank: the ranges of the training thread, and the same time in segments without gaps.
 
-    Evaluation is no part of it.
+    Evaluation is left out.
     """
 
     number: int
     start: float
     end: float
     ranges: tuple[NamedRange, ...]
-    beside: tuple[NamedRange, ...]  # what the backend does on threads of its own
+    backend: tuple[NamedRange, ...]  # what it does on threads of its own
     segments: tuple[Segment, ...]
 
     @property
@@ -45,7 +45,7 @@ class Step:
         return sum(one.seconds for one in self.segments)
 
     def segments_in(self, within: NamedRange) -> Sequence[Segment]:
-        """Those that overlap a range."""
+        """The segments that overlap a range."""
         first = bisect_right(self._ends, within.start)
         return self.segments[first : bisect_left(self._starts, within.end)]
 
@@ -59,22 +59,21 @@ class Step:
 
 
 def steps_of(record: RankRecord) -> tuple[Step, ...]:
-    """The steps of a rank's record, in order; a step that was run again after a roll-back counts once."""
+    """The steps of a rank's record, in order; a step that was repeated after a roll-back counts once."""
     host = [one for one in record.ranges if one.lane == HOST]
     steps = {label_of(one.name).number: one for one in host if label_of(one.name).kind == "step"}
     found = []
     for number, step in sorted(steps.items()):
         inside = _without_inner([one for one in host if step.start <= one.start and one.end <= step.end])
-        beside = [
-            one for one in record.ranges if label_of(one.name).kind == "backend" and step.start <= one.start <= step.end
-        ]
+        during = [one for one in record.ranges if step.start <= one.start <= step.end]
+        backend = tuple(one for one in during if label_of(one.name).kind == "backend")
         segments = tuple(one for one in _segments(inside) if one.part != "evaluation")
-        found.append(Step(number, step.start, step.end, tuple(inside), tuple(beside), segments))
+        found.append(Step(number, step.start, step.end, tuple(inside), backend, segments))
     return tuple(found)
 
 
 def _without_inner(ranges: Sequence[NamedRange]) -> list[NamedRange]:
-    """Without what lies inside an evaluation or a checkpoint."""
+    """Without the ranges inside an evaluation or a checkpoint."""
     kept: list[NamedRange] = []
     closed = float("-inf")
     for one in ranges:
@@ -85,7 +84,7 @@ def _without_inner(ranges: Sequence[NamedRange]) -> list[NamedRange]:
 
 
 def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
-    """``ranges`` come by their starts, an outer one before what it holds."""
+    """``ranges`` are ordered by start, an outer one before those inside it."""
     open_ranges: list[tuple[NamedRange, str, NamedRange | None]] = []
     now = ranges[0].start
 
@@ -115,7 +114,7 @@ def _layer(
     around: NamedRange | None,
     open_ranges: Sequence[tuple[NamedRange, str, NamedRange | None]],
 ) -> NamedRange | None:
-    """A layer that runs again in a backward pass is no forward pass."""
+    """A layer that is recomputed in a backward pass is not a forward pass."""
     if label.kind != "layer":
         return around
     again = any(label_of(outer.name).pass_kind == "backward" for outer, _, _ in open_ranges)
@@ -123,10 +122,10 @@ def _layer(
 
 
 # -- Steps on a GPU: the host runs ahead, so the kernels determine where the time went ---------------
-# A moment belongs to the computation that runs then; else to the communication that runs then, which is exposed; else
-# nothing runs, and it belongs to what the host does meanwhile, if that is data or a checkpoint, or to the host itself.
+# A moment belongs to the computation that runs then, else to the (exposed) communication that runs then; if nothing
+# runs, to what the host does meanwhile, if that is data or a checkpoint, or to the host itself.
 
-_GAP_SECONDS = 20e-6  # between two kernels: as long as a launch takes, no time of its own
+_GAP_SECONDS = 20e-6  # a shorter gap between two kernels is a launch, and part of the kernel before
 _HOST_PARTS = ("data", "checkpoint", "evaluation")
 
 
@@ -149,44 +148,38 @@ def device_steps(record: RankRecord) -> tuple[Step, ...]:
     for number, (start, end) in sorted(bounds.items()):
         own = [one for one in kernels if start <= one.range.start < end]
         segments = [one for one in _device_segments(own, host, start, end) if one.part != "evaluation"]
-        steps.append(
-            Step(
-                number,
-                start,
-                end,
-                tuple(one for one in marks if start <= one.start < end),
-                tuple(one.range for one in own if one.communicates),
-                tuple(segments),
-            )
-        )
+        ranges = tuple(one for one in marks if start <= one.start < end)
+        backend = tuple(one.range for one in own if one.communicates)
+        steps.append(Step(number, start, end, ranges, backend, tuple(segments)))
     return tuple(steps)
 
 
 def _bounds(marks: Sequence[NamedRange]) -> dict[int, tuple[float, float]]:
-    begun: dict[int, list[NamedRange]] = {}
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
     for one in marks:
-        label = label_of(one.name)
-        if label.kind == "step":
-            begun.setdefault(label.number, []).append(one)
-    starts = {number: min(one.start for one in some) for number, some in begun.items()}
-    ends = {number: max(one.end for one in some) for number, some in begun.items()}
+        if (label := label_of(one.name)).kind == "step":
+            starts[label.number] = min(one.start, starts.get(label.number, one.start))
+            ends[label.number] = max(one.end, ends.get(label.number, one.end))
     return {number: (start, starts.get(number + 1, ends[number])) for number, start in starts.items()}
 
 
 def _kernels(on_device: Sequence[NamedRange], lane: int) -> Iterator[_Kernel]:
-    """Of one stream, each by the names around it there."""
+    """The kernels of one stream, each named by the ranges around it."""
     around: list[NamedRange] = []  # the outermost first
-    for one in sorted((one for one in on_device if one.lane == lane), key=lambda one: (one.start, -one.end, _is(one))):
+    for one in sorted(
+        (one for one in on_device if one.lane == lane), key=lambda one: (one.start, -one.end, _is_kernel(one))
+    ):
         while around and around[-1].end <= one.start:
             around.pop()
-        if _is(one):
+        if _is_kernel(one):
             yield _kernel(one, around)
         elif label_of(one.name).kind != "backend":
             around.append(one)
 
 
-def _is(one: NamedRange) -> bool:
-    """Whether it is a kernel, and no name of ours or PyTorch's."""
+def _is_kernel(one: NamedRange) -> bool:
+    """Whether it is a kernel, not a range named by us or PyTorch."""
     return label_of(one.name).kind == "none"
 
 

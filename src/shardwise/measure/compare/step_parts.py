@@ -23,7 +23,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.profile.record import NamedRange, RankRecord
 
-# -- Where the time of a rank's steps went, by the parts that the planner prices ---------------------
+# -- measured ----------------------------------------------------------------------------------------
 
 BUBBLE, LATE = "bubble", "late ranks"
 WAITS = (BUBBLE, LATE)
@@ -31,10 +31,10 @@ WAITS = (BUBBLE, LATE)
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of a step, as means over those that were profiled; ``parts`` add up to ``step_seconds``.
+    """Seconds of a step, as means over the profiled ones; ``parts`` add up to ``step_seconds``.
 
-    ``hidden``: what a dimension's communication took beside the computation. ``layers``: the forward pass of every
-    layer, without what it sends.
+    ``hidden``: communication of each dimension during computation. ``layers``: the forward pass of every layer,
+    without communication.
     """
 
     rank: int
@@ -51,13 +51,13 @@ class RankTimes:
 
     @property
     def layer_seconds(self) -> float | None:
-        """A layer of this rank, on the mean."""
+        """The mean over the layers of this rank."""
         return statistics.fmean(self.layers.values()) if self.layers else None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks recorded of the same steps."""
+    """The same steps as recorded by all ranks."""
 
     records: tuple[RankRecord, ...]
     steps: tuple[tuple[Step, ...], ...]  # of every rank
@@ -103,7 +103,7 @@ def _times(record: RankRecord, steps: Sequence[Step], exchanges: Sequence[Exchan
             waited = min(waited, parts[part])
             parts[part] -= waited
             parts[BUBBLE if pipelined and part in ("pp", "world") else LATE] += waited
-    parts["optimizer"] += parts.pop("world", 0.0)  # what is left of the sum of the norm
+    parts["optimizer"] += parts.pop("world", 0.0)  # the all-reduce of the norm, without waiting
     count = len(steps)
     return RankTimes(
         record.rank,
@@ -119,22 +119,19 @@ def _hidden(step: Step) -> dict[str, float]:
     """Seconds that the backend worked for each dimension while the host was not blocked on it."""
     found: dict[str, float] = defaultdict(float)
     begun = [(one.start, label.part) for one in step.ranges if (label := label_of(one.name)).kind in ("begin", "wait")]
-    for work in step.beside:
+    for work in step.backend:
         if label_of(work.name).ends_when_waited:
             continue
         part = next((part for start, part in reversed(begun) if start <= work.start), None)
         if part is not None and part != "world":
-            found[part] += work.seconds - _standing(step, work, part)
+            blocked = [one for one in step.segments_in(work) if one.part == part]
+            exposed = sum(min(one.end, work.end) - max(one.start, work.start) for one in blocked)
+            found[part] += work.seconds - exposed
     return found
 
 
-def _standing(step: Step, work: NamedRange, part: str) -> float:
-    overlapping = [one for one in step.segments_in(work) if one.part == part]
-    return sum(min(one.end, work.end) - max(one.start, work.start) for one in overlapping)
-
-
 def _layers(steps: Sequence[Step]) -> dict[int, float]:
-    """The mean forward pass of each layer: who shares its processor is slow in some passes and not in others."""
+    """The mean forward pass of each layer: a rank that shares its processor is slow in some passes only."""
     each: dict[int, list[float]] = defaultdict(list)
     for step in steps:
         passes: dict[NamedRange, float] = defaultdict(float)
@@ -146,14 +143,14 @@ def _layers(steps: Sequence[Step]) -> dict[int, float]:
     return {layer: statistics.fmean(seconds) for layer, seconds in sorted(each.items())}
 
 
-# -- The same parts as the planner prices them -------------------------------------------------------
+# -- predicted ---------------------------------------------------------------------------------------
 
 _DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("cp", "dp"), "world": ("tp", "cp", "dp", "pp")}
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """``parts`` add up to the step; ``hidden`` as for what is measured."""
+    """``parts`` add up to the step; ``hidden`` as in `RankTimes`."""
 
     price: Candidate
     parts: dict[str, float]
@@ -181,7 +178,7 @@ def predicted(job: Job) -> Predicted:
 
 
 def exchange_seconds(job: Job, one: Exchange) -> float | None:
-    """The price of one collective or message; None for what has no price by itself."""
+    """The price of one collective or message; None if it is not priced alone."""
     kind = one.label.collective
     if kind is None:
         return None

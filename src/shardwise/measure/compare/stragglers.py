@@ -1,4 +1,4 @@
-"""Ranks that compute, and links that carry, more slowly than others or than their description."""
+"""Ranks and links that are slower than others, or than their description."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ def rank_slowness(model: Model, found: Measured) -> tuple[float, ...] | None:
         for layer, seconds in rank.layers.items():
             each[model.is_moe_layer(layer)].append(seconds)
         kinds.append({kind: statistics.fmean(seconds) for kind, seconds in each.items()})
-    held = [kinds_of_rank for kinds_of_rank in kinds if kinds_of_rank]
-    if not held:
+    if not any(kinds):
         return None
     usual = {
-        kind: statistics.median_low(one[kind] for one in held if kind in one)
-        for kind in {kind for one in held for kind in one}
+        kind: statistics.median_low(one[kind] for one in kinds if kind in one)
+        for kind in {kind for one in kinds for kind in one}
     }
     return tuple(
         statistics.mean(seconds / usual[kind] for kind, seconds in one.items()) if one else 1.0 for one in kinds
@@ -46,16 +45,16 @@ def straggler(slowness: tuple[float, ...] | None) -> int | None:
     return slowest if slowness[slowest] >= SLOW else None
 
 
-# -- Links that are slower than others or than described, found by the collectives and messages that cross them
+# -- slow links, found by the collectives and messages that cross them -------------------------------
 
-SLOW_LINK = 2.0  # times as long as the same between other ranks
-FAR = 3.0  # times as far from its price as all else is from its own
-WORTH = 0.02  # of the step: what takes less is not looked at
+SLOW_LINK = 2.0  # times as long as the same exchange between other ranks
+FAR = 3.0  # times the ratio of measured to priced that everything else has
+WORTH = 0.02  # of the step: shorter exchanges are ignored
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What went between some ranks in a step: the median seconds of each of ``count`` exchanges of the same size."""
+    """Exchanges of one size between the same ranks: ``count`` of them in a step, and their median ``seconds``."""
 
     dimension: str
     what: str
@@ -78,7 +77,7 @@ class MeasuredLink:
 
     @property
     def carries(self) -> tuple[str, str, int]:
-        """What links must have in common to be compared: messages of a pipeline are alike, whatever stage sends."""
+        """Links are compared if this is equal: messages of a pipeline are, whatever stage sends."""
         return self.dimension, "" if self.is_message else self.what, self.bytes
 
     @property
@@ -96,7 +95,7 @@ class SlowLink:
 
 
 def links_of(job: Job, found: Measured) -> tuple[MeasuredLink, ...]:
-    """Of every size and name of exchange between the same ranks; both directions of messages are one link."""
+    """One for every size and name of exchange between the same ranks, in both directions."""
     same: dict[tuple[str, str, tuple[int, ...], int], list[Exchange]] = defaultdict(list)
     for one in found.exchanges:
         same[one.dimension, one.what, tuple(sorted(one.members)), one.bytes].append(one)

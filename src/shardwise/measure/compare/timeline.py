@@ -11,7 +11,7 @@ from shardwise.measure.compare.step_parts import Measured
 from shardwise.spec.job import Job
 from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
 
-_MEASURED = 100_000  # process numbers above belong to ranks that were measured
+_MEASURED = 100_000  # process numbers from here on are measured ranks
 
 
 def timeline(job: Job, found: Measured) -> dict[str, Any]:

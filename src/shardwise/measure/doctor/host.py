@@ -17,8 +17,6 @@ from shardwise.launch.ranks import loopback_interface
 from shardwise.launch.torchrun import PORT
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 
-# -- What a check found, in words and with its figure ------------------------------------------------
-
 Status = Literal["pass", "warn", "fail"]
 
 
@@ -32,9 +30,9 @@ class Checked:
 
 @dataclass(frozen=True)
 class Examination:
-    """What is asked for: a run of ``processes`` on each of ``host_count`` hosts that writes to ``folder``.
+    """A run of ``processes`` on each of ``host_count`` hosts that writes to ``folder``.
 
-    ``others`` are hosts to compare with, by ssh. Without a job the size of a checkpoint is not known.
+    ``others`` are hosts to compare clocks with, by ssh. Without a job the size of a checkpoint is not known.
     """
 
     folder: Path
@@ -49,15 +47,15 @@ class Examination:
 # -- the host ----------------------------------------------------------------------------------------
 
 SHARED_MEMORY = Path("/dev/shm")
-# NCCL's documentation asks for --shm-size=1g in containers, whose default is 64 MiB; gloo needs none, loaders some.
+# NCCL's documentation recommends --shm-size=1g in containers, whose default is 64 MiB; gloo needs none, loaders some.
 _SHARED_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 _FEW_FILES, _FILES, _FILES_PER_PROCESS = 256, 1024, 64  # a process has a socket for every other rank of every group
 _SKEW_SECONDS, _LARGE_SKEW_SECONDS = 1.0, 60.0
 _SSH_SECONDS = 10
 
 
-def check_loopback(asked: Examination) -> Checked:
-    """Binds a port on loopback, connects to it and sends a byte each way, as the processes of one machine do."""
+def check_loopback(request: Examination) -> Checked:
+    """Binds a loopback port, connects to it and sends a byte each way, as the processes of one machine do."""
     if not loopback_interface():
         return Checked("loopback", "fail", "there is no loopback interface", "bring `lo` up")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -73,9 +71,9 @@ def check_loopback(asked: Examination) -> Checked:
     return Checked("loopback", "pass", f"bound, connected and answered in {readable_seconds(seconds)}")
 
 
-def check_ports(asked: Examination) -> Checked:
-    """Several hosts meet at a port of the first, and reach each other by name."""
-    if asked.host_count == 1:
+def check_ports(request: Examination) -> Checked:
+    """Several hosts rendezvous at a port of the first, and reach each other by name."""
+    if request.host_count == 1:
         return Checked("ports", "pass", "none is needed: processes of one machine rendezvous in a file")
     name = socket.gethostname()
     try:
@@ -84,7 +82,7 @@ def check_ports(asked: Examination) -> Checked:
         return Checked("ports", "fail", f"this host's name {name} has no address", "add it to DNS or /etc/hosts")
     if address.startswith("127."):
         remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the other hosts"
-        return Checked("ports", "warn", f"this host's name {name} means {address}, which others cannot reach", remedy)
+        return Checked("ports", "warn", f"this host's name {name} is {address}, which others cannot reach", remedy)
     try:
         socket.create_server(("", PORT)).close()
     except OSError as error:
@@ -92,11 +90,11 @@ def check_ports(asked: Examination) -> Checked:
     return Checked("ports", "pass", f"{name} is {address}, port {PORT} is free")
 
 
-def check_shared_memory(asked: Examination) -> Checked:
+def check_shared_memory(request: Examination) -> Checked:
     if not SHARED_MEMORY.is_dir():
         return Checked("shared memory", "pass", f"this system has no {SHARED_MEMORY}, and needs none")
     usage = shutil.disk_usage(SHARED_MEMORY)
-    needed = _SHARED_BYTES[asked.device]
+    needed = _SHARED_BYTES[request.device]
     figure = f"{readable_bytes(usage.free)} free of {readable_bytes(usage.total)}"
     if usage.free < needed:
         remedy = f"{readable_bytes(needed)} are safe: in a container --shm-size=1g"
@@ -104,20 +102,20 @@ def check_shared_memory(asked: Examination) -> Checked:
     return Checked("shared memory", "pass", figure)
 
 
-def check_open_files(asked: Examination) -> Checked:
+def check_open_files(request: Examination) -> Checked:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return Checked("open files", "pass", "no limit")
-    wanted = max(_FILES, _FILES_PER_PROCESS * asked.processes)
+    wanted = max(_FILES, _FILES_PER_PROCESS * request.processes)
     figure = f"{soft:,} in a process" + ("" if hard == resource.RLIM_INFINITY else f", at most {hard:,}")
     if soft >= wanted:
         return Checked("open files", "pass", figure)
     return Checked("open files", "fail" if soft < _FEW_FILES else "warn", figure, f"ulimit -n {wanted}")
 
 
-def check_clocks(asked: Examination) -> Iterator[Checked]:
-    """This clock against that of the folder's file system, and against other hosts that were named."""
-    path = asked.folder / f".shardwise-clock-{os.getpid()}"
+def check_clocks(request: Examination) -> Iterator[Checked]:
+    """This clock against that of the folder's file system, and of other hosts."""
+    path = request.folder / f".shardwise-clock-{os.getpid()}"
     before = time.time()
     try:
         path.write_bytes(b".")
@@ -128,7 +126,7 @@ def check_clocks(asked: Examination) -> Iterator[Checked]:
     ahead = max(0.0, written - after, before - written)
     # The kernel stamps files with the time of its last tick, up to 10 ms ago.
     yield _skew("clock", "the file system's clock", 0.0 if ahead < 0.01 else ahead)
-    for host in asked.others:
+    for host in request.others:
         yield _host_skew(host)
 
 
@@ -152,7 +150,7 @@ def _skew(check: str, other: str, seconds: float) -> Checked:
     return Checked(check, "fail" if seconds > _LARGE_SKEW_SECONDS else "warn", figure, "synchronise clocks by NTP")
 
 
-# -- the disk of a run's folder: how much fits, and how fast it is -----------------------------------
+# -- the disk of a run's folder ----------------------------------------------------------------------
 
 MOST_BYTES, _MOST_SECONDS, _PIECE_BYTES = 128 * 2**20, 5.0, 8 * 2**20
 _LITTLE_BYTES = 2**30
@@ -160,51 +158,53 @@ _SLOW_RATE = 50e6  # bytes/s: what a single hard disk gives
 _KEPT = 3  # checkpoints at a time: the last good one, one more, and the one being written
 
 
-def check_disk(asked: Examination) -> Iterator[Checked]:
-    """Space and speed; the file that is written for it is bounded in size and time, and removed."""
-    usage = shutil.disk_usage(asked.folder)
-    yield _space(asked, usage.free)
+def check_disk(request: Examination) -> Iterator[Checked]:
+    """Space and speed; the file written for that is bounded in size and time, and removed."""
+    usage = shutil.disk_usage(request.folder)
+    yield _space(request, usage.free)
     room = min(MOST_BYTES, usage.free // 10)
     if room < _PIECE_BYTES:
         return
-    path = asked.folder / f".shardwise-disk-{os.getpid()}"
+    path = request.folder / f".shardwise-disk-{os.getpid()}"
     try:
         size, write_seconds = timed_write(path, room)
         read_seconds = timed_read(path)
     finally:
         path.unlink(missing_ok=True)
-    yield _speed(asked, size, write_seconds, read_seconds)
+    yield _speed(request, size, write_seconds, read_seconds)
 
 
-def _space(asked: Examination, free: int) -> Checked:
-    wanted = _KEPT * asked.checkpoint_bytes if asked.checkpoint_bytes else _LITTLE_BYTES
-    figure = f"{readable_bytes(free)} free in {asked.folder}"
-    if asked.checkpoint_bytes:
-        figure += f"; a checkpoint takes {readable_bytes(asked.checkpoint_bytes)}"
+def _space(request: Examination, free: int) -> Checked:
+    wanted = _KEPT * request.checkpoint_bytes if request.checkpoint_bytes else _LITTLE_BYTES
+    figure = f"{readable_bytes(free)} free in {request.folder}"
+    if request.checkpoint_bytes:
+        figure += f"; a checkpoint takes {readable_bytes(request.checkpoint_bytes)}"
     if free >= wanted:
         return Checked("disk space", "pass", figure)
-    remedy = f"{readable_bytes(wanted)} hold {_KEPT} checkpoints" if asked.checkpoint_bytes else "use another folder"
-    too_little = asked.checkpoint_bytes is not None and free < asked.checkpoint_bytes
+    remedy = f"{readable_bytes(wanted)} hold {_KEPT} checkpoints" if request.checkpoint_bytes else "use another folder"
+    too_little = request.checkpoint_bytes is not None and free < request.checkpoint_bytes
     return Checked("disk space", "fail" if too_little else "warn", figure, remedy)
 
 
-def _speed(asked: Examination, size: int, write_seconds: float, read_seconds: float | None) -> Checked:
+def _speed(request: Examination, size: int, write_seconds: float, read_seconds: float | None) -> Checked:
     rate = size / write_seconds
     figure = f"{readable_rate(rate)} written and synced"
     if read_seconds is not None:
         figure += f", {readable_rate(size / read_seconds)} read"
-    if asked.checkpoint_bytes is not None:
-        seconds = asked.checkpoint_bytes / asked.host_count / rate
+    if request.checkpoint_bytes is not None:
+        seconds = request.checkpoint_bytes / request.host_count / rate
         figure += f"; this host's part of a checkpoint in {readable_seconds(seconds)}"
-        if seconds > asked.checkpoint_limit_seconds:
-            return Checked("disk speed", "warn", figure, f"timeouts.checkpoint is {asked.checkpoint_limit_seconds:g} s")
+        if seconds > request.checkpoint_limit_seconds:
+            return Checked(
+                "disk speed", "warn", figure, f"timeouts.checkpoint is {request.checkpoint_limit_seconds:g} s"
+            )
     if rate < _SLOW_RATE:
         return Checked("disk speed", "warn", figure, "checkpoints would be faster in another folder")
     return Checked("disk speed", "pass", figure)
 
 
 def timed_write(path: Path, room: int) -> tuple[int, float]:
-    """Bytes written and synced, and the seconds they took: until ``room`` is full or the time is over."""
+    """Bytes written and synced, and the seconds that took: up to ``room`` bytes or the time limit."""
     piece, size = os.urandom(_PIECE_BYTES), 0  # not zeros: some file systems do not store those
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -215,7 +215,7 @@ def timed_write(path: Path, room: int) -> tuple[int, float]:
 
 
 def timed_read(path: Path) -> float | None:
-    """Seconds to read the file; None if the system cannot be told to forget it first."""
+    """Seconds to read the file; None if the system cannot drop it from the page cache first."""
     if not hasattr(os, "posix_fadvise"):
         return None
     with path.open("rb", buffering=0) as file:

@@ -32,7 +32,7 @@ def visible_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def check_versions(asked: Examination) -> Iterator[Checked]:
+def check_versions(request: Examination) -> Iterator[Checked]:
     yield Checked("Python", "pass", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     lowest, highest = TESTED_TORCH
@@ -43,11 +43,11 @@ def check_versions(asked: Examination) -> Iterator[Checked]:
         yield Checked("PyTorch", "fail" if version < lowest else "warn", torch.__version__, f"tested with {known}")
     if not is_installed("safetensors"):
         yield Checked("safetensors", "fail", "is not installed", "pip install 'shardwise[train]'")
-    if asked.device == "cpu":
+    if request.device == "cpu":
         yield _processor()
     if not (dist.is_available() and dist.is_gloo_available()):
         yield Checked("gloo", "fail", "is not in this build of PyTorch", "install one of pytorch.org's")
-    if asked.device == "cuda":
+    if request.device == "cuda":
         yield _nccl()
 
 
@@ -75,18 +75,18 @@ def _driver() -> str:
     return found[0] if found else ""
 
 
-def check_devices(asked: Examination) -> Checked:
-    """Whether every process finds its device, and memory on it that nobody else holds."""
-    if asked.device == "cpu":
-        return _host_memory(asked.processes)
+def check_devices(request: Examination) -> Checked:
+    """Whether every process has a device, with free memory."""
+    if request.device == "cpu":
+        return _host_memory(request.processes)
     found = visible_devices()
-    if found < asked.processes:
-        figure = f"{found} GPUs for {asked.processes} processes of this host"
+    if found < request.processes:
+        figure = f"{found} GPUs for {request.processes} processes of this host"
         return Checked("device memory", "fail", figure, "use a strategy of fewer ranks, or --on cpu")
-    memory = [torch.cuda.mem_get_info(index) for index in range(asked.processes)]
+    memory = [torch.cuda.mem_get_info(index) for index in range(request.processes)]
     free, total = min(memory)
     name = torch.cuda.get_device_name(0)
-    figure = f"{asked.processes} × {name}, at least {readable_bytes(free)} free of {readable_bytes(total)}"
+    figure = f"{request.processes} × {name}, at least {readable_bytes(free)} free of {readable_bytes(total)}"
     if free < _FREE_SHARE * total:
         return Checked("device memory", "warn", figure, "another process holds some: see nvidia-smi")
     return Checked("device memory", "pass", figure)
@@ -102,31 +102,31 @@ def _host_memory(processes: int) -> Checked:
     return Checked("device memory", "pass", figure)
 
 
-# -- A small all-reduce on the processes of this host: whether they meet, whether sums are right, how long it takes
+# -- a small all-reduce on the processes of this host ------------------------------------------------
 
 _BYTES, _REPEATS = 4 * 2**20, 5
-_MOST_CPU_PROCESSES = 8  # more would tell nothing new about a machine, and take minutes to start
+_MOST_CPU_PROCESSES = 8  # more show nothing new about a machine, and take minutes to start
 _TIMEOUTS = Timeouts(start=120, step=30, checkpoint=30)
 _RESULT = "result.json"
 
 
-def check_all_reduce(asked: Examination) -> Checked:
-    world = asked.processes if asked.device == "cuda" else min(asked.processes, _MOST_CPU_PROCESSES)
+def check_all_reduce(request: Examination) -> Checked:
+    world = request.processes if request.device == "cuda" else min(request.processes, _MOST_CPU_PROCESSES)
     with OwnedFolder("doctor") as folder:
-        command = [sys.executable, "-m", __name__, asked.device]
+        command = [sys.executable, "-m", __name__, request.device]
         found = supervise(command, world, folder, timeouts=_TIMEOUTS, restarts=0, grace_seconds=1)
         if found.status != 0 or found.stopped:
             return Checked("all-reduce", "fail", str(found.failure or "stopped"), "a run would fail the same way")
         result = json.loads((found.attempts[0].folder / _RESULT).read_text(encoding="utf-8"))
     size, seconds = readable_bytes(_BYTES), readable_seconds(result["seconds"])
-    figure = f"{size} over {world} {asked.device} processes in {seconds}"
+    figure = f"{size} over {world} {request.device} processes in {seconds}"
     if not result["right"]:
         return Checked("all-reduce", "fail", f"{figure}, and the sum is wrong", "look for a broken device or driver")
     return Checked("all-reduce", "pass", f"{figure}; the sum is right")
 
 
 def main() -> None:
-    """One rank of it."""
+    """One rank of the all-reduce."""
     place, device = WorldPlace.from_environment(), sys.argv[1]
     reporter = Reporter(place)
     try:
