@@ -30,54 +30,24 @@ if TYPE_CHECKING:
     from shardwise.collectives.verifier import InvalidSchedule, verify
 
 _LATER = {
-    "build_schedule": "build",
-    "draw_rounds": "listing",
-    "Pair": "listing",
-    "pairs": "listing",
-    "why_not": "listing",
-    "price_schedule": "pricing",
-    "simulated_seconds": "pricing",
-    "InvalidSchedule": "verifier",
-    "verify": "verifier",
+    "build": ("build_schedule",),
+    "listing": ("Pair", "draw_rounds", "pairs", "why_not"),
+    "pricing": ("price_schedule", "simulated_seconds"),
+    "verifier": ("InvalidSchedule", "verify"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _LATER.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
-    "Axis",
-    "CollectiveCost",
-    "CollectiveKind",
-    "FullyConnected",
-    "Grid",
-    "InNetwork",
-    "InvalidSchedule",
-    "LatencyAndVolume",
-    "Level",
-    "LevelCost",
-    "Pair",
-    "Schedule",
-    "Switch",
-    "Topology",
-    "Transfer",
-    "Tree",
-    "Volume",
-    "build_schedule",
-    "collective_cost",
-    "collective_latency_and_volume",
-    "crossovers",
-    "draw_rounds",
-    "p2p_latency",
-    "pairs",
-    "place",
-    "price_schedule",
-    "simulated_seconds",
-    "verify",
-    "why_not",
-]
+    "Axis", "CollectiveCost", "CollectiveKind", "FullyConnected", "Grid", "InNetwork", "InvalidSchedule",
+    "LatencyAndVolume", "Level", "LevelCost", "Pair", "Schedule", "Switch", "Topology", "Transfer", "Tree", "Volume",
+    "build_schedule", "collective_cost", "collective_latency_and_volume", "crossovers", "draw_rounds", "p2p_latency",
+    "pairs", "place", "price_schedule", "simulated_seconds", "verify", "why_not",
+]  # fmt: skip

@@ -89,18 +89,9 @@ def best_chunks(extra_stages: int, latency_seconds: float, transfer_seconds: Siz
 
     if extra_stages <= 0:
         return 1
-    if is_array(transfer_seconds):
-        import numpy as np
-
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ideal = np.sqrt(extra_stages * transfer_seconds / latency_seconds)
-        low = np.clip(np.floor(np.nan_to_num(ideal, posinf=MAX_CHUNKS)), 1, MAX_CHUNKS)
-        high = np.minimum(MAX_CHUNKS, low + 1)
-        chosen: Size = np.where(seconds(high) < seconds(low), high, low)
-        return chosen
-    bound = MAX_CHUNKS**2 * latency_seconds
-    work = extra_stages * float(transfer_seconds)
-    low = MAX_CHUNKS if work > bound else math.floor(math.sqrt(work / latency_seconds)) if work else 1
-    low = max(1, low)
-    high = min(MAX_CHUNKS, low + 1)
-    return high if seconds(high) < seconds(low) else low
+    work, bound = extra_stages * transfer_seconds, MAX_CHUNKS**2 * latency_seconds
+    ideal = square_root(minimum(work, bound) / (latency_seconds or 1.0))
+    low = select(work > bound, MAX_CHUNKS, maximum(1, ideal // 1))
+    high = minimum(MAX_CHUNKS, low + 1)
+    best: Size = select(seconds(high) < seconds(low), high, low)
+    return best if is_array(best) else int(best)

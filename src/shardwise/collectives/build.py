@@ -40,18 +40,15 @@ class _Place:
         """The members of one group."""
         return [rail + self.below * (member + self.size * above) for member in range(self.size)]
 
-    def gathered(self, member: int, rail: int, split: int) -> list[int]:
+    def held(self, member: int, rail: int, split: int) -> list[int]:
         """Chunks a member holds before its level's turn: those of its rail, all levels above included."""
         ranks = (rail + self.below * (member + self.size * above) for above in range(self.above))
         return [rank * split + part for rank in ranks for part in range(split)]
 
 
 def _places(topology: Topology) -> list[_Place]:
-    places = []
-    for index, level in enumerate(topology.levels):
-        below = topology.below(index)
-        places.append(_Place(below, level.size, topology.size // (below * level.size)))
-    return places
+    sizes = [(topology.below(index), level.size) for index, level in enumerate(topology.levels)]
+    return [_Place(below, size, topology.size // (below * size)) for below, size in sizes]
 
 
 def _cut(chunks: Sequence[int], parts: int) -> list[tuple[int, ...]]:
@@ -92,7 +89,7 @@ def _block_turn(place: _Place, part: Schedule, split: int, only_root: bool) -> R
 
     def groups() -> Iterable[Rounds]:
         for rail in range(place.below):
-            pieces = [_cut(place.gathered(member, rail, split), per_member) for member in range(place.size)]
+            pieces = [_cut(place.held(member, rail, split), per_member) for member in range(place.size)]
             chunks = dict(enumerate(piece for member in pieces for piece in member))
             for above in range(1 if only_root else place.above):
                 yield embed(part.rounds, place.ranks(above, rail), chunks)
@@ -114,7 +111,7 @@ def _all_reduce(topology: Topology, build: BuildLevel, name: str) -> Schedule:
         rounds += _block_turn(place, part, split, only_root=False)
     outer, shares = places[last], []
     for rail in range(outer.below):
-        held = [chunk for member in range(outer.size) for chunk in outer.gathered(member, rail, split)]
+        held = [chunk for member in range(outer.size) for chunk in outer.held(member, rail, split)]
         chunks = dict(enumerate(_cut(held, across.chunk_count)))
         shares.append(embed(across.rounds, outer.ranks(0, rail), chunks))
     rounds += side_by_side(shares)
@@ -155,7 +152,7 @@ def _exchange(topology: Topology, build: BuildLevel, name: str) -> Schedule:
 
 
 def _exchanged(place: _Place, above: int, rail: int, n: int) -> dict[int, tuple[int, ...]]:
-    """Blocks in each pair's message: below this level they are already where they shall be."""
+    """Blocks in each pair's message: below this level they are already in place."""
     blocks = {}
     for i in range(place.size):
         sources = [low + place.below * (i + place.size * above) for low in range(place.below)]
@@ -165,17 +162,14 @@ def _exchanged(place: _Place, above: int, rail: int, n: int) -> dict[int, tuple[
     return blocks
 
 
-# -- Any schedule in pieces that follow one another: while one piece crosses the slow level, the next is inside
-
-
-def pipelined(schedule: Schedule, pieces: int, algorithm: str | None = None) -> Schedule:
-    """Every chunk cut into ``pieces``; piece p runs through the rounds of ``schedule`` p rounds later than piece 0."""
+def pipelined(schedule: Schedule, pieces: int) -> Schedule:
+    """Every chunk cut into ``pieces``; piece p runs p rounds after piece 0, so that levels overlap."""
     if pieces == 1:
-        return schedule if algorithm is None else replace(schedule, algorithm=algorithm)
+        return schedule
 
     def of_piece(piece: int) -> list[list[Transfer]]:
-        later: list[list[Transfer]] = [[] for _ in range(piece)]
-        return later + [
+        waiting: Rounds = [[] for _ in range(piece)]
+        return waiting + [
             [replace(t, chunks=tuple(chunk * pieces + piece for chunk in t.chunks)) for t in one]
             for one in schedule.rounds
         ]
@@ -186,11 +180,8 @@ def pipelined(schedule: Schedule, pieces: int, algorithm: str | None = None) -> 
         chunk_count=schedule.chunk_count * pieces,
         chunk_fraction=schedule.chunk_fraction / pieces,
         rounds=tuple(map(tuple, rounds)),
-        algorithm=algorithm or schedule.algorithm,
     )
 
-
-# -- schedules by name -------------------------------------------------------------------------------
 
 DEFAULT_CHUNKS = 4
 MOST_PIECES = 16
@@ -279,8 +270,8 @@ def _on_levels(kind: CollectiveKind, topology: Topology, name: str, size: Any, c
 
 
 def _pieces(kind: CollectiveKind, topology: Topology, per_level: list[str], size: Any) -> int:
-    """Into how many pieces levels are cut that overlap: with k pieces the time that hides shrinks to 1/k, and every
-    piece adds the latency of a round."""
+    """Pieces of a pipeline over the levels: with k pieces the exposed time shrinks to 1/k, and each adds the latency of
+    a round."""
     if size is None:
         return DEFAULT_CHUNKS
     in_turn = hierarchical_cost(kind, size, topology, per_level)

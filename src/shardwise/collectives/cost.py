@@ -92,11 +92,8 @@ def _named(kind: CollectiveKind, size: Size, topology: Topology, algorithm: str)
     if algorithm not in names:
         remedy = nearest_name(algorithm, names) or "choose one of " + ", ".join(names)
         raise SpecError("algorithm", f"{shown(algorithm)} cannot run {kind} on several levels", remedy)
-    if algorithm == "flat_ring":
-        return flat_ring_cost(kind, size, topology)
-    if algorithm == "parallel_rings":
-        return parallel_rings_cost(kind, size, topology)
-    return flat_direct_cost(kind, size, topology)
+    flat = {"flat_ring": flat_ring_cost, "parallel_rings": parallel_rings_cost, "direct": flat_direct_cost}
+    return flat[algorithm](kind, size, topology)
 
 
 def check_algorithm(algorithm: str, field: str = "algorithm") -> None:
@@ -130,7 +127,7 @@ def _cheapest(kind: CollectiveKind, size: Size, topology: Topology) -> Collectiv
 
 
 def candidates(kind: CollectiveKind, size: Size, topology: Topology) -> list[str]:
-    """Names among which is the cheapest for every size; lower bounds only where the user says they hold."""
+    """Names that include the cheapest for every size; lower bounds only where the user says they hold."""
     return [name for name, _ in _options(kind, size, topology)]
 
 
@@ -184,7 +181,7 @@ def _combinations(best: Sequence[Any]) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
-    """Element by element the cheapest of its own; ``algorithm`` joins the names that were chosen anywhere."""
+    """The cheapest for each element; ``algorithm`` joins the names that were chosen anywhere."""
     import numpy as np
 
     seconds = np.stack([np.where(where, cost.seconds, np.inf) for cost, where in zip(costs, wheres)])
@@ -207,9 +204,6 @@ def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
         exact=all(cost.exact for cost in chosen),
         levels=levels,
     )
-
-
-# -- The short questions: how long and how many bytes does a collective, or one message, take? -------
 
 
 @dataclass(frozen=True)
@@ -259,8 +253,6 @@ def p2p_latency(size_bytes: Any, link: AlphaBetaLink) -> LatencyAndVolume:
     return LatencyAndVolume(seconds, Volume(size, size, size), 1, "direct")
 
 
-# -- The sizes at which another algorithm becomes the cheapest, as NCCL's tuner finds them (src/graph/tuning.cc)
-
 _SCAN = [2.0 ** (step / 2) for step in range(81)]  # 1 byte .. 1 TiB
 _CLOSE = 1 + 1e-6
 
@@ -270,7 +262,7 @@ def crossovers(
 ) -> list[tuple[float, str, str]]:
     """(size_bytes, from, to) wherever the cheapest of ``algorithms`` (default: all that "auto" considers) changes.
 
-    Of algorithms that cost the same, the one named first is kept.
+    NCCL's tuner finds the same (src/graph/tuning.cc). Of algorithms that cost the same, the one named first is kept.
     """
     kind = CollectiveKind.parse(kind)
     slim, _ = without_unit_levels(topology)

@@ -7,34 +7,24 @@ from dataclasses import dataclass
 
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule, Transfer
-from shardwise.collectives.table import LEVELS_ROWS, ROWS
+from shardwise.collectives.table import IN_NETWORK, LEVELS_ROWS, ROWS
 
-TOPOLOGIES = (
-    "line",
-    "ring",
-    "tree",
-    "switch",
-    "fully_connected",
-    "mesh",
-    "torus2d",
-    "torus3d",
-    "hierarchical",
-)
-
+TOPOLOGIES = ("line", "ring", "tree", "switch", "fully_connected", "mesh", "torus2d", "torus3d", "hierarchical")
 _POINT_TO_POINT = ("line", "ring", "mesh", "torus2d", "torus3d")
 
+_MIDDLE = "distances of n/2 put n/2 messages on the middle links at once"
 # (algorithm, networks, why it is not offered there)
 WHY_NOT: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("ring", ("line",), "the message back to the start would take n-1 hops in every round; use line"),
     ("binomial", _POINT_TO_POINT, "far partners: a round takes up to n/2 hops and every link on the way"),
-    ("bruck", (*_POINT_TO_POINT, "tree"), "distances of n/2 put n/2 messages on the middle links at once"),
-    ("halving_doubling", (*_POINT_TO_POINT, "tree"), "distances of n/2 put n/2 messages on the middle links at once"),
-    ("recursive_doubling", (*_POINT_TO_POINT, "tree"), "distances of n/2 put n/2 messages on the middle links at once"),
+    *((name, (*_POINT_TO_POINT, "tree"), _MIDDLE) for name in ("bruck", "halving_doubling", "recursive_doubling")),
     ("double_binary_tree", (*_POINT_TO_POINT, "tree"), "the two trees' edges collide on shared links"),
     ("double_binary_tree", ("fully_connected",), "direct is never slower where every pair has a link"),
     ("pairwise", (*_POINT_TO_POINT, "tree"), "a step at distance d loads every link d times; use direct"),
-    ("nvls", (*_POINT_TO_POINT, "tree", "fully_connected"), "reduction happens inside a switch"),
-    ("sharp", (*_POINT_TO_POINT, "tree", "fully_connected"), "reduction happens inside a switch"),
+    *(
+        (name, (*_POINT_TO_POINT, "tree", "fully_connected"), "reduction happens inside a switch")
+        for name in IN_NETWORK
+    ),
     ("scatter_all_gather", ("line", "mesh", "torus2d", "torus3d"), "the pipelined broadcast moves half the bytes"),
 )
 
@@ -71,34 +61,22 @@ def pairs(kind: str | CollectiveKind | None = None, topology: str | None = None)
 
 
 def _pairs(kind: CollectiveKind, topology: str) -> list[Pair]:
-    if topology == "hierarchical":
-        found = [(row.name, row.bound, row.built, row.formula, row.source) for row in LEVELS_ROWS if kind in row.kinds]
-    else:
-        family = "grid" if topology.startswith(("mesh", "torus")) else topology
-        found = [
-            (row.name, row.bound, row.algorithm.build is not None, row.formula, row.source)
-            for row in ROWS
-            if kind in row.kinds and family in row.families
-        ]
+    family = "grid" if topology.startswith(("mesh", "torus")) else topology
+    rows = LEVELS_ROWS if topology == "hierarchical" else [row for row in ROWS if family in row.families]
     return [
-        Pair(kind, topology, name, index == 0, bound, built, formula, source)
-        for index, (name, bound, built, formula, source) in enumerate(found)
+        Pair(kind, topology, row.name, index == 0, row.bound, row.built, row.formula, row.source)
+        for index, row in enumerate(row for row in rows if kind in row.kinds)
     ]
 
 
 def why_not(algorithm: str, topology: str) -> str:
-    """Why ``algorithm`` is not offered on ``topology``; empty if it is, or if there is nothing to say."""
-    for name, networks, reason in WHY_NOT:
-        if name == algorithm and topology in networks:
-            return reason
-    return ""
-
-
-# -- A schedule as a small table: a row per rank, a column per round ---------------------------------
+    """Why ``algorithm`` is not offered on ``topology``; empty if it is, or if no reason is known."""
+    found = (reason for name, networks, reason in WHY_NOT if name == algorithm and topology in networks)
+    return next(found, "")
 
 
 def draw_rounds(schedule: Schedule, max_rounds: int = 8, max_ranks: int = 16) -> str:
-    """What every rank sends in every round: ``2>3`` is chunk 2 to rank 3, ``2+3`` adds it there."""
+    """A row per rank, a column per round: ``2>3`` sends chunk 2 to rank 3, ``2+3`` adds it there."""
     shown = schedule.rounds[:max_rounds]
     ranks = range(min(schedule.n, max_ranks))
     columns = []

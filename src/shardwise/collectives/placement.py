@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,7 @@ def place(topology: Topology, stride: int, degree: int) -> Topology:
     Ranks count through the innermost level fastest. A group that covers a whole wrapped axis keeps the
     ring; a part of it is a line; members ``o`` apart share their links with the o - 1 groups in between.
     Shared ports are divided among those groups; where they do not divide evenly every device is given the
-    share of the busiest port, an upper bound. Levels with one member vanish.
+    share of the busiest port, an upper bound. Levels with one member are dropped.
     """
     for field, value in (("stride", stride), ("degree", degree)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -46,10 +47,6 @@ def place(topology: Topology, stride: int, degree: int) -> Topology:
     return replace(topology, levels=tuple(levels))
 
 
-def _sizes(shape: Shape) -> list[int]:
-    return [size for size, _ in shape.strides]
-
-
 def _cut(topology: Topology, stride: int, degree: int) -> list[list[_Cut]]:
     """Per level and axis, how many members the group has there and how far apart."""
     left, wanted = stride, degree
@@ -57,7 +54,7 @@ def _cut(topology: Topology, stride: int, degree: int) -> list[list[_Cut]]:
     for index, level in enumerate(topology.levels):
         name = level.name or f"level {index}"
         own = []
-        for size in _sizes(level.shape):
+        for size, _ in level.shape.strides:
             step = math.gcd(left, size)
             if step not in (left, size):
                 raise _Straddles(f"stride {stride} straddles {name} ({size} members)")
@@ -77,12 +74,10 @@ def _nearest(topology: Topology, stride: int, degree: int) -> str:
     """The remedy: degrees that fit, below and above."""
     fitting = []
     for candidate in range(1, topology.size // stride + 1):
-        if topology.size % candidate == 0 or candidate == 1:
-            try:
+        if topology.size % candidate == 0:
+            with contextlib.suppress(_Straddles):
                 _cut(topology, stride, candidate)
-            except _Straddles:
-                continue
-            fitting.append(candidate)
+                fitting.append(candidate)
     lower = [str(max(below))] if (below := [d for d in fitting if d < degree]) else []
     upper = [str(min(above))] if (above := [d for d in fitting if d > degree]) else []
     if not lower + upper:
@@ -93,8 +88,8 @@ def _nearest(topology: Topology, stride: int, degree: int) -> str:
 def _part(level: Level, cuts: list[_Cut], skipped: int, below: int) -> Level:
     shape = _part_of_shape(level.shape, cuts)
     ports, share = _own_ports(level.ports, skipped, below)
-    helped = level.in_network if isinstance(shape, Switch) else None
-    return replace(level, shape=shape, ports=ports, bandwidth=level.bandwidth / share, in_network=helped)
+    in_network = level.in_network if isinstance(shape, Switch) else None
+    return replace(level, shape=shape, ports=ports, bandwidth=level.bandwidth / share, in_network=in_network)
 
 
 def _own_ports(ports: int | None, skipped: int, below: int) -> tuple[int | None, int]:

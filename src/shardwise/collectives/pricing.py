@@ -15,8 +15,6 @@ from shardwise.collectives.topology import Topology
 from shardwise.collectives.work import CollectiveCost, Work, settle
 from shardwise.spec.errors import SpecError
 
-# -- The links a message uses, with the interleaved groups of strided axes laid out side by side -----
-
 Link = tuple[Hashable, ...]
 
 
@@ -33,7 +31,7 @@ def expand(topology: Topology) -> tuple[Topology, list[list[int]]]:
     """The network in which no axis is strided, and the rank lists of all the groups that share it.
 
     A stride of s on an axis stands for s interleaved groups; here they are written out. Only the first axis
-    with more than one member is strided in what place() makes; shared ports are dealt out accordingly.
+    with more than one member is strided in what place() makes; shared ports are divided accordingly.
     """
     levels, rails = [], 1
     groups = [[0]]
@@ -61,10 +59,9 @@ class Router:
         self._known: dict[tuple[int, int], Route] = {}
 
     def route(self, src: int, dst: int) -> Route:
-        known = self._known.get((src, dst))
-        if known is None:
-            known = self._known[src, dst] = self._find(src, dst)
-        return known
+        if (src, dst) not in self._known:
+            self._known[src, dst] = self._find(src, dst)
+        return self._known[src, dst]
 
     def _find(self, src: int, dst: int) -> Route:
         """The lowest common level's links only; a device's rail is its index below, modulo the ports."""
@@ -146,43 +143,31 @@ def price_schedule(
     hops: dict[int, int] = defaultdict(int)
     chunks: dict[int, int] = defaultdict(int)
     for one in schedule.rounds:
-        for level, count in _longest(one, router, placed):
-            hops[level] += count
-        for level, count in _busiest(one, router, placed):
-            chunks[level] += count
+        farthest, busiest = _demands(one, router, placed)
+        late = max(farthest, key=lambda level: (farthest[level] * wide.levels[level].latency, level), default=None)
+        slow = max(busiest, key=lambda level: (busiest[level] / wide.levels[level].rate, level), default=None)
+        for level in farthest:  # a round waits for its slowest route and its slowest link only
+            hops[level] += farthest[level] if level == late else 0
+            chunks[level] += busiest[level] if level == slow else 0
     chunk = size * schedule.chunk_fraction
-    used = {level: Work(hops[level], chunks[level] * chunk) for level in hops.keys() | chunks.keys()}
+    used = {level: Work(hops[level], chunks[level] * chunk) for level in hops}
     return settle(topology, used, volume_of(schedule, size), schedule.algorithm, exact=True)
 
 
-def _longest(transfers: Round, router: Router, groups: list[list[int]]) -> list[tuple[int, int]]:
-    """Hops of the slowest route, on its level; the other levels in use get 0."""
-    levels = router.topology.levels
-    most: dict[int, int] = {}
+def _demands(transfers: Round, router: Router, groups: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
+    """Of every level in use: hops of the longest route, and chunks on the busiest link."""
+    farthest: dict[int, int] = defaultdict(int)
+    loads: dict[tuple[int, Link], int] = defaultdict(int)
     for ranks in groups:
         for t in transfers:
             route = router.route(ranks[t.src], ranks[t.dst])
-            most[route.level] = max(most.get(route.level, 0), route.hops)
-    slowest = max(most, key=lambda level: (most[level] * levels[level].latency, level), default=None)
-    return [(level, most[level] if level == slowest else 0) for level in most]
-
-
-def _busiest(transfers: Round, router: Router, groups: list[list[int]]) -> list[tuple[int, int]]:
-    """Chunks on the slowest link, on its level."""
-    levels = router.topology.levels
-    loads: dict[Link, int] = defaultdict(int)
-    for ranks in groups:
-        for t in transfers:
-            count = len(t.chunks)
-            for link in router.route(ranks[t.src], ranks[t.dst]).links:
-                loads[link] += count
-    most: dict[int, int] = defaultdict(int)
-    for link, load in loads.items():
-        level = link[0]
-        assert isinstance(level, int)
-        most[level] = max(most[level], load)
-    slowest = max(most, key=lambda level: (most[level] / levels[level].rate, level), default=None)
-    return [] if slowest is None else [(slowest, most[slowest])]
+            farthest[route.level] = max(farthest[route.level], route.hops)
+            for link in route.links:
+                loads[route.level, link] += len(t.chunks)
+    busiest: dict[int, int] = defaultdict(int)
+    for (level, _), load in loads.items():
+        busiest[level] = max(busiest[level], load)
+    return farthest, busiest
 
 
 def volume_of(schedule: Schedule, size: Any) -> Work:
@@ -199,8 +184,8 @@ def volume_of(schedule: Schedule, size: Any) -> Work:
 
 # -- message by message ------------------------------------------------------------------------------
 # `price_schedule` lets every round wait for its slowest message, as the closed forms do. A rank of the executor waits
-# only for what it needs: of a ring through fast and slow links every chunk meets each of them in turn, and the fast
-# ones do not cost a slow one's latency.
+# only for what it needs: a chunk passes the fast and slow links of a ring in turn, and the fast ones do not cost a slow
+# one's latency.
 
 
 def simulated_seconds(schedule: Schedule, topology: Topology, size_bytes: Any) -> float:
@@ -211,13 +196,11 @@ def simulated_seconds(schedule: Schedule, topology: Topology, size_bytes: Any) -
     size = float(checked_size(size_bytes))
     wide, interleaved = expand(topology)
     ends = [_ends(schedule, wide, ranks, size) for ranks in interleaved]
-    levels = price_schedule(schedule, topology, size).levels
     once = sum(
-        topology.levels[one.level_index].startup + float(one.bandwidth_seconds)
-        - float(one.bytes) / topology.levels[one.level_index].rate
-        for one in levels
-        if one.hops or one.bytes
-    )  # fmt: skip
+        level.startup + float(cost.bandwidth_seconds) - float(cost.bytes) / level.rate
+        for level, cost in zip(topology.levels, price_schedule(schedule, topology, size).levels)
+        if cost.hops or cost.bytes
+    )
     return max(ends, default=0.0) + once
 
 
@@ -249,9 +232,9 @@ def _ends(schedule: Schedule, topology: Topology, ranks: list[int], size: float)
 
 
 def _dependencies(schedule: Schedule) -> tuple[list[Transfer], list[int], list[list[int]]]:
-    """All transfers in the order of their rounds, how many each waits for, and whom its arrival unlocks.
+    """All transfers in the order of their rounds, how many each waits for, and which ones its arrival unlocks.
 
-    A message waits for the newest arrivals of its chunks at its sender, and to a sum for one more at the same place.
+    A message waits for the newest arrivals of its chunks at its sender: of a sum, for all that were added.
     """
     transfers: list[Transfer] = []
     waits_for: list[int] = []

@@ -1,6 +1,6 @@
-"""The wiring of one network level, and how far and how hard messages press on it.
+"""The wiring of one network level: hops and link loads of the messages on it.
 
-Every shape answers the same questions about a group of ``size`` members, numbered in index order:
+Every shape has the same properties for a group of ``size`` members, numbered in index order:
 
 - ``step_hops``/``step_load``: a round in which every member sends one block to its neighbour;
 - ``next_hops``/``next_load``/``closing_hops``: every member sends to the next index, and the last to 0;
@@ -22,9 +22,8 @@ from shardwise.spec.errors import SpecError, shown
 
 def _whole(field: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(
-            f"topology.{field}", f"{shown(value)} is not a whole number of at least {least}", "give a count"
-        )
+        problem = f"{shown(value)} is not a whole number of at least {least}"
+        raise SpecError(f"topology.{field}", problem, "give a count")
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Grid:
 
 
 def _dimension_ordered_load(axes: tuple[Axis, ...]) -> int:
-    """Blocks meet at the root: those of earlier axes have already been funnelled into one line."""
+    """Blocks towards the root: those of earlier axes have already been funnelled into one line."""
     load, funnelled = 0, 1
     for axis in axes:
         load = max(load, axis.root_load * funnelled)
@@ -248,11 +247,8 @@ def shape_of(name: str, size: int | str | tuple[int, ...]) -> Shape:
     sizes = grid_sizes(size)
     if (name in ("line", "ring") and len(sizes) == 1) or name in ("mesh", "torus", "torus2d", "torus3d"):
         return Grid(tuple(Axis(n, wrap=name.startswith(("ring", "torus"))) for n in sizes))
-    simple: dict[str, type[Switch] | type[Tree] | type[FullyConnected]] = {
-        "switch": Switch,
-        "tree": Tree,
-        "fully_connected": FullyConnected,
-    }
+    simple: dict[str, type[Switch | Tree | FullyConnected]]
+    simple = {"switch": Switch, "tree": Tree, "fully_connected": FullyConnected}
     if name in simple and len(sizes) == 1:
         return simple[name](sizes[0])
     if name in simple or name in ("line", "ring"):

@@ -58,6 +58,11 @@ class Row:
     def name(self) -> str:
         return self.algorithm.name
 
+    @property
+    def built(self) -> bool:
+        """Whether it has a schedule."""
+        return self.algorithm.build is not None
+
 
 _ANY = ("line", "ring", "grid", "tree", "switch", "fully_connected")
 _STAR = ("switch",)
@@ -163,15 +168,11 @@ LEVELS_ROWS: tuple[LevelsRow, ...] = (
     LevelsRow("hierarchical_pipelined", (BCAST, REDUCE, GATHER, SCATTER, A2A), _OVERLAP, TUNING, LOWER, built=False),
 )  # fmt: skip
 
-# What runs on a level of a hierarchy unless one asks otherwise: the first that the level's shape has.
+# What runs on a level of a hierarchy by default: the first that the level's shape has.
 LEVEL_DEFAULTS: dict[CollectiveKind, tuple[str, ...]] = {
-    AR: ("ring", "line", "bucket"),
-    AG: ("ring", "line", "bucket"),
-    RS: ("ring", "line", "bucket"),
-    BCAST: ("binomial", "direct", "chain", "spanning_tree"),
-    REDUCE: ("binomial", "direct", "chain", "spanning_tree"),
-    GATHER: ("chain", "direct"),
-    SCATTER: ("chain", "direct"),
+    **dict.fromkeys((AR, AG, RS), ("ring", "line", "bucket")),
+    **dict.fromkeys((BCAST, REDUCE), ("binomial", "direct", "chain", "spanning_tree")),
+    **dict.fromkeys((GATHER, SCATTER), ("chain", "direct")),
     A2A: ("pairwise", "ring", "direct"),
 }
 
@@ -200,11 +201,8 @@ def rows_for_level_of_hierarchy(kind: CollectiveKind, level: Level, outermost: b
 
 def default_row(kind: CollectiveKind, level: Level, outermost: bool) -> Row:
     rows = rows_for_level_of_hierarchy(kind, level, outermost)
-    for name in LEVEL_DEFAULTS[kind]:
-        for row in rows:
-            if row.name == name:
-                return row
-    return rows[0]
+    named = {row.name: row for row in reversed(rows)}
+    return next((named[name] for name in LEVEL_DEFAULTS[kind] if name in named), rows[0])
 
 
 def choose(rows: list[Row], name: str, kind: CollectiveKind, where: str) -> Row:
@@ -212,7 +210,5 @@ def choose(rows: list[Row], name: str, kind: CollectiveKind, where: str) -> Row:
         if row.name == name:
             return row
     names = [row.name for row in rows]
-    remedy = nearest_name(name, names) or "choose one of " + ", ".join(names)
-    if not names:
-        remedy = "choose another collective"
+    remedy = nearest_name(name, names) or "choose one of " + ", ".join(names) if names else "choose another collective"
     raise SpecError("algorithm", f"{shown(name)} cannot run {kind} on a {where}", remedy)

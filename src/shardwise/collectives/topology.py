@@ -15,17 +15,26 @@ from shardwise.spec.units import parse
 Quantity = int | float | str
 
 
-def _quantity(name: str, value: object, dimension: str, positive: bool) -> float:
-    number = float(parse(value, dimension, f"topology.{name}"))
-    if number < 0 or (positive and number == 0):
-        least = "positive" if positive else "zero or more"
-        raise SpecError(f"topology.{name}", f"{shown(value)} is not {least}", f"give a {least} quantity")
-    return number
+# Dimension of every quantity below, and whether it must be above 0.
+_QUANTITIES = {
+    "bandwidth": ("bytes/s", True),
+    "latency": ("seconds", False),
+    "startup": ("seconds", False),
+    "efficiency": ("share", True),
+    "ramp_bytes": ("bytes", False),
+}
 
 
-def _check_ports(ports: object) -> None:
-    if ports is not None and (isinstance(ports, bool) or not isinstance(ports, int) or ports < 1):
-        raise SpecError("topology.ports", f"{shown(ports)} is not a count of ports", "give 1 or more, or leave it out")
+def _parse_quantities(target: InNetwork | Level, path: str) -> None:
+    for name, (dimension, positive) in _QUANTITIES.items():
+        if not hasattr(target, name):
+            continue
+        value = getattr(target, name)
+        number = float(parse(value, dimension, f"{path}.{name}"))
+        if number < 0 or (positive and number == 0):
+            least = "positive" if positive else "zero or more"
+            raise SpecError(f"{path}.{name}", f"{shown(value)} is not {least}", f"give a {least} quantity")
+        object.__setattr__(target, name, number)
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,7 @@ class InNetwork:
     def __post_init__(self) -> None:
         if self.kind not in ("nvls", "sharp"):
             raise SpecError("topology.in_network", f"{shown(self.kind)} is unknown", "choose nvls or sharp")
-        object.__setattr__(self, "efficiency", _quantity("in_network.efficiency", self.efficiency, "share", True))
-        object.__setattr__(self, "ramp_bytes", _quantity("in_network.ramp_bytes", self.ramp_bytes, "bytes", False))
-        object.__setattr__(self, "startup", _quantity("in_network.startup", self.startup, "seconds", False))
+        _parse_quantities(self, "topology.in_network")
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,11 @@ class Level:
     name: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bandwidth", _quantity("bandwidth", self.bandwidth, "bytes/s", True))
-        object.__setattr__(self, "latency", _quantity("latency", self.latency, "seconds", False))
-        object.__setattr__(self, "startup", _quantity("startup", self.startup, "seconds", False))
-        object.__setattr__(self, "efficiency", _quantity("efficiency", self.efficiency, "share", True))
-        object.__setattr__(self, "ramp_bytes", _quantity("ramp_bytes", self.ramp_bytes, "bytes", False))
-        _check_ports(self.ports)
+        _parse_quantities(self, "topology")
+        ports: object = self.ports
+        if ports is not None and (isinstance(ports, bool) or not isinstance(ports, int) or ports < 1):
+            problem = f"{shown(ports)} is not a count of ports"
+            raise SpecError("topology.ports", problem, "give 1 or more, or leave it out")
 
     @property
     def size(self) -> int:
@@ -106,7 +112,7 @@ class Topology:
             raise SpecError("topology.library", f"{shown(self.library)} is unknown", remedy)
 
     def __hash__(self) -> int:
-        """Of what tells networks apart, not of every field: a search looks one up thousands of times."""
+        """Of what distinguishes networks, not of every field: a search looks one up thousands of times."""
         return hash(tuple((level.name, level.size) for level in self.levels))
 
     @property
@@ -167,56 +173,45 @@ class Topology:
         """Levels innermost first; a shape is a name ("switch", "ring", "torus", ...) or a Shape."""
         named: Sequence[str | Shape] = shapes if shapes is not None else ["switch"] * len(sizes)
         if not len(sizes) == len(bandwidths) == len(latencies) == len(named):
-            counts = (
-                f"{len(sizes)} sizes, {len(bandwidths)} bandwidths, {len(latencies)} latencies, {len(named)} shapes"
-            )
-            raise SpecError("topology", f"lists of unequal length: {counts}", "give one of each per level")
-        return cls(
-            tuple(
-                _level(shape_of(shape, size) if isinstance(shape, str) else shape, bandwidth, latency)
-                for size, bandwidth, latency, shape in zip(sizes, bandwidths, latencies, named)
-            )
-        )
+            counts = f"{len(sizes)} sizes, {len(bandwidths)} bandwidths, {len(latencies)} latencies"
+            problem = f"lists of unequal length: {counts}, {len(named)} shapes"
+            raise SpecError("topology", problem, "give one of each per level")
+        made = (shape_of(shape, size) if isinstance(shape, str) else shape for shape, size in zip(named, sizes))
+        return cls(tuple(map(_level, made, bandwidths, latencies)))
 
 
 def _level(shape: Shape, bandwidth: Quantity, latency: Quantity) -> Level:
     return Level(shape, bandwidth, latency)  # type: ignore[arg-type]  # text is parsed by Level
 
 
-# -- Which algorithms a communication library offers: "auto" on a real machine chooses among these only
-# "any" is our own executor, which runs every schedule. A library that offers nothing for a network of ours (a grid,
-# say) is taken to run whatever is cheapest there.
-
+# The algorithms of a communication library: "auto" on a real machine chooses among these only. "any" is our own
+# executor, which runs every schedule. A library that offers nothing for a network (a grid, say) is assumed to run
+# whatever is cheapest there. Both libraries run gather, scatter and all-to-all as messages all at once.
+_AT_ONCE = dict.fromkeys(
+    (CollectiveKind.SEND_RECV, CollectiveKind.GATHER, CollectiveKind.SCATTER, CollectiveKind.ALL_TO_ALL), ("direct",)
+)
 LIBRARIES: dict[str, dict[CollectiveKind, tuple[str, ...]]] = {
     "any": {},
-    # NCCL src/graph/tuning.cc and doc: ring, tree (all-reduce only), NVLS, CollNet; all-to-all, gather and scatter
-    # are grouped sends and receives, all at once.
+    # NCCL src/graph/tuning.cc and doc: ring, tree (all-reduce only), NVLS, CollNet; grouped sends and receives.
     "nccl": {
-        CollectiveKind.SEND_RECV: ("direct",),
+        **_AT_ONCE,
         CollectiveKind.BROADCAST: ("chain",),
         CollectiveKind.REDUCE: ("chain",),
         CollectiveKind.ALL_REDUCE: ("ring", "double_binary_tree", "nvls", "sharp"),
-        CollectiveKind.GATHER: ("direct",),
         CollectiveKind.ALL_GATHER: ("ring",),
-        CollectiveKind.SCATTER: ("direct",),
         CollectiveKind.REDUCE_SCATTER: ("ring",),
-        CollectiveKind.ALL_TO_ALL: ("direct",),
     },
     # gloo/allreduce.cc (ring), allgather.cc (ring), broadcast.cc (binomial), reduce.cc (ring), alltoall.cc, gather.cc
     # and scatter.cc (at once); the engine's reduce-scatter is all-to-all, then sum (engine/collectives/reductions.py).
     "gloo": {
-        CollectiveKind.SEND_RECV: ("direct",),
+        **_AT_ONCE,
         CollectiveKind.BROADCAST: ("binomial",),
         CollectiveKind.REDUCE: ("scatter_all_gather",),
         CollectiveKind.ALL_REDUCE: ("ring", "flat_ring"),
-        CollectiveKind.GATHER: ("direct",),
         CollectiveKind.ALL_GATHER: ("ring", "flat_ring"),
-        CollectiveKind.SCATTER: ("direct",),
         CollectiveKind.REDUCE_SCATTER: ("direct",),
-        CollectiveKind.ALL_TO_ALL: ("direct",),
     },
 }
-_FLAT = ("gloo",)
 
 T = TypeVar("T")
 
@@ -230,5 +225,5 @@ def offered(library: str, kind: CollectiveKind, options: Sequence[T], name_of: C
 
 
 def runs_levels_in_turn(library: str, kind: CollectiveKind) -> bool:
-    """Whether the library goes level by level; NCCL's all-to-all goes straight to every peer, as all of gloo."""
-    return library not in _FLAT and not (library == "nccl" and kind is CollectiveKind.ALL_TO_ALL)
+    """Whether the library goes level by level; NCCL's all-to-all goes straight to every peer, as does all of gloo."""
+    return library != "gloo" and not (library == "nccl" and kind is CollectiveKind.ALL_TO_ALL)

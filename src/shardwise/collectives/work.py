@@ -41,7 +41,7 @@ class Work:
         )
 
     def mirrored(self) -> Work:
-        """The same rounds backwards in time: who sent now receives."""
+        """The same rounds backwards in time: senders receive."""
         return replace(self, sent_bytes=self.received_bytes, received_bytes=self.sent_bytes)
 
 
@@ -99,12 +99,7 @@ def level_cost(index: int, level: Level, work: Work | None) -> LevelCost:
 
 
 def settle(
-    topology: Topology,
-    used: Mapping[int, Work],
-    volume: Work,
-    algorithm: str,
-    exact: bool,
-    overlapped: bool = False,
+    topology: Topology, used: Mapping[int, Work], volume: Work, algorithm: str, exact: bool, overlapped: bool = False
 ) -> CollectiveCost:
     """The cost of ``used`` levels; ``volume`` carries steps and bytes per rank.
 
@@ -117,14 +112,5 @@ def settle(
         latency = latency + one.latency_seconds
         seconds = one.bandwidth_seconds
         bandwidth = maximum(bandwidth, seconds) if overlapped else bandwidth + seconds
-    return CollectiveCost(
-        latency,
-        bandwidth,
-        volume.steps,
-        volume.sent_bytes,
-        volume.received_bytes,
-        volume.total_bytes,
-        algorithm,
-        exact,
-        levels,
-    )
+    sent, received, total = volume.sent_bytes, volume.received_bytes, volume.total_bytes
+    return CollectiveCost(latency, bandwidth, volume.steps, sent, received, total, algorithm, exact, levels)

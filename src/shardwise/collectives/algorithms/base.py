@@ -1,13 +1,15 @@
-"""What every algorithm offers, and the relations that give one collective's form from another's."""
+"""What an algorithm is, how one collective's cost follows from another's, and reduction inside the switch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule
+from shardwise.collectives.shapes import Axis, Grid
 from shardwise.collectives.topology import Level
 from shardwise.collectives.work import Work
 
@@ -43,6 +45,18 @@ def rooted(kind: CollectiveKind, outward: Work) -> Work:
     return outward.mirrored() if kind in (CollectiveKind.REDUCE, CollectiveKind.GATHER) else outward
 
 
+def even(level: Level, rounds: int, sent: Size) -> Work:
+    """Rounds of one step to a neighbour, in which every rank sends and receives ``sent`` bytes in all."""
+    shape = level.shape
+    return Work(rounds * shape.step_hops, sent * shape.step_load, rounds, sent, sent, level.size * sent)
+
+
+def axes_of(level: Level) -> tuple[Axis, ...]:
+    """The axes of a grid that have more than one member."""
+    assert isinstance(level.shape, Grid)
+    return level.shape.live
+
+
 def log2_ceil(n: int) -> int:
     return (n - 1).bit_length()
 
@@ -56,30 +70,15 @@ def bits_below(n: int) -> int:
     return sum(n // 2 ** (j + 1) * 2**j + max(0, n % 2 ** (j + 1) - 2**j) for j in range(n.bit_length()))
 
 
-# -- Reduction and multicast inside the switch: NVLink SHARP (nvls) and InfiniBand SHARP. Cost only
-
-
-def _all_reduce(n: int, moved: Size, steps: int = 2) -> Work:
-    return Work(2, moved, steps, moved, moved, n * moved, in_network=True)
-
-
-def _one_way(kind: CollectiveKind, n: int, size: Size) -> Work:
-    """Broadcast and reduce: a + mb, one multicast or one reduction in the switch."""
-    return rooted(kind, Work(1, size, 1, size, size, (n - 1) * size, in_network=True))
-
-
-def nvls_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    """2a + m(1+1/n)b: the switch reads all of a device's data, and the device writes back its 1/n of the
-    sum, which is multicast (NCCL src/graph/tuning.cc, NVLS)."""
+def _in_network(written_back: bool, kind: CollectiveKind, level: Level, size: Size) -> Work:
+    """All-reduce: 2a + mb, up the tree of switches and down again (SHARP: Bloch et al. 2017), or 2a + m(1+1/n)b where
+    a device writes back its 1/n of the sum, to be multicast (NVLS: NCCL src/graph/tuning.cc). Others: a + mb."""
     n = level.size
-    return _all_reduce(n, size * (1 + 1 / n)) if kind is CollectiveKind.ALL_REDUCE else _one_way(kind, n, size)
+    if kind is not CollectiveKind.ALL_REDUCE:
+        return rooted(kind, Work(1, size, 1, size, size, (n - 1) * size, in_network=True))
+    moved = size * (1 + 1 / n) if written_back else size
+    return Work(2, moved, 2, moved, moved, n * moved, in_network=True)
 
 
-def sharp_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    """2a + mb: up the tree of switches and down again (Bloch et al. 2017)."""
-    n = level.size
-    return _all_reduce(n, size) if kind is CollectiveKind.ALL_REDUCE else _one_way(kind, n, size)
-
-
-NVLS = Algorithm("nvls", nvls_work)
-SHARP = Algorithm("sharp", sharp_work)
+NVLS = Algorithm("nvls", partial(_in_network, True))
+SHARP = Algorithm("sharp", partial(_in_network, False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.collectives.algorithms.base import Algorithm, bits_below, gathering, log2_ceil, log2_floor, rooted
+from shardwise.collectives.algorithms.base import Algorithm, bits_below, even, gathering, log2_ceil, log2_floor, rooted
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule, Transfer, from_all_gather, from_root, schedule_of
 from shardwise.collectives.topology import Level
@@ -12,9 +12,6 @@ from shardwise.collectives.work import Work
 
 if TYPE_CHECKING:
     from shardwise.collectives.arrays import Size
-
-
-# -- Straight to the destination: everything in one round, or pair by pair ---------------------------
 
 
 def direct_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
@@ -36,10 +33,6 @@ def direct_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
     return exchange if kind is CollectiveKind.ALL_TO_ALL else gathering(kind, exchange)
 
 
-def direct_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
-    return direct_schedule(kind, level.size)
-
-
 def direct_schedule(kind: CollectiveKind, n: int) -> Schedule:
     others = [[j for j in range(n) if j != i] for i in range(n)]
     match kind:
@@ -58,14 +51,13 @@ def direct_schedule(kind: CollectiveKind, n: int) -> Schedule:
     return from_all_gather(kind, schedule_of(CollectiveKind.ALL_GATHER, n, n, [gather], "direct"))
 
 
-DIRECT = Algorithm("direct", direct_work, direct_build)
+DIRECT = Algorithm("direct", direct_work, lambda kind, level, chunks: direct_schedule(kind, level.size))
 
 
 def pairwise_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
     """(n-1)(a + mb/n): in step d, every rank sends to the rank d places on (Thakur et al. 2005)."""
     n = level.size
-    sent = (n - 1) / n * size
-    return Work(n - 1, sent, n - 1, sent, sent, n * sent)
+    return even(level, n - 1, (n - 1) / n * size)
 
 
 def pairwise_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
@@ -78,6 +70,12 @@ PAIRWISE = Algorithm("pairwise", pairwise_work, pairwise_build)
 
 
 # -- Partners at doubling distances: recursive halving-doubling (Rabenseifner) and Bruck's rotations
+
+
+def _fold(n: int, p: int, chunks: tuple[int, ...]) -> tuple[list[Transfer], list[Transfer]]:
+    """The ranks from p on give all they have to the first ones, and get the result back."""
+    fold = [Transfer(p + i, i, chunks, reduce=True) for i in range(n - p)]
+    return fold, [Transfer(i, p + i, chunks) for i in range(n - p)]
 
 
 def halving_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
@@ -94,9 +92,7 @@ def halving_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
 def halving_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
     n, power = level.size, log2_floor(level.size)
     p = 2**power
-    everything = tuple(range(p))
-    fold = [Transfer(p + i, i, everything, reduce=True) for i in range(n - p)]
-    unfold = [Transfer(i, p + i, everything) for i in range(n - p)]
+    fold, unfold = _fold(n, p, tuple(range(p)))
     doubling = []
     for distance in (2**j for j in range(power)):
         # Rank i holds the aligned run of `distance` chunks around i and swaps it with its partner's.
@@ -124,8 +120,7 @@ def doubling_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
     """Partners swap all they have and both add: a + b and b + a, so that all end with equal bits."""
     n, power = level.size, log2_floor(level.size)
     p = 2**power
-    fold = [Transfer(p + i, i, (0,), reduce=True) for i in range(n - p)]
-    unfold = [Transfer(i, p + i, (0,)) for i in range(n - p)]
+    fold, unfold = _fold(n, p, (0,))
     swaps = [[Transfer(i, i ^ 2**j, (0,), reduce=True) for i in range(p)] for j in range(power)]
     return schedule_of(kind, n, 1, [fold, *swaps, unfold], "recursive_doubling")
 
@@ -138,11 +133,9 @@ def bruck_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
     n = level.size
     rounds = log2_ceil(n)
     if kind is CollectiveKind.ALL_TO_ALL:
-        # A block travels once for every one-bit of its distance: about m/2 ceil(log2 n).
-        sent = bits_below(n) / n * size
-        return Work(rounds, sent, rounds, sent, sent, n * sent)
-    sent = (n - 1) / n * size
-    return gathering(kind, Work(rounds, sent, rounds, sent, sent, n * sent))
+        # A block is sent once for every one-bit of its distance: about m/2 ceil(log2 n).
+        return even(level, rounds, bits_below(n) / n * size)
+    return gathering(kind, even(level, rounds, (n - 1) / n * size))
 
 
 def bruck_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
@@ -160,12 +153,11 @@ def bruck_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
 
 
 def _rotate(rank: int, distance: int, n: int) -> Transfer:
-    """Send on every block whose way to go contains ``distance``; smaller powers it has already gone."""
+    """Sends every block on whose remaining distance contains ``distance``; it has already gone the smaller powers."""
     blocks = []
-    for way in range(n):
-        if way & distance:
-            source = (rank - way % distance) % n
-            blocks.append(source * n + (source + way) % n)
+    for way in (way for way in range(n) if way & distance):
+        source = (rank - way % distance) % n
+        blocks.append(source * n + (source + way) % n)
     return Transfer(rank, (rank + distance) % n, tuple(blocks))
 
 

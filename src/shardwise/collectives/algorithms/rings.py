@@ -7,31 +7,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.collectives.algorithms.base import Algorithm, gathering
+from shardwise.collectives.algorithms.base import Algorithm, axes_of, even, gathering
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule, Transfer, from_all_gather, schedule_of
-from shardwise.collectives.shapes import Axis, Grid
+from shardwise.collectives.shapes import Axis
 from shardwise.collectives.topology import Level
 from shardwise.collectives.work import Work
 
 if TYPE_CHECKING:
     from shardwise.collectives.arrays import Size
 
-
-# -- Neighbour to neighbour: the ring, the ring in both directions, and the line ---------------------
 # Chunk r starts at rank r and is passed on until everyone has it; reduce-scatter is the same backwards.
 
 
 def ring_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    n, shape = level.size, level.shape
+    n = level.size
     if kind is CollectiveKind.ALL_TO_ALL:
         # Round r still carries n-r blocks over every link: (n-1)a + (n-1)/2 mb.
-        sent = (n - 1) / 2 * size
-        return Work((n - 1) * shape.step_hops, sent * shape.step_load, n - 1, sent, sent, n * sent)
+        return even(level, n - 1, (n - 1) / 2 * size)
     # (n-1)(a + mb/n): Thakur et al. 2005; bus factor (n-1)/n of nccl-tests PERFORMANCE.md.
-    sent = (n - 1) / n * size
-    once = Work((n - 1) * shape.step_hops, sent * shape.step_load, n - 1, sent, sent, n * sent)
-    return gathering(kind, once)
+    return gathering(kind, even(level, n - 1, (n - 1) / n * size))
 
 
 def ring_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
@@ -86,7 +81,7 @@ def two_way_transfers(axis: Axis, round_index: int) -> list[tuple[int, int, int,
 
 
 def two_way_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    axis = _only_axis(level)
+    (axis,) = axes_of(level)
     n = axis.size
     rounds, _ = two_way_rounds(axis)
     # ring: floor(n/2)a + (n-1)/(2n)mb; line: (n-1)(a + mb/n).
@@ -98,7 +93,7 @@ def two_way_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
 
 
 def two_way_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
-    axis = _only_axis(level)
+    (axis,) = axes_of(level)
     n, (rounds, halved) = axis.size, two_way_rounds(axis)
     split = 2 if halved else 1
 
@@ -111,12 +106,6 @@ def two_way_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
     ]
     name = "bidirectional_ring" if axis.wrap else "line"
     return from_all_gather(kind, schedule_of(CollectiveKind.ALL_GATHER, n, n * split, made, name))
-
-
-def _only_axis(level: Level) -> Axis:
-    assert isinstance(level.shape, Grid)
-    (axis,) = level.shape.live
-    return axis
 
 
 BIDIRECTIONAL_RING = Algorithm("bidirectional_ring", two_way_work, two_way_build)
@@ -179,7 +168,7 @@ def _work(kind: CollectiveKind, level: Level, size: Size, parts: int) -> Work:
 
     Chan et al. 2007; jax scaling-book. Other axes: the finite sum over the rounds.
     """
-    axes = _axes(level)
+    axes = axes_of(level)
     rounds, hops, blocks, sent = 0, 0, 0.0, 0
     for legs in _phases(axes, parts):
         phase_rounds, phase_hops, phase_blocks = _phase_cost(legs)
@@ -192,7 +181,7 @@ def _work(kind: CollectiveKind, level: Level, size: Size, parts: int) -> Work:
 
 
 def _build(kind: CollectiveKind, level: Level, parts: int, name: str) -> Schedule:
-    axes = _axes(level)
+    axes = axes_of(level)
     split = parts * 2  # chunk = (rank * parts + part) * 2 + half
     rounds: list[list[Transfer]] = []
     for legs in _phases(axes, parts):
@@ -224,26 +213,13 @@ def _ranks(axes: tuple[Axis, ...], units: list[int], over: list[int]) -> list[in
     return ranks
 
 
-def _axes(level: Level) -> tuple[Axis, ...]:
-    assert isinstance(level.shape, Grid)
-    return level.shape.live
-
-
-def bucket_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    return _work(kind, level, size, len(_axes(level)))
-
-
-def bucket_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
-    return _build(kind, level, len(_axes(level)), "bucket")
-
-
-def ordered_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
-    return _work(kind, level, size, 1)
-
-
-def ordered_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
-    return _build(kind, level, 1, "dimension_ordered")
-
-
-BUCKET = Algorithm("bucket", bucket_work, bucket_build)
-DIMENSION_ORDERED = Algorithm("dimension_ordered", ordered_work, ordered_build)
+BUCKET = Algorithm(
+    "bucket",
+    lambda kind, level, size: _work(kind, level, size, len(axes_of(level))),
+    lambda kind, level, chunks: _build(kind, level, len(axes_of(level)), "bucket"),
+)
+DIMENSION_ORDERED = Algorithm(
+    "dimension_ordered",
+    lambda kind, level, size: _work(kind, level, size, 1),
+    lambda kind, level, chunks: _build(kind, level, 1, "dimension_ordered"),
+)

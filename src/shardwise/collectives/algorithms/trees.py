@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardwise.collectives.algorithms.base import Algorithm, bits_below, log2_ceil, rooted
+from shardwise.collectives.algorithms.base import Algorithm, axes_of, bits_below, log2_ceil, rooted
 from shardwise.collectives.algorithms.pairwise import DIRECT
 from shardwise.collectives.algorithms.rings import RING
 from shardwise.collectives.arrays import best_chunks
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule, Transfer, compose, from_root, reverse, schedule_of
-from shardwise.collectives.shapes import Axis, Grid
+from shardwise.collectives.shapes import Axis
 from shardwise.collectives.topology import Level
 from shardwise.collectives.work import Work
 
@@ -99,16 +99,10 @@ def double_tree_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedu
 
 def _parent(rank: int, n: int, tree: int) -> int | None:
     """NCCL's tree 0 has root 0; tree 1 is its mirror image (n even) or its shift by one (n odd)."""
-    if tree == 0:
-        return _first_parent(rank, n)
-    if n % 2 == 0:
-        mirrored = _first_parent(n - 1 - rank, n)
-        return None if mirrored is None else n - 1 - mirrored
-    shifted = _first_parent((rank - 1) % n, n)
-    return None if shifted is None else (shifted + 1) % n
-
-
-def _first_parent(rank: int, n: int) -> int | None:
+    if tree == 1:
+        odd = n % 2
+        parent = _parent((rank - 1) % n if odd else n - 1 - rank, n, 0)
+        return None if parent is None else (parent + 1) % n if odd else n - 1 - parent
     if rank == 0:
         return None
     bit = rank & -rank
@@ -188,13 +182,8 @@ def _pipelined(edges: list[tuple[int, int, int]], n: int, chunks: int, name: str
 CHAIN = Algorithm("chain", chain_work, chain_build, chain_chunks)
 
 
-def _axes(level: Level) -> tuple[Axis, ...]:
-    assert isinstance(level.shape, Grid)
-    return level.shape.live
-
-
 def spanning_chunks(kind: CollectiveKind, level: Level, size: Size) -> Size:
-    return pipeline_chunks(level, sum(axis.farthest for axis in _axes(level)), size)
+    return pipeline_chunks(level, sum(axis.farthest for axis in axes_of(level)), size)
 
 
 def spanning_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
@@ -202,7 +191,7 @@ def spanning_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
 
     Axis i is in use until the tree's first i+1 axes are done, so the last rounds see only the last axes.
     """
-    axes = _axes(level)
+    axes = axes_of(level)
     k = spanning_chunks(kind, level, size)
     hops: Size = 0
     load: Size = 0
@@ -218,25 +207,21 @@ def spanning_work(kind: CollectiveKind, level: Level, size: Size) -> Work:
 
 
 def spanning_build(kind: CollectiveKind, level: Level, chunks: int) -> Schedule:
-    edges = list(_grow(_axes(level), 0, 0, 1, 0))
+    edges = list(_grow(axes_of(level), 0, 1, 0))
     return from_root(kind, _pipelined(edges, level.size, chunks, "spanning_tree"))
 
 
-def _grow(axes: tuple[Axis, ...], index: int, rank: int, unit: int, depth: int) -> Iterator[tuple[int, int, int]]:
-    """Edges of the tree below ``rank``, which spreads along axes[index:]; ``unit`` is the rank's stride there."""
-    if index == len(axes):
+def _grow(axes: tuple[Axis, ...], rank: int, unit: int, depth: int) -> Iterator[tuple[int, int, int]]:
+    """Edges of the tree below ``rank``, which spreads along ``axes``; ``unit`` is the rank's stride on the first."""
+    if not axes:
         return
-    axis = axes[index]
-    yield from _grow(axes, index + 1, rank, unit * axis.size, depth)
-    up = axis.farthest
-    for direction, length in ((1, up), (-1, axis.size - 1 - up)):
-        here = 0
+    axis, *later = axes
+    yield from _grow(tuple(later), rank, unit * axis.size, depth)
+    for direction, length in ((1, axis.farthest), (-1, axis.size - 1 - axis.farthest)):
         for step in range(length):
-            there = (here + direction) % axis.size
-            src, dst = rank + here * unit, rank + there * unit
-            yield src, dst, depth + step
-            yield from _grow(axes, index + 1, dst, unit * axis.size, depth + step + 1)
-            here = there
+            here, there = (direction * step) % axis.size, (direction * (step + 1)) % axis.size
+            yield rank + here * unit, rank + there * unit, depth + step
+            yield from _grow(tuple(later), rank + there * unit, unit * axis.size, depth + step + 1)
 
 
 SPANNING_TREE = Algorithm("spanning_tree", spanning_work, spanning_build, spanning_chunks)
@@ -263,11 +248,9 @@ def scatter_gather_build(kind: CollectiveKind, level: Level, chunks: int) -> Sch
     assert scatter.build is not None and gather.build is not None
     first = scatter.build(CollectiveKind.SCATTER, level, 1)
     second = gather.build(CollectiveKind.ALL_GATHER, level, 1)
-    if kind is CollectiveKind.BROADCAST:
-        both = compose(kind, first, second)
-    else:
-        both = compose(kind, reverse(second), reverse(first))
-    return replace(both, algorithm="scatter_all_gather")
+    if kind is CollectiveKind.REDUCE:
+        first, second = reverse(second), reverse(first)
+    return replace(compose(kind, first, second), algorithm="scatter_all_gather")
 
 
 SCATTER_ALL_GATHER = Algorithm("scatter_all_gather", scatter_gather_work, scatter_gather_build)
