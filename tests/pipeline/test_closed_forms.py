@@ -241,7 +241,7 @@ def test_published_peaks():
 
 
 def test_peaks_of_ranks_that_are_not_there():
-    with pytest.raises(SpecError, match="none of the 4"):
+    with pytest.raises(SpecError, match="not one of the 4"):
         peak_chunks_in_flight("1f1b", 4, 8, None, 4)
     with pytest.raises(SpecError, match="memory_limit"):
         peak_chunks_in_flight("zb-auto", 4, 8, None, 0)

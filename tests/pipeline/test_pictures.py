@@ -34,7 +34,7 @@ def test_rows_have_one_width_and_never_pass_the_limit(name):
 def test_idle_dots_stand_for_idle_time():
     timeline = simulate(build("gpipe", 4, 4), equal_stages(4, 1.0, 1.0, 1.0))
     row = draw_timeline(timeline).splitlines()[1]
-    assert row.count(".") / len(row.split()[1]) == pytest.approx(timeline.idle_seconds[0] / timeline.makespan_seconds)
+    assert row.count(".") / len(row.split()[1]) == pytest.approx(1 - timeline.busy[0] / timeline.makespan_seconds)
 
 
 def test_trace_events_are_plain_and_complete():

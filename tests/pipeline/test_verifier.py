@@ -110,8 +110,8 @@ def test_mutants_are_found(name, how, data):
         (["0F0 0I0", "1F0 1B0"], "stage 0 never runs the weight gradient of microbatch 0"),
         (["0F0", "1F0 1B0"], "stage 0 never runs the backward of microbatch 0"),
         (["0F0 0B0", "1B0"], "comes before the forward of microbatch 0 on stage 1"),
-        (["0F0 0B0 1F0", "1B0"], "stage 1 of microbatch 0 lives on rank 1"),
-        (["0F0 0B0", "1F0 1B0 1F1"], "there is no such stage and microbatch"),
+        (["0F0 0B0 1F0", "1B0"], "stage 1 of microbatch 0 is on rank 1"),
+        (["0F0 0B0", "1F0 1B0 1F1"], "no such stage or microbatch"),
     ],
 )
 def test_the_first_violation_is_named(orders, message):

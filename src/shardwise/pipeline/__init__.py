@@ -1,19 +1,11 @@
-"""What a pipeline schedule is, proof that it is right, what it costs, and how layers become stages."""
+"""Pipeline schedules: what they are, how they are verified and timed, and how layers are divided into stages."""
 
 from __future__ import annotations
 
 from shardwise.pipeline.build import build, chunks_per_rank
 from shardwise.pipeline.closed_forms import bubble_is_exact, bubble_seconds, peak_chunks_in_flight
 from shardwise.pipeline.forms import ClosedForms, EqualStages
-from shardwise.pipeline.partition import (
-    Layers,
-    Partition,
-    Place,
-    layers_of,
-    partition,
-    partition_kinds,
-    partition_over,
-)
+from shardwise.pipeline.partition import Layers, Partition, Place, layers_of, partition_over
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, equal_stages, stage_times
 from shardwise.pipeline.simulator import simulate
 from shardwise.pipeline.timeline import Timeline, draw_timeline, live_activations, peak_activations, trace_events
@@ -39,8 +31,6 @@ __all__ = [
     "equal_stages",
     "layers_of",
     "live_activations",
-    "partition",
-    "partition_kinds",
     "partition_over",
     "peak_activations",
     "peak_chunks_in_flight",

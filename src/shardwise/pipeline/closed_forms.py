@@ -1,7 +1,7 @@
-"""Bubbles and activations in flight by formula: what a step costs beyond the work of one rank, without a schedule.
+"""Bubbles and activations in flight by formula, without building the schedule.
 
-The formulas of a schedule stand beside its builder (`builders`) as `ClosedForms`. A schedule that has none is built
-and simulated, or its actions are counted.
+The formulas of a schedule are beside its builder (`builders`), as `ClosedForms`. A schedule without any is built and
+simulated, or its actions are counted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def bubble_seconds(
     comm_seconds: Any = 0.0,
     released_by_input_grad: float = 0.0,
 ) -> Any:
-    """Seconds that the longest rank spends beyond its own work (``Timeline.bubble_seconds``), for equal stages.
+    """Idle seconds of the longest rank (``Timeline.bubble_seconds``), for equal stages.
 
-    Times are those of one stage (one chunk). All arguments but the name may be numpy arrays.
+    Times are for one stage (one chunk). All arguments but the name may be numpy arrays.
     """
     v = chunks_per_rank(name) if chunks is None else chunks
     case = EqualStages(ranks, microbatches, v, forward, input_grad, weight_grad, comm_seconds, released_by_input_grad)
@@ -65,11 +65,11 @@ def bubble_is_exact(
 def peak_chunks_in_flight(name: str, ranks: int, microbatches: int, chunks: int | None, rank: int) -> int:
     """Activations of one chunk (stage) and microbatch that ``rank`` holds at its peak.
 
-    Equal to ``max`` over the built schedule; with times given, zbv, v-half, v-min, zb-1p and zb-2p may hold less,
+    Equal to the peak of the built schedule; with times given, zbv, v-half, v-min, zb-1p and zb-2p may hold less,
     never more. Divide by the chunks per rank for microbatches of the whole rank.
     """
     if not 0 <= rank < ranks:
-        raise SpecError("rank", f"{rank} is none of the {ranks} pipeline ranks", f"give 0 to {ranks - 1}")
+        raise SpecError("rank", f"{rank} is not one of the {ranks} pipeline ranks", f"give 0 to {ranks - 1}")
     v, forms = chunks_per_rank(name, chunks), _forms(schedule_record(name))
     if forms is None:
         return _counted_peaks(name, ranks, microbatches, v)[rank]
@@ -106,6 +106,6 @@ def _counted_peaks(name: str, ranks: int, microbatches: int, chunks: int) -> tup
 
 @lru_cache(maxsize=64)
 def _built(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    """In whole rounds: a search has cells with a part of one too, where the batch does not divide, and drops them."""
+    """Rounded up to whole rounds: a search also prices batches that do not divide into rounds, and drops them later."""
     rounds = schedule_record(name).rounds(ranks)
     return build(name, ranks, -(-max(1, microbatches) // rounds) * rounds, chunks)

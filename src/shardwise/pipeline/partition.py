@@ -1,14 +1,13 @@
-"""Layers to stages: contiguous, by time and memory and not by count, so that the slowest stage is as fast as can be.
+"""Divides layers into contiguous stages such that the slowest stage is as fast as possible and every stage fits.
 
-Exact by dynamic programming over (stage, layers placed); of all optima the one with the least memory on its
+Exact, by dynamic programming over (stage, layers placed); of several optima the one with the least memory on its
 fullest stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import SpecError
@@ -23,10 +22,10 @@ _ROUNDING = 1 + 1e-12
 
 @dataclass(frozen=True)
 class Layers:
-    """What has to be placed, in model order: one entry per layer.
+    """The layers to be placed, in model order: one entry per layer.
 
-    ``bytes`` stay the whole step (weights, gradients, optimizer); ``activation_bytes`` are held per microbatch in
-    flight. Embedding and loss belong to the first and last stage: the four extras.
+    ``bytes`` are held during the whole step (weights, gradients, optimizer), ``activation_bytes`` per microbatch in
+    flight. The four extras are the embedding of the first and the loss of the last stage.
     """
 
     seconds: tuple[float, ...]
@@ -40,7 +39,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Place:
-    """A stage's device: ``speed`` relative to the one that the layer times are for, its memory, its microbatches."""
+    """A stage's device: ``speed`` relative to the device of the layer times, memory, and microbatches in flight."""
 
     speed: float = 1.0
     memory_bytes: float = float("inf")
@@ -85,25 +84,6 @@ def _column(field: str, values: Sequence[float] | None, count: int) -> tuple[flo
     return column
 
 
-def partition(
-    layer_seconds: Sequence[float],
-    layer_bytes: Sequence[float] | None,
-    stages: int,
-    memory_limit_bytes: float | Sequence[float] = float("inf"),
-    layer_activation_bytes: Sequence[float] | None = None,
-    in_flight: Sequence[float] | None = None,
-    **extras: float,
-) -> Partition:
-    """Layers over ``stages`` equally fast devices; ``extras`` are those of ``Layers``.
-
-    ``memory_limit_bytes`` is one number or one per stage, ``in_flight`` the microbatches that each stage holds.
-    """
-    limits = _per_stage("memory_limit_bytes", memory_limit_bytes, stages)
-    held = _per_stage("in_flight", 1.0 if in_flight is None else in_flight, stages)
-    layers = layers_of(layer_seconds, layer_bytes, layer_activation_bytes, **extras)
-    return partition_over(layers, [Place(1.0, limit, microbatches) for limit, microbatches in zip(limits, held)])
-
-
 def partition_over(layers: Layers, places: Sequence[Place]) -> Partition:
     """Layers over devices of different speed and memory, in the order of ``places``."""
     import numpy as np
@@ -137,31 +117,8 @@ def partition_over(layers: Layers, places: Sequence[Place]) -> Partition:
     )
 
 
-def partition_kinds(layers: Layers, kinds: Sequence[Sequence[Place]]) -> tuple[tuple[int, ...], Partition]:
-    """A pipeline across kinds of nodes, each kind's devices in a row: the best order of the kinds, and its partition.
-
-    ``Place.in_flight`` belongs to the position in the pipeline, so it is taken in the order given, whatever device
-    stands there.
-    """
-    if not 1 <= len(kinds) <= 5:
-        raise SpecError("kinds", f"{len(kinds)} kinds of nodes", "give 1 to 5")
-    in_flight = [place.in_flight for kind in kinds for place in kind]
-    found: list[tuple[tuple[int, ...], Partition]] = []
-    problem: SpecError | None = None
-    for order in permutations(range(len(kinds))):
-        row = [place for kind in order for place in kinds[kind]]
-        try:
-            places = [replace(place, in_flight=held) for place, held in zip(row, in_flight)]
-            found.append((order, partition_over(layers, places)))
-        except SpecError as error:
-            problem = problem or error
-    if problem is not None and not found:
-        raise problem
-    return min(found, key=lambda pair: pair[1].slowest_seconds)
-
-
 class _Costs:
-    """What a stage costs if it holds layers start..end-1, as matrices [start, end]; infinite where it holds none."""
+    """The cost of a stage with layers start..end-1, as matrices [start, end]; infinite where it would be empty."""
 
     def __init__(self, layers: Layers, places: Sequence[Place]) -> None:
         self.layers, self.places = layers, places
@@ -196,7 +153,7 @@ def _between(values: Sequence[float], empty: float = float("inf")) -> Matrix:
 
 
 def _smallest_maximum(stages: int, cost: Callable[[int], Matrix]) -> tuple[float, list[int]]:
-    """The least possible largest ``cost(stage)[start, end]``, and the end of every stage."""
+    """The smallest possible maximum of ``cost(stage)[start, end]`` over the stages, and the end of every stage."""
     import numpy as np
 
     best = cost(0)[0]
@@ -209,10 +166,3 @@ def _smallest_maximum(stages: int, cost: Callable[[int], Matrix]) -> tuple[float
     for choice in reversed(choices):
         ends.append(int(choice[ends[-1]]))
     return float(best[-1]), ends[::-1]
-
-
-def _per_stage(field: str, given: float | Sequence[float], stages: int) -> list[float]:
-    values = [float(given)] * stages if isinstance(given, (int, float)) else list(map(float, given))
-    if len(values) != stages:
-        raise SpecError(field, f"{len(values)} entries for {stages} stages", "give one per stage")
-    return values

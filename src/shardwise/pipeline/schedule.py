@@ -1,4 +1,4 @@
-"""A pipeline schedule as plain data: what each rank does, in order, and how long the passes of a stage take."""
+"""A pipeline schedule as plain data: the actions of each rank in order, and how long the passes of a stage take."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from shardwise.spec.errors import SpecError, shown
 
 
 class ActionKind(StrEnum):
-    """What a rank does with one microbatch on one stage; a backward is B, or I and later W."""
+    """What a rank does with one microbatch on one stage; a backward pass is B, or I and later W."""
 
     F = "F"  # forward
     B = "B"  # full backward: input and weight gradients together
-    I = "I"  # input gradient: what the stage before waits for  # noqa: E741
+    I = "I"  # input gradient: the previous stage waits for it  # noqa: E741
     W = "W"  # weight gradient: only the optimizer waits for it
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = dict(zip(ActionKind, ("forward", "backward", "input gradient", "weight gradient")))
 
 
 class Action(NamedTuple):
@@ -28,22 +35,19 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-RankActions = tuple[Action, ...]
-
-
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """``actions[rank]`` in order; stage s of the model lives on rank ``placements[copy][s]``.
+    """``actions[rank]`` in order; stage s of the model is on rank ``placements[copy][s]``.
 
     Nearly every schedule has one copy of the parameters. DualPipe has two, run from both ends: its first
-    m/2 microbatches use copy 0, the others copy 1 (``copy_of``).
+    m/2 microbatches use copy 0, the others copy 1.
     """
 
     name: str
     stages: int
     microbatches: int
     placements: tuple[tuple[int, ...], ...]
-    actions: tuple[RankActions, ...]
+    actions: tuple[tuple[Action, ...], ...]
 
     @property
     def ranks(self) -> int:
@@ -54,11 +58,8 @@ class PipelineSchedule:
         """The rank of every stage, for the first copy of the parameters."""
         return self.placements[0]
 
-    def copy_of(self, microbatch: int) -> int:
-        return microbatch * len(self.placements) // self.microbatches
-
     def rank_of(self, stage: int, microbatch: int) -> int:
-        return self.placements[self.copy_of(microbatch)][stage]
+        return self.placements[microbatch * len(self.placements) // self.microbatches][stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages whose parameters ``rank`` holds."""
@@ -87,7 +88,7 @@ def one_copy(
 
 
 def keep_microbatches(schedule: PipelineSchedule, kept: Sequence[int]) -> PipelineSchedule:
-    """The same order for fewer microbatches, renumbered; no order between those that stay is changed."""
+    """The schedule with only some of its microbatches, renumbered; their order is unchanged."""
     number = {old: new for new, old in enumerate(kept)}
     actions = tuple(
         tuple(Action(a.kind, a.stage, number[a.microbatch]) for a in one if a.microbatch in number)
@@ -96,15 +97,12 @@ def keep_microbatches(schedule: PipelineSchedule, kept: Sequence[int]) -> Pipeli
     return replace(schedule, microbatches=len(kept), actions=actions)
 
 
-# -- How long the passes of a stage take -------------------------------------------------------------
+# -- Durations ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one microbatch on every stage: forward, input gradient, weight gradient.
-
-    A full backward takes ``backward`` where given (one fused kernel may be faster), else their sum.
-    """
+    """Seconds of one microbatch on every stage; ``backward`` is for a full backward pass, which may be faster fused."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
@@ -129,20 +127,25 @@ def stage_times(
     weight_grad: Sequence[float],
     backward: Sequence[float] | None = None,
 ) -> StageTimes:
-    """Checked times of stages that differ."""
+    """Times of stages that differ, checked; by default a full backward takes as long as both of its gradients."""
     if backward is None:
         backward = [i + w for i, w in zip(input_grad, weight_grad)]
     columns = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "backward": backward}
-    for name, column in columns.items():
-        if len(column) != len(forward):
-            raise SpecError(f"times.{name}", f"{len(column)} stages, but forward has {len(forward)}", "give one each")
-        checked_seconds(f"times.{name}", column)
-    return StageTimes(*(tuple(map(float, column)) for column in columns.values()))
+    return StageTimes(*(durations(f"times.{name}", one, len(forward), "stage") for name, one in columns.items()))
 
 
-def checked_seconds(field: str, values: Sequence[float]) -> tuple[float, ...]:
-    """``values`` as floats, or a SpecError unless all are finite and 0 or more."""
+def durations(field: str, given: float | Sequence[float], count: int, item: str) -> tuple[float, ...]:
+    """Seconds of each of ``count`` items: one number for all, or one each. SpecError unless finite and 0 or more."""
+    values = [given] * count if isinstance(given, (int, float)) else list(given)
+    if len(values) != count:
+        raise SpecError(field, f"{len(values)} values, but {count} are needed", f"give one per {item}")
     for value in values:
         if not 0 <= value < float("inf"):
             raise SpecError(field, f"{shown(value)} is not a duration", "give seconds of 0 or more")
     return tuple(map(float, values))
+
+
+def check_released(share: float) -> None:
+    if not 0 <= share <= 1:
+        problem = f"{shown(share)} is not between 0 and 1"
+        raise SpecError("released_by_input_grad", problem, "give a number between 0 and 1")

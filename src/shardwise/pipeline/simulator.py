@@ -1,13 +1,13 @@
-"""When every action of a schedule runs: each rank does its list in order, as early as its inputs allow.
+"""Simulates a schedule: each rank runs its actions in order, each as early as its inputs allow.
 
-A link leads from one rank to another, and carries one message after the other, in the order of the actions that send.
+A link leads from one rank to another and carries one message at a time, in the order of the actions that send them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, StageTimes, checked_seconds
+from shardwise.pipeline.schedule import ActionKind, PipelineSchedule, StageTimes, durations
 from shardwise.pipeline.timeline import Timeline
 from shardwise.pipeline.verifier import InvalidPipelineSchedule
 from shardwise.spec.errors import SpecError
@@ -25,41 +25,25 @@ def simulate(
 ) -> Timeline:
     """The timeline of a ``schedule`` that the verifier accepts.
 
-    ``comm_seconds``: a message between neighbouring stages on different ranks (one number, or one per boundary); as
-    long, its link carries no other. Overlapped, the sender continues at once and the receiver waits for the arrival;
-    ``blocking``, the sender waits too. ``overhead_seconds`` is added to every action (launching it), and is not busy
-    time.
+    ``comm_seconds`` is how long a message between neighbouring stages on different ranks occupies its link: one number,
+    or one per boundary. The receiver waits for its arrival, and if ``blocking`` so does the sender.
+    ``overhead_seconds`` is added to every action (its launch) and does not count as busy.
     """
-    comm = boundary_seconds(schedule, comm_seconds)
+    comm = durations("comm_seconds", comm_seconds, schedule.stages - 1, "boundary between stages")
     if times.stages != schedule.stages:
-        raise SpecError(
-            "times", f"{times.stages} stages, the schedule has {schedule.stages}", "give one time per stage"
-        )
-    (overhead,) = checked_seconds("overhead_seconds", [overhead_seconds])
+        problem = f"{times.stages} stages, but the schedule has {schedule.stages}"
+        raise SpecError("times", problem, "give one time per stage")
+    (overhead,) = durations("overhead_seconds", overhead_seconds, 1, "action")
     run = _Run(schedule, times, comm, blocking, overhead)
     run.to_the_end()
-    return Timeline(
-        schedule,
-        tuple(map(tuple, run.starts)),
-        tuple(map(tuple, run.ends)),
-        tuple(map(tuple, run.arrivals)),
-        tuple(run.busy),
-    )
-
-
-def boundary_seconds(schedule: PipelineSchedule, comm_seconds: float | Sequence[float]) -> tuple[float, ...]:
-    """One message time per boundary between stages s and s+1."""
-    count = schedule.stages - 1
-    given = [comm_seconds] * count if isinstance(comm_seconds, (int, float)) else list(comm_seconds)
-    if len(given) != count:
-        raise SpecError("comm_seconds", f"{len(given)} boundaries, the schedule has {count}", "give one time each")
-    return checked_seconds("comm_seconds", given)
+    starts, ends, arrivals = (tuple(map(tuple, column)) for column in (run.starts, run.ends, run.arrivals))
+    return Timeline(schedule, starts, ends, arrivals, tuple(run.busy))
 
 
 class _Run:
     """The state of one simulation.
 
-    ``ready[2s + backward][j]`` is when the input of stage s's forward (backward) of microbatch j is there, and
+    ``ready[2s + backward][j]`` is when the input of stage s's forward (backward) of microbatch j arrives, and
     ``links[rank][other]`` when the link from rank to the other is free.
     """
 
@@ -104,20 +88,20 @@ class _Run:
         last, actions = self.schedule.stages - 1, self.schedule.actions[rank]
         for position in range(len(ends), len(actions)):
             kind, stage, j = actions[position]
-            seen = kind is F
+            forward = kind is F
             target = -1
             if kind is not W:
-                channel = 2 * stage + (not seen)
-                there = ready[channel][j]
-                if there < 0.0:
+                channel = 2 * stage + (not forward)
+                arrived = ready[channel][j]
+                if arrived < 0.0:
                     waiting[channel, j] = rank
                     break
-                if there > now:
-                    now = there
-                if seen:
-                    target = stage + 1 if stage < last else -1
-                else:
+                if arrived > now:
+                    now = arrived
+                if not forward:
                     target = stage - 1
+                elif stage < last:
+                    target = stage + 1
             pass_seconds = seconds[kind][stage]
             end = arrival = now + pass_seconds + overhead
             starts.append(now)
@@ -126,7 +110,7 @@ class _Run:
             now = end
             if target >= 0:
                 arrival = self._send(rank, self.schedule.rank_of(target, j), min(stage, target), end)
-                channel = 2 * target + (not seen)
+                channel = 2 * target + (not forward)
                 ready[channel][j] = arrival
                 if self.blocking:
                     now = arrival
@@ -136,7 +120,7 @@ class _Run:
         self.free[rank], self.busy[rank] = now, busy
 
     def _send(self, sender: int, receiver: int, boundary: int, end: float) -> float:
-        """When a message that is there to be sent at ``end`` arrives."""
+        """When a message that is ready to be sent at ``end`` arrives."""
         if sender == receiver:
             return end
         links = self.links[sender]

@@ -1,12 +1,11 @@
-"""The seconds of many microbatches from the simulation of few: a full pipeline repeats itself.
+"""Times many microbatches by simulating few of them: a full pipeline repeats itself.
 
-Each action starts when the one before it on its rank and the message it needs are there, each message when it is sent
-and the one before it on its link has arrived; that one was sent by an earlier action of the same rank. Let no action
-lag more than ``depth`` microbatches behind the newest one its rank has begun. Then every chain of such causes that
-leads back from a later microbatch passes through any ``depth`` successive ones. If all their actions run once more and
-their messages arrive once more, ``period`` microbatches on, and all by the same ``shift`` later, so does everything
-that follows (by induction along the chains), the emptying of the pipeline included: T(m + period) = T(m) + shift, for
-every such m.
+Each action starts when the one before it on its rank has ended and the message it needs has arrived, each message when
+it is sent and the one before it on its link has arrived; that one was sent by an earlier action of the same rank. Let
+no action lag more than ``depth`` microbatches behind the newest one its rank has begun. Then every chain of such causes
+that leads back from a later microbatch passes through any ``depth`` successive ones. If all their actions and messages
+recur ``period`` microbatches on, all of them later by the same ``shift``, so does everything that follows (by induction
+along the chains), the draining of the pipeline included: T(m + period) = T(m) + shift, for every such m.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shardwise.pipeline.simulator import simulate
 from shardwise.pipeline.timeline import Timeline
 from shardwise.spec.schedules import schedule_record
 
-_FEW_ACTIONS = 5_000  # about 10 ms to simulate: not worth a detour
+_FEW_ACTIONS = 5_000  # about 10 ms to simulate: not worth extrapolating
 _UNITS_PER_PASS = 36  # bits: 1.5e-11 of the longest pass, and sums of 100,000 passes are exact
 
 
@@ -37,8 +36,8 @@ def simulated_pipeline(
 ) -> tuple[float, Timeline | None]:
     """Seconds of the longest rank, and the timeline unless many microbatches were extrapolated from few.
 
-    The schedule is the one built without times, as it runs: weight gradients are placed as if all passes were equal.
-    ``message_seconds`` is one number or one per boundary between stages.
+    The schedule is the one that runs, built without times: weight gradients are placed as if all passes were equal.
+    ``message_seconds`` is one number or one per boundary between stages. ``whole`` never extrapolates.
     """
     pipeline = _Pipeline(name, ranks, chunks, *_in_units(times, message_seconds))
     if not whole and 3 * times.stages * microbatches > _FEW_ACTIONS:
@@ -50,7 +49,7 @@ def simulated_pipeline(
 
 
 def _in_units(times: StageTimes, message: float | Sequence[float]) -> tuple[StageTimes, tuple[float, ...]]:
-    """Times rounded to one power of two, so that sums are exact and a state that comes again is seen to be the same."""
+    """Times rounded to multiples of one power of two, so that sums are exact and a recurring state is recognised."""
     messages = (message,) * (times.stages - 1) if isinstance(message, (int, float)) else tuple(message)
     columns = (times.forward, times.input_grad, times.weight_grad, times.backward, messages)
     longest = max(max(column, default=0.0) for column in columns)
@@ -74,7 +73,7 @@ class _Pipeline:
         return self.timeline(microbatches).longest_rank_seconds
 
     def extrapolated(self, microbatches: int) -> float | None:
-        """Seconds of the longest rank from at most half of the microbatches; None if that proves nothing."""
+        """Seconds of the longest rank from at most half of the microbatches; None if no repetition is found."""
         if self.record.repeats == "unknown":
             return None
         if self.record.forwards_first:
@@ -94,15 +93,15 @@ class _Pipeline:
         return None
 
     def _like(self, microbatches: int, least: int) -> int:
-        """At least ``least`` microbatches, as many over a round of interleaving, or over DualPipe's two ends."""
+        """At least ``least`` microbatches, with the same remainder over a round, or over DualPipe's two ends."""
         return least + (microbatches - least) % (self.ranks if self.record.in_rounds else 2)
 
 
 def repetition(timeline: Timeline, order_period: int = 1) -> tuple[int, float] | None:
-    """After how many microbatches the full pipeline does the same again, and how much later; None if it does not.
+    """After how many microbatches the full pipeline repeats itself, and how much later; None if it does not.
 
-    ``order_period``: after how many of those that enter at one end the order of actions repeats. What runs before the
-    last ``depth`` microbatches does not know yet that the pipeline will run empty.
+    ``order_period``: after how many of those that enter at one end the order of actions repeats. Nothing before the
+    last ``depth`` microbatches depends on the pipeline draining.
     """
     schedule = timeline.schedule
     copies = len(schedule.placements)
@@ -122,7 +121,7 @@ def _entering(schedule: PipelineSchedule) -> int:
 
 
 def _depth(schedule: PipelineSchedule) -> int:
-    """By how many microbatches an action lags at most behind the newest that its rank has begun, and one."""
+    """One more than the microbatches by which an action lags at most behind the newest that its rank has begun."""
     most, entering = 0, _entering(schedule)
     for actions in schedule.actions:
         newest = 0
@@ -133,13 +132,13 @@ def _depth(schedule: PipelineSchedule) -> int:
     return most + 1
 
 
-# Of every microbatch, by kind, stage and end where it entered: when the action moments, and when its result arrives.
-Moments = list[dict[tuple[ActionKind, int, int], tuple[float, float]]]
+# For every microbatch, by kind, stage and the end where it entered: when the action starts and its result arrives.
+_Moments = list[dict[tuple[ActionKind, int, int], tuple[float, float]]]
 
 
-def _moments(timeline: Timeline) -> Moments:
+def _moments(timeline: Timeline) -> _Moments:
     entering = _entering(timeline.schedule)
-    moments: Moments = [{} for _ in range(entering)]
+    moments: _Moments = [{} for _ in range(entering)]
     for actions, starts, arrivals in zip(timeline.schedule.actions, timeline.starts, timeline.arrivals):
         for (kind, stage, microbatch), start, arrival in zip(actions, starts, arrivals):
             end, index = divmod(microbatch, entering)
@@ -147,30 +146,28 @@ def _moments(timeline: Timeline) -> Moments:
     return moments
 
 
-def _common_shift(moments: Moments, window: range, period: int) -> float | None:
-    """By how much later all actions of the window run ``period`` microbatches on; None unless all by the same."""
+def _common_shift(moments: _Moments, window: range, period: int) -> float | None:
+    """How much later all actions of the window run ``period`` microbatches on; None if they differ."""
     shifts: set[float] = set()
     for index in window:
         later = moments[index + period]
-        for what, (start, arrival) in moments[index].items():
-            later_start, later_arrival = later.get(what, (math.inf, math.inf))
+        for action, (start, arrival) in moments[index].items():
+            later_start, later_arrival = later.get(action, (math.inf, math.inf))
             shifts |= {later_start - start, later_arrival - arrival}
             if len(shifts) > 1:
                 return None
     return shifts.pop()
 
 
-@lru_cache(maxsize=64)
-def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    return build(name, ranks, microbatches, chunks)
+_schedule = lru_cache(maxsize=64)(build)
 
 
 @lru_cache(maxsize=256)
 def _order_period(name: str, ranks: int, microbatches: int, chunks: int) -> int:
     """After how many microbatches a schedule's order repeats, as far as ``microbatches`` of them show.
 
-    Interleaving deals with p at a time, most others with one. Where weight gradients are put into waits, the builder
-    runs the actions in time, with all passes equal: when it is in the same state again, it goes on in the same way.
+    Interleaving takes p at a time, most others one. Builders that place weight gradients in waits simulate the actions
+    with all passes equal: once in the same state again, they continue in the same way.
     """
     record = schedule_record(name)
     if record.repeats == "always":

@@ -1,4 +1,4 @@
-"""What a simulated schedule took: when every action ran, activations held, as a drawing and as a Chrome trace."""
+"""The timeline of a simulated schedule: when every action runs, activations held, as a drawing and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, checked_seconds
-from shardwise.spec.errors import SpecError, shown
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, check_released, durations
+from shardwise.spec.errors import SpecError
 
 
 @dataclass(frozen=True)
 class Timeline:
     """``starts[rank][i]`` and ``ends[rank][i]`` belong to ``schedule.actions[rank][i]``, in seconds.
 
-    ``arrivals[rank][i]`` is when the result of that action is where it is needed next: its end, unless a message
-    carries it to another rank. ``busy`` is what every rank computes, without overhead and messages.
+    ``arrivals[rank][i]`` is when the result of that action reaches the rank that needs it next: its end, unless a
+    message carries it there. ``busy`` is each rank's computation, without overhead and messages.
     """
 
     schedule: PipelineSchedule
@@ -36,48 +36,30 @@ class Timeline:
 
     @property
     def longest_rank_seconds(self) -> float:
-        """The zero-bubble papers' cost: steps can follow each other this closely when no rank waits for all.
-
-        A rank may start its next step when its own is over, so a step that is skewed over the ranks costs
-        only its longest rank (Qi et al. 2023, arXiv 2401.10241, section 4 and Table 5).
+        """The zero-bubble papers' cost of a step: a rank may start its next step when its own is over, so a step that
+        is skewed over the ranks costs only its longest rank (Qi et al. 2023, arXiv 2401.10241, section 4 and Table 5).
         """
         return max(self.rank_seconds)
 
     @property
     def bubble_seconds(self) -> float:
-        """``longest_rank_seconds`` less the mean work of a rank."""
+        """``longest_rank_seconds`` minus the mean computation of a rank."""
         return self.longest_rank_seconds - sum(self.busy) / len(self.busy)
 
     @property
     def bubble_rate(self) -> float:
-        """1 - m(F + I + W)/cost, cost being the longest rank (Qi et al. 2023, section 5.3); work: mean over ranks."""
+        """1 - m(F + I + W)/cost (Qi et al. 2023, section 5.3): the longest rank over the mean computation."""
         cost = self.longest_rank_seconds
         return self.bubble_seconds / cost if cost else 0.0
-
-    @property
-    def makespan_bubble_rate(self) -> float:
-        """1 - busy/makespan: the rate when all ranks start and end the step together."""
-        span = self.makespan_seconds
-        return 1 - sum(self.busy) / len(self.busy) / span if span else 0.0
-
-    @property
-    def idle_seconds(self) -> tuple[float, ...]:
-        """Per rank, within the makespan."""
-        span = self.makespan_seconds
-        return tuple(span - busy for busy in self.busy)
 
     def step_seconds(self, optimizer_seconds: float | Sequence[float] = 0.0, synchronized: bool = True) -> float:
         """One training step with its optimizer.
 
-        ``synchronized``: the gradient norm of all ranks comes first, so every optimizer starts at the end of
-        the makespan. Otherwise every rank continues alone and the norm is checked afterwards
-        (post-validation: Qi et al. 2023, section 4).
+        ``synchronized``: all ranks first compute the norm of the gradients, so every optimizer starts at the end of
+        the makespan. Otherwise each rank continues by itself and the norm is checked afterwards (post-validation: Qi
+        et al. 2023, section 4).
         """
-        ranks = self.schedule.ranks
-        given = [optimizer_seconds] * ranks if isinstance(optimizer_seconds, (int, float)) else list(optimizer_seconds)
-        if len(given) != ranks:
-            raise SpecError("optimizer_seconds", f"{len(given)} values for {ranks} ranks", "give one per rank")
-        optimizer = checked_seconds("optimizer_seconds", given)
+        optimizer = durations("optimizer_seconds", optimizer_seconds, self.schedule.ranks, "rank")
         if synchronized:
             return self.makespan_seconds + max(optimizer)
         return max(own + step for own, step in zip(self.rank_seconds, optimizer))
@@ -89,17 +71,17 @@ class Timeline:
         return [own[-1] for own in self.ends if own]
 
 
-# -- What every rank holds for the backward pass, over time and at its peak --------------------------
+# -- Activations held for the backward pass ----------------------------------------------------------
 # The activation of a microbatch on a stage is held from the start of its forward to the end of its backward, or of its
-# weight gradient when the backward is split; the input gradient may release a share of it before.
+# weight gradient if the backward is split; the input gradient may already release a share of it.
 
 
 def peak_activations(
     schedule: PipelineSchedule, stage_sizes: Sequence[float] | None = None, released_by_input_grad: float = 0.0
 ) -> tuple[float, ...]:
-    """The most that each rank holds at any time, in the unit of ``stage_sizes`` (default: stages count 1).
+    """The most that each rank holds at any time, in the unit of ``stage_sizes`` (default: 1 per stage).
 
-    A rank does one action at a time, so its order alone decides; no times are needed.
+    A rank runs one action at a time, so only its order matters, not times.
     """
     sizes = _checked(schedule, stage_sizes, released_by_input_grad)
     return tuple(
@@ -127,7 +109,7 @@ def live_activations(
 
 
 def _levels(actions: Sequence[Action], sizes: Sequence[float], released: float) -> Iterator[tuple[Action, float]]:
-    """Every action with what is held once it has started (a forward) or ended (any other)."""
+    """Every action, and what the rank holds once it has started (a forward) or ended (any other)."""
     change = {ActionKind.F: 1.0, ActionKind.B: -1.0, ActionKind.I: -released, ActionKind.W: released - 1.0}
     held = 0.0
     for action in actions:
@@ -136,10 +118,7 @@ def _levels(actions: Sequence[Action], sizes: Sequence[float], released: float) 
 
 
 def _checked(schedule: PipelineSchedule, sizes: Sequence[float] | None, released: float) -> Sequence[float]:
-    if not 0 <= released <= 1:
-        raise SpecError(
-            "released_by_input_grad", f"{shown(released)} is not between 0 and 1", "give a number between 0 and 1"
-        )
+    check_released(released)
     if sizes is None:
         return [1.0] * schedule.stages
     if len(sizes) != schedule.stages or any(not size >= 0 for size in sizes):
@@ -148,13 +127,11 @@ def _checked(schedule: PipelineSchedule, sizes: Sequence[float] | None, released
     return sizes
 
 
-# -- A small timeline as text: a row per rank, time to the right -------------------------------------
-
-
 def draw_timeline(timeline: Timeline, max_width: int = 160) -> str:
-    """``F0`` is the forward of microbatch 0, in small letters on any but the rank's first stage; dots are idle.
+    """A small timeline as text: one row per rank, time to the right.
 
-    One character is as short as is needed to write every label in full, unless that is wider than ``max_width``.
+    ``F0`` is the forward of microbatch 0, lower case on all but the rank's first stage; dots are idle. The scale is
+    such that every label fits, unless that is wider than ``max_width``.
     """
     schedule = timeline.schedule
     width = min(max_width, _full_width(timeline))
@@ -181,7 +158,7 @@ def _label(action: Action, first_stage: int) -> str:
 
 
 def _full_width(timeline: Timeline) -> int:
-    """Characters at which the shortest action still shows its whole label, and one more to tell it from the next."""
+    """Characters with which even the shortest action has room for its label and one more to separate it."""
     span = timeline.makespan_seconds
 
     def needed() -> Iterator[float]:
@@ -193,19 +170,12 @@ def _full_width(timeline: Timeline) -> int:
     return max(1, round(max(needed(), default=1.0)))
 
 
-# -- A timeline as Chrome trace events (Perfetto and chrome://tracing read them), as plain data ------
-
-_NAMES = {
-    ActionKind.F: "forward",
-    ActionKind.B: "backward",
-    ActionKind.I: "input gradient",
-    ActionKind.W: "weight gradient",
-}
 _COLOURS = {ActionKind.F: "good", ActionKind.B: "bad", ActionKind.I: "bad", ActionKind.W: "yellow"}
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """A thread per rank with a slice per action, and a counter of the activations it holds; microseconds."""
+    """Chrome trace events (for Perfetto or chrome://tracing), in microseconds: a thread per rank with a slice per
+    action, and a counter of the activations it holds."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": timeline.schedule.name}}
     ]
@@ -216,7 +186,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
                 {
                     "ph": "X",
                     "name": f"{action.kind}{action.microbatch}",
-                    "cat": _NAMES[action.kind],
+                    "cat": action.kind.words,
                     "cname": _COLOURS[action.kind],
                     "pid": 0,
                     "tid": rank,

@@ -1,4 +1,4 @@
-"""Proof that a schedule trains every microbatch on every stage once, in an order that can run."""
+"""Checks that a schedule runs every microbatch on every stage exactly once, in an order that cannot deadlock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E74
 
 
 class InvalidPipelineSchedule(ValueError):
-    """The first way in which a schedule fails, in words."""
+    """Raised with the first error found in a schedule."""
 
 
 def verify(schedule: PipelineSchedule) -> None:
@@ -23,7 +23,7 @@ def verify(schedule: PipelineSchedule) -> None:
 
 
 def needs(schedule: PipelineSchedule, action: Action) -> tuple[Action, ...]:
-    """What must have ended before ``action`` starts; a backward is named I here, whether it is I or B."""
+    """The actions that must have ended before ``action`` starts; a backward pass, I or B, is always called I here."""
     kind, stage, microbatch = action
     if kind is W:
         return (Action(I, stage, microbatch),)
@@ -38,20 +38,20 @@ def _check_shape(schedule: PipelineSchedule) -> None:
         raise InvalidPipelineSchedule("a schedule needs at least one rank, one stage and one microbatch")
     for copy in schedule.placements:
         if len(copy) != schedule.stages or any(not 0 <= rank < schedule.ranks for rank in copy):
-            raise InvalidPipelineSchedule(f"placement {copy} does not put {schedule.stages} stages on a rank each")
+            raise InvalidPipelineSchedule(f"placement {copy} does not put each of {schedule.stages} stages on a rank")
 
 
 def _check_rank(schedule: PipelineSchedule, rank: int, actions: tuple[Action, ...]) -> None:
-    """Every action is known, belongs here, comes once, and after what it needs of the same rank."""
+    """Every action exists, is on its own rank, comes once, and after those it needs on the same rank."""
     done: set[Action] = set()
     for position, action in enumerate(actions):
         where = f"rank {rank}, action {position} ({action})"
         kind, stage, microbatch = action
         if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.microbatches):
-            raise InvalidPipelineSchedule(f"{where}: there is no such stage and microbatch")
+            raise InvalidPipelineSchedule(f"{where}: no such stage or microbatch")
         home = schedule.rank_of(stage, microbatch)
         if home != rank:
-            raise InvalidPipelineSchedule(f"{where}: stage {stage} of microbatch {microbatch} lives on rank {home}")
+            raise InvalidPipelineSchedule(f"{where}: stage {stage} of microbatch {microbatch} is on rank {home}")
         known_as = Action(I, stage, microbatch) if kind is B else action
         if known_as in done:
             raise InvalidPipelineSchedule(f"{where}: done before")
@@ -107,5 +107,5 @@ def _check_runs(schedule: PipelineSchedule) -> None:
 
 
 def _name(action: Action) -> str:
-    what = {F: "forward", B: "backward", I: "backward", W: "weight gradient"}[action.kind]
-    return f"the {what} of microbatch {action.microbatch} on stage {action.stage}"
+    kind = B if action.kind is I else action.kind
+    return f"the {kind.words} of microbatch {action.microbatch} on stage {action.stage}"

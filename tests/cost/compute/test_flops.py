@@ -15,7 +15,6 @@ from shardwise.cost.compute.flops import (
     forward_flops,
     head_forward_flops,
     recomputed_flops_per_token,
-    training_flops,
 )
 from shardwise.cost.step.floor import stage_compute
 from shardwise.layout.stages import rank_contents
@@ -62,7 +61,7 @@ def test_gpt_closed_form_is_exact(name: str) -> None:
 
 def test_six_n_d() -> None:
     model = preset("llama3-8b")
-    assert training_flops(model, 8192, 15e12, "6nd") == 6 * 8_030_261_248 * 15e12
+    assert flops_per_token(model, 8192, "6nd") * 15e12 == 6 * 8_030_261_248 * 15e12
     mixture = preset("mixtral-8x7b")
     assert flops_per_token(mixture, 4096, "6nd") == 6 * active_parameter_count(mixture)
     assert active_parameter_count(mixture) < 0.3 * parameter_count(mixture)
@@ -70,7 +69,7 @@ def test_six_n_d() -> None:
 
 def test_gpt3_training_takes_a_billion_seconds_on_one_a100() -> None:
     """3.14e23 FLOPs at 312 TFLOP/s are 1.0e9 seconds, 32 years, not 1.0e6."""
-    flops = training_flops(preset("gpt3-175b"), 2048, 300e9, "6nd")
+    flops = flops_per_token(preset("gpt3-175b"), 2048, "6nd") * 300e9
     assert flops == pytest.approx(3.14e23, rel=0.002)
     assert flops / 312e12 == pytest.approx(1.0e9, rel=0.01)
 

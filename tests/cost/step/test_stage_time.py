@@ -35,7 +35,7 @@ def test_a_sliding_window_shortens_attention_as_it_shortens_its_flops() -> None:
 def test_a_prediction_module_adds_its_layer_its_projection_and_a_head() -> None:
     with_module = load("model", Model, "deepseek-v3")
     cases = [job(model, seq=4096, ep=8) for model in (with_module, replace(with_module, mtp_layers=0))]
-    more, less = (stage_seconds(case, rank_contents(case, 0)).passes.total for case in cases)
+    more, less = (stage_seconds(case, rank_contents(case, 0)).total for case in cases)
     # One layer of 62 and a second head: between one and a half and three layers' worth.
     assert 1.0 < (more - less) / (less / 61) < 3.0
 

@@ -62,7 +62,7 @@ def test_all_that_is_waited_for_is_drawn(case: Job) -> None:
     for number, rank in enumerate(rank_predictions(prediction)):
         events = own[number]
         if case.strategy.schedule != "dualpipe":  # there a rank also runs its mirror's stage
-            waited = m * (rank.microbatch_seconds - sum(vars(rank.compute.passes).values()) - rank.compute.recomputed)
+            waited = m * (rank.microbatch_seconds - rank.compute.total)
             drawn = sum(total(events, name, ", exposed") for name in ("tp", "cp", "ep"))
             once = sum(t.exposed_seconds for t in rank.traffics if t.once and t.dimension in ("tp", "cp", "ep"))
             assert drawn - once == pytest.approx(waited, rel=1e-6, abs=1e-9)

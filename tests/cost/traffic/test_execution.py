@@ -88,7 +88,7 @@ def test_scattered_messages_cross_the_network_once_and_are_gathered_behind_it() 
 def test_an_eager_stack_moves_more_than_a_compiled_one() -> None:
     compiled = job("torchtitan")
     seconds = [
-        stage_seconds(with_flags(compiled, elementwise=kind), rank_contents(compiled, 0)).passes.total
+        stage_seconds(with_flags(compiled, elementwise=kind), rank_contents(compiled, 0)).total
         for kind in ("compiled", "eager")
     ]
     assert 1.05 < seconds[1] / seconds[0] < 1.4
@@ -97,7 +97,7 @@ def test_an_eager_stack_moves_more_than_a_compiled_one() -> None:
 def test_separate_casts_cost_more_and_only_in_8_bit() -> None:
     def total(casts: str, precision: str) -> float:
         case = with_flags(job("torchtitan", training={"precision": precision}), casts=casts)
-        return stage_seconds(case, rank_contents(case, 0)).passes.total
+        return stage_seconds(case, rank_contents(case, 0)).total
 
     assert total("fused", "fp8") < total("transposed", "fp8") < total("separate", "fp8") < 1.4 * total("fused", "fp8")
     assert total("fused", "bf16") == total("separate", "bf16")

@@ -1,1 +1,1 @@
-"""Arithmetic of a job: its FLOPs, the operators of its layers, the seconds of an operator."""
+"""Computation: the FLOPs of a job, the operators of its layers, and the seconds of an operator."""

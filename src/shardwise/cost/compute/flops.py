@@ -1,6 +1,6 @@
-"""How many floating-point operations training takes, by each published way of counting.
+"""The floating-point operations of training, by each published way of counting.
 
-One multiply-add is two operations. The backward pass costs twice the forward pass: one product for the
+One multiply-add is two operations. The backward pass costs twice the forward pass: one matmul for the
 input gradient, one for the weight gradient (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
 """
 
@@ -26,12 +26,12 @@ class LayerFlops:
 
 
 def attended_tokens(model: Model, seq: int, *, halve_causal: bool = True) -> float:
-    """Keys that a query attends to on average; ``halve_causal`` leaves out what a causal mask hides."""
+    """Keys that a query attends to on average; ``halve_causal`` leaves out those that a causal mask hides."""
     masked = model.causal and halve_causal
     full = seq / 2 if masked else float(seq)
     if model.sliding_window is None or model.sliding_window >= seq:
         return full
-    # Layers with a sliding window attend to the window; every n-th layer (if n > 1) to all. Under the causal
+    # Layers with a sliding window attend to the window; every n-th layer (if n > 1) to all keys. Under the causal
     # mask the first `window` queries see half of it on average.
     window = float(model.sliding_window)
     if masked:
@@ -41,9 +41,9 @@ def attended_tokens(model: Model, seq: int, *, halve_causal: bool = True) -> flo
 
 
 def attended_tokens_of_rank(model: Model, seq: int, ranks: int, rank: int) -> float:
-    """`attended_tokens` of a context rank whose tokens are cut in zig-zag: chunks r and 2·cp−1−r of 2·cp.
+    """`attended_tokens` of a context rank whose tokens are split in zig-zag: chunks r and 2·cp−1−r of 2·cp.
 
-    Plain causal attention is the same on all of them. A window is not: the first queries see less of it.
+    Plain causal attention costs the same on all ranks. A sliding window does not: the first queries see less of it.
     """
     window, half = model.sliding_window, seq / (2 * ranks)
     if ranks == 1 or window is None or window >= seq or not model.causal:
@@ -60,13 +60,14 @@ def attended_tokens_of_rank(model: Model, seq: int, ranks: int, rank: int) -> fl
 
 def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool = True) -> LayerFlops:
     """Forward FLOPs per token of one dense or one mixture-of-experts layer."""
-    matrices = _products(model.attention_matrices)
+    matrices = _matmul_flops(model.attention_matrices)
     if moe and model.moe:
-        matrices += model.moe.top_k * _products(model.mlp_matrices(model.moe.ffn)) + _products(model.router_matrices)
+        experts = model.moe.top_k * _matmul_flops(model.mlp_matrices(model.moe.ffn))
+        matrices += experts + _matmul_flops(model.router_matrices)
         if model.moe.shared_ffn:
-            matrices += _products(model.mlp_matrices(model.moe.shared_ffn))
+            matrices += _matmul_flops(model.mlp_matrices(model.moe.shared_ffn))
     else:
-        matrices += _products(model.mlp_matrices(model.ffn))
+        matrices += _matmul_flops(model.mlp_matrices(model.ffn))
     attended = attended_tokens(model, seq, halve_causal=halve_causal)
     # Scores: 2·d_qk per key and head; weighted values: 2·d_v per key and head.
     attention = 2 * model.heads * (model.query_key_dim + model.value_dim) * attended
@@ -74,23 +75,23 @@ def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool
 
 
 def head_forward_flops(model: Model) -> float:
-    """Forward FLOPs per token of the output projection (tied or not, it is computed)."""
+    """Forward FLOPs per token of the output projection, tied or not."""
     return 2 * model.head_matrix.inputs * model.head_matrix.outputs
 
 
 def forward_flops(model: Model, seq: int, *, halve_causal: bool = True) -> float:
-    """Forward FLOPs per token of the whole model, its multi-token-prediction modules included."""
+    """Forward FLOPs per token of the whole model, including its multi-token-prediction modules."""
     layers = _layers_forward_flops(model, seq, halve_causal=halve_causal)
     return layers + head_forward_flops(model) + prediction_forward_flops(model)
 
 
 def prediction_forward_flops(model: Model) -> float:
-    """What multi-token-prediction modules add besides their layer: a projection of two states to one, and the head."""
+    """Multi-token-prediction modules apart from their layers: a projection of two states to one, and the head."""
     return model.mtp_layers * (2 * 2 * model.hidden * model.hidden + head_forward_flops(model))
 
 
 def _layers_forward_flops(model: Model, seq: int, *, halve_causal: bool) -> float:
-    """All layers, those of multi-token-prediction modules included (experts, if the model has any)."""
+    """All layers, including those of multi-token-prediction modules (with experts, if the model has any)."""
     routed = model.moe_layers + (model.mtp_layers if model.moe else 0)
     dense = model.layers + model.mtp_layers - routed
     return (
@@ -99,7 +100,7 @@ def _layers_forward_flops(model: Model, seq: int, *, halve_causal: bool) -> floa
     )
 
 
-def _products(matrices: Iterable[Matrix]) -> float:
+def _matmul_flops(matrices: Iterable[Matrix]) -> float:
     return sum(2 * matrix.inputs * matrix.outputs for matrix in matrices)
 
 
@@ -117,7 +118,7 @@ CONVENTIONS = (
                "Megatron-Core training.py and NVIDIA Megatron-Bridge tables: causal attention counted once"),
     Convention("full-attention", "3·(matmuls + attention over s keys); 72·L·s·h²(1+s/6h+v/12hL) for GPT",
                "Narayanan et al. 2021 (arXiv 2104.04473) eq. 3 without recompute; Korthikanti et al. 2022 eq. 7"),
-    Convention("6nd", "6·N, N the parameters a token passes through", "Kaplan et al. 2020 (arXiv 2001.08361)"),
+    Convention("6nd", "6·N, N the parameters active for a token", "Kaplan et al. 2020 (arXiv 2001.08361)"),
     Convention("palm", "6·N + 12·L·H·Q·T", "Chowdhery et al. 2022 (arXiv 2204.02311) appendix B"),
     Convention("torchtitan", "6·(N − embedding) + 12·L·H·Q·T", "TorchTitan get_nparams_and_flops"),
 )  # fmt: skip
@@ -141,13 +142,9 @@ def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float
 
 
 def recomputed_flops_per_token(model: Model, seq: int, recompute: str, operators: tuple[str, ...]) -> float:
-    """Forward FLOPs per token that are run a second time; element-wise operators count as nothing."""
+    """Forward FLOPs per token that recompute runs again; element-wise operators are not counted."""
     if recompute == "full":
         return _layers_forward_flops(model, seq, halve_causal=True)
     if recompute == "selective" and "attention" in operators:
         return (model.layers + model.mtp_layers) * layer_forward_flops(model, seq, moe=False).attention
     return 0.0
-
-
-def training_flops(model: Model, seq: int, tokens: float, convention: str = "causal") -> float:
-    return flops_per_token(model, seq, convention) * tokens

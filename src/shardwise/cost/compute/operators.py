@@ -1,6 +1,4 @@
-"""The operators of one layer on one device, after every dimension has split it: what is multiplied, what is moved, and
-which of them recompute runs again.
-"""
+"""The operators of one layer on one device, as split by every dimension, and which of them recompute runs again."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.compute.flops import attended_tokens_of_rank
@@ -20,7 +18,7 @@ OperatorKind = Literal["product", "attention", "traffic"]
 
 
 class OperatorRole(Enum):
-    """What an operator is to its layer."""
+    """What an operator does in its layer."""
 
     PROJECTION = "attention projection"
     ATTENTION = "attention"
@@ -38,22 +36,22 @@ class OperatorRole(Enum):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """All that a layer's arithmetic on one device depends on."""
+    """The sizes that determine a layer's computation on one device."""
 
     tokens: float  # of one microbatch on one context-parallel rank
-    region_tokens: float  # the same where sequence parallelism divides them by tp
+    region_tokens: float  # the same, divided by tp under sequence parallelism
     seq: int
     tp: int = 1
     expert_tp: int = 1
-    zigzag_ranks: int = 1  # context ranks whose tokens are cut in zig-zag, and the one whose arithmetic it is
-    context_rank: int = 0
+    zigzag_ranks: int = 1  # context ranks whose tokens are split in zig-zag
+    context_rank: int = 0  # the one of them whose computation this is
 
 
 @dataclass(frozen=True)
 class Operator:
     """One kernel, or a group of equal ones.
 
-    A product multiplies (rows × inner) by (inner × columns). Attention has ``rows`` queries against ``columns`` keys.
+    A product is a matmul of (rows × inner) by (inner × columns). Attention has ``rows`` queries and ``columns`` keys.
     Traffic reads and writes bytes. ``recomputed_by`` names the selective-recompute operator that runs it again.
     """
 
@@ -63,7 +61,7 @@ class Operator:
     columns: float = 0.0
     inner: float = 0.0
     heads: float = 0.0
-    attended: float = 1.0  # share of the keys that mask and window leave to a query
+    attended: float = 1.0  # share of the keys that mask and window leave visible to a query
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     kernels: int = 1
@@ -71,7 +69,7 @@ class Operator:
     wide: bool = False  # stays in 16 bit in every recipe
     split: Split = "none"  # by tensor parallelism
     recomputed_by: str = ""
-    alternate: float = 0.0  # share that recomputing every second matmul runs again
+    alternate: float = 0.0  # share that is run again when every second matmul is recomputed
     ends_layer: bool = False  # only the residual addition reads its result
 
     @property
@@ -87,9 +85,9 @@ def layer_operators(model: Model, shape: LayerShape, *, moe: bool) -> tuple[Oper
 
 
 def ends_with_product(model: Model, *, moe: bool) -> bool:
-    """Whether a product makes what a layer adds to its input: nothing in the backward pass reads it.
+    """Whether a matmul computes what a layer adds to its input, so that nothing in the backward pass reads it.
 
-    A norm after it does (Gemma 2), and so do the weights of experts and the gate of a shared one.
+    A norm after it does (Gemma 2), as do the weights of experts and the gate of a shared one.
     """
     if model.norms_per_layer > 2 or model.norm_after:
         return False
@@ -104,12 +102,12 @@ def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Ope
 
 
 def _projections(model: Model, shape: LayerShape) -> list[Operator]:
-    """Queries, keys and values in one product where they share their input, and the output projection."""
+    """Queries, keys and values in one matmul where they share their input, and the output projection."""
     *inputs, output = model.attention_matrices
     if model.mla is None:
         widths = [matrix.outputs * matrix.share(shape.tp) for matrix in inputs]
         columns = sum(widths)
-        # Of query, key and value the second is run again.
+        # Of query, key and value the second is recomputed.
         first = [
             Operator(OperatorRole.PROJECTION, "product", shape.tokens, columns, model.hidden, split="column",
                      alternate=widths[1] / columns)
@@ -128,20 +126,12 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     heads = model.heads / shape.tp
     features = (model.query_key_dim + model.value_dim) * heads
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
-    return Operator(
-        OperatorRole.ATTENTION,
-        "attention",
-        shape.tokens,
-        shape.seq,
-        features,
-        heads=heads,
-        attended=attended,
-        recomputed_by="attention",
-    )
+    return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
+                    recomputed_by="attention")  # fmt: skip
 
 
 def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
-    """Norms, residuals and rotary embedding: bytes read and written in 16 bit.
+    """Norms, residuals and rotary embedding, in 16 bit.
 
     Two norms and two residual additions read and write 10 tensors of h per token forward and 12 backward.
     """
@@ -158,31 +148,17 @@ def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
 def _activation(model: Model, elements: float) -> Operator:
     """Gated: two inputs and one output of ``elements``; plain: one and one."""
     forward, backward = (6, 10) if model.gated else (4, 6)
-    return Operator(
-        OperatorRole.ACTIVATION,
-        "traffic",
-        forward_bytes=forward * elements,
-        backward_bytes=backward * elements,
-        recomputed_by="activation",
-    )
+    return Operator(OperatorRole.ACTIVATION, "traffic", forward_bytes=forward * elements,
+                    backward_bytes=backward * elements, recomputed_by="activation")  # fmt: skip
 
 
 def _mlp(model: Model, shape: LayerShape, width: float, last: bool) -> list[Operator]:
-    up = (2 if model.gated else 1) * width / shape.tp
+    up, down = (2 if model.gated else 1) * width / shape.tp, width / shape.tp
+    alternate = 0.5 if model.gated else 0.0
     return [
-        Operator(
-            OperatorRole.MLP,
-            "product",
-            shape.tokens,
-            up,
-            model.hidden,
-            split="column",
-            alternate=0.5 if model.gated else 0.0,
-        ),
+        Operator(OperatorRole.MLP, "product", shape.tokens, up, model.hidden, split="column", alternate=alternate),
         _activation(model, shape.tokens * width / shape.tp),
-        Operator(
-            OperatorRole.MLP, "product", shape.tokens, model.hidden, width / shape.tp, split="row", ends_layer=last
-        ),
+        Operator(OperatorRole.MLP, "product", shape.tokens, model.hidden, down, split="row", ends_layer=last),
     ]
 
 
@@ -190,7 +166,7 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     """Router, permutation and grouped matmuls of the experts on this device, with balanced load."""
     assert model.moe
     moe = model.moe
-    # Tensor-parallel ranks share the tokens out even where all of them hold the same (no sequence parallelism).
+    # Tensor-parallel ranks divide the tokens even where all of them hold the same (no sequence parallelism).
     own = shape.tokens / shape.tp * moe.top_k
     routed = own * shape.expert_tp
     width = moe.ffn / shape.expert_tp
@@ -207,7 +183,7 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
 
 
 def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
-    """What a multi-token-prediction module adds besides its layer: a projection of two states, the head once more."""
+    """A multi-token-prediction module apart from its layer: a projection of two states, and the head once more."""
     projection = Operator(OperatorRole.PREDICTION, "product", shape.region_tokens, model.hidden, 2 * model.hidden)
     return (projection, *head_operators(model, shape))
 
@@ -221,21 +197,11 @@ def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     )
 
 
-class RecomputeSettings(Protocol):
-    """A strategy, or what a sweep chooses of one."""
-
-    @property
-    def recompute(self) -> str: ...
-
-    @property
-    def recompute_layers(self) -> int | None: ...
-
-
-def layers_to_recompute(settings: RecomputeSettings) -> float:
+def layers_to_recompute(recompute: str, layers: int | None) -> float:
     """Layers of every rank that full recompute runs again; infinity for all of them."""
-    if settings.recompute != "full":
+    if recompute != "full":
         return 0.0
-    return math.inf if settings.recompute_layers is None else settings.recompute_layers
+    return math.inf if layers is None else layers
 
 
 def recomputed_share(wanted: Any, layers: Any) -> Any:
@@ -244,32 +210,33 @@ def recomputed_share(wanted: Any, layers: Any) -> Any:
 
 
 def fully_recomputed_share(job: Job, contents: RankContents) -> float:
-    return float(recomputed_share(layers_to_recompute(job.strategy), contents.layers))
+    wanted = layers_to_recompute(job.strategy.recompute, job.strategy.recompute_layers)
+    return float(recomputed_share(wanted, contents.layers))
 
 
 def layers_stay_whole(wanted: Any, layers: Any, chunks: Any) -> Any:
-    """Whether every stage of a rank has layers behind those that full recompute brings back: they go first."""
+    """Whether every stage of a rank ends with layers that are not recomputed: their backward passes run first."""
     return (wanted > 0) & (wanted <= layers - chunks)
 
 
 def blend(share: Any, plain: Any, recomputed: Any) -> Any:
-    """A figure of layers of which full recompute runs a ``share`` again."""
+    """A figure of layers, a ``share`` of which full recompute runs again."""
     return (1 - share) * plain + share * recomputed
 
 
 def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
-    """Tensors that recompute brings back while one layer runs its backward pass.
+    """Tensors that recompute restores for the backward pass of one layer.
 
-    ``kinds``: how many layers of a kind there are, and what is brought back in one.
+    ``kinds``: the number of layers of each kind, and what is restored for one of them.
     """
     most: Any = 0.0
-    for count, brought_back in kinds:
-        most = maximum(most, (count > 0) * brought_back)
+    for count, restored in kinds:
+        most = maximum(most, (count > 0) * restored)
     return most
 
 
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
-    """Share of an operator's forward pass that recompute runs again: all of the layer, or only what it names."""
+    """Share of an operator's forward pass that recompute runs again: with all of the layer, or by name."""
     if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
         return 1.0
     if "alternate-products" in job.recomputed_operators:
@@ -280,8 +247,8 @@ def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
 def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
     """Dense and mixture-of-experts layers whose last matmul, and its sum over ranks, full recompute does not repeat.
 
-    Only the residual addition reads its result, which no gradient needs. PyTorch's checkpoint without reentry stops
-    at the last tensor that the backward pass reads (torch.utils.checkpoint.set_checkpoint_early_stop).
+    Only the residual addition reads its result, and no gradient needs it. PyTorch's non-reentrant checkpoint stops at
+    the last tensor that the backward pass reads (torch.utils.checkpoint.set_checkpoint_early_stop).
     """
     if job.stack.full_recompute == "whole":
         return 0, 0
@@ -290,11 +257,11 @@ def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
 
 
 def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:
-    """Whether full recompute does not repeat the sum or gather of the experts' outputs over ranks that split them.
+    """Whether full recompute skips the sum or gather of the experts' outputs over ranks that split them.
 
-    It does where their tokens have yet to travel back and are weighted then, and where a shared expert follows, of
-    which a gradient reads something. Not so where all experts are on every rank, nor where tensor-parallel ranks hold
-    the ``same_tokens``: they join their outputs last.
+    It repeats it where their tokens are yet to be sent back and weighted, and where a shared expert follows, from which
+    a gradient reads something. It skips it where all experts are on every rank, and where tensor-parallel ranks hold
+    the ``same_tokens``, since they combine their outputs last.
     """
     model = job.model
     normed = model.norms_per_layer > 2 or model.norm_after

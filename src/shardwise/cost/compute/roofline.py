@@ -1,19 +1,20 @@
-"""Seconds of one operator on one device: arithmetic at a sustained share of peak, bytes at a share of memory speed.
+"""Seconds of one operator on one device: FLOPs at a sustained share of peak, bytes at a share of memory bandwidth.
 
-The form and its terms: products sustain one share of the peak per device and data type; a part of the operands'
-bytes and a fixed cost per kernel add to it (they are seen in whole steps, not hidden by a maximum).
+Matmuls sustain one share of the peak per device and data type; a part of their operands' traffic and a fixed cost per
+kernel are added (measured whole steps show them; a maximum would hide them).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.cost.compute.operators import Operator, OperatorRole
 from shardwise.spec.hardware import Device
 from shardwise.spec.stack import Stack
 from shardwise.spec.training import Recipe
 
-# What an eager stack moves of the bytes that one kernel needs. Norm: to fp32, square, mean, scale, back, weight are 36
+# Bytes that an eager stack moves, over those of a fused kernel. Norm: to fp32, square, mean, scale, back, weight are 36
 # bytes per element instead of 4, beside a residual of 6. Rotary embedding: to fp32, complex product, back are 20, not
 # 4. Gated activation: two kernels of 4 and 6 bytes instead of one of 6 (torchtitan/models/llama/model.py, 2024).
 _EAGER_PASSES = {OperatorRole.NORMS: 4.2, OperatorRole.ROTARY: 5.0, OperatorRole.ACTIVATION: 1.7}
@@ -21,47 +22,44 @@ _EAGER_PASSES = {OperatorRole.NORMS: 4.2, OperatorRole.ROTARY: 5.0, OperatorRole
 
 @dataclass(frozen=True)
 class Seconds:
-    """Forward pass, input gradient and weight gradient."""
+    """Forward pass, input gradient and weight gradient: numbers, or columns of a table."""
 
-    forward: float = 0.0
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
+    forward: Any = 0.0
+    input_gradient: Any = 0.0
+    weight_gradient: Any = 0.0
 
     @property
-    def backward(self) -> float:
+    def passes(self) -> tuple[Any, Any, Any]:
+        return self.forward, self.input_gradient, self.weight_gradient
+
+    @property
+    def backward(self) -> Any:
         return self.input_gradient + self.weight_gradient
 
     @property
-    def total(self) -> float:
-        return self.forward + self.backward
+    def total(self) -> Any:
+        return self.forward + self.input_gradient + self.weight_gradient
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.forward + other.forward,
-            self.input_gradient + other.input_gradient,
-            self.weight_gradient + other.weight_gradient,
-        )
+        return Seconds(*(own + more for own, more in zip(self.passes, other.passes)))
 
     def __mul__(self, factor: float) -> Seconds:
-        return Seconds(self.forward * factor, self.input_gradient * factor, self.weight_gradient * factor)
+        return Seconds(*(seconds * factor for seconds in self.passes))
 
     def with_weights_at_once(self, share: float) -> Seconds:
-        """A ``share`` of the weight gradients is computed with those of the inputs, whatever the schedule says."""
+        """A ``share`` of the weight gradients is computed with the input gradients, whatever the schedule says."""
         moved = self.weight_gradient * share
         return Seconds(self.forward, self.input_gradient + moved, self.weight_gradient - moved)
 
 
 def operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
-    """What ``operator`` takes on ``device`` in the formats of ``recipe``, as ``stack`` runs it."""
-    if operator.kind == "product":
-        return _product(operator, device, recipe, stack)
-    if operator.kind == "attention":
-        return _attention(operator, device, recipe, stack)
-    return _traffic(operator, device, recipe, stack)
+    """Seconds of ``operator`` on ``device`` in the formats of ``recipe``, as ``stack`` runs it."""
+    seconds = {"product": _product, "attention": _attention, "traffic": _traffic}[operator.kind]
+    return seconds(operator, device, recipe, stack)
 
 
 def _launch(device: Device, stack: Stack) -> float:
-    """A captured step launches no kernel by itself."""
+    """Nothing for a step captured as a CUDA graph."""
     return 0.0 if stack.cuda_graphs == "full" else device.efficiency.operator_seconds
 
 
@@ -82,21 +80,19 @@ def _product(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
     def seconds(depth: float, moved: float) -> float:
         return operator.flops / rate * (1 + efficiency.gemm_rolloff / depth) + moved * exposed + launch
 
-    forward, backward = seconds(inner, read + written), seconds(columns, read + written)
-    weight = seconds(rows, accumulated)
-    products = Seconds(forward, backward, weight)
+    matmuls = Seconds(seconds(inner, read + written), seconds(columns, read + written), seconds(rows, accumulated))
     if not operator.wide and recipe.compute in ("fp8", "fp4"):
-        products += _casts(operator, stack) * (1 / (device.memory_bandwidth * efficiency.memory))
-    return products
+        matmuls += _casts(operator, stack) * (1 / (device.memory_bandwidth * efficiency.memory))
+    return matmuls
 
 
 def _casts(operator: Operator, stack: Stack) -> Seconds:
-    """Bytes that the operands' casts to 8 bit move in each pass.
+    """Bytes moved in each pass to cast the operands to 8 bit.
 
-    Usually a tensor is read in 16 bit and written in 8 with its transpose, 4 bytes per element; partly fused with what
-    makes it in some stacks. "separate" looks for the maximum, then casts (5 bytes), again in the backward pass for
-    weights and inputs, which are kept in 16 bit, and casts the output's gradient once more transposed (torchao
-    float8_linear.py).
+    Usually a tensor is read in 16 bit and written in 8 with its transpose, 4 bytes per element; some stacks fuse that
+    partly with the kernel that computes it. "separate" finds the maximum, then casts (5 bytes), again in the backward
+    pass for weights and inputs, which are saved in 16 bit, and casts the output's gradient once more transposed
+    (torchao float8_linear.py).
     """
     entering, weights = operator.rows * operator.inner, operator.inner * operator.columns
     leaving = operator.rows * operator.columns
@@ -114,14 +110,14 @@ def _attention(operator: Operator, device: Device, recipe: Recipe, stack: Stack)
     flops = (operator.flops + efficiency.score_flops * scores) * operator.attended
     older = efficiency.older_attention if stack.attention == "flash-2" else 1.0
     launch = _launch(device, stack)
-    # The backward kernel makes five products where the forward one makes two (Dao 2023, arXiv 2307.08691).
+    # The backward kernel has five matmuls where the forward one has two (Dao 2023, arXiv 2307.08691).
     return Seconds(
         flops / (peak * efficiency.attention_forward * older) + launch,
         2.5 * flops / (peak * efficiency.attention_backward * older) + launch,
     )
 
 
-# Bytes per score that Megatron-LM's unfused attention moves in 16 bit. Forward: the matmul writes 2, the fused scale,
+# Bytes per score moved by Megatron-LM's unfused attention in 16 bit. Forward: the matmul writes 2, the fused scale,
 # mask and softmax reads and writes 4, dropout 4 and a mask of 1, the second matmul reads 2. Backward: 2 and 2 around
 # the second matmul, dropout 5, softmax 6, and the first matmul's two gradients read 2 each.
 _SCORE_BYTES = (13, 19)
@@ -135,9 +131,9 @@ def _stored_scores_attention(operator: Operator, device: Device, recipe: Recipe,
     scores = operator.rows * operator.columns * operator.heads
     memory = device.memory_bandwidth * efficiency.memory / efficiency.stored_scores_traffic
     launch = 4 * _launch(device, stack)
-    products = operator.flops / rate
+    matmuls = operator.flops / rate
     forward, backward = (moved * scores / memory for moved in _SCORE_BYTES)
-    return Seconds(products + forward + launch, 2 * products + backward + launch)
+    return Seconds(matmuls + forward + launch, 2 * matmuls + backward + launch)
 
 
 def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:

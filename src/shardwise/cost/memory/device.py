@@ -119,12 +119,13 @@ def _transient(job: Job, contents: RankContents) -> dict[Moment, tuple[float, fl
 
 def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) -> PassMemory:
     strategy = job.strategy
+    wanted = layers_to_recompute(strategy.recompute, strategy.recompute_layers)
     return pass_memory(
         transient,
         _kept_by_layers(job, contents),
         _kept_by_head(job, contents),
         _recomputed_layer_bytes(job, contents),
-        stay_whole=layers_stay_whole(layers_to_recompute(strategy), contents.layers, strategy.chunks_per_rank),
+        stay_whole=layers_stay_whole(wanted, contents.layers, strategy.chunks_per_rank),
         in_flight=microbatches_in_flight(job, contents.rank),
         microbatches=job.microbatches,
         forwards_first=strategy.schedule_record.forwards_first,

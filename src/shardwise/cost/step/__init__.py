@@ -1,1 +1,1 @@
-"""The seconds of a step: floor, prediction, simulation, its parts and what bounds it."""
+"""Step time: floor, prediction, simulation, its parts and what bounds it."""

@@ -1,4 +1,4 @@
-"""A floor under the step time: arithmetic at the device's peak, communication as priced, the pipeline's bubble."""
+"""A floor under the step time: matmuls at the device's peak, communication as priced, the pipeline's bubble."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class StageCompute:
-    """Seconds of arithmetic of one microbatch on one device of a pipeline rank, at peak."""
+    """Seconds of computation of one microbatch on one device of a pipeline rank, at peak."""
 
     matrices_forward: float
     attention_forward: float
@@ -36,17 +36,12 @@ class StageCompute:
         return 2 * self.forward + self.matrices_recomputed + self.attention_recomputed
 
     def windows(self, microbatches: int) -> ComputeWindows:
-        attention_backward = 2 * self.attention_forward + self.attention_recomputed
-        return ComputeWindows(
-            microbatches * self.forward,
-            microbatches * self.backward,
-            microbatches * self.attention_forward,
-            microbatches * attention_backward,
-        )
+        attention = (self.attention_forward, 2 * self.attention_forward + self.attention_recomputed)
+        return ComputeWindows(*(microbatches * seconds for seconds in (self.forward, self.backward, *attention)))
 
 
 def at_peak(job: Job) -> Job:
-    """The same job on a device whose matmuls run at its peak: what the floor lets communication hide beside."""
+    """The same job on a device whose matmuls run at its peak; the floor overlaps communication with these."""
     device = job.cluster.device
     perfect = replace(
         device.efficiency,
@@ -86,7 +81,7 @@ def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share:
 
 
 def bubble_seconds(job: Job, stage: StageCompute) -> float:
-    """Idle seconds of the pipeline in one step, from the schedule's closed form, messages not counted."""
+    """Idle seconds of the pipeline in one step, by the schedule's closed form, without messages."""
     strategy = job.strategy
     if strategy.pp == 1:
         return 0.0
@@ -100,7 +95,7 @@ def bubble_seconds(job: Job, stage: StageCompute) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """The pipeline rank whose step is longest even so: what no software beats with this layout on this network."""
+    """The step of the slowest pipeline rank, which no software can beat with this layout on this network."""
 
     job: Job
     contents: RankContents

@@ -1,4 +1,4 @@
-"""Where the seconds of a predicted step go: parts that add up to it."""
+"""The parts of a predicted step, which add up to it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STEP_PARTS = (*COMPUTE, "recompute", "tp", "cp", "ep", "bubble", "pp", "dp", "of
 def step_parts(step: SimulatedStep) -> dict[str, float]:
     """Seconds of each of ``STEP_PARTS``.
 
-    What the microbatches take is that of the busiest pipeline rank, what comes once a step that of the rank that is
-    longest at it. ``pp`` is what the pipeline would save if messages took no time.
+    Microbatches are those of the busiest pipeline rank; work done once per step is that of the rank which takes longest
+    for it. ``pp`` is what the pipeline would save if messages took no time.
     """
     prediction, job = step.prediction, step.prediction.job
     stages = busiest_stages(prediction)
@@ -38,7 +38,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
 
 
 def busiest_stages(prediction: Prediction) -> tuple[RankPrediction, ...]:
-    """The slowest stage; of DualPipe the two that the busiest rank runs, each for half of the microbatches."""
+    """The slowest stage; for DualPipe the two stages of the busiest rank, each for half of the microbatches."""
     if not prediction.job.strategy.schedule_record.two_copies or prediction.job.strategy.pp == 1:
         return (prediction.slowest,)
     stages = rank_predictions(prediction)
@@ -51,7 +51,7 @@ def _mean(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _compute(job: Job, stage: RankPrediction) -> dict[str, float]:
-    """A stage's operators by kind, each without its launches, which are a part of their own; and what runs again."""
+    """A stage's operators by kind, without their launches, which are a part of their own; and what is recomputed."""
     m, compute = job.microbatches, stage.compute
     alone = seconds_by_kind(_launched_at_once(job), stage.contents)
     parts = {name: m * alone[kind] for name, kind in _KINDS.items()}
@@ -61,7 +61,7 @@ def _compute(job: Job, stage: RankPrediction) -> dict[str, float]:
 
 
 def _beyond_rounding(difference: float, of: float) -> float:
-    """What is left of ``of``; nothing if it is so little that only the rounding of its parts made it."""
+    """``difference``, or 0 if it is no more than the rounding error of ``of``."""
     return difference if abs(difference) > 1e-9 * of else 0.0
 
 
@@ -73,7 +73,7 @@ def _launched_at_once(job: Job) -> Job:
 
 
 def traffics_of(step: SimulatedStep, dimension: str) -> tuple[Traffic, ...]:
-    """What a dimension sends on the rank that sets its pace, with what of it the predicted step waits for."""
+    """The traffic of a dimension on the rank that sets its pace, with its exposed time in the predicted step."""
     once = [one for one in step.prediction.last.traffics if one.dimension == dimension]
     if dimension not in (*IN_LAYER, "pp"):
         return tuple(once)
@@ -86,7 +86,7 @@ def traffics_of(step: SimulatedStep, dimension: str) -> tuple[Traffic, ...]:
 
 
 def _of_stages(stages: Sequence[RankPrediction], dimension: str) -> list[Traffic]:
-    """Those of the layers and of messages; a rank with several stages has its part of each."""
+    """Traffic of layers and messages; a rank with several stages has its share of each."""
     found: dict[Payload, list[Traffic]] = {}
     for stage in stages:
         for one in stage.traffics:
@@ -107,5 +107,5 @@ def _shared(members: Sequence[Traffic], stages: int) -> Traffic:
 
 
 def grouped(parts: Mapping[str, float], groups: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
-    """The same seconds in fewer parts: ``groups`` names those that are added up."""
+    """The same seconds in fewer parts: those in each of ``groups`` are added up."""
     return {name: sum(parts[part] for part in members) for name, members in groups.items()}

@@ -1,6 +1,6 @@
-"""The predicted step of a job: compute by operators, communication as priced, what hides under what, the pipeline.
+"""The predicted step of a job: operators, priced communication, overlap and the pipeline.
 
-From the passes of the pipeline's ranks to the step there is one rule for numbers (a job) and columns (a table).
+The rules that lead from passes to a step are the same for numbers (a job) and for columns (a table).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.collectives.arrays import select
 from shardwise.cost.compute.flops import flops_per_token
+from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import StageSeconds, optimizer_seconds, stage_seconds
 from shardwise.cost.traffic.execution import executed, step_traffic
@@ -22,25 +23,12 @@ from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.job import Job
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of one microbatch on one kind of pipeline rank."""
-
-    forward: Any
-    input_gradient: Any
-    weight_gradient: Any
-
-    @property
-    def total(self) -> Any:
-        return self.forward + self.input_gradient + self.weight_gradient
-
-
 def passes_with_exposed(
-    compute: Passes, transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], microbatches: Any
-) -> Passes:
-    """Computation, and what the layers' communication adds to it: exposed seconds, and compute units it takes.
+    compute: Seconds, transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], microbatches: Any
+) -> Seconds:
+    """Computation, and the time that the layers' communication adds: exposed seconds, and compute units it occupies.
 
-    Of the forward traffic, what recompute sends again falls into the backward pass.
+    Forward traffic that recompute repeats falls into the backward pass.
     """
     in_forward = in_backward = 0.0
     for transfer, under in zip(transfers, hidden):
@@ -50,48 +38,33 @@ def passes_with_exposed(
             continue
         again = added * transfer.repeated
         in_forward, in_backward = in_forward + (added - again), in_backward + again
-    return Passes(
-        compute.forward + in_forward / microbatches,
-        compute.input_gradient + in_backward / microbatches,
-        compute.weight_gradient,
-    )
+    forward = compute.forward + in_forward / microbatches
+    return Seconds(forward, compute.input_gradient + in_backward / microbatches, compute.weight_gradient)
 
 
-def slowest_and_others(ranks: Sequence[Passes], counts: Sequence[int]) -> tuple[Passes, Passes]:
+def slowest_and_others(ranks: Sequence[Seconds], counts: Sequence[int]) -> tuple[Seconds, Seconds]:
     """The slowest rank's passes, and the mean of all other ranks'."""
     slowest = ranks[0]
     for rank in ranks[1:]:
         slower = rank.total > slowest.total
-        slowest = Passes(
-            select(slower, rank.forward, slowest.forward),
-            select(slower, rank.input_gradient, slowest.input_gradient),
-            select(slower, rank.weight_gradient, slowest.weight_gradient),
-        )
+        slowest = Seconds(*(select(slower, *both) for both in zip(rank.passes, slowest.passes)))
     others = sum(counts) - 1
 
-    def mean(name: str) -> Any:
-        total = sum(count * getattr(rank, name) for rank, count in zip(ranks, counts))
-        return (total - getattr(slowest, name)) / others if others else 0.0
+    def mean(of_slowest: Any, of_ranks: Sequence[Any]) -> Any:
+        total = sum(count * one for one, count in zip(of_ranks, counts))
+        return (total - of_slowest) / others if others else 0.0
 
-    return slowest, Passes(mean("forward"), mean("input_gradient"), mean("weight_gradient"))
+    return slowest, Seconds(*map(mean, slowest.passes, zip(*(rank.passes for rank in ranks))))
 
 
 def pipeline_bubble(
-    schedule: str, pp: int, microbatches: Any, chunks: int, others: Passes, message_seconds: Any
+    schedule: str, pp: int, microbatches: Any, chunks: int, others: Seconds, message_seconds: Any
 ) -> Any:
-    """Idle seconds that the schedule adds to the slowest rank's work, over the other ranks' stages."""
+    """Idle seconds that the schedule adds to the slowest rank's work, given the other ranks' passes."""
     if pp == 1:
         return 0.0
-    return idle_seconds(
-        schedule,
-        pp,
-        microbatches,
-        chunks,
-        others.forward / chunks,
-        others.input_gradient / chunks,
-        others.weight_gradient / chunks,
-        message_seconds,
-    )
+    forward, input_gradient, weight_gradient = (seconds / chunks for seconds in others.passes)
+    return idle_seconds(schedule, pp, microbatches, chunks, forward, input_gradient, weight_gradient, message_seconds)
 
 
 _PER_STEP = ("dp", "offload")
@@ -99,7 +72,7 @@ _PER_STEP = ("dp", "offload")
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """One kind of pipeline rank: what it computes and sends."""
+    """The computation and communication of one kind of pipeline rank."""
 
     contents: RankContents
     compute: StageSeconds
@@ -107,19 +80,15 @@ class RankPrediction:
     microbatches: int
 
     def exposed(self, dimension: str) -> float:
-        """Seconds of a dimension that the step waits for; hidden transfers slow what they hide under."""
+        """Seconds that a dimension adds to the step: exposed, and by slowing the computation it overlaps with."""
         return sum(traffic.added_seconds for traffic in self.traffics if traffic.dimension == dimension)
 
     @cached_property
-    def passes(self) -> Passes:
-        """Seconds of one microbatch, exposed communication of its layers included."""
+    def passes(self) -> Seconds:
+        """Seconds of one microbatch, including the exposed communication of its layers."""
         layers = [traffic for traffic in self.traffics if traffic.in_layer]
-        return passes_with_exposed(
-            Passes(self.compute.forward, self.compute.input_gradient, self.compute.weight_gradient),
-            [traffic.transfer for traffic in layers],
-            [traffic.under_compute_seconds for traffic in layers],
-            self.microbatches,
-        )
+        transfers, hidden = [one.transfer for one in layers], [one.under_compute_seconds for one in layers]
+        return passes_with_exposed(self.compute, transfers, hidden, self.microbatches)
 
     @property
     def forward(self) -> float:
@@ -135,7 +104,7 @@ class RankPrediction:
 
     @property
     def once_seconds(self) -> float:
-        """What is sent once after the last microbatch: gradients that both ends or all tensor ranks hold."""
+        """Communication once after the last microbatch: gradients that both ends or all tensor ranks hold."""
         return sum(traffic.exposed_seconds for traffic in self.traffics if traffic.once)
 
     @property
@@ -179,12 +148,12 @@ class Prediction:
 
     @cached_property
     def last(self) -> RankPrediction:
-        """The rank that takes longest for what comes once a step."""
+        """The rank that takes longest for the work done once per step."""
         return max(self.ranks, key=self._once_a_step)
 
     @property
     def tail_seconds(self) -> float:
-        """What follows or precedes the microbatches: exposed reductions and gathers, optimizer, step overhead."""
+        """Before and after the microbatches: exposed reductions and gathers, optimizer, step overhead."""
         return self._once_a_step(self.last)
 
     def _once_a_step(self, rank: RankPrediction) -> float:
@@ -216,13 +185,9 @@ def predict(job: Job) -> Prediction:
 
 
 def rank_prediction(job: Job, contents: RankContents) -> RankPrediction:
-    """What a pipeline rank with these contents computes and sends."""
+    """The computation and communication of a pipeline rank with these contents."""
     compute, m = stage_seconds(job, contents), job.microbatches
-    windows = ComputeWindows(
-        m * compute.forward,
-        m * compute.backward,
-        m * compute.attention.forward,
-        m * compute.attention.backward,
-    )
+    attention = compute.attention
+    windows = ComputeWindows(m * compute.forward, m * compute.backward, m * attention.forward, m * attention.backward)
     traffics = with_exposed_seconds([executed(job, t) for t in step_traffic(job, contents)], windows)
     return RankPrediction(contents, compute, tuple(traffics), m)

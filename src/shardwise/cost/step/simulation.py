@@ -1,4 +1,4 @@
-"""The step of a job by simulating its pipeline: every pass of every microbatch on every stage, instead of a formula."""
+"""The predicted step of a job with its pipeline simulated, every pass of every microbatch, instead of by formula."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class SimulatedStep:
 
     @property
     def bubble_seconds(self) -> float:
-        """Beyond the work of the slowest rank; below zero where DualPipe gives that stage's work to two ranks."""
+        """Beyond the work of the slowest rank; negative where DualPipe divides that stage's work between two ranks."""
         return self.pipeline_seconds - self.prediction.job.microbatches * self.prediction.slowest.microbatch_seconds
 
     @cached_property
     def message_seconds(self) -> float:
-        """What the pipeline would save if messages between its stages took no time."""
+        """Seconds that the pipeline would save if messages between its stages took no time."""
         if self.is_closed_form:
             return self.prediction.bubble_seconds - self.prediction.bubble_with(0.0)
         if self.prediction.job.strategy.pp == 1:
@@ -61,9 +61,9 @@ class SimulatedStep:
 def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: int | None = None) -> SimulatedStep:
     """The step with its pipeline simulated.
 
-    Many microbatches run in a steady state that repeats: there the simulation of fewer is extrapolated, which changes
-    nothing but rounding and leaves no timeline. ``whole`` simulates all of them. Some schedules have no such state:
-    of those, more than ``most_passes`` are priced by the closed form.
+    Many microbatches reach a steady state that repeats: then a simulation of fewer is extrapolated, which changes only
+    rounding and yields no timeline. ``whole`` simulates all of them. A schedule without a steady state is priced by its
+    closed form if it has more than ``most_passes``.
     """
     job, strategy = prediction.job, prediction.job.strategy
     if strategy.pp == 1:
@@ -88,8 +88,7 @@ def _pipeline(prediction: Prediction, message_seconds: float, *, whole: bool = F
 
 
 def step_timeline(prediction: Prediction) -> Timeline:
-    """Every pass of the step; of a job without a pipeline, one microbatch after the other (or as GPipe, all forwards
-    first)."""
+    """Every pass of the step; without a pipeline, one microbatch after the other (or all forwards first, as GPipe)."""
     timeline = simulated_step(prediction, whole=True).timeline
     if timeline is not None:
         return timeline
@@ -124,10 +123,10 @@ def _kind(contents: RankContents) -> tuple[int, int, bool, bool]:
 
 
 def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -> list[tuple[float, float, float]]:
-    """A rank's forward, input-gradient and weight-gradient seconds over its stages.
+    """A rank's forward, input-gradient and weight-gradient seconds, divided over its stages.
 
-    In proportion to what each stage computes alone: its layers, its head, its call. Exposed communication is known
-    only for the whole rank and is divided alike, as if layers and head waited for the same share.
+    In proportion to the computation of each stage: its layers, its head, its call. Exposed communication is known only
+    for the whole rank and is divided in the same way.
     """
     whole = (rank.forward, rank.input_gradient, rank.weight_gradient)
     if len(stages) == 1:

@@ -24,33 +24,15 @@ from shardwise.spec.job import Job
 
 
 @dataclass(frozen=True)
-class StageSeconds:
-    """One microbatch on one pipeline rank: the passes, attention's part of them, and what runs again."""
+class StageSeconds(Seconds):
+    """One microbatch on one pipeline rank; ``input_gradient`` includes the forward passes that are ``recomputed``."""
 
-    passes: Seconds
-    attention: Seconds
-    recomputed: float
-
-    @property
-    def forward(self) -> float:
-        return self.passes.forward
-
-    @property
-    def input_gradient(self) -> float:
-        """Input gradients, and the forward passes that recompute runs before them."""
-        return self.passes.input_gradient + self.recomputed
-
-    @property
-    def weight_gradient(self) -> float:
-        return self.passes.weight_gradient
-
-    @property
-    def backward(self) -> float:
-        return self.input_gradient + self.weight_gradient
+    attention: Seconds = Seconds()
+    recomputed: float = 0.0
 
 
 def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
-    """The shape of the job's layers on one device; of the context ranks the busiest, the last, unless one is given."""
+    """The shape of the job's layers on one device; of the context ranks by default the busiest, which is the last."""
     strategy = job.strategy
     tokens = job.microbatch_tokens
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
@@ -60,19 +42,17 @@ def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
 
 
 def _seconds(job: Job, operator: Operator) -> Seconds:
-    device, recipe = job.cluster.device, job.training.recipe
-    return operator_seconds(operator, device, recipe, job.stack)
+    return operator_seconds(operator, job.cluster.device, job.training.recipe, job.stack)
 
 
 def stage_seconds(job: Job, contents: RankContents) -> StageSeconds:
-    """What a device of this pipeline rank computes for one microbatch, the calls of its chunks included."""
-    parts = part_seconds(job, contents)
+    """One microbatch on a device of this pipeline rank, including the calls of its chunks."""
     call = job.cluster.device.efficiency.stage_call_seconds * job.strategy.chunks_per_rank
-    return StageSeconds(parts.passes + Seconds(call, call), parts.attention, parts.recomputed)
+    return part_seconds(job, contents, call)
 
 
-def part_seconds(job: Job, contents: RankContents) -> StageSeconds:
-    """What the layers and ends among ``contents`` compute for one microbatch."""
+def part_seconds(job: Job, contents: RankContents, call: float = 0.0) -> StageSeconds:
+    """One microbatch through the layers and ends in ``contents``; each pass has ``call`` seconds on top."""
     passes, attention, again = Seconds(), Seconds(), 0.0
     share = fully_recomputed_share(job, contents)
     for operator, seconds in _layers(job, contents):
@@ -82,14 +62,15 @@ def part_seconds(job: Job, contents: RankContents) -> StageSeconds:
         again += seconds.forward * share_run_again(job, operator, share)
     for _, seconds in _ends(job, contents):
         passes += seconds
-    return StageSeconds(passes, attention, again)
+    passes += Seconds(call, call)
+    return StageSeconds(passes.forward, passes.input_gradient + again, passes.weight_gradient, attention, again)
 
 
 def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, float]:
-    """Both passes of one microbatch by the kind of operator; what recompute runs again is not counted."""
+    """Both passes of one microbatch by the kind of operator, without what recompute runs again."""
     found: dict[OperatorKind, float] = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     for operator, seconds in (*_layers(job, contents), *_ends(job, contents)):
-        found[operator.kind] += seconds.total
+        found[operator.kind] += seconds.forward + seconds.backward
     return found
 
 
@@ -110,11 +91,10 @@ def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]
 
 
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
-    """The optimizer step: owned states are read and written in fp32, local weights and gradients touched once.
+    """The optimizer step, which is bound by memory, and the fixed overhead of a step.
 
-    30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written) and 8 per
-    local one (gradient norm and zeroing), and what compressing gradients moves, at the memory's sustained speed; plus
-    what a step costs besides.
+    30 bytes per owned parameter (gradient, master weight and two moments read, three written, weight written), 8 per
+    local one (gradient norm and zeroing), and the bytes that gradient compression moves, at sustained bandwidth.
     """
     device = job.cluster.device
     owned = owned_parameters(contents, sharding)
@@ -123,7 +103,7 @@ def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> A
     seconds = moved / (device.memory_bandwidth * device.efficiency.memory) + device.efficiency.step_seconds
     if job.stack.per_parameter_shards:
         matrices = len(job.model.attention_matrices) + len(job.model.mlp_matrices(job.model.ffn))
-        # One copy into what is reduced, one out of what is gathered, for every rank's part of every matrix.
+        # One copy into the reduce-scatter buffer, one out of the all-gather's, for every rank's part of every matrix.
         copies = select(sharding.zero == 1, 2 * sharding.shards * contents.layers * matrices, 0)
         seconds = seconds + copies * device.efficiency.operator_seconds
     return seconds

@@ -1,9 +1,9 @@
-"""The predicted step of a job as a Chrome trace (ui.perfetto.dev and chrome://tracing read it).
+"""The predicted step of a job as a Chrome trace (for ui.perfetto.dev or chrome://tracing).
 
-A process per pipeline rank; in it a thread for computation and one per dimension that communicates. Passes and messages
-lie where the simulation has them. Layers take turns inside a pass; here each dimension is drawn once: what hides, from
-the start of the pass; what is waited for, at its end. After the last pass comes what the step waits for once:
-reductions, the optimizer, parameters for the next step.
+A process per pipeline rank, with a thread for computation and one per dimension that communicates. Passes and messages
+are where the simulation puts them. Within a pass the communication of all layers is drawn together: overlapped from the
+start of the pass, exposed at its end. After the last pass comes what the step waits for once: reductions, the
+optimizer, parameters for the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from shardwise.cost.step.prediction import Prediction, RankPrediction, predict
 from shardwise.cost.step.simulation import pipeline_times, rank_predictions, step_timeline
 from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.traffic.overlap import PASSES, Pass
-from shardwise.cost.traffic.traffic import Traffic
 from shardwise.pipeline import Action, ActionKind, PipelineSchedule, StageTimes, Timeline, trace_events
 from shardwise.spec.job import Job
 
@@ -31,7 +30,7 @@ _ROUNDING = 1e-12  # seconds
 
 @dataclass(frozen=True)
 class _Slice:
-    """Something that takes time on one thread of a pipeline rank."""
+    """An interval on one thread of a pipeline rank."""
 
     thread: str
     name: str
@@ -61,12 +60,12 @@ def step_trace(job: Job) -> dict[str, Any]:
         ]
         events += passes[number] + _rank_events(number, job.strategy.pp, [one for one in slices if one.seconds > 0])
     tokens = job.tokens_per_step / seconds
-    said = {"model": job.model.name, "cluster": job.cluster.name, "step_seconds": seconds, "tokens_per_second": tokens}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
+    data = {"model": job.model.name, "cluster": job.cluster.name, "step_seconds": seconds, "tokens_per_second": tokens}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": data}
 
 
 def _shown_ranks(ranks: int) -> tuple[int, ...]:
-    """All of them, or of very many the ends and the middle."""
+    """All of them; if they are very many, the ends and the middle."""
     return tuple(range(ranks)) if ranks <= _MOST_RANKS else (0, 1, ranks // 2, ranks - 2, ranks - 1)
 
 
@@ -83,7 +82,7 @@ def _pass_events(timeline: Timeline) -> list[list[dict[str, Any]]]:
 
 
 def _inside_passes(timeline: Timeline, number: int, ranks: list[RankPrediction], times: StageTimes) -> Iterator[_Slice]:
-    """Recompute, and what the layers of every pass send."""
+    """Recompute, and the communication of the layers in every pass."""
     schedule = timeline.schedule
     sent = [{which: _in_layers(rank, which) for which in PASSES} for rank in ranks]
     for action, start, end in zip(schedule.actions[number], timeline.starts[number], timeline.ends[number]):
@@ -111,7 +110,7 @@ def _pass_of(action: Action, rank: RankPrediction, times: StageTimes) -> tuple[P
 def _in_layers(rank: RankPrediction, which: Pass) -> dict[str, tuple[float, float]]:
     """Hidden and exposed seconds of each dimension in one pass of one microbatch.
 
-    Of the forward traffic, what recompute sends again falls into the backward pass.
+    Forward traffic that recompute repeats falls into the backward pass.
     """
     sent: dict[str, tuple[float, float]] = {}
     for traffic in rank.traffics:
@@ -120,14 +119,8 @@ def _in_layers(rank: RankPrediction, which: Pass) -> dict[str, tuple[float, floa
         in_forward = 1 - traffic.repeated if traffic.in_pass == "forward" else 0.0
         share = (in_forward if which == "forward" else 1 - in_forward) / rank.microbatches
         hidden, exposed = sent.get(traffic.dimension, (0.0, 0.0))
-        sent[traffic.dimension] = hidden + share * traffic.hidden_seconds, exposed + share * _waited_seconds(traffic)
+        sent[traffic.dimension] = hidden + share * traffic.hidden_seconds, exposed + share * traffic.added_seconds
     return sent
-
-
-def _waited_seconds(traffic: Traffic) -> float:
-    """Exposed, and what it slows the computation that it hides under."""
-    slowed = traffic.units_taken * traffic.under_compute_seconds
-    return traffic.exposed_seconds + slowed
 
 
 def _messages(timeline: Timeline, number: int, seconds: float) -> Iterator[_Slice]:
@@ -147,7 +140,7 @@ def _receiver(schedule: PipelineSchedule, action: Action) -> int | None:
 
 
 def _under_passes(timeline: Timeline, number: int, rank: RankPrediction) -> Iterator[_Slice]:
-    """What hides under whole passes: reductions under the last backward, gathers under the first or every forward."""
+    """What overlaps with whole passes: reductions with the last backward, gathers with the first or every forward."""
     actions = list(zip(timeline.schedule.actions[number], timeline.starts[number], timeline.ends[number]))
     for traffic in rank.traffics:
         hidden = traffic.hidden_seconds
@@ -165,15 +158,15 @@ def _under_passes(timeline: Timeline, number: int, rank: RankPrediction) -> Iter
 
 
 def _tail(prediction: Prediction, rank: RankPrediction, start_seconds: float) -> Iterator[_Slice]:
-    """What the step waits for once, one after the other; ranks with less of it wait for the slowest."""
+    """What the step waits for once, in sequence; ranks with less of it wait for the slowest."""
     job = prediction.job
     per_step = [traffic for traffic in rank.traffics if traffic.dimension in _PER_STEP]
     before = [*(t for t in per_step if t.in_pass == "backward"), *(t for t in rank.traffics if t.once)]
     optimizer = float(optimizer_seconds(job, rank.contents, sharding_of(job.strategy)))
     parts = [
-        *((t.dimension, f"{t.what}, exposed", _waited_seconds(t)) for t in before),
+        *((t.dimension, f"{t.what}, exposed", t.added_seconds) for t in before),
         (_COMPUTE, "optimizer", optimizer),
-        *((t.dimension, f"{t.what}, exposed", _waited_seconds(t)) for t in per_step if t.in_pass == "forward"),
+        *((t.dimension, f"{t.what}, exposed", t.added_seconds) for t in per_step if t.in_pass == "forward"),
     ]
     now = start_seconds
     for thread, name, seconds in parts:
@@ -183,11 +176,11 @@ def _tail(prediction: Prediction, rank: RankPrediction, start_seconds: float) ->
 
 
 def _rank_events(number: int, ranks: int, slices: list[_Slice]) -> list[dict[str, Any]]:
-    """The slices on their threads; those of one dimension that overlap get threads of their own."""
+    """The slices on their threads; overlapping ones of one dimension get separate threads."""
     free_since: dict[str, list[float]] = {name: [] for name in _THREADS}
     threads, events = {0: _COMPUTE}, []
     for one in sorted(slices, key=lambda one: one.start_seconds):
-        lane = 0  # computation nests: recompute lies inside a backward
+        lane = 0  # computation nests: recompute is inside a backward
         if one.thread != _COMPUTE:
             lanes = free_since[one.thread]
             lane = next((i for i, since in enumerate(lanes) if since <= one.start_seconds + _ROUNDING), len(lanes))
@@ -204,7 +197,7 @@ def _event(process: int, thread: int, one: _Slice) -> dict[str, Any]:
 
 
 def _named(process: int, name: str, place: int, threads: dict[int, str]) -> Iterator[dict[str, Any]]:
-    """What the viewer calls a process and its threads, and in which order it shows them."""
+    """The names of a process and its threads in the viewer, and their order."""
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": place}}
     for thread, what in threads.items():

@@ -1,6 +1,6 @@
 """What bounds a job, and which single change of its strategy shortens the predicted step most, or makes it fit.
 
-Sending less between data-parallel ranks is only a hint, since it changes what is computed.
+Less communication between data-parallel ranks is only a hint, since it changes the training itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class StepCause:
-    """A part of the predicted step; of a communication also the collective that is exposed longest, and its level."""
+    """A part of the predicted step; for communication also its longest exposed collective, and that one's level."""
 
     part: str
     seconds: float
@@ -46,9 +46,9 @@ class StepCause:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What bounds a job: the memory of a device or of its host, or else time: the largest parts, largest first.
+    """What bounds a job: the memory of a device or of its host, or else time, with its largest parts first.
 
-    ``largest_part`` of the memory, where a device's does not suffice.
+    ``largest_part`` is that of the memory, where a device has too little.
     """
 
     kind: Literal["device memory", "host memory", "time"]
@@ -57,7 +57,7 @@ class Bottleneck:
 
 
 def bottleneck(analysis: Analysis) -> Bottleneck:
-    """Memory where the job does not fit; else the largest parts of the predicted step, the second if it matters."""
+    """Memory if the job does not fit; else the largest part of the predicted step, and the second if it matters."""
     memory = analysis.memory
     if analysis.fit == "does not fit":
         if memory.total <= analysis.room.usable_bytes:
@@ -95,7 +95,7 @@ class Change:
 
 
 def best_change(analysis: Analysis) -> Change | None:
-    """The single change that shortens the predicted step most, by what is worth a word; it fits as well as the job."""
+    """The single change that shortens the predicted step most, if by enough; it fits no less well than the job."""
     allowed = ("fits",) if analysis.fit == "fits" else ("fits", "tight")
     found = _quickest(analysis.job, allowed)
     limit = (1 - WORTH_A_CHANGE) * analysis.predicted_seconds / analysis.job.tokens_per_step
@@ -103,12 +103,12 @@ def best_change(analysis: Analysis) -> Change | None:
 
 
 def fitting_change(job: Job) -> Change | None:
-    """The single change with which a job that does not fit does, with room to spare; of several the quickest."""
+    """The fastest single change with which a job that does not fit would fit, with the usual margin."""
     return _quickest(job, ("fits",))
 
 
 def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
-    """What is advised is not only priced: a change adds nothing that the engine does not run to what the job has."""
+    """The fastest change that the engine also runs: it must not add anything unsupported to the job."""
     found = []
     for other in neighbours(job):
         try:
@@ -124,7 +124,7 @@ def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
 
 
 def _as_runnable(job: Job, other: Job) -> bool:
-    """Whether our engine runs ``other`` where it runs ``job``, and lacks no more for it; what others lack is theirs."""
+    """Whether our engine runs ``other`` as it runs ``job``; on our own stack, with nothing further unsupported."""
     now, then = verdict(job), verdict(other)
     lacked = {one.techniques for one in now.findings}
     return now.status == then.status and not (
@@ -190,7 +190,7 @@ _TRIED = ((Compression(method="int8"), Synchronise()), (Compression(), Synchroni
 
 @dataclass(frozen=True)
 class FasterJob:
-    """A job that sends less, and how many times as fast its step is."""
+    """A job that communicates less, and how many times faster its step is."""
 
     job: Job
     speedup: float
@@ -205,7 +205,7 @@ class SendingLess:
 
 
 def sending_less(job: Job) -> SendingLess | None:
-    """What compressed gradients and DiLoCo would make of a step that mostly waits for gradients; None of others."""
+    """What compressed gradients and DiLoCo would gain for a step that mostly waits for gradients; None for others."""
     strategy, step = job.strategy, predict(job)
     waiting = max(rank.exposed("dp") for rank in step.ranks) / step.step_seconds
     if waiting < WORTH_A_WORD or strategy.compression.is_used or not strategy.synchronise.every_step:

@@ -16,9 +16,8 @@ from shardwise.layout.groups import RankRun, expert_runs, expert_tensor_runs, gr
 from shardwise.layout.stages import RankContents
 from shardwise.spec.strategy import Offload, Strategy
 
-WITHOUT_OFFLOAD = Offload()
 
-
+# The fields of a choice are those of a `Strategy`.
 @dataclass(frozen=True)
 class LayerChoice:
     sequence_parallel: bool
@@ -50,25 +49,7 @@ class ShardChoice:
 
     def of(self, base: Strategy) -> Sharding:
         """As strategies with the degrees of ``base`` have it."""
-        return sharding_of(
-            base.unchecked(
-                zero=self.zero,
-                shard_group=self.shard_group,
-                keep_parameters=self.keep_parameters,
-                accumulate=self.accumulate,
-            )
-        )
-
-
-@dataclass(frozen=True)
-class GroupRow:
-    """One row of a group's table."""
-
-    layer: LayerChoice
-    schedule: ScheduleChoice
-    recompute: RecomputeChoice
-    sequences: int
-    microbatches: int
+        return sharding_of(base.unchecked(**vars(self)))
 
 
 @dataclass(frozen=True)
@@ -120,24 +101,9 @@ class Group:
             expert_tensor_runs(base),
         )
 
-    def strategy(self, row: GroupRow, column: ShardChoice, offload: Offload) -> Strategy:
+    def strategy(self, row: dict[str, Any], column: ShardChoice, offload: Offload) -> Strategy:
         """The strategy of one cell of the table."""
-        return replace(
-            self.base,
-            sequence_parallel=row.layer.sequence_parallel,
-            context_method=row.layer.context_method,  # type: ignore[arg-type]
-            microbatch=row.layer.microbatch,
-            schedule=row.schedule.schedule,
-            interleave=row.schedule.interleave,
-            stage_layers=row.schedule.stage_layers,  # type: ignore[arg-type]
-            recompute=row.recompute.recompute,  # type: ignore[arg-type]
-            recompute_layers=row.recompute.recompute_layers,
-            zero=column.zero,  # type: ignore[arg-type]
-            shard_group=column.shard_group,
-            keep_parameters=column.keep_parameters,
-            accumulate=column.accumulate,  # type: ignore[arg-type]
-            offload=offload,
-        )
+        return replace(self.base, **row, **vars(column), offload=offload)
 
 
 def groups_alike(groups: Sequence[Group], cells: int) -> Iterator[list[int]]:

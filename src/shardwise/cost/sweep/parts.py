@@ -54,13 +54,7 @@ class Probes:
 
     def __getitem__(self, mode: str) -> Job:
         if mode not in self._made:
-            strategy = self._base.unchecked(
-                sequence_parallel=self._layer.sequence_parallel,
-                context_method=self._layer.context_method,
-                microbatch=self._layer.microbatch,
-                recompute=mode,
-                stage_layers="balanced",
-            )
+            strategy = self._base.unchecked(**vars(self._layer), recompute=mode, stage_layers="balanced")
             training = self._job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
             self._made[mode] = self._job.unchecked(strategy=strategy, training=training)
         return self._made[mode]
@@ -68,13 +62,7 @@ class Probes:
 
 def probed_seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
     seconds = part_seconds(job, probe)
-    return (
-        seconds.forward,
-        seconds.input_gradient,
-        seconds.weight_gradient,
-        seconds.attention.forward,
-        seconds.attention.backward,
-    )
+    return (*seconds.passes, seconds.attention.forward, seconds.attention.backward)
 
 
 def probed_saved_bytes(job: Job, probe: RankContents) -> tuple[float, ...]:

@@ -13,11 +13,12 @@ from shardwise.cost.compute.operators import (
     recomputed_layer_bytes,
     recomputed_share,
 )
+from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.activations import peak_chunks_of_kinds
 from shardwise.cost.memory.sum import PassMemory, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import Moment, kinds_of, moments_of
-from shardwise.cost.step.prediction import Passes, passes_with_exposed, pipeline_bubble, slowest_and_others
-from shardwise.cost.sweep.group import Group, GroupRow, groups_alike
+from shardwise.cost.step.prediction import passes_with_exposed, pipeline_bubble, slowest_and_others
+from shardwise.cost.sweep.group import Group, groups_alike
 from shardwise.cost.sweep.parts import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -98,15 +99,10 @@ class RowTable:
             self.ranks.each(lambda values: values[..., rows]),
         )
 
-    def row(self, group: Group, number: int) -> GroupRow:
-        layer, schedule, recompute = (int(i) for i in self.index[number])
-        return GroupRow(
-            group.layers[layer],
-            group.schedules[schedule],
-            group.recomputes[recompute],
-            int(self.sequences[number]),
-            int(self.microbatches[number]),
-        )
+    def row(self, group: Group, number: int) -> dict[str, Any]:
+        """What a row sets in a strategy."""
+        layer, schedule, recompute = self.index[number].tolist()
+        return {**vars(group.layers[layer]), **vars(group.schedules[schedule]), **vars(group.recomputes[recompute])}
 
 
 def joined_rows(tables: list[RowTable]) -> RowTable:
@@ -179,7 +175,7 @@ class _RowBuilder:
         self.chunks = [schedule_record(one.schedule).chunks_per_rank(pp, one.interleave) for one in group.schedules]
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
         self.counts = np.array([_part_counts(contents) for contents in group.ranks], dtype=float)
-        self.wanted = np.array([layers_to_recompute(choice) for choice in group.recomputes])
+        self.wanted = np.array([layers_to_recompute(one.recompute, one.recompute_layers) for one in group.recomputes])
         self.share: Array = recomputed_share(self.wanted, self._layers_of_ranks())  # kind × recompute
         self.shape = (len(self.layers), len(group.schedules), len(group.recomputes))
 
@@ -243,18 +239,14 @@ class _RowBuilder:
         layers: Array = (self.counts[:, 0] + self.counts[:, 1])[:, None]
         return layers
 
-    def _ranks(self) -> tuple[Passes, RankRows]:
+    def _ranks(self) -> tuple[Seconds, RankRows]:
         import numpy as np
 
         figures = self._mixed(self.stack.figures)
         call = self.book.stage_call_seconds * np.array(self.chunks, dtype=float)[:, None]
-        compute = Passes(figures[FORWARD] + call, figures[INPUT_GRADIENT] + call, figures[WEIGHT_GRADIENT])
-        windows = ComputeWindows(
-            self.m * compute.forward,
-            self.m * (compute.input_gradient + compute.weight_gradient),
-            self.m * figures[ATTENTION_FORWARD],
-            self.m * figures[ATTENTION_BACKWARD],
-        )
+        compute = Seconds(figures[FORWARD] + call, figures[INPUT_GRADIENT] + call, figures[WEIGHT_GRADIENT])
+        under = (compute.forward, compute.backward, figures[ATTENTION_FORWARD], figures[ATTENTION_BACKWARD])
+        windows = ComputeWindows(*(self.m * seconds for seconds in under))
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
         passes = passes_with_exposed(compute, transfers, hidden, self.m)
@@ -355,21 +347,20 @@ class _RowBuilder:
 
     # -- the pipeline --------------------------------------------------------------------------------
 
-    def _pipeline_seconds(self, passes: Passes) -> Array:
-        """All microbatches through the slowest rank, and the schedule's idle time over the others."""
+    def _pipeline_seconds(self, passes: Seconds) -> Array:
+        """All microbatches through the slowest rank, plus the schedule's idle time."""
         import numpy as np
 
         group, pp = self.group, self.group.base.pp
-        each = (passes.forward, passes.input_gradient, passes.weight_gradient)
-        slowest, others = slowest_and_others([Passes(*kind) for kind in zip(*each)], group.counts)
+        slowest, others = slowest_and_others([Seconds(*kind) for kind in zip(*passes.passes)], group.counts)
         seconds = np.broadcast_to(self.m * slowest.total, self.shape).copy()
         if pp == 1:
             return seconds
         messages = np.array([self.book.message_seconds(*one) for one in self.layers])[:, None]
-        mean = [np.broadcast_to(x, self.shape) for x in (others.forward, others.input_gradient, others.weight_gradient)]
+        mean = [np.broadcast_to(seconds, self.shape) for seconds in others.passes]
         for s, (one, chunks) in enumerate(zip(group.schedules, self.chunks)):
             m = self.microbatches[:, s, None]
-            seconds[:, s] += pipeline_bubble(one.schedule, pp, m, chunks, Passes(*(x[:, s] for x in mean)), messages)
+            seconds[:, s] += pipeline_bubble(one.schedule, pp, m, chunks, Seconds(*(x[:, s] for x in mean)), messages)
         return seconds
 
 

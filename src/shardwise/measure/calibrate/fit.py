@@ -231,7 +231,7 @@ def _with_steps(device: Device, steps: Sequence[StepSample], *, calls_known: boo
         efficiency = replace(device.efficiency, **changes)  # type: ignore[arg-type]
         job = step_job(step.shape, step.precision, replace(device, efficiency=efficiency))
         seconds = stage_seconds(job, rank_contents(job, 0))
-        return seconds.forward + seconds.backward
+        return float(seconds.forward + seconds.backward)
 
     known = [priced(step) for step in steps]
     names = ("elementwise_traffic",) if calls_known else ("elementwise_traffic", "operator_seconds")

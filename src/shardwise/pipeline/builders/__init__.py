@@ -1,1 +1,1 @@
-"""Pipeline schedules by family; each builder makes a ``PipelineSchedule`` and has its closed forms beside it."""
+"""Builders of pipeline schedules, one file per family, each beside its closed forms."""

@@ -1,8 +1,7 @@
-"""DualPipe and DualPipeV: microbatches from both ends meet in the middle, a forward beside a backward.
+"""DualPipe and DualPipeV: microbatches enter at both ends, and a forward overlaps a backward.
 
 DeepSeek-AI 2024, arXiv 2412.19437 section 3.2.1, and github.com/deepseek-ai/DualPipe; DualPipeV is the same
-cut in half: one V per rank instead of two pipelines. A forward and a backward that may overlap stand next to
-each other here.
+cut in half: one V per rank instead of two pipelines. A forward and a backward that may overlap are adjacent here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardwise.pipeline.schedule import (
 )
 from shardwise.spec.errors import SpecError
 
-Phase = tuple[int, int]  # its stage on this rank, and its first microbatch
+_Phase = tuple[int, int]  # its stage on this rank, and its first microbatch
 
 
 def dualpipe(ranks: int, microbatches: int) -> PipelineSchedule:
@@ -56,13 +55,10 @@ def dualpipev(ranks: int, microbatches: int) -> PipelineSchedule:
 
 
 class _Rank:
-    """The steps of one rank, counted from its end of the pipeline; phase 0 comes in there, phase 1 goes out."""
+    """The steps of one rank, counted from its end of the pipeline, where phase 0 enters and phase 1 leaves."""
 
-    def __init__(
-        self, rank: int, half: int, microbatches: int, first: tuple[int, int], second: tuple[int, int]
-    ) -> None:
-        self.rank, self.half, self.microbatches = rank, half, microbatches
-        self.phases = (first, second)
+    def __init__(self, rank: int, half: int, microbatches: int, *phases: _Phase) -> None:
+        self.rank, self.half, self.microbatches, self.phases = rank, half, microbatches, phases
         self.forwards, self.backwards = [0, 0], [0, 0]
         self.pending: deque[Action] = deque()
         self.made: list[Action] = []
@@ -91,7 +87,7 @@ class _Rank:
         return self.made
 
     def _drain(self, outward: int, inward: int) -> None:
-        """Backwards of both phases in turn, the second half of them split; their weight gradients fill the end."""
+        """Backwards of both phases alternate, the second half of them split; their weight gradients fill the end."""
         for index in range(2 * inward):
             backward = self._backward if index <= self.rank else self._input_grad
             backward(1 - index % 2)
@@ -121,7 +117,7 @@ class _Rank:
 
 
 def _bubble(case: EqualStages) -> Any:
-    """The README's (p/2-1)(F&B + B - 3W) has F&B as one block; apart, the next rank need not wait for both."""
+    """The README's (p/2-1)(F&B + B - 3W) counts F&B as one block; here the next rank need not wait for both."""
     p = case.p
     return (p > 1) * ((p / 2 - 1) * (case.F + case.I - case.W) + (5 * p / 2 - 3) * case.c)
 
@@ -133,7 +129,7 @@ def _v_bubble(case: EqualStages) -> Any:
 def _in_flight(p: int, m: int, v: int, r: int) -> int:
     if p == 1:
         return 1
-    # Microbatches that enter at this rank's end, and how far from that end it is.
+    # Microbatches that enter at this rank's end, and its distance from that end.
     entering = (m + 1) // 2 if r < p // 2 else m // 2
     return min(m, entering + min(r, p - 1 - r) + 1, p + 1)
 

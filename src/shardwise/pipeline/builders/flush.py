@@ -1,4 +1,4 @@
-"""Schedules of whole backward passes that drain at the end of a step: sequential, GPipe, 1F1B and interleaved 1F1B."""
+"""Schedules with undivided backward passes that drain at the end of a step: sequential, GPipe, (interleaved) 1F1B."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from shardwise.pipeline.forms import ClosedForms, EqualStages, in_round_trips, m
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, loop_placement, one_copy
 from shardwise.spec.errors import SpecError
 
-# -- One microbatch at a time through the whole pipeline: naive model parallelism, one rank works at any time
+# -- One microbatch at a time through the whole pipeline: naive model parallelism, one rank busy at a time
 
 
 def sequential(ranks: int, microbatches: int) -> PipelineSchedule:
-    """Forward, then backward of every microbatch; the next one enters when the last is out.
-
-    The first rank starts no forward before its last backward, and so the others have nothing to start.
-    """
+    """The next microbatch enters when the last has left: the first rank starts no forward before its last backward."""
     kinds = (ActionKind.F, ActionKind.B)
     actions = [[Action(kind, rank, j) for j in range(microbatches) for kind in kinds] for rank in range(ranks)]
     return one_copy("sequential", microbatches, loop_placement(ranks), actions)
 
 
 def _sequential_bubble(case: EqualStages) -> Any:
-    """Every other rank's work of every microbatch is waited for."""
+    """Every rank waits for all others, for every microbatch."""
     return case.m * (case.p - 1) * (case.F + case.I + case.W + 2 * case.c)
 
 
@@ -44,7 +41,7 @@ def gpipe(ranks: int, microbatches: int) -> PipelineSchedule:
 def _gpipe_bubble(case: EqualStages) -> Any:
     """(p-1)(F+B): Narayanan et al. 2021, section 2.2.1; a message per hop, there and back.
 
-    Each way, all follow each other at the pace of the pass or of the message, whichever is slower.
+    Each way, microbatches follow each other at the pace of the pass or of the message, whichever is slower.
     """
     p, backward, c = case.p, case.I + case.W, case.c
     queue = maximum(0.0, c - case.F) + maximum(0.0, c - backward)
@@ -68,7 +65,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> PipelineSchedule:
 def one_forward_one_backward(
     stage: int, microbatches: int, in_flight: int, backward: ActionKind = ActionKind.B
 ) -> list[Action]:
-    """``in_flight`` forwards ahead, then a backward and a forward in turn, then the backwards that are left."""
+    """``in_flight`` forwards, then backwards and forwards alternating, then the remaining backwards."""
     ahead = min(in_flight, microbatches)
     order = [Action(ActionKind.F, stage, j) for j in range(ahead)]
     for j in range(microbatches):
@@ -79,7 +76,7 @@ def one_forward_one_backward(
 
 
 def _one_f_one_b_bubble(case: EqualStages) -> Any:
-    """GPipe's; besides, p in flight make every later microbatch pay (p-1)/p of a round trip of messages."""
+    """As GPipe; in addition, with p in flight, every later microbatch pays (p-1)/p of a round trip of messages."""
     passes = case.F + case.I + case.W
     return (case.p - 1) * passes + one_f_one_b_wait(case.p, case.m, passes, case.c)
 
@@ -114,8 +111,7 @@ def _near_multiples(microbatches: int, ranks: int) -> str:
 
 def _rank_actions(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
     total = microbatches * chunks
-    # Forwards ahead of the first backward: 2(p-r-1) + (v-1)p for the way there, and one to turn back
-    # (Megatron-LM, schedules.py).
+    # Forwards ahead of the first backward: 2(p-r-1) + (v-1)p + 1 (Megatron-LM, schedules.py).
     ahead = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
     forwards = [_nth(ActionKind.F, rank, ranks, chunks, i) for i in range(total)]
     backwards = [_nth(ActionKind.B, rank, ranks, chunks, i) for i in range(total)]
@@ -136,16 +132,13 @@ def _nth(kind: ActionKind, rank: int, ranks: int, chunks: int, index: int) -> Ac
 
 
 def _interleaved_bubble(case: EqualStages) -> Any:
-    """(p-1)(F+B)/v of a whole rank: Narayanan et al. 2021, section 2.2.2; every boundary once each way."""
+    """(p-1)(F+B)/v for a whole rank: Narayanan et al. 2021, section 2.2.2; every boundary once each way."""
     p, v = case.p, case.v
     return (p - 1) * (case.F + case.I + case.W) + 2 * (p * v - 1) * (p > 1) * case.c
 
 
 def _interleaved_pace(case: EqualStages) -> Any:
-    """Whole backwards; the last rank sends to the first between two chunks.
-
-    p microbatches make each round trip together, one message apart.
-    """
+    """p microbatches make each round trip together, one message apart; the last rank sends to the first for a chunk."""
     p, m, v, c = case.p, case.m, case.v, case.c
     there_and_back = case.F + (case.I + case.W)
     first_round_trip = p * v * there_and_back + 2 * (p * v - 1) * c

@@ -1,12 +1,13 @@
 """ZB-V, V-Half and V-Min: two chunks per rank, stage r on the way down and stage 2p-1-r on the way back.
 
-The forwards and input gradients have a fixed order; weight gradients fill the waits under a memory limit.
+Forwards and input gradients have a fixed order; weight gradients fill the waits within a memory limit.
 ZB-V: Qi et al. 2023, arXiv 2401.10241, appendix. V-Half, V-Min: Qi et al. 2024, arXiv 2405.15362, section 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
@@ -16,38 +17,24 @@ from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, St
 from shardwise.spec.schedules import schedule_record
 
 F, I = ActionKind.F, ActionKind.I  # noqa: E741
-Order = Callable[[int, int, int], list[Action]]  # of (ranks, rank, microbatches)
-
-
-def zbv(ranks: int, microbatches: int, times: StageTimes | None = None, comm_seconds: float = 0.0) -> PipelineSchedule:
-    """No bubble for F = I = W and m >= 2p-1, with the 2p chunks of memory that 1F1B has."""
-    return _filled("zbv", _zbv_order, 2 * ranks, ranks, microbatches, times, comm_seconds)
-
-
-def v_half(
-    ranks: int, microbatches: int, times: StageTimes | None = None, comm_seconds: float = 0.0
-) -> PipelineSchedule:
-    """(p+2)//2 microbatches of two chunks in memory: half of 1F1B."""
-    return _filled("v-half", _half_order, 2 * ((ranks + 2) // 2), ranks, microbatches, times, comm_seconds)
-
-
-def v_min(
-    ranks: int, microbatches: int, times: StageTimes | None = None, comm_seconds: float = 0.0
-) -> PipelineSchedule:
-    """(p+4)//3 microbatches of two chunks in memory: a third of 1F1B."""
-    return _filled("v-min", _min_order, 2 * ((ranks + 4) // 3), ranks, microbatches, times, comm_seconds)
 
 
 def _filled(
-    name: str, order: Order, limit: int, ranks: int, microbatches: int, times: StageTimes | None, comm_seconds: float
+    name: str,
+    order: Callable[[int, int, int], list[Action]],  # of ranks, rank and microbatches
+    chunks_held: Callable[[int], int],  # of ranks
+    ranks: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
 ) -> PipelineSchedule:
     orders = [order(ranks, rank, microbatches) for rank in range(ranks)]
-    known = times or equal_stages(2 * ranks)
-    return fill_weight_gradients(name, v_placement(ranks), microbatches, orders, [limit] * ranks, known, comm_seconds)
+    known, limits = times or equal_stages(2 * ranks), [chunks_held(ranks)] * ranks
+    return fill_weight_gradients(name, v_placement(ranks), microbatches, orders, limits, known, comm_seconds)
 
 
 def _zbv_order(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """Fill the way down, then the way back, then one forward and one backward of each in turn."""
+    """Fills the way down, then the way back, then one forward and one backward of each in turn."""
     down, back = rank, 2 * ranks - 1 - rank
     warmup = [(F, down)] * (2 * (ranks - rank) - 1) + [(F, back), (F, down)] * rank
     warmup += [(F, back), (I, back)] * (ranks - rank)
@@ -70,7 +57,7 @@ def _zbv_order(ranks: int, rank: int, microbatches: int) -> list[Action]:
 
 def _half_order(ranks: int, rank: int, microbatches: int) -> list[Action]:
     # Building block of 2405.15362: a rank's offset is 2 on the way down and 1 back; even p needs a shift of 3
-    # so that two blocks, repeated every 6 units, never meet.
+    # so that blocks, repeated every 6 units, never collide.
     p, shift = ranks, 0 if ranks % 2 else 3
     starts = (2 * rank, 3 * p - rank - 2, 3 * p + shift + 2 * rank - 1, 6 * p + shift - rank - 2)
     return _repeated(ranks, rank, microbatches, starts)
@@ -84,15 +71,22 @@ def _min_order(ranks: int, rank: int, microbatches: int) -> list[Action]:
 
 
 def _repeated(ranks: int, rank: int, microbatches: int, starts: tuple[int, int, int, int]) -> list[Action]:
-    """The block's four actions, repeated for every microbatch after 6 units (2 chunks of F, I and W)."""
+    """The four actions of the block, repeated for each microbatch every 6 units (2 chunks of F, I and W)."""
     down, back = rank, 2 * ranks - 1 - rank
     block = list(zip(starts, ((F, down), (F, back), (I, back), (I, down))))
     timed = [(start + 6 * j, Action(*what, j)) for j in range(microbatches) for start, what in block]
     return [action for _, action in sorted(timed)]
 
 
-# Bubbles: exact for F = I = W and c = 0, else read off the simulator; W <= F, W <= I and short messages are taken for
-# granted.
+# No bubble for F = I = W and m >= 2p-1, with the 2p chunks of memory that 1F1B has.
+zbv = partial(_filled, "zbv", _zbv_order, lambda p: 2 * p)
+# (p+2)//2 microbatches of two chunks in memory: half of 1F1B.
+v_half = partial(_filled, "v-half", _half_order, lambda p: 2 * ((p + 2) // 2))
+# (p+4)//3 microbatches of two chunks in memory: a third of 1F1B.
+v_min = partial(_filled, "v-min", _min_order, lambda p: 2 * ((p + 4) // 3))
+
+
+# Bubbles: exact for F = I = W and c = 0, else read off the simulator; W <= F, W <= I and short messages are assumed.
 
 
 def _zbv_bubble(case: EqualStages) -> Any:
@@ -123,13 +117,13 @@ def _min_bubble(case: EqualStages) -> Any:
 
 
 def _half_pace(case: EqualStages) -> Any:
-    """Of the p + 2 that it holds p are in flight: read off the simulator."""
+    """Of the p + 2 that it holds, p are in flight: read off the simulator."""
     held = 2 * case.p * (case.F + case.I) + 4 * (case.p - 1) * case.c
     return paced_by_messages(case, schedule_record("v-half"), in_round_trips(case, case.p, held))
 
 
-# Chunks in flight: the limit; or, where it is not reached, all m of the way down and ``ahead`` of the way back. Read
-# off the built schedules, and equal to them for every p up to 44 (`tests/pipeline/test_closed_forms.py`).
+# Chunks in flight: the limit, or if that is less all m of the way down and ``ahead`` of the way back. Read off the
+# built schedules, and equal to them for every p up to 44 (`tests/pipeline/test_closed_forms.py`).
 
 
 def _half_in_flight(p: int, m: int, v: int, r: int) -> int:

@@ -1,9 +1,10 @@
-"""Zero-bubble schedules: the backward is split, and weight gradients fill what would be bubbles."""
+"""Zero-bubble schedules: the backward pass is split, and weight gradients fill what would be bubbles."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import product
 from typing import Any
@@ -23,9 +24,9 @@ from shardwise.pipeline.schedule import (
 from shardwise.pipeline.simulator import simulate
 from shardwise.spec.errors import SpecError, shown
 
-# -- Weight gradients scheduled where a rank would wait: they are not needed soon, so they fill the bubbles
-# Given the order of forwards and input gradients on every rank, the actions are run in time (as the simulator would),
-# and a pending weight gradient goes in when the next action is not ready yet or when memory is full.
+# -- Weight gradients scheduled where a rank would otherwise wait ------------------------------------
+# Given the order of forwards and input gradients on every rank, the actions are simulated, and a pending weight
+# gradient runs when the next action is not ready yet or when memory is full.
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741
 _ROUNDING = 1e-9
@@ -42,11 +43,11 @@ def fill_weight_gradients(
     smallest_gap: float = 0.6,
     released_by_input_grad: float = 0.0,
 ) -> PipelineSchedule:
-    """``orders`` (forwards and input gradients, per rank) with the weight gradients put in.
+    """``orders`` (forwards and input gradients, per rank) with the weight gradients inserted.
 
-    No rank starts a forward that would make it hold more than its limit while it can run a weight gradient
-    instead; a forward counts 1, of which the input gradient gives ``released_by_input_grad`` back. A wait is
-    filled when it lasts at least ``smallest_gap`` weight gradients.
+    No rank starts a forward that would exceed its limit while it can run a weight gradient instead; a forward counts
+    1, of which the input gradient frees ``released_by_input_grad``. A wait is filled if it lasts at least
+    ``smallest_gap`` weight gradients.
     """
     ranks = [_FilledRank(order, limit, released_by_input_grad) for order, limit in zip(orders, limits)]
     messages = _Messages(placement, times, comm_seconds)
@@ -59,7 +60,9 @@ def fill_weight_gradients(
             rank.finish()
             continue
         ready, certain = messages.earliest(action, now)
-        if rank.pending and (rank.is_full or ready - now >= smallest_gap * rank.pending_seconds(times) > 0):
+        if rank.pending and (
+            rank.is_full or ready - now >= smallest_gap * times.weight_grad[rank.pending[0].stage] > 0
+        ):
             action, ready = rank.pending[0], now
         elif not certain:
             messages.sleeping[action] = number
@@ -74,7 +77,7 @@ def fill_weight_gradients(
 
 
 class _FilledRank:
-    """How far a rank is, what it holds, and which weight gradients it could run."""
+    """The state of one rank: its position, what it holds, and the weight gradients it could run."""
 
     def __init__(self, order: Sequence[Action], limit: float, released: float) -> None:
         self.order, self.limit, self.released = order, limit, released
@@ -89,9 +92,6 @@ class _FilledRank:
     @property
     def is_full(self) -> bool:
         return self.order[self.position].kind is F and self.held + 1 > self.limit + _ROUNDING
-
-    def pending_seconds(self, times: StageTimes) -> float:
-        return times.weight_grad[self.pending[0].stage]
 
     def take(self, action: Action) -> None:
         self.made.append(action)
@@ -112,7 +112,7 @@ class _FilledRank:
 
 
 class _Messages:
-    """When inputs arrive; an action with no arrival yet has a sender that has not started."""
+    """When inputs arrive; an action without an arrival has a sender that has not started yet."""
 
     def __init__(self, placement: tuple[int, ...], times: StageTimes, comm_seconds: float) -> None:
         self.placement, self.comm_seconds = placement, comm_seconds
@@ -122,7 +122,7 @@ class _Messages:
         self.link_free: dict[tuple[int, int], float] = {}
 
     def earliest(self, action: Action, now: float) -> tuple[float, bool]:
-        """When the action's input is there, and whether that is certain or only the earliest possible time."""
+        """When the action's input arrives, and whether that is certain or only the earliest possible time."""
         source = action.stage - 1 if action.kind is F else action.stage + 1
         if not 0 <= source < len(self.placement):
             return now, True
@@ -131,7 +131,7 @@ class _Messages:
         return now + self.seconds[action.kind][source] + self._hop(source, action.stage), False
 
     def send(self, action: Action, end: float) -> int | None:
-        """Pass the result on; the rank that slept until it was sent, if one did."""
+        """Sends the result on; returns the rank that was waiting for it, if any."""
         target = action.stage + 1 if action.kind is F else action.stage - 1
         if action.kind is W or not 0 <= target < len(self.placement):
             return None
@@ -185,14 +185,14 @@ def h2_bubble(case: EqualStages) -> Any:
 
 
 def deferred_bubble(case: EqualStages, waiting: Any) -> Any:
-    """The round trip of the first microbatch, filled by as many weight gradients as may wait."""
+    """The round trip of the first microbatch, filled by at most ``waiting`` deferred weight gradients."""
     hops = case.p - 1
     filled = minimum(case.m - 1, waiting) * case.W
     return maximum(0.0, hops * (case.F + case.I) - filled) + 2 * hops * case.c
 
 
 def h1_pace(case: EqualStages) -> Any:
-    """That of 1F1B, and the weight gradients, but for the last, in the waits."""
+    """As 1F1B, with all weight gradients but the last in the waits."""
     there_and_back = case.F + case.I
     waits = one_f_one_b_wait(case.p, case.m, there_and_back, case.c)
     return (case.m + case.p - 1) * there_and_back + case.W + waits
@@ -217,28 +217,8 @@ H2_FORMS = ClosedForms(bubble=h2_bubble, in_flight=lambda p, m, v, r: min(m, 2 *
 
 
 # -- Zero bubble under a memory limit: ZB-1p (p microbatches), ZB-2p (2p), or any other --------------
-# The search of Qi et al. 2023, arXiv 2401.10241, section 3.1, made simple: a 1F1B order with as many forwards ahead as
-# memory and the first backward's arrival allow, weight gradients filled in, and the few open choices tried.
-
-
-def zb_1p(
-    ranks: int,
-    microbatches: int,
-    times: StageTimes | None = None,
-    comm_seconds: float = 0.0,
-    released_by_input_grad: float = 0.0,
-) -> PipelineSchedule:
-    return _shortest("zb-1p", ranks, microbatches, ranks, times, comm_seconds, released_by_input_grad)
-
-
-def zb_2p(
-    ranks: int,
-    microbatches: int,
-    times: StageTimes | None = None,
-    comm_seconds: float = 0.0,
-    released_by_input_grad: float = 0.0,
-) -> PipelineSchedule:
-    return _shortest("zb-2p", ranks, microbatches, 2 * ranks, times, comm_seconds, released_by_input_grad)
+# A simplified form of the search in Qi et al. 2023, arXiv 2401.10241, section 3.1: a 1F1B order with as many forwards
+# ahead as memory and the first backward's arrival allow, weight gradients filled in, and the few open choices tried.
 
 
 def zb_auto(
@@ -248,26 +228,16 @@ def zb_auto(
     times: StageTimes | None = None,
     comm_seconds: float = 0.0,
     released_by_input_grad: float = 0.0,
+    *,
+    name: str = "zb-auto",
 ) -> PipelineSchedule:
-    if memory_limit is None:
-        raise SpecError("memory_limit", "zb-auto needs one", f"give a number of microbatches, such as {ranks}")
-    return _shortest("zb-auto", ranks, microbatches, memory_limit, times, comm_seconds, released_by_input_grad)
-
-
-def _shortest(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    memory_limit: float,
-    times: StageTimes | None,
-    comm_seconds: float,
-    released_by_input_grad: float,
-) -> PipelineSchedule:
-    """The order with the shortest longest rank among those tried; ``memory_limit`` in microbatch activations.
+    """The order with the shortest longest rank among those tried; the limit is in microbatch activations.
 
     The published near-zero bubbles of ZB-2p need the share that the input gradient releases: 1 - 32/(34 + 5as/h)
     for an unfused transformer layer (paper, Table 1).
     """
+    if memory_limit is None:
+        raise SpecError("memory_limit", "zb-auto needs one", f"give a number of microbatches, such as {ranks}")
     if not memory_limit >= 1:
         raise SpecError("memory_limit", f"{shown(memory_limit)} holds no microbatch", "give 1 or more")
     known = times or equal_stages(ranks)
@@ -276,27 +246,33 @@ def _shortest(
         return simulate(schedule, known, comm_seconds).longest_rank_seconds
 
     candidates = []
+    placement, limits = loop_placement(ranks), [memory_limit] * ranks
     ahead = dict.fromkeys(_in_flights(known, memory_limit, comm_seconds))
-    for in_flight, smallest_gap in product(ahead, (0.3, 0.6, 1.0)):
+    for in_flight, gap in product(ahead, (0.3, 0.6, 1.0)):
         orders = [one_forward_one_backward(r, microbatches, in_flight[r], ActionKind.I) for r in range(ranks)]
-        candidates.append(
-            fill_weight_gradients(
-                name,
-                loop_placement(ranks),
-                microbatches,
-                orders,
-                [memory_limit] * ranks,
-                known,
-                comm_seconds,
-                smallest_gap,
-                released_by_input_grad,
-            )
-        )
+        options = (known, comm_seconds, gap, released_by_input_grad)
+        candidates.append(fill_weight_gradients(name, placement, microbatches, orders, limits, *options))
     return min(candidates, key=cost)
 
 
+def _limited(
+    name: str,
+    per_rank: int,
+    ranks: int,
+    microbatches: int,
+    times: StageTimes | None = None,
+    comm_seconds: float = 0.0,
+    released_by_input_grad: float = 0.0,
+) -> PipelineSchedule:
+    limit = per_rank * ranks
+    return zb_auto(ranks, microbatches, limit, times, comm_seconds, released_by_input_grad, name=name)
+
+
+zb_1p, zb_2p = partial(_limited, "zb-1p", 1), partial(_limited, "zb-2p", 2)
+
+
 def _in_flights(times: StageTimes, memory_limit: float, comm_seconds: float) -> Iterator[tuple[int, ...]]:
-    """Forwards ahead of the first backward, per rank: 1F1B's, and what fits before it arrives (and one more)."""
+    """Forwards ahead of the first backward, per rank: as in 1F1B, as many as fit before it arrives, and one more."""
     ranks, limit = times.stages, int(memory_limit)
     yield tuple(min(limit, ranks - rank) for rank in range(ranks))
     for extra in (0.0, 0.999):
@@ -304,7 +280,7 @@ def _in_flights(times: StageTimes, memory_limit: float, comm_seconds: float) -> 
 
 
 def _fitting(times: StageTimes, rank: int, comm_seconds: float) -> float:
-    """Forwards of ``rank`` between its first input and its first gradient: there and back along the later stages."""
+    """Forwards that ``rank`` can run between its first input and its first gradient, which returns from the end."""
     hops = times.stages - 1 - rank
     away = sum(times.forward[rank:]) + sum(times.input_grad[rank + 1 :]) + 2 * hops * comm_seconds
     pace = max(times.forward[: rank + 1])
@@ -312,7 +288,7 @@ def _fitting(times: StageTimes, rank: int, comm_seconds: float) -> float:
 
 
 def _2p_bubble(case: EqualStages) -> Any:
-    """As zb-h2, with room for as many waiting weight gradients as 2p activations give."""
+    """As zb-h2, with room for as many deferred weight gradients as 2p activations leave."""
     return deferred_bubble(case, (2 * case.p - 1) / max(1 - case.released, 1e-9))
 
 
