@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Literal
 
 from shardwise.cost.traffic.traffic import Share
 from shardwise.pipeline import peak_chunks_in_flight
@@ -18,7 +17,6 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import schedule_record
 
-Region = Literal["sequence", "tensor"]
 _E5M6_BYTES = 1.5  # DeepSeek-V3's format of what attention and the projection after it both read (arXiv 2412.19437)
 
 
@@ -233,6 +231,13 @@ def _alternate_products_bytes(job: Job) -> float:
     per_token = 2 * heads * model.value_dim + kv_heads * model.value_dim + wide
     kept = sizes.full_tokens * per_token + (2 if eager else 1) * model.hidden * sizes.region_tokens
     return kept * sizes.element + 4 * sizes.full_tokens * heads
+
+
+def key_value_features(job: Job) -> float:
+    """Features of keys and values together that one tensor-parallel rank holds per token."""
+    model = job.model
+    heads = model.heads if model.mla else model.key_value_heads
+    return heads / min(job.strategy.tp, heads) * (model.query_key_dim + model.value_dim)
 
 
 def embedding_activation_bytes(job: Job) -> float:

@@ -34,12 +34,6 @@ from shardwise.layout.stages import RankContents, pipeline_ranks_to_price, rank_
 from shardwise.pipeline import Action, ActionKind, Timeline, live_activations
 from shardwise.spec.job import Job
 
-_WORDS = {
-    ActionKind.F: "forward",
-    ActionKind.B: "backward",
-    ActionKind.I: "input gradient",
-    ActionKind.W: "weight gradient",
-}
 BETWEEN = "between passes"
 AFTER = "reduction and optimizer"
 
@@ -105,7 +99,7 @@ def _rank_memory(job: Job, timeline: Timeline, rank: int, held_chunks: list[floa
         is_forward, has_head = action.kind is ActionKind.F, parts.has_head(action)
         heads += is_forward and has_head
         held = parts.during(action, chunks_then if is_forward else chunks, heads)
-        spans.append(MemorySpan(start, end, f"{_WORDS[action.kind]} of microbatch {action.microbatch}", held))
+        spans.append(MemorySpan(start, end, f"{action.kind.words} of microbatch {action.microbatch}", held))
         heads -= has_head and action.kind in (ActionKind.B, ActionKind.I)
         now, chunks = end, chunks_then
     spans.append(MemorySpan(now, now + tail_seconds, AFTER, parts.between(0.0, 0)))

@@ -11,7 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.compute.operators import layer_operators
-from shardwise.cost.memory.activations import SavedRole, head_weights, layer_saved_tensors, logits_bytes
+from shardwise.cost.memory.activations import (
+    SavedRole,
+    head_weights,
+    key_value_features,
+    layer_saved_tensors,
+    logits_bytes,
+)
 from shardwise.cost.memory.states import Sharding
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.stages import RankContents
@@ -74,8 +80,7 @@ def _dummy_gradient_bytes(job: Job) -> float:
 
 def _head_gradient_bytes(job: Job) -> float:
     """Gradients of the head's weights (Megatron-Core, tensor_parallel/layers.py) and of its input, in 16 bit."""
-    weights = job.model.vocab * job.model.hidden / job.strategy.tp
-    return 2 * (weights + job.model.hidden * job.microbatch_tokens)
+    return 2 * (head_weights(job) + job.model.hidden * job.microbatch_tokens)
 
 
 def _activation_gradient_bytes(job: Job) -> float:
@@ -108,17 +113,11 @@ def communication_buffer_bytes(job: Job) -> float:
     if strategy.pp > 1:
         buffers += 2 * hidden * region  # one activation received, one gradient
     if strategy.cp > 1:
-        buffers += 2 * _key_value_bytes(job) * (strategy.cp if strategy.context_method == "all-gather" else 1)
+        key_value_bytes = key_value_features(job) * tokens * recipe.communication
+        buffers += 2 * key_value_bytes * (strategy.cp if strategy.context_method == "all-gather" else 1)
     if strategy.ep > 1 and model.moe:
         buffers += 2 * hidden * region * model.moe.top_k  # sent and received tokens
     return buffers
-
-
-def _key_value_bytes(job: Job) -> float:
-    model, tensor = job.model, job.strategy.tp
-    heads = model.heads if model.mla else model.key_value_heads
-    per_token = heads / min(tensor, heads) * (model.query_key_dim + model.value_dim)
-    return per_token * job.microbatch_tokens * job.training.recipe.communication
 
 
 def logits_temporary_bytes(job: Job) -> float:

@@ -111,7 +111,7 @@ class Offloaded:
     def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> OverlappedTransfer:
         """``seconds`` of all that the step sends of it, ``on_link`` those that keep the link busy."""
         return OverlappedTransfer(
-            line.in_pass,
+            line.payload.in_pass,
             seconds,
             {self._link(line).levels[0].name: on_link},
             line.window_if(self.overlapped),

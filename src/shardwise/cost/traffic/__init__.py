@@ -1,1 +1,1 @@
-"""What the ranks of a job send: every parallel dimension, its network, its price, and what it is overlapped with."""
+"""Communication of a job: every parallel dimension, its network, its price, and what it overlaps with."""

@@ -1,14 +1,15 @@
 """Context parallelism: ring attention, all-gather of keys and values, or Ulysses.
 
-Ring attention passes keys and values around point to point under its own blocks (Liu et al. 2023, arXiv
-2310.01889); Llama 3 gathers keys and values (arXiv 2407.21783, section 3.3.2); Ulysses exchanges sequence for
-heads by all-to-all (Jacobs et al. 2023, arXiv 2309.14509).
+Ring attention passes keys and values around, overlapped with its own blocks (Liu et al. 2023, arXiv 2310.01889);
+Llama 3 gathers keys and values (arXiv 2407.21783, section 3.3.2); Ulysses exchanges sequence for heads by
+all-to-all (Jacobs et al. 2023, arXiv 2309.14509).
 """
 
 from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import fully_recomputed_share
+from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.traffic.network import exchanging, spanned
 from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
@@ -27,90 +28,57 @@ def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 
 def _again(job: Job, contents: RankContents) -> float:
-    """Share of the layers whose attention runs its forward pass again.
+    """Share of the layers whose attention is recomputed.
 
-    FlashAttention rebuilds its scores inside its own backward kernel, so selective recompute of attention
-    repeats the exchange only where the score matrix is stored.
+    FlashAttention recomputes its scores inside its backward kernel, so selective recompute of attention repeats the
+    exchange only where the score matrix is stored.
     """
     if "attention" in job.recomputed_operators:
         return 1.0
     return fully_recomputed_share(job, contents)
 
 
-def _key_value_features(job: Job) -> float:
-    """Features of keys and values together that one tensor-parallel rank holds per token."""
-    model = job.model
-    heads = model.heads if model.mla else model.key_value_heads
-    return heads / min(job.strategy.tp, heads) * (model.query_key_dim + model.value_dim)
-
-
 def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
-    """Every rank sends its keys and values cp−1 times forward; backward the same and their gradients."""
-    strategy, steps = job.strategy, job.strategy.cp - 1
-    chunk = job.microbatch_tokens * _key_value_features(job) * job.training.recipe.communication
-    calls = contents.layers * job.microbatches * steps
+    """Every rank sends its keys and values cp−1 times in the forward pass; in the backward also their gradients."""
+    strategy, message = job.strategy, CollectiveKind.SEND_RECV
+    chunk = job.microbatch_tokens * key_value_features(job) * job.training.recipe.communication
+    calls = contents.layers * job.microbatches * (strategy.cp - 1)
 
-    again = _again(job, contents)
-
-    def line(payload: Payload, count: float, window: Window, repeated: float = 0.0) -> Traffic:
-        return priced(
-            "cp",
-            payload,
-            CollectiveKind.SEND_RECV,
-            chunk,
-            count,
-            topology,
-            strategy.collective,
-            window=window if strategy.overlap.cp else "none",
-            repeated=repeated,
-        )
+    def line(payload: Payload, count: float, window: Window, again: float = 0) -> Traffic:
+        under: Window = window if strategy.overlap.cp else "none"
+        return priced("cp", payload, message, chunk, count, topology, strategy.collective, again, window=under)
 
     return [
-        line(sent_forward(Role.KEYS_AND_VALUES), calls * (1 + again), "attention forward", again / (1 + again)),
+        line(sent_forward(Role.KEYS_AND_VALUES), calls, "attention forward", _again(job, contents)),
         line(sent_backward(Role.KEYS_VALUES_AND_GRADIENTS), 2 * calls, "attention backward"),
     ]
 
 
 def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
-    size = job.microbatch_tokens * job.strategy.cp * _key_value_features(job) * job.training.recipe.communication
-    calls, again = contents.layers * job.microbatches, _again(job, contents)
+    size = job.microbatch_tokens * job.strategy.cp * key_value_features(job) * job.training.recipe.communication
+    exposed = (size, contents.layers * job.microbatches, topology, job.strategy.collective)
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     return [
-        _waited_for(job, topology, sent_forward(Role.KEYS_AND_VALUES), gather, size, calls, again),
-        _waited_for(job, topology, sent_backward(Role.KEYS_AND_VALUES), gather, size, calls),
-        _waited_for(job, topology, sent_backward(Role.THEIR_GRADIENTS), scatter, size, calls),
+        priced("cp", sent_forward(Role.KEYS_AND_VALUES), gather, *exposed, _again(job, contents)),
+        priced("cp", sent_backward(Role.KEYS_AND_VALUES), gather, *exposed),
+        priced("cp", sent_backward(Role.THEIR_GRADIENTS), scatter, *exposed),
     ]
 
 
 def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
-    """Queries, keys, values and output change from sequence-split to head-split and back.
+    """Queries, keys, values and output are exchanged from sequence-split to head-split and back.
 
-    Key-value heads fewer than ranks are repeated until every rank has one.
+    If there are fewer key-value heads than ranks, they are repeated until every rank has one.
     """
     model, strategy = job.model, job.strategy
     topology = exchanging(topology, job.cluster)
     heads = model.heads / strategy.tp
-    kv_heads = max(_key_value_features(job) / (model.query_key_dim + model.value_dim), strategy.cp)
-    kv_heads = min(kv_heads, heads)
+    kv_heads = min(max(key_value_features(job) / (model.query_key_dim + model.value_dim), strategy.cp), heads)
     features = (heads + kv_heads) * (model.query_key_dim + model.value_dim)
     size = job.microbatch_tokens * features * job.training.recipe.communication / 4
     calls = 4 * contents.layers * job.microbatches  # q, k, v and the output: four exchanges of this mean size
-    exchange = CollectiveKind.ALL_TO_ALL
+    exposed = (CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective)
     return [
-        _waited_for(job, topology, sent_forward(Role.HEADS), exchange, size, calls, _again(job, contents)),
-        _waited_for(job, topology, sent_backward(Role.THEIR_GRADIENTS), exchange, size, calls),
+        priced("cp", sent_forward(Role.HEADS), *exposed, _again(job, contents)),
+        priced("cp", sent_backward(Role.THEIR_GRADIENTS), *exposed),
     ]
-
-
-def _waited_for(
-    job: Job,
-    topology: Topology,
-    payload: Payload,
-    kind: CollectiveKind,
-    size: float,
-    calls: float,
-    again: float = 0.0,
-) -> Traffic:
-    """What attention needs before it begins, or has when it is done; recompute sends a share of it again."""
-    count, repeated = calls * (1 + again), again / (1 + again)
-    return priced("cp", payload, kind, size, count, topology, job.strategy.collective, repeated=repeated)

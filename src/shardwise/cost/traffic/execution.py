@@ -1,6 +1,4 @@
-"""What every parallel dimension sends in one step, and how the job's stack and device run it: what is overlapped, and
-which compute units it takes.
-"""
+"""All communication of a step, and how the job's stack and device run it: its overlap and its compute units."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from shardwise.spec.job import Job
 def step_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """All communication of one step on a device of the given pipeline rank, not yet overlapped.
 
-    The order is the order in which traffics claim the computation they may hide under: what sits inside a
-    layer first, what spans the step last.
+    Traffics claim the computation they may overlap with in this order: first those inside a layer, last those that
+    span the step.
     """
     return [
         *tensor_traffic(job, contents),
@@ -37,14 +35,14 @@ def step_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     ]
 
 
-# PyTorch's async TP cuts a gather and the products that read it into pieces, and a product and the scatter of its
-# result: not the scatter of a sum of several products, nor a gather for weight gradients, which reads along its rows
+# PyTorch's async TP decomposes a gather and the matmuls that read it, and a matmul and the scatter of its result: not
+# the scatter of a sum of several matmuls, nor a gather for weight gradients, which reads along its rows
 # (torch/_inductor/fx_passes/micro_pipeline_tp.py, _find_producer_matmul and _find_consumer_matmuls).
 _NOT_DECOMPOSED = (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 
 
 def executed(job: Job, traffic: Traffic) -> Traffic:
-    """The traffic with its device's share of compute units and its stack's kind of overlap."""
+    """The traffic with the compute units it occupies and its stack's kind of overlap."""
     taken = units_taken(job, traffic.dimension, traffic.kind, traffic.level_seconds)
     traffic = replace(traffic, units_taken=float(taken))
     stack = job.stack
@@ -58,7 +56,7 @@ def executed(job: Job, traffic: Traffic) -> Traffic:
 
 
 def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Mapping[str, Any]) -> Any:
-    """Share of the device's compute units that a communication runs on; of the strategy only how it communicates."""
+    """Share of the device's compute units that a communication occupies."""
     taken = job.cluster.device.units_taken
     if dimension == "offload":
         return taken.copies
@@ -73,7 +71,7 @@ def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Ma
 
 
 def busy_share(own_link: str, link_seconds: Mapping[str, Any]) -> Any:
-    """Share of a collective's time that it needs the device's own link for, and so the channels that fill it.
+    """Share of a collective's time during which it uses the device's own link, and the channels that fill it.
 
     NCCL runs as many channels, each on a compute unit, as fill the links of a group (its author in NVIDIA/nccl issue
     1360): 24 for the NVLink of a DGX H100 (issue 1367), a few where a node's network port sets the pace.

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens travel to their experts and back, forward and backward.
+"""Expert parallelism: tokens are dispatched to their experts and combined, forward and backward.
 
 A plain all-to-all sends a token once per chosen expert. The deduplicated form (DeepSeek-V3, arXiv 2412.19437,
 section 3.2.2; DeepEP) sends it once per destination node and forwards it inside, once per destination device.
@@ -30,8 +30,8 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     if topology is None:
         return []
     topology = exchanging(topology, job.cluster)
-    # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them, to
-    # every rank that splits an expert.
+    # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them to every rank
+    # that splits an expert.
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
     region = job.microbatch_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
@@ -60,10 +60,10 @@ def _exchange(
 
 
 def expected_destinations(experts: int, places: int, chosen: int, limit: int | None = None) -> float:
-    """Distinct ones of N places that the k experts of a token lie on: N(1 − C(E − E/N, k) / C(E, k)).
+    """Distinct places among N that hold the k experts of a token: N(1 − C(E − E/N, k) / C(E, k)).
 
-    They are different ones of E experts, spread evenly over the places, each set of them as likely as any other.
-    ``limit`` is the most places that node-limited routing allows.
+    The E experts are spread evenly over the places, and every set of k is equally likely. ``limit`` is the most places
+    that node-limited routing allows.
     """
     elsewhere = experts - experts / places
     avoided = prod(max(0.0, elsewhere - drawn) / (experts - drawn) for drawn in range(chosen))
@@ -85,7 +85,7 @@ def deduplicated_cost(topology: Topology, token_bytes: float, moe: MixtureOfExpe
         # Node-limited routing puts one group of experts on each of the places it counts (DeepSeek-V3: 4 of 8 nodes).
         limit = moe.groups_used if 1 < moe.groups == places else None
         visited = expected_destinations(moe.experts, places, moe.top_k, limit)
-        block = token_bytes * visited / width  # for each member of the level, this device's own among them
+        block = token_bytes * visited / width  # for each member of the level, including this device
         sent += block * (width - 1)
         used[index] = Work(
             hops=shape.farthest_hops, bytes=block * shape.exchange_load * topology.sharing(index), steps=1

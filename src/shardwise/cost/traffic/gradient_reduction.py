@@ -1,8 +1,7 @@
-"""The price of a sum of gradients: by the backend's own collective, or by a schedule of ours where the engine runs one.
+"""The price of a gradient reduction: by the backend's own collective, or by our own schedule where the engine runs one.
 
-The backend's own is priced as the cluster's library runs it, ours as the executor of schedules does. Where `calibrate`
-measured how messages of our executor fare (``schedules`` of every level of a cluster), a named algorithm is priced so,
-and "auto" takes the cheaper of both.
+The backend's is priced as the cluster's library runs it, ours as our executor does. Where `calibrate` has measured our
+executor (``schedules`` of every level of a cluster), a named algorithm is priced by it, and "auto" takes the cheaper.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ UNNAMED = ("auto", "textbook")
 
 
 def by_schedules(cluster: Cluster, runs: tuple[RankRun, ...]) -> Topology:
-    """The group's network as our executor uses it, which overlaps the levels."""
+    """The group's network for our executor, which overlaps the levels."""
     network = spanned(cluster.run_by_schedules(), runs, "strategy.collective")
     assert network is not None
     return replace(network, pipelined_levels=True)
 
 
 def measured_schedules(cluster: Cluster, runs: tuple[RankRun, ...]) -> Topology | None:
-    """The same where gloo would send and our messages were measured; NCCL knows its own wires better."""
+    """The same, if the backend is gloo and our executor was measured; NCCL's own collectives are better."""
     measured = all(level.schedules is not None for level in cluster.levels if level.width > 1)
     if not runs or cluster.library != "gloo" or not measured:
         return None
@@ -80,7 +79,7 @@ def gradient_price(
 
 @dataclass(frozen=True)
 class Choice:
-    """``schedule`` is None if the backend's own collective is as good, or nothing else is known to be better."""
+    """``schedule`` is None if no schedule is known to be better than the backend's own collective."""
 
     schedule: Schedule | None
     seconds: float
@@ -91,16 +90,12 @@ class Choice:
         return self.schedule.algorithm if self.schedule is not None else "the backend's own"
 
 
-def choose(kind: CollectiveKind, size_bytes: float, cluster: Cluster, runs: tuple[RankRun, ...], wanted: str) -> Choice:
-    """The schedule of the algorithm that is ``wanted``; for "auto" the cheapest of all, if it pays on this cluster.
+@lru_cache(maxsize=1024)
+def choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[RankRun, ...], wanted: str) -> Choice:
+    """The schedule of the algorithm that is ``wanted``; for "auto" the cheapest of all, if it is worth it.
 
     Raises SpecError if the group's network has no schedule by that name.
     """
-    return _choose(kind, float(size_bytes), cluster, runs, wanted)
-
-
-@lru_cache(maxsize=1024)
-def _choose(kind: CollectiveKind, size: float, cluster: Cluster, runs: tuple[RankRun, ...], wanted: str) -> Choice:
     network = spanned(cluster, runs, "strategy.collective")
     assert network is not None
     backend = float(collective_cost(kind, size, network, "auto").seconds)
@@ -129,7 +124,7 @@ def _cheapest(
             continue
         priced.append((float(collective_cost(kind, size, network, name).seconds), name))
     best: tuple[float, Schedule] | None = None
-    for _, name in sorted(priced)[:3]:  # what overlaps is a lower bound until it is built
+    for _, name in sorted(priced)[:3]:  # with overlap these are lower bounds until a schedule is built
         schedule = build_schedule(kind, network, name, size)
         seconds = simulated_seconds(schedule, network, size)
         if best is None or seconds < best[0]:
@@ -160,7 +155,7 @@ def gradient_groups(job: Job) -> Iterator[GradientGroup]:
 
 
 def require_gradient_schedules(job: Job) -> None:
-    """Raises SpecError if `strategy.collective` names what has no schedule on a group that sums gradients."""
+    """Raises SpecError if `strategy.collective` has no schedule on some group that sums gradients."""
     wanted = job.strategy.collective
     if wanted in UNNAMED:
         return
@@ -174,7 +169,7 @@ def require_gradient_schedules(job: Job) -> None:
 
 @dataclass(frozen=True)
 class GradientTime:
-    """Seconds of a step in which gradients are summed, alone on the network, by what is chosen and by the backend."""
+    """Seconds per step of a gradient reduction, alone on the network, by the chosen schedule and by the backend."""
 
     payload: Payload
     choice: Choice
@@ -190,7 +185,7 @@ class GradientTime:
 
 
 def gradient_times(analysis: Analysis) -> list[GradientTime]:
-    """For every sum of gradients that a schedule of ours takes over; none if the backend's own stays."""
+    """Every gradient reduction that one of our schedules takes over from the backend."""
     job, found = analysis.job, []
     runs_of = {(one.share, one.kind): one.runs for one in gradient_groups(job)}
     for traffic in analysis.dimension_traffics("dp"):

@@ -1,4 +1,4 @@
-"""Where the ranks of a dimension sit: a cluster as a network, and the part of it each group spans."""
+"""A cluster as a network, and the part of it that each group of ranks spans."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ def _level(level: NetworkLevel) -> Level:
 
 
 def _shape(level: NetworkLevel) -> Shape:
-    if level.topology == "switch":
-        return Switch(level.width)
-    if level.topology == "tree":
-        return Tree(level.width)
-    if level.topology == "fully-connected":
-        return FullyConnected(level.width)
+    shapes: dict[str, type[Switch | Tree | FullyConnected]] = {
+        "switch": Switch, "tree": Tree, "fully-connected": FullyConnected
+    }  # fmt: skip
+    if level.topology in shapes:
+        return shapes[level.topology](level.width)
     axes = level.shape or (level.width,)
     return Grid(tuple(Axis(size, level.wraps(size)) for size in axes))
 
 
 @functools.lru_cache(maxsize=4096)
 def spanned(cluster: Cluster, runs: tuple[RankRun, ...], field: str) -> Topology | None:
-    """The network one group sees while all groups like it communicate at once; None for a group of one."""
+    """The network of one group while all groups like it communicate at once; None for a group of one."""
     levels: list[Level] = []
     for run in runs:
         try:
@@ -65,9 +64,9 @@ def spanned(cluster: Cluster, runs: tuple[RankRun, ...], field: str) -> Topology
 
 
 def exchanging(topology: Topology, cluster: Cluster) -> Topology:
-    """The same network as an exchange of expert tokens or heads sees it: its own share of the innermost level.
+    """The same network for an exchange of expert tokens or heads, with its own efficiency on the innermost level.
 
-    Many small pieces to every peer reach less than a ring does; the share is the device's (see `Efficiency`).
+    Many small pieces to every peer reach less bandwidth than a ring does (see `Efficiency`).
     """
     share = cluster.device.efficiency.exchange
     inner = cluster.levels[0].name

@@ -1,4 +1,4 @@
-"""Offload: what moves between a device and its host or disk in one step.
+"""Offload: transfers between a device and its host or disk in one step.
 
 The optimizer's share sends gradients down and updated weights up once a step, since its update runs on the host (Ren
 et al. 2021, ZeRO-Offload, arXiv 2101.06840). States on a disk are read and written there in every step (Rajbhandari et
@@ -16,7 +16,7 @@ from shardwise.collectives.arrays import select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
 from shardwise.cost.memory.states import Sharding, StateBytes, owned_parameters, rank_state_bytes, sharding_of
-from shardwise.cost.traffic.overlap import Pass, Window
+from shardwise.cost.traffic.overlap import Window
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, priced, sent_backward, sent_forward
 from shardwise.layout.stages import RankContents
 from shardwise.spec.errors import SpecError
@@ -29,9 +29,9 @@ Target = Literal["cpu", "nvme"]
 
 @dataclass(frozen=True)
 class OffloadLine:
-    """One kind of transfer: bytes of one, how many in a step, under what, and over which link.
+    """One kind of transfer: its size, how many in a step, its overlap, and its link.
 
-    ``hidden`` is false for what nothing can hide; otherwise the strategy says.
+    ``hidden`` is false for what cannot be overlapped; otherwise the strategy decides.
     """
 
     payload: Payload
@@ -40,24 +40,20 @@ class OffloadLine:
     window_share: Any = 1.0
     last_only: bool = False
     hidden: bool = True
-    link: Target | None = None  # that of the offload's target, unless another is named
-
-    @property
-    def in_pass(self) -> Pass:
-        return self.payload.in_pass
+    link: Target | None = None  # by default that of the offload's target
 
     def window_if(self, overlapped: bool) -> Window:
-        return self.in_pass if overlapped and self.hidden else "none"
+        return self.payload.in_pass if overlapped and self.hidden else "none"
 
 
 def state_lines(
     contents: RankContents, sharding: Sharding, recipe: Recipe, states: StateBytes, microbatches: Any
 ) -> list[OffloadLine]:
-    """Every transfer of weights, gradients and optimizer results that there may be.
+    """Every possible transfer of weights, gradients and optimizer results.
 
     Where shards are fp32, and with one format for all, the device has the master weights: they go down with the
-    gradients, unless they are on the host anyway. That is this project's engine, which moves both when the norm of all
-    gradients is known, by which a step may be left out: no pass is left to hide them under.
+    gradients, unless they are on the host anyway. That is this project's engine, which moves both once the norm of all
+    gradients is known, since a step may be skipped because of it: no pass is left to overlap them with.
     """
     offload, m = sharding.offload, microbatches
     owned, disk = owned_parameters(contents, sharding), offload.target == "nvme"
@@ -80,15 +76,15 @@ def state_lines(
         OffloadLine(sent_forward(Role.WEIGHTS_FROM_HOST), weights, gathers),
         OffloadLine(sent_backward(Role.WEIGHTS_FROM_HOST), again, gathers),
         OffloadLine(sent_backward(Role.GRADIENTS_TO_HOST), gradients, m),
-        # Each microbatch is added to what was written before, and all are read for the update.
+        # Each microbatch is added to the gradients on disk, and all are read for the update.
         OffloadLine(sent_backward(Role.GRADIENTS_FROM_DISK), gradients * (disk and not hidden), m),
     ]
 
 
 def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe) -> tuple[Any, Any]:
-    """Bytes that come for a forward pass, and for a backward pass, of one microbatch.
+    """Bytes loaded for a forward pass, and for a backward pass, of one microbatch.
 
-    This project's engine brings fp32 shards, and for the backward pass those of the layers: the ends of the network
+    This project's engine loads fp32 shards, and for the backward pass only those of the layers: the ends of the network
     stay gathered, or are not needed.
     """
     owned, share = owned_parameters(contents, sharding), sharding.offload.weights
@@ -148,12 +144,11 @@ def offload_traffic(job: Job, contents: RankContents) -> list[Traffic]:
 
 
 def host_topology(cluster: Cluster, target: Target) -> Topology:
-    """The one link that offload to ``target`` goes over, as a network of two."""
+    """The link to the offload target, as a network of two."""
     if target == "nvme":
         if not cluster.storage:
-            raise SpecError(
-                "strategy.offload.target", "nvme, but the cluster names no storage", "add storage, or use cpu"
-            )
+            problem = "nvme, but the cluster names no storage"
+            raise SpecError("strategy.offload.target", problem, "add storage, or use cpu")
         disk = cluster.storage[0]
         bandwidth = disk.bandwidth(1) / cluster.node_devices
         return _one_link(bandwidth, disk.link.latency, disk.name)

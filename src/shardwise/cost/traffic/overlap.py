@@ -1,4 +1,4 @@
-"""What communication hides under what: one rule for a single rank (numbers) and for a table of strategies (columns)."""
+"""Overlap of communication with computation, for a single rank (numbers) and a table of strategies (columns) alike."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class OverlappedTransfer:
-    """One kind of communication of a step, as overlap sees it; every figure may be an array.
+    """One kind of communication of a step; every figure may be an array.
 
-    ``link_seconds`` is how long it keeps each link busy. ``window`` is the computation it may run under,
-    ``window_share`` the part of that computation that is there when the data is: with ``last_only`` that of the last
-    microbatch, when gradients are complete. ``hideable`` is the share of the communication that may run under it (not
-    the first gather, nor the last bucket), ``units_taken`` the share of the compute units that it runs on. ``repeated``
-    is the share of a forward pass's communication that recompute sends, in the backward pass.
+    ``link_seconds`` is how long it keeps each link busy. ``window`` is the computation it may overlap with, and
+    ``window_share`` the part of it that is left once the data is ready: with ``last_only`` that of the last microbatch,
+    when gradients are complete. ``hideable`` is the share of the communication that may overlap (not the first gather,
+    nor the last bucket), ``units_taken`` the share of the compute units that it occupies. ``repeated`` is the share of
+    a forward pass's communication that recompute sends, in the backward pass.
     """
 
     in_pass: Pass
@@ -35,7 +35,7 @@ class OverlappedTransfer:
     repeated: Any = 0.0
 
     def beside(self, link: str) -> Any:
-        """Seconds in which it does not need the link."""
+        """Seconds in which it does not use the link."""
         return self.seconds - self.link_seconds[link]
 
 
@@ -59,7 +59,7 @@ class ComputeWindows:
 
 
 def hidden_in_layers(transfers: Sequence[OverlappedTransfer], windows: ComputeWindows) -> list[Any]:
-    """Seconds of each that hide under its pass's computation, one after the other: what belongs to a layer."""
+    """Hidden seconds of transfers inside a layer, which overlap with their pass's computation one after the other."""
     used: dict[str, Any] = {}
     hidden: list[Any] = []
     for transfer in transfers:
@@ -77,7 +77,7 @@ def hidden_in_layers(transfers: Sequence[OverlappedTransfer], windows: ComputeWi
 def layer_windows(
     transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], windows: ComputeWindows
 ) -> tuple[dict[Pass, Any], dict[Pass, dict[str, Any]]]:
-    """Seconds that each pass lasts with what its layers' own transfers leave exposed, and keep each link busy."""
+    """Seconds of each pass including the exposed transfers of its layers, and how long these keep each link busy."""
     lasting: dict[Pass, Any] = {which: windows.seconds(which) for which in PASSES}
     busy: dict[Pass, dict[str, Any]] = {which: {} for which in PASSES}
     for transfer, under in zip(transfers, hidden):
@@ -91,9 +91,9 @@ def layer_windows(
 def hidden_across_layers(
     transfers: Sequence[OverlappedTransfer], lasting: Mapping[Pass, Any], busy: Mapping[Pass, Mapping[str, Any]]
 ) -> list[Any]:
-    """Seconds of each that hide under computation: gradients, gathered parameters and offload, which span layers.
+    """Hidden seconds of transfers that span layers: gradients, gathered parameters and offload.
 
-    They hide under the whole pass (``lasting``, exposed transfers of the layers included), except while the layers
+    They overlap with the whole pass (``lasting``, including exposed transfers of the layers), except while the layers
     keep the same link ``busy``. Those of all microbatches claim their time before those of the last one.
     """
     hidden: list[Any] = [0.0 for _ in transfers]
@@ -117,10 +117,9 @@ def hidden_across_layers(
 
 @dataclass(frozen=True)
 class Waiting:
-    """What is left of the transfers of one pass and waited for together, each on its links at the same time.
+    """What is left of the transfers of one pass, which run and are waited for at the same time.
 
-    ``left`` are the seconds of each, ``longest`` how long the longest takes, or the busiest link; which is how long the
-    step waits.
+    ``left`` are the seconds of each; ``longest`` is the longest of them, or the busiest link, and so the step's wait.
     """
 
     left: tuple[Any, ...]
@@ -132,12 +131,12 @@ class Waiting:
         return sum(self.left, 0.0)
 
     def beside(self, other: Waiting) -> Waiting:
-        """Both together, where no link is in both."""
+        """Both together, if they share no link."""
         return Waiting((*self.left, *other.left), maximum(self.longest, other.longest))
 
 
 def waiting(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], which: Pass) -> Waiting:
-    """What the pass's transfers that may be overlapped leave."""
+    """What remains of the pass's transfers that may be overlapped."""
     together = [
         (one, one.seconds - under)
         for one, under in zip(transfers, hidden)
@@ -149,14 +148,14 @@ def waiting(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], whic
         longest = maximum(longest, exposed)
     for name in dict.fromkeys(name for one, _ in together for name in one.link_seconds):
         sharing = [(exposed, one.link_seconds[name]) for one, exposed in together if name in one.link_seconds]
-        if len(sharing) > 1:  # one that has a link for itself is no longer there than it takes
+        if len(sharing) > 1:  # a link with one transfer is busy no longer than that takes
             first, *others = (minimum(exposed, seconds) for exposed, seconds in sharing)
             longest = maximum(longest, sum(others, first))
     return Waiting(left, longest)
 
 
 def added_seconds(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any], to: Any) -> Any:
-    """``to``, and what a step is longer by besides waiting: what nothing hides, and the compute that the rest takes."""
+    """``to``, plus what lengthens a step besides waiting: transfers without overlap, and slowed computation."""
     for transfer, under in zip(transfers, hidden):
         if transfer.window == "none":
             to = to + transfer.seconds
@@ -165,7 +164,7 @@ def added_seconds(transfers: Sequence[OverlappedTransfer], hidden: Sequence[Any]
     return to
 
 
-# What others took of a link in a pass: of all microbatches, and of the last. Where it is None, arrays are left alone.
+# Time of a link in a pass that is taken: in all microbatches, and in the last; None spares an array operation.
 _Taken = dict[tuple[Pass, str], tuple[Any, Any]]
 
 

@@ -28,7 +28,7 @@ def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     messages = [message_traffic(job, one) for one in (sent_forward(Role.ACTIVATIONS), sent_backward(Role.GRADIENTS))]
     exposed = exposed_messages(job) / 2
     scheduled = [replace(one, fixed_exposed_seconds=exposed * float(one.cost.seconds)) for one in messages if one]
-    return scheduled + embedding_traffic(job, contents)
+    return scheduled + tied_traffic(job, contents, tied_bytes(job, divided_over(job.strategy)))
 
 
 def boundary(job: Job) -> Topology | None:
@@ -69,13 +69,8 @@ def _followed_by(first: CollectiveCost, second: CollectiveCost) -> CollectiveCos
     )
 
 
-def embedding_traffic(job: Job, contents: RankContents) -> list[Traffic]:
-    """Gradients of the token embedding where both ends of the pipeline hold it (Shoeybi et al. 2019, section 3)."""
-    return tied_traffic(job, contents, tied_bytes(job, divided_over(job.strategy)))
-
-
 def tied_bytes(job: Job, shards: float) -> float:
-    """What each end sends: a whole gradient; of FSDP its fp32 shard, when the data-parallel ranks have reduced it."""
+    """Bytes that each end sends: a whole gradient; with FSDP its fp32 shard, already reduced over data parallelism."""
     parameters = job.model.vocab * job.model.hidden / job.strategy.tp
     if shards > 1 and job.recipe.fp32_shards:
         return 4 * parameters / shards
@@ -83,7 +78,10 @@ def tied_bytes(job: Job, shards: float) -> float:
 
 
 def tied_traffic(job: Job, contents: RankContents, size: float) -> list[Traffic]:
-    """The sum over both ends, of ``size`` bytes."""
+    """Gradients of the token embedding, ``size`` bytes, summed over both ends of the pipeline where both hold it.
+
+    Shoeybi et al. 2019, section 3.
+    """
     over = boundary(job)
     apart = contents.has_embedding != contents.has_head and not job.strategy.schedule_record.two_copies
     if over is None or not (apart and embedding_on_both_ends(job)):
@@ -94,10 +92,10 @@ def tied_traffic(job: Job, contents: RankContents, size: float) -> list[Traffic]
 
 
 def exposed_messages(job: Job) -> float:
-    """Messages on the critical path of one step: by how many the schedule's idle time grows per message time.
+    """Messages on the critical path of one step: the growth of the schedule's idle time per message time.
 
-    Of short messages; `waiting_for_links` has what long ones add. With overlap, no more than the fill and the drain
-    wait: 2(p−1)·v.
+    For short messages; `waiting_for_links` adds what long ones cost. With overlap, only the fill and the drain wait:
+    2(p−1)·v.
     """
     strategy, m, v = job.strategy, job.microbatches, job.strategy.chunks_per_rank
     silent = idle_seconds(strategy.schedule, strategy.pp, m, v)
@@ -106,9 +104,9 @@ def exposed_messages(job: Job) -> float:
 
 
 def waiting_for_links(job: Job, traffics: list[Traffic], silent_seconds: float) -> list[Traffic]:
-    """The same traffics; more of the messages is exposed where a link takes longer for all of them than the step would.
+    """The same traffics, with messages exposed further where a link takes longer for all of them than the step.
 
-    ``silent_seconds`` are those of the pipeline if messages took no time.
+    ``silent_seconds`` is the time of the pipeline if messages took none.
     """
     messages = [traffic for traffic in traffics if traffic.fixed_exposed_seconds is not None]
     if not messages:
@@ -124,6 +122,6 @@ def waiting_for_links(job: Job, traffics: list[Traffic], silent_seconds: float) 
 
 
 def bubble_share(schedule: str, stages: int, microbatches: int, chunks: int) -> float:
-    """Idle time of a pipeline as a share of its busy time, for equal stages, F = I = W, no communication."""
+    """Idle time of a pipeline as a share of its busy time, for equal stages, F = I = W and no communication."""
     chunks = chunks_per_rank(schedule, chunks if schedule_record(schedule).chooses_chunks else None)
     return float(idle_seconds(schedule, stages, microbatches, chunks)) / (3 * chunks * microbatches)

@@ -3,8 +3,8 @@
 A column-parallel layer needs no communication on its output: its *input gradient* is all-reduced; the
 row-parallel layer all-reduces its output (Shoeybi et al. 2019, arXiv 1909.08053). Sequence parallelism turns
 each all-reduce into an all-gather and a reduce-scatter of the same bytes (Korthikanti et al. 2022, arXiv
-2205.05198, section 4.2.2) and gathers the saved inputs once more for the weight gradients. Latent attention makes its
-narrow vectors of a rank's own tokens and sends these instead of the hidden states.
+2205.05198, section 4.2.2) and gathers the saved inputs once more for the weight gradients. Latent attention sends the
+latent vectors of a rank's own tokens instead of the hidden states.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
 
 
 def _blocks_of_layer(job: Job, moe: bool) -> int:
-    """Attention and MLP of a layer, one if they run side by side; of experts only the shared one is split."""
+    """Attention and MLP of a layer, counted as one if they run in parallel; of the experts only the shared is split."""
     if _joined(job):
         return 1
     return 2 if not moe or (job.model.moe and job.model.moe.shared_ffn) else 1
 
 
 def _joined(job: Job) -> bool:
-    """Whether attention and MLP stand side by side, and their inputs are gathered and outputs summed together."""
+    """Whether attention and MLP run in parallel, with their inputs gathered and their outputs summed together."""
     return job.model.parallel_block and job.stack.parallel_blocks == "joined"
 
 
@@ -91,7 +91,7 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
 
 
 def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
-    """Of the `_blocks`, those that begin with a split map of the hidden states: latent queries are no such map."""
+    """Those of the `_blocks` that begin with a split projection of the hidden states, unlike latent queries."""
     dense, moe = _blocks(job, contents)
     if job.model.mla is None or job.model.mla.q_rank is None or _joined(job):
         return dense, moe
@@ -102,24 +102,20 @@ def _wide_norm_traffic(job: Job, contents: RankContents, topology: Topology, aga
     """Norms over the queries, and over the keys, of all ranks: an fp32 sum of squares a token, and its gradient."""
     if not job.model.qk_norm_whole:
         return []
-    calls, role = 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
-    return [
-        priced("tp", payload, CollectiveKind.ALL_REDUCE, 4 * job.microbatch_tokens,
-               calls * (1 + repeated), topology, job.strategy.collective, repeated=repeated / (1 + repeated))
-        for payload, repeated in ((sent_forward(role), again), (sent_backward(role), 0.0))
-    ]  # fmt: skip
+    size, calls, role = 4 * job.microbatch_tokens, 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
+    reduced = (CollectiveKind.ALL_REDUCE, size, calls, topology, job.strategy.collective)
+    return [priced("tp", sent_forward(role), *reduced, again), priced("tp", sent_backward(role), *reduced, 0.0)]
 
 
 def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:
-    """Narrow vectors of latent attention, before the maps that make heads of them; nothing runs beside."""
+    """Latent vectors, before the up-projections; not overlapped."""
     mla, strategy, calls = job.model.mla, job.strategy, contents.layers * job.microbatches
     if mla is None:
         return []
 
     def line(payload: Payload, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
         size = job.microbatch_tokens * features * job.training.recipe.communication
-        count = calls * (1 + again)
-        return priced("tp", payload, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
+        return priced("tp", payload, kind, size, calls, topology, strategy.collective, again)
 
     narrow, gather = mla.narrow_features, CollectiveKind.ALL_GATHER
     if not strategy.sequence_parallel:
@@ -138,10 +134,10 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
 
 @dataclass(frozen=True)
 class _Line:
-    """A collective of every block, and the pass of the split matmul that it can run beside.
+    """A collective of every block, and the pass of the split matmul that it can overlap with.
 
     ``times``: how often it runs for a microbatch, in the dense and in the mixture-of-experts layers; ``once``: the same
-    without what recompute repeats.
+    without recompute.
     """
 
     payload: Payload
@@ -153,16 +149,16 @@ class _Line:
 
     @property
     def independent(self) -> bool:
-        """Whether that matmul neither makes nor reads what is sent."""
+        """Whether that matmul neither computes nor reads what is sent."""
         return self.payload.role in (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 
 
 def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Products) -> Traffic:
-    """A line of which nothing hides but what fits beside its matmul.
+    """A line that is hidden as far as it fits beside its matmul.
 
     Megatron-LM starts the collectives that the next matmul does not depend on before it, and waits for them after
     (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication); TransformerEngine and nanotron too.
-    The others hide only where the matmul is cut into tp pieces, of which one has nothing to run under (Wang et al.
+    The others overlap only where the matmul is decomposed into tp pieces, one of which stays exposed (Wang et al.
     2022).
     """
     strategy = job.strategy
@@ -194,7 +190,7 @@ class _Products:
             self._layers.append(by_split)
 
     def share_beside(self, line: _Line, seconds: float) -> float:
-        """Share of the line's collectives, of the given length, that fits beside their matmuls."""
+        """Share of the line's collectives, each of the given length, that fits beside their matmuls."""
         fitting = 0.0
         for times, by_split in zip(line.times, self._layers):
             shares = [min(1.0, getattr(one, line.beside) / seconds) for one in by_split[line.split]]
@@ -247,7 +243,7 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
     if contents.has_head:
         losses = m * (1 + job.model.mtp_layers)
         if strategy.sequence_parallel and job.stack.loss == "pieces":
-            # Its gradients are computed on the way, a few tokens at a time.
+            # Its gradients are computed in the forward pass, a few tokens at a time.
             traffics.append(line(sent_forward(Role.HEAD_INPUT), gather, losses))
         elif strategy.sequence_parallel:
             traffics.append(line(Payload(Role.HEAD_INPUT, Phase.BOTH), gather, 2 * losses))
@@ -258,7 +254,7 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
 
 
 def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
-    """What tensor parallelism sends around the experts, which split an expert's matrices or hold the same tokens."""
+    """Communication around the experts between ranks that split an expert's matrices or hold the same tokens."""
     model, strategy = job.model, job.strategy
     if model.moe is None or not contents.moe_layers:
         return []
@@ -281,16 +277,13 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     if weighted_outputs_left_out(job, same_tokens=same_tokens):
         del repeated[Role.OUTPUTS]
 
-    def line(payload: Payload, kind: CollectiveKind, again: float) -> Traffic:
-        count = calls * (1 + again)
-        return priced("tp", payload, kind, size, count, topology, strategy.collective, repeated=again / (1 + again))
-
-    return [line(payload, kind, repeated.get(payload.role, 0.0)) for payload, kind in kinds]
+    sent = (size, calls, topology, strategy.collective)
+    return [priced("tp", payload, kind, *sent, repeated.get(payload.role, 0.0)) for payload, kind in kinds]
 
 
 def _copies_of_a_token(moe: MixtureOfExperts, strategy: Strategy) -> float:
-    """How many there are when the ranks that split an expert gather tokens: not yet copied for experts that are all
-    here, one on every device that a deduplicating exchange has brought it to, else one for each of its experts."""
+    """When the ranks that split an expert gather tokens: one if all experts are local, one per destination device of a
+    deduplicating exchange, else one per chosen expert."""
     if strategy.ep == 1:
         return 1
     if strategy.dispatch == "deduplicated":
@@ -307,6 +300,6 @@ _AROUND_TOKENS = (
 
 
 def _around_equal_tokens(split: bool) -> tuple[tuple[Payload, CollectiveKind], ...]:
-    """Ranks with the same tokens sum the results of split experts, or take a share of the tokens each and join them."""
+    """Ranks with the same tokens sum the outputs of split experts, or each take a share of the tokens and gather."""
     kind = CollectiveKind.ALL_REDUCE if split else CollectiveKind.ALL_GATHER
     return (sent_forward(Role.OUTPUTS, Share.EXPERTS), kind), (sent_backward(Role.TOKEN_GRADIENTS, Share.EXPERTS), kind)

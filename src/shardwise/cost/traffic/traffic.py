@@ -1,7 +1,6 @@
-"""One kind of communication in a step: what it carries, by which collective, how often, what it costs, what hides it.
+"""One kind of communication in a step: its payload, its collective, how often it runs, its cost and its overlap.
 
-Prices depend on the fields of a `Payload`: its role, its pass and whose it is. The words for all three are for people
-and for nobody else: to reword a table, change them here.
+Prices depend on the fields of a `Payload`, never on their words, which are for tables only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shardwise.spec.errors import SpecError
 
 
 class Phase(Enum):
-    """When in a step it is sent, in words."""
+    """When it is sent, in words."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -36,7 +35,7 @@ class Phase(Enum):
 
 
 class Share(Enum):
-    """Which parameters or tokens it belongs to, as the words before its role."""
+    """Which parameters or tokens it belongs to, as a prefix of the role's words."""
 
     DENSE = ""
     EXPERTS = "expert "
@@ -125,12 +124,12 @@ class Payload(NamedTuple):
 
     @property
     def in_pass(self) -> Pass:
-        """What is sent in both passes counts where most of it is waited for."""
+        """What is sent in both passes counts as backward, where most of it is exposed."""
         return "forward" if self.phase is Phase.FORWARD else "backward"
 
     @property
     def subject(self) -> str:
-        """What is sent, for people."""
+        """What is sent, in words."""
         return self.share.value + self.role.value
 
     @property
@@ -158,9 +157,8 @@ class Traffic:
     """``count`` equal collectives of one step on the busiest device.
 
     For ``window``, ``window_share``, ``last_only``, ``units_taken`` and ``repeated`` see `OverlappedTransfer`;
-    ``unhideable`` is the share that nothing hides. ``once`` marks what is sent after the last microbatch, under
-    nothing. A traffic whose exposed time follows from its schedule (pipeline messages) carries it as
-    ``fixed_exposed_seconds``.
+    ``unhideable`` is the share that cannot be overlapped. ``once`` marks what is sent after the last microbatch, not
+    overlapped. Where the schedule determines the exposed time (pipeline messages), it is ``fixed_exposed_seconds``.
     """
 
     dimension: str
@@ -179,7 +177,7 @@ class Traffic:
     once: bool = False
     fixed_exposed_seconds: float | None = None
     exposed_seconds: float = 0.0
-    under_compute_seconds: float = 0.0  # the rest of what is not exposed runs beside other transfers
+    under_compute_seconds: float = 0.0  # the rest of what is not exposed overlaps with other transfers
 
     @property
     def seconds(self) -> float:
@@ -191,17 +189,17 @@ class Traffic:
 
     @property
     def slowed_seconds(self) -> float:
-        """What the compute units that it runs on take from the computation it hides under."""
+        """How much it slows the computation it overlaps with, by the compute units that it occupies."""
         return self.units_taken * self.under_compute_seconds
 
     @property
     def added_seconds(self) -> float:
-        """What the step is longer by: what nothing hides, and what is taken from computation."""
+        """How much it lengthens the step: what is exposed, and how much computation slows down."""
         return self.exposed_seconds + self.slowed_seconds
 
     @property
     def what(self) -> str:
-        """For people; what is decided by it, is decided by its payload."""
+        """In words; decisions depend on the payload."""
         return self.payload.words
 
     @property
@@ -223,7 +221,7 @@ class Traffic:
 
     @property
     def transfer(self) -> OverlappedTransfer:
-        """The same as overlap sees it."""
+        """The same as an input of `overlap`."""
         return OverlappedTransfer(
             self.in_pass,
             self.seconds,
@@ -250,23 +248,22 @@ def priced(
     count: float,
     topology: Topology,
     algorithm: str,
+    again: float = 0,
     **overlap: object,
 ) -> Traffic:
-    """A traffic with its collective priced on the network that its group spans."""
-    cost = collective_price(kind, size_bytes, topology, algorithm)
-    return Traffic(dimension, payload, kind, size_bytes, count, cost, level_names(topology), **overlap)  # type: ignore[arg-type]
+    """A traffic with its collective priced on the network that its group spans.
+
+    Recompute sends a share ``again``, besides the ``count``.
+    """
+    cost, repeated = collective_price(kind, size_bytes, topology, algorithm), again / (1 + again)
+    count, network = count * (1 + again), level_names(topology)
+    return Traffic(dimension, payload, kind, size_bytes, count, cost, network, repeated=repeated, **overlap)  # type: ignore[arg-type]
 
 
 def collective_price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str) -> CollectiveCost:
-    """By the algorithm asked for; where this collective or network has no such algorithm, by the cheapest."""
-    if isinstance(size_bytes, float):  # one price is asked for by many layouts
-        return _price_of_one(kind, size_bytes, topology, algorithm)
-    return _price(kind, size_bytes, topology, algorithm)
-
-
-@lru_cache(maxsize=4096)
-def _price_of_one(kind: CollectiveKind, size_bytes: float, topology: Topology, algorithm: str) -> CollectiveCost:
-    return _price(kind, size_bytes, topology, algorithm)
+    """By the given algorithm; if there is none by that name for this collective or network, by the cheapest."""
+    price = _price_of_one if isinstance(size_bytes, float) else _price  # many layouts need the price of one size
+    return price(kind, size_bytes, topology, algorithm)
 
 
 def _price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str) -> CollectiveCost:
@@ -278,8 +275,11 @@ def _price(kind: CollectiveKind, size_bytes: Any, topology: Topology, algorithm:
     return collective_cost(kind, size_bytes, topology, algorithm)
 
 
+_price_of_one = lru_cache(maxsize=4096)(_price)
+
+
 def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> list[Traffic]:
-    """The same traffics with what of each stays exposed."""
+    """The same traffics with their exposed seconds."""
     result = list(traffics)
     inside = [index for index, traffic in enumerate(traffics) if traffic.in_layer]
     layers = [traffics[index].transfer for index in inside]
@@ -294,13 +294,9 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
     left = {which: waiting(transfers, hidden, which) for which in PASSES}
     for index, transfer, under in zip(across, transfers, hidden):
         together = left[transfer.in_pass]
-        # What is waited for at the same time is shared out in proportion.
+        # Transfers that are waited for at the same time share that time in proportion.
         share = together.longest / together.alone if transfer.window != "none" and together.alone else 1.0
         exposed = (transfer.seconds - under) * share
         result[index] = replace(traffics[index], exposed_seconds=exposed, under_compute_seconds=under)
-    return [_as_scheduled(traffic) for traffic in result]
-
-
-def _as_scheduled(traffic: Traffic) -> Traffic:
-    fixed = traffic.fixed_exposed_seconds
-    return traffic if fixed is None else replace(traffic, exposed_seconds=fixed)
+    scheduled = ((one, one.fixed_exposed_seconds) for one in result)
+    return [one if fixed is None else replace(one, exposed_seconds=fixed) for one, fixed in scheduled]
