@@ -60,8 +60,8 @@ def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffi
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     return [
         priced("cp", sent_forward(Role.KEYS_AND_VALUES), gather, *exposed, _again(job, contents)),
-        priced("cp", sent_backward(Role.KEYS_AND_VALUES), gather, *exposed),
-        priced("cp", sent_backward(Role.THEIR_GRADIENTS), scatter, *exposed),
+        priced("cp", sent_backward(Role.KEYS_AND_VALUES), gather, *exposed, 0.0),
+        priced("cp", sent_backward(Role.THEIR_GRADIENTS), scatter, *exposed, 0.0),
     ]
 
 
@@ -80,5 +80,5 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
     exposed = (CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective)
     return [
         priced("cp", sent_forward(Role.HEADS), *exposed, _again(job, contents)),
-        priced("cp", sent_backward(Role.THEIR_GRADIENTS), *exposed),
+        priced("cp", sent_backward(Role.THEIR_GRADIENTS), *exposed, 0.0),
     ]
