@@ -24,11 +24,13 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 _MOST_RANKS = 100_000
+_PREDICTED = ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "floor_seconds",
+              "tokens_per_second", "mfu", "memory_bytes", "usable_bytes", "fits")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class AnalysisResult(Result):
-    """One job, priced; ``assessment`` has every figure. ``notes`` say what was assumed where the job left it open."""
+class PredictionResult(Result):
+    """The predicted step time and memory of one job; ``notes`` say what was assumed where the job left it open."""
 
     assessment: Assessment
     notes: tuple[str, ...] = ()
@@ -89,14 +91,33 @@ class AnalysisResult(Result):
         return self.memory.total
 
     @property
+    def usable_bytes(self) -> float:
+        """What a process can use of a device's memory."""
+        return self.assessment.analysis.room.usable_bytes
+
+    @property
     def free_bytes(self) -> float:
-        """What that leaves of the device; negative where it does not fit."""
-        return self.assessment.analysis.room.usable_bytes - self.memory_bytes
+        """What the job leaves of that; negative if it does not fit."""
+        return self.usable_bytes - self.memory_bytes
 
     @property
     def exposed_share(self) -> float:
         """The share of the predicted step that waits for communication."""
         return self.assessment.analysis.exposed_share
+
+    @cached_property
+    def page(self) -> Page:
+        return Page((prediction_table(self.assessment),))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _PREDICTED}
+
+    def tables(self) -> Mapping[str, Rows]:
+        return {"prediction": [self.to_dict()]}
+
+
+class AnalysisResult(PredictionResult):
+    """One job, priced, with what bounds it and what to change; ``assessment`` has every figure."""
 
     @property
     def bottleneck(self) -> str:
@@ -135,32 +156,6 @@ class AnalysisResult(Result):
         }
 
 
-@dataclass(frozen=True)
-class PredictionResult(Result):
-    """The time of one step, predicted and as a floor, and the memory of the fullest device."""
-
-    job: Job
-    predicted_seconds: float
-    predicted_seconds_low: float
-    predicted_seconds_high: float
-    floor_seconds: float
-    tokens_per_second: float
-    mfu: float
-    memory_bytes: float
-    usable_bytes: float
-    fits: bool
-
-    @cached_property
-    def page(self) -> Page:
-        return Page((prediction_table(self.to_dict(), self.job),))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "job"}
-
-    def tables(self) -> Mapping[str, Rows]:
-        return {"prediction": [self.to_dict()]}
-
-
 def analyze(
     job: JobSource | None = None,
     *,
@@ -191,21 +186,9 @@ def analyze(
 
 def predict(job: JobSource | None = None, **keywords: Unpack[JobKeywords]) -> PredictionResult:
     """The predicted step time with its error bar, the floor, and the memory of one job; the same as `analyze` says."""
-    made, _ = _job(job, keywords)
-    found = assess(analyze_job(made), advice=False)
-    analysis = found.analysis
-    return PredictionResult(
-        job=made,
-        predicted_seconds=analysis.predicted_seconds,
-        predicted_seconds_low=found.predicted_seconds_low,
-        predicted_seconds_high=found.predicted_seconds_high,
-        floor_seconds=analysis.floor_seconds,
-        tokens_per_second=analysis.tokens_per_second,
-        mfu=analysis.mfu,
-        memory_bytes=analysis.memory.total,
-        usable_bytes=analysis.room.usable_bytes,
-        fits=analysis.fits,
-    )
+    made, notes = _job(job, keywords)
+    analysis = analyze_job(made)
+    return PredictionResult(assess(analysis, advice=False), (*notes, *analysis.notes))
 
 
 def _job(job: JobSource | None, keywords: JobKeywords) -> tuple[Job, list[str]]:

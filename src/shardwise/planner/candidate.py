@@ -77,6 +77,20 @@ class Candidate:
         """Where the seconds of the step go; they add up to it."""
         return grouped(step_parts(self.simulated), _GROUPS)
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """The same as shares of the step."""
+        return {name: seconds / self.step_seconds for name, seconds in self.parts.items()}
+
+    @property
+    def bubble_share(self) -> float:
+        return max(0.0, self.shares["bubble"])
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the step that waits for communication other than pipeline messages."""
+        return sum(self.parts[name] for name in ("tp", "cp", "ep", "dp", "offload")) / self.step_seconds
+
 
 def candidate(job: Job) -> Candidate:
     return Candidate(job, simulated_step(predict(job)))

@@ -135,7 +135,7 @@ FRONT_STEP = 0.005  # by which a strategy has to be faster to stand beside one t
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Ranking):
     """What a search found, and the order of all that was simulated.
 
     Every table and answer is about these: a strategy has one price, and the best of a kind is the first of that kind.
@@ -144,44 +144,25 @@ class Plan:
     request: Request
     search: Search
     narrowing: tuple[str, ...]
-    ranking: Ranking
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        return self.ranking.candidates
-
-    def left_bytes(self, one: Candidate) -> float:
-        """What a strategy leaves of a device, or of what was capped of it."""
-        return self.request.room.usable_bytes - one.memory.total
 
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
 
-    @property
-    def fastest(self) -> Candidate:
-        return self.ranking.fastest
+    def left_bytes(self, one: Candidate) -> float:
+        """What a strategy leaves of a device's memory, or of the cap on it."""
+        return self.request.room.usable_bytes - one.memory.total
 
-    @property
-    def noise(self) -> Noise:
-        return self.ranking.noise
-
-    @property
-    def layouts(self) -> tuple[Candidate, ...]:
-        return self.ranking.layouts
-
-    @property
-    def rows(self) -> tuple[RankingRow, ...]:
-        return self.ranking.rows
-
-    def group_of(self, one: Candidate) -> Group:
-        return self.ranking.group_of(one)
+    def of(self, candidates: Iterable[Candidate]) -> Plan:
+        """The same plan with these strategies, ranked."""
+        found = ranked(candidates)
+        return replace(self, candidates=found.candidates, noise=found.noise)
 
     def joined(self, others: Iterable[Candidate]) -> Plan:
         """The plan with what was simulated besides, as the answer to a question about it."""
         known = {one.job for one in self.candidates}
         more = {one.job: one for one in others if one.job not in known}
-        return replace(self, ranking=ranked([*self.candidates, *more.values()])) if more else self
+        return self.of([*self.candidates, *more.values()]) if more else self
 
     @cached_property
     def families(self) -> tuple[StrategyFamily, ...]:
@@ -232,7 +213,8 @@ def plan(request: Request, progress: Callable[[int], None] | None = None) -> Pla
         return result
     candidates = _simulated(running, result)
     candidates += _with_own_stages(running, candidates)
-    return Plan(request, result, space.narrowing, ranked(candidates))
+    found = ranked(candidates)
+    return Plan(found.candidates, found.noise, request, result, space.narrowing)
 
 
 def _search(request: Request, space: Space, progress: Callable[[int], None] | None) -> Search:

@@ -15,7 +15,8 @@ from shardwise.planner.describe import less_communication_words
 from shardwise.report.campaign import campaign_pieces
 from shardwise.report.console import bar, spoken, table
 from shardwise.report.memory_timeline import memory_table
-from shardwise.report.page import Line, Page, Piece
+from shardwise.report.page import Line, Piece, paged
+from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS
 from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import verdict_table
 from shardwise.spec.job import Job
@@ -29,25 +30,6 @@ from shardwise.spec.units import (
     readable_share,
 )
 
-_TITLES = {
-    "tp": "Tensor parallel",
-    "cp": "Context parallel",
-    "ep": "Expert parallel",
-    "pp": "Pipeline parallel",
-    "dp": "Data parallel",
-    "offload": "Offload",
-}
-_PART_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "activations": "activations",
-    "recomputed": "recomputed layer",
-    "gathered": "gathered layers",
-    "communication": "communication buffers",
-    "temporary": "logits, temporary",
-    "allowance": "framework (allowance)",
-}
 _STEP_WORDS = {
     "products": "matmuls",
     "attention": "attention",
@@ -61,12 +43,9 @@ _STEP_WORDS = {
 }
 
 
-def analysis_page(found: Assessment) -> Page:
+@paged
+def analysis_page(found: Assessment) -> Iterator[Piece | str]:
     """Everything `analyze` prints: the verdict, where the predicted step goes, memory, communication, the rest."""
-    return Page.of(_pieces(found))
-
-
-def _pieces(found: Assessment) -> Iterator[Piece | str]:
     analysis = found.analysis
     yield _headline(analysis)
     for note in analysis.notes:
@@ -138,20 +117,10 @@ def _layout(job: Job) -> str:
 def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...]) -> FittedTable:
     seconds, exposed = sum(traffic.seconds for traffic in traffics), analysis.parts[name]
     rank = f" on pipeline rank {analysis.dimension_rank(name)}" if analysis.job.strategy.pp > 1 else ""
-    title = f"{_TITLES[name]}: {readable_seconds(seconds)} per step{rank}, {readable_seconds(exposed)} exposed"
-    columns = (
-        "what",
-        "collective",
-        "network",
-        "bytes",
-        "times",
-        "steps",
-        "latency",
-        "bandwidth",
-        "seconds",
-        "hidden",
-        "exposed",
-    )
+    times = f"{readable_seconds(seconds)} per step{rank}, {readable_seconds(exposed)} exposed"
+    title = f"{DIMENSIONS[name].capitalize()}: {times}"
+    columns = ("what", "collective", "network", "bytes", "times", "steps", "latency", "bandwidth", "seconds", "hidden",
+               "exposed")  # fmt: skip
     rows = (_traffic_row(traffic) for traffic in traffics)
     return table(title, columns, rows, numbers_from=3, optional=("steps", "latency", "bandwidth", "network", "hidden"))
 
@@ -178,18 +147,12 @@ def _memory_table(analysis: Analysis) -> FittedTable:
     verdict = {"fits": "fits", "tight": "fits, but tight", "does not fit": "DOES NOT FIT"}[analysis.fit]
     title = f"Memory of one device{where}: {readable_bytes(memory.total)} of {readable_bytes(usable)}, {verdict}"
     free = usable - memory.total
-    sizes = [(_PART_WORDS[part], getattr(memory, part)) for part in memory.PARTS if getattr(memory, part)]
+    sizes = [(MEMORY_PARTS[part], getattr(memory, part)) for part in memory.PARTS if getattr(memory, part)]
     sizes.append(("free" if free >= 0 else "missing", abs(free)))
     rows = [(name, bar(size / usable), readable_bytes(size), readable_share(size / usable)) for name, size in sizes]
     if free >= 0:
-        rows.append(
-            (
-                "of which plans keep free",
-                "",
-                readable_bytes(room.margin_bytes),
-                readable_share(room.margin_bytes / usable),
-            )
-        )
+        margin = room.margin_bytes
+        rows.append(("of which plans keep free", "", readable_bytes(margin), readable_share(margin / usable)))
     if memory.host:
         rows.append(("offloaded to host", "", readable_bytes(memory.host), ""))
     return table(title, ("part", "share of the device", "bytes", "share"), rows, numbers_from=2)

@@ -1,4 +1,4 @@
-"""What calibration found, for people and for machines."""
+"""A calibration as a page and as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import table
-from shardwise.report.page import Page, Piece
+from shardwise.report.page import Piece, paged
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, readable_seconds, readable_share
@@ -25,20 +25,20 @@ def calibration_data(found: Calibration) -> dict[str, Any]:
     }
 
 
-def calibration_page(found: Calibration, before: Cluster, written: Path) -> Page:
-    return Page.of(_calibration_page_pieces(found, before, written))
-
-
-def _calibration_page_pieces(found: Calibration, before: Cluster, written: Path) -> Iterator[Piece | str]:
+@paged
+def calibration_page(found: Calibration, before: Cluster, written: Path) -> Iterator[Piece | str]:
     yield table("Device", ("", "before", "measured"), _device_rows(before, found.cluster))
-    levels = [
-        row
-        for old, new in zip(before.levels, found.cluster.levels)
-        if new.width > 1
-        for row in _level_rows(old, new)
-    ]  # fmt: skip
+    pairs = [(old, new) for old, new in zip(before.levels, found.cluster.levels) if new.width > 1]
+    levels = [row for pair in pairs for row in _level_rows(*pair)]
     if levels:
-        columns = ("level", "whose collectives", "bandwidth", "a step", "a call", "half the bandwidth at")
+        columns = (
+            "level",
+            "collectives",
+            "bandwidth",
+            "latency of a step",
+            "latency of a call",
+            "half the bandwidth at",
+        )
         yield table("Network", columns, levels, numbers_from=2)
     rows = [
         (one.what, str(one.figures), readable_share(one.median_error), readable_share(one.worst_error))
@@ -58,14 +58,14 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
         reached = device.peak_flops(data_type) * own.gemm_share(data_type)
         rows = [
             (f"large matmuls, {data_type}", f"{readable_flops(reached)}/s"),
-            ("inner dimension at which half of it is left", f"{own.gemm_rolloff:.0f}"),
+            ("inner dimension at half that rate", f"{own.gemm_rolloff:.0f}"),
             ("attention, forward", f"{readable_flops(own.attention_forward * device.peak_flops(data_type))}/s"),
-            ("a score, beside its matmuls", readable_flops(own.score_flops)),
+            ("per attention score, beside the matmuls", readable_flops(own.score_flops)),
             ("memory", readable_rate(device.memory_bandwidth * own.memory)),
-            ("elementwise traffic, of the least", f"{own.elementwise_traffic:.2f}"),
-            ("a kernel's call", readable_seconds(own.operator_seconds)),
-            ("a step, beside its kernels", readable_seconds(own.step_seconds)),
-            ("taken by collectives that overlap", f"{device.units_taken.collectives:.0%}"),
+            ("elementwise traffic, times the minimum", f"{own.elementwise_traffic:.2f}"),
+            ("kernel launch", readable_seconds(own.operator_seconds)),
+            ("fixed cost of a step", readable_seconds(own.step_seconds)),
+            ("compute units taken by overlapped collectives", f"{device.units_taken.collectives:.0%}"),
         ]
         if cluster.storage:
             rows.append((cluster.storage[0].name, readable_rate(cluster.storage[0].bandwidth(1))))
@@ -75,7 +75,7 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
 
 
 def _level_rows(before: NetworkLevel, after: NetworkLevel) -> list[tuple[str, ...]]:
-    rows = [_level_row(before, "before"), _level_row(after, "the backend's")]
+    rows = [_level_row(before, "before"), _level_row(after, "backend")]
     if after.schedules is not None:
         rows.append(_level_row(after.run_by_schedules(), "our schedules"))
     return rows

@@ -1,4 +1,4 @@
-"""A run beside its prediction, for people and for machines."""
+"""A run beside its prediction, as a page and as plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import table
-from shardwise.report.page import Line, Page, Piece
+from shardwise.report.page import Line, Piece, paged
 from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_difference, readable_seconds
 
@@ -23,6 +23,7 @@ _MEANING = {
     "checkpoint": "checkpoint stall",
     "data": "data wait",
 }
+_PART_FIGURES = ("predicted", "measured", "hidden_predicted", "hidden_measured")
 _MOST_RANKS = 16
 _SENT_COLUMNS = ("", "collectives", "planned", "recorded")
 
@@ -35,15 +36,7 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
             "profiled": found.found.step_seconds,
             "usual": found.usual_seconds,
         },
-        "parts": {
-            one.name: {
-                "predicted": one.predicted,
-                "measured": one.measured,
-                "hidden_predicted": one.hidden_predicted,
-                "hidden_measured": one.hidden_measured,
-            }
-            for one in found.parts
-        },
+        "parts": {one.name: {name: getattr(one, name) for name in _PART_FIGURES} for one in found.parts},
         "memory": {
             one.name: {"predicted_bytes": one.predicted_bytes, "measured_bytes": one.measured_bytes}
             for one in found.memory
@@ -78,23 +71,12 @@ def _link_data(slow: SlowLink | None) -> dict[str, Any] | None:
     if slow is None:
         return None
     link = slow.link
-    return {
-        "ranks": link.members,
-        "nodes": link.nodes,
-        "dimension": link.dimension,
-        "what": link.what,
-        "bytes": link.bytes,
-        "seconds": link.seconds,
-        "times": slow.times,
-        "than": slow.than,
-    }
+    own = {name: getattr(link, name) for name in ("nodes", "dimension", "what", "bytes", "seconds")}
+    return {"ranks": link.members, **own, "times": slow.times, "than": slow.than}
 
 
-def comparison_page(found: Comparison, trace: Path | None) -> Page:
-    return Page.of(_comparison_page_pieces(found, trace))
-
-
-def _comparison_page_pieces(found: Comparison, trace: Path | None) -> Iterator[Piece | str]:
+@paged
+def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | str]:
     busiest = found.found.busiest
     title = f"A step of rank {busiest.rank}, which waits least, beside its prediction"
     rows = [
@@ -144,7 +126,7 @@ def _ranks(found: Comparison) -> FittedTable:
     ranks = sorted(found.found.ranks, key=lambda one: one.waits)[:_MOST_RANKS]
     rows = [(str(one.rank), *_rank_cells(one), _slowness(found, one.rank)) for one in ranks]
     title = "Ranks: the others wait for the rank that waits least"
-    columns = ("rank", "compute", "waits for others", "a layer forward", "of the usual rank's")
+    columns = ("rank", "compute", "waits for others", "a layer forward", "times the median rank's")
     return table(title, columns, rows)
 
 
@@ -157,12 +139,12 @@ def _slowness(found: Comparison, rank: int) -> str:
 
 
 def verdicts(found: Comparison) -> list[str]:
-    """What a person should do something about, one line each."""
+    """Findings to act on, one line each."""
     lines = []
     if found.slow_rank is not None and found.slowness is not None:
         rank, times = found.slow_rank, found.slowness[found.slow_rank]
         node = found.found.records[rank].node
-        lines.append(f"Slow rank: {rank} (node {node}) takes {times:.2f} times as long for a layer as the usual rank.")
+        lines.append(f"Slow rank: {rank} (node {node}) takes {times:.2f} times as long for a layer as the median rank.")
     if found.slow_link is not None:
         slow = found.slow_link
         link = slow.link

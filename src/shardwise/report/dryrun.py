@@ -10,19 +10,10 @@ from shardwise.cost.memory.room import room_of
 from shardwise.measure.dryrun.result import PARTS, TOLERANCE, Calls, Compared, DryRun
 from shardwise.report.console import table
 from shardwise.report.page import Line, Page
+from shardwise.report.part_names import MEMORY_PARTS
 from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_change, readable_count, readable_flops
 
-_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "activations": "activations",
-    "recomputed": "recomputed layer",
-    "gathered": "gathered parameters",
-    "communication": "communication buffers",
-    "temporary": "temporary",
-}
 _MOST_HOLDERS = 8
 
 
@@ -40,7 +31,7 @@ def _headline(found: DryRun) -> str:
 
 def _memory_table(found: DryRun) -> FittedTable:
     rows = [
-        (_WORDS[part], readable_bytes(found.peak[part]), readable_bytes(found.planned_peak[part]))
+        (MEMORY_PARTS[part], readable_bytes(found.peak[part]), readable_bytes(found.planned_peak[part]))
         for part in PARTS
         if found.peak[part] or found.planned_peak[part]
     ]
@@ -50,7 +41,7 @@ def _memory_table(found: DryRun) -> FittedTable:
 
 def _holder_table(found: DryRun) -> FittedTable:
     rows = [
-        (_WORDS[one.part], one.operator, one.made_in, str(one.number), readable_bytes(one.bytes))
+        (MEMORY_PARTS[one.part], one.operator, one.made_in, str(one.number), readable_bytes(one.bytes))
         for one in found.holders[:_MOST_HOLDERS]
     ]
     title = "The largest tensors at the peak of what was traced"
@@ -63,26 +54,15 @@ def _collective_table(found: DryRun) -> FittedTable:
 
 
 def _calls_row(one: Calls) -> tuple[str, ...]:
-    to = "" if one.line.peer is None else f" (rank {one.line.peer})"
-    kind = one.line.kind.replace("_", "-")
-    return (
-        one.line.dimension,
-        kind,
-        one.line.what + to,
-        str(one.line.ranks),
-        readable_count(one.count),
-        readable_bytes(one.bytes),
-    )
+    line = one.line
+    what = line.what if line.peer is None else f"{line.what} (rank {line.peer})"
+    figures = str(line.ranks), readable_count(one.count), readable_bytes(one.bytes)
+    return line.dimension, line.kind.replace("_", "-"), what, *figures
 
 
 def _comparison_table(found: DryRun) -> FittedTable:
     rows = [
-        (
-            one.what.replace("_", "-"),
-            *_planned_and_traced(one),
-            _difference(one),
-            "defect" if one.defect else "",
-        )
+        (one.what.replace("_", "-"), *_planned_and_traced(one), _difference(one), "defect" if one.defect else "")
         for one in found.compared
         if not one.negligible
     ]

@@ -1,4 +1,4 @@
-"""Memory over a step for people: a line per pipeline rank with its peak, when it is and what holds it."""
+"""Memory over a step as a table: the peak of every pipeline rank, when it is and what holds it; and as plain data."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.device import DeviceMemory
 from shardwise.report.console import table
+from shardwise.report.part_names import MEMORY_PARTS
 from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.cost.memory.timeline import MemoryOverTime, MemorySpan, RankMemory
 
-PART_WORDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "activations": "activations",
-    "recomputed": "recomputed layer",
-    "gathered": "gathered layers",
-    "communication": "buffers",
-    "temporary": "logits, temporary",
-    "allowance": "framework",
-}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 36
 _NAMED_PARTS = 2
@@ -61,7 +51,7 @@ def sparkline(rank: RankMemory, step_seconds: float, low: float, high: float) ->
 
 
 def sampled(rank: RankMemory, step_seconds: float, columns: int) -> list[MemorySpan]:
-    """For each of ``columns`` equal parts of the step the span in it that holds most; no peak is lost."""
+    """The span that holds most in each of ``columns`` equal parts of the step; no peak is lost."""
     width = step_seconds / columns
     most: list[MemorySpan | None] = [None] * columns
     for span in rank.spans:
@@ -77,11 +67,11 @@ def sampled(rank: RankMemory, step_seconds: float, columns: int) -> list[MemoryS
 def held_by(memory: DeviceMemory) -> str:
     """The largest parts, largest first."""
     parts = sorted(((getattr(memory, part), part) for part in memory.PARTS), reverse=True)[:_NAMED_PARTS]
-    return ", ".join(f"{PART_WORDS[part]} {held / memory.total:.0%}" for held, part in parts if held)
+    return ", ".join(f"{MEMORY_PARTS[part]} {held / memory.total:.0%}" for held, part in parts if held)
 
 
 def memory_over_time_data(memory: MemoryOverTime) -> dict[str, Any]:
-    """The same for a machine: the peaks, and every change of the total."""
+    """The peaks, and every change of the total."""
     return {
         "step_seconds": memory.step_seconds,
         "ranks": [

@@ -1,4 +1,4 @@
-"""A plan for several kinds of nodes, as text for people and as data for machines."""
+"""A plan for several kinds of nodes, as a page and as plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.planner.describe import strategy_words
 from shardwise.planner.mixed.plan import MixedPlan
 from shardwise.planner.mixed.step import KindPart, MixedStep
 from shardwise.report.console import table
-from shardwise.report.page import Line, Page
+from shardwise.report.page import Line, Piece, paged
 from shardwise.report.tables import FittedTable
 from shardwise.spec.clusters import sized_name
 from shardwise.spec.units import counted, readable_bytes, readable_rate, readable_seconds
@@ -18,12 +18,10 @@ from shardwise.spec.units import counted, readable_bytes, readable_rate, readabl
 SHOWN = 6
 
 
-def mixed_page(plan: MixedPlan, notes: Iterable[str] = ()) -> Page:
-    return Page.of([*(Line(f"note: {note}", "yellow") for note in notes), *mixed_pieces(plan)])
-
-
-def mixed_pieces(plan: MixedPlan) -> Iterator[str | FittedTable]:
+@paged
+def mixed_page(plan: MixedPlan, notes: Iterable[str] = ()) -> Iterator[Piece | str]:
     """The plan, what each kind does in it, the next best, and what each kind would do alone."""
+    yield from (Line(f"note: {note}", "yellow") for note in notes)
     mixed, best = plan.request.mixed, plan.best
     devices = " + ".join(f"{kind.devices} × {kind.device.name}" for kind in mixed.kinds)
     speed = readable_rate(mixed.between.bandwidth_per_direction)
@@ -91,7 +89,7 @@ def _alone_row(name: str, one: Candidate | None) -> tuple[str, ...]:
 
 
 def mixed_data(plan: MixedPlan) -> dict[str, Any]:
-    """The same for a machine."""
+    """Everything `plan` prints of it."""
     return {
         "status": plan.status,
         "note": plan.note,
@@ -108,9 +106,7 @@ def _step_data(step: MixedStep) -> dict[str, Any]:
     return {
         "strategy": step.arrangement.strategy.to_dict(),
         "order": list(step.arrangement.kinds),
-        "predicted_seconds": step.step_seconds,
-        "tokens_per_second": step.tokens_per_second,
-        "mfu": step.mfu,
+        **_speed_data(step),
         "kinds": [
             {
                 "cluster": sized_name(part.cluster),
@@ -126,10 +122,8 @@ def _step_data(step: MixedStep) -> dict[str, Any]:
 
 
 def _alone_data(one: Candidate) -> dict[str, Any]:
-    return {
-        "strategy": one.job.strategy.to_dict(),
-        "predicted_seconds": one.step_seconds,
-        "tokens_per_second": one.tokens_per_second,
-        "mfu": one.mfu,
-        "memory": one.memory.to_dict(),
-    }
+    return {"strategy": one.job.strategy.to_dict(), **_speed_data(one), "memory": one.memory.to_dict()}
+
+
+def _speed_data(one: MixedStep | Candidate) -> dict[str, float]:
+    return {"predicted_seconds": one.step_seconds, "tokens_per_second": one.tokens_per_second, "mfu": one.mfu}

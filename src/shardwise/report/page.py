@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, ParamSpec
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -14,6 +15,7 @@ from shardwise.report import console as printing
 from shardwise.report.tables import FittedTable, hanging
 
 Form = Literal["text", "markdown", "csv"]
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ Piece = Line | FittedTable
 
 @dataclass(frozen=True)
 class Page:
-    """What a verb has to say, before it is known where it will be read."""
+    """The output of a verb, before it is known where it will be read."""
 
     pieces: tuple[Piece, ...]
 
@@ -90,3 +92,13 @@ class Page:
     def _draw(self, out: Console) -> None:
         for piece in self.pieces:
             out.print(piece, crop=not (isinstance(piece, Line) and piece.fixed))
+
+
+def paged(pieces: Callable[P, Iterable[Piece | str]]) -> Callable[P, Page]:
+    """Makes a page of the lines and tables that a function yields."""
+
+    @functools.wraps(pieces)
+    def page(*arguments: P.args, **keywords: P.kwargs) -> Page:
+        return Page.of(pieces(*arguments, **keywords))
+
+    return page

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.why_not import NotRun, difference_words, largest_differences
-from shardwise.planner.candidate import PARTS, Candidate
+from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import (
     offload_words,
     order_words,
@@ -23,7 +23,8 @@ from shardwise.planner.search.search import Search
 from shardwise.report.analysis_text import collective_lines
 from shardwise.report.campaign import campaign_pieces
 from shardwise.report.console import bar, table
-from shardwise.report.page import Line, Page, Piece
+from shardwise.report.page import Line, Piece, paged
+from shardwise.report.part_names import DIMENSIONS
 from shardwise.report.runners import runner_lines
 from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import sending_less_words
@@ -38,28 +39,22 @@ from shardwise.spec.units import (
 )
 
 _MOST_FAMILIES = 10
+_LEAST_SHARE = 0.0005  # of the step: what prints as 0.0%
 _LIKE = (
     "like it: layouts that add dimensions to the same idea, for no time beyond noise and no memory; --all lists them"
 )
 _WORDS = {
-    "compute": "arithmetic",
-    "recompute": "recomputed arithmetic",
-    "tp": "tensor parallel, exposed",
-    "cp": "context parallel, exposed",
-    "ep": "expert parallel, exposed",
+    "compute": "compute",
+    "recompute": "recompute",
+    **{name: f"{words}, exposed" for name, words in DIMENSIONS.items()},
     "bubble": "pipeline bubble and messages",
-    "dp": "data parallel, exposed",
-    "offload": "offload, exposed",
     "optimizer": "optimizer and step overhead",
 }
 
 
-def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> Page:
-    """Everything `plan` has to say."""
-    return Page.of(_pieces(answer, top=top, unfolded=unfolded))
-
-
-def _pieces(answer: PlanAnswer, *, top: int, unfolded: bool) -> Iterator[Piece | str]:
+@paged
+def plan_page(answer: PlanAnswer, *, top: int = 8, unfolded: bool = False) -> Iterator[Piece | str]:
+    """Everything `plan` prints."""
     found = answer.plan
     yield _headline(found)
     for note in [*answer.notes, *_notes(answer)]:
@@ -150,19 +145,16 @@ def _row(number: int, row: RankingRow, found: Plan) -> tuple[str, ...]:
 
 def _batches(candidates: Sequence[Candidate]) -> FittedTable:
     """How the global batch is spent, and the bubble that leaves."""
-    rows = []
-    for number, one in enumerate(candidates, 1):
-        job, strategy = one.job, one.job.strategy
-        exposed = sum(one.parts[name] for name in ("tp", "cp", "ep", "dp", "offload"))
-        rows.append(
-            (
-                str(number),
-                f"{strategy.data_parallel:,} × {job.microbatches:,} × {strategy.microbatch}",
-                f"{job.sequences:,}",
-                readable_share(max(0.0, one.parts["bubble"]) / one.step_seconds),
-                readable_share(exposed / one.step_seconds),
-            )
+    rows = [
+        (
+            str(number),
+            f"{one.job.strategy.data_parallel:,} × {one.job.microbatches:,} × {one.job.strategy.microbatch}",
+            f"{one.job.sequences:,}",
+            readable_share(one.bubble_share),
+            readable_share(one.exposed_share),
         )
+        for number, one in enumerate(candidates, 1)
+    ]
     columns = ("", "data parallel × accumulation × microbatch", "sequences", "bubble", "exposed communication")
     return table("How the batch is spent", columns, rows, numbers_from=2)
 
@@ -189,12 +181,12 @@ def _families(found: Plan) -> FittedTable:
 
 def _where_time_goes(one: Candidate) -> FittedTable:
     rows = [
-        (_WORDS[name], bar(one.parts[name] / one.step_seconds), readable_seconds(one.parts[name]),
-         readable_share(one.parts[name] / one.step_seconds))
-        for name in PARTS if one.parts[name] > 0.0005 * one.step_seconds
-    ]  # fmt: skip
-    return table(f"Where the step of 1 goes: {strategy_words(one.job.strategy)}", ("part", "", "seconds", "share"),
-                 rows, numbers_from=2)  # fmt: skip
+        (_WORDS[name], bar(share), readable_seconds(one.parts[name]), readable_share(share))
+        for name, share in one.shares.items()
+        if share > _LEAST_SHARE
+    ]
+    title = f"Where the step of 1 goes: {strategy_words(one.job.strategy)}"
+    return table(title, ("part", "", "seconds", "share"), rows, numbers_from=2)
 
 
 def _sentences(answer: PlanAnswer) -> Iterator[str]:
@@ -289,8 +281,7 @@ def _pareto_table(answer: PlanAnswer) -> FittedTable:
     most = answer.sizes[0]
     sized = [
         (f"{one.devices:,}", strategy_words(one.best.job.strategy), readable_seconds(one.best.step_seconds),
-         f"{one.best.seconds_per_token / most.best.seconds_per_token:.2f} ×",
-         readable_share(one.device_seconds_per_token / most.device_seconds_per_token))
+         f"{1 + one.best.loss_to(most.best):.2f} ×", readable_share(one.cost_against(most)))
         for one in answer.sizes
     ]  # fmt: skip
     return table("Time against money", ("devices", "strategy", "step", "time", "cost per token"), sized, numbers_from=2)

@@ -1,4 +1,4 @@
-"""A pipeline that was cut again, for people and for machines."""
+"""A rebalanced pipeline as a page and as plain data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import table
-from shardwise.report.page import Page, Piece
+from shardwise.report.page import Piece, paged
 from shardwise.spec.units import readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.measure.recut import Recut
 
-SLOW = 1.1  # times the usual rank's time for a layer: below that nothing is said
+SLOW = 1.1  # times the median rank's time for a layer: ranks below that are not mentioned
 
 
 def recut_data(found: Recut) -> dict[str, Any]:
@@ -30,11 +30,8 @@ def recut_data(found: Recut) -> dict[str, Any]:
     }
 
 
-def recut_page(found: Recut, written: Path) -> Page:
-    return Page.of(_recut_page_pieces(found, written))
-
-
-def _recut_page_pieces(found: Recut, written: Path) -> Iterator[Piece | str]:
+@paged
+def recut_page(found: Recut, written: Path) -> Iterator[Piece | str]:
     before, after = found.layers
     rows = [
         (str(stage), str(old), str(new), f"{new - old:+d}" if new != old else "")
@@ -44,12 +41,12 @@ def _recut_page_pieces(found: Recut, written: Path) -> Iterator[Piece | str]:
     slow = [(rank, one) for rank, one in enumerate(found.slowness) if one >= SLOW]
     if slow:
         words = ", ".join(f"rank {rank} {one:.2f} times" for rank, one in slow)
-        yield f"Time for a layer, of the usual rank's: {words}."
+        yield f"Slow ranks, by time for a layer against the median rank: {words}."
     if found.job.strategy.order != found.old.strategy.order:
         order = ", ".join(found.job.strategy.order)
         yield f"Ranks are moved: order [{order}] puts slow ranks into the same stages."
     if found.job == found.old:
-        yield "The stages are as even as whole layers allow: another split would gain nothing."
+        yield "The stages are as even as whole layers allow: no other split is faster."
     else:
         old, new = readable_seconds(found.step_seconds), readable_seconds(found.expected_seconds)
         yield f"Step time {old} → {new} expected, {found.gain:.2f} times faster."

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.rehearsal import RehearsalCheck
 from shardwise.report.console import table
-from shardwise.report.page import Page, Piece
+from shardwise.report.page import Page, Piece, paged
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted, readable_bytes, readable_count, readable_seconds, readable_share
 from shardwise.training.metrics.lines import RunSummary
@@ -40,12 +40,9 @@ def summary_pieces(found: RunSummary, data_type: str) -> Iterator[Piece | str]:
         yield f"metrics.jsonl has no line for step {found.missing_steps}: the figures above leave them out."
 
 
-def training_page(found: RunSummary, job: Job, outcome: Outcome | None) -> Page:
+@paged
+def training_page(found: RunSummary, job: Job, outcome: Outcome | None) -> Iterator[Piece | str]:
     """The end of a run; without an ``outcome`` there was nothing to do."""
-    return Page.of(_pieces(found, job, outcome))
-
-
-def _pieces(found: RunSummary, job: Job, outcome: Outcome | None) -> Iterator[Piece | str]:
     if outcome is None:
         more = "" if found.steps == job.run.steps else f" of {job.run.steps:,}, where run.stop_at pauses it"
         yield f"Nothing to do: the run in {job.run.folder} is at its last step, {found.steps:,}{more}."

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.console import table
-from shardwise.report.page import Page, Piece
+from shardwise.report.page import Page, Piece, paged
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
 
 if TYPE_CHECKING:
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 # -- training runs -----------------------------------------------------------------------------------------
 
 
-def runs_page(scores: Sequence[Score], by_device: Mapping[str, Summary], total: Summary | None) -> Page:
-    return Page.of(_run_pieces(scores, by_device, total))
-
-
-def _run_pieces(
+@paged
+def runs_page(
     scores: Sequence[Score], by_device: Mapping[str, Summary], total: Summary | None
 ) -> Iterator[Piece | str]:
     yield table("Step time and memory", _COLUMNS, map(_row, scores), numbers_from=2, optional=("from", "range"))

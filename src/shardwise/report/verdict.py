@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.step.parts import COMMUNICATION
@@ -11,6 +10,7 @@ from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, FasterJob, Se
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import change_words
 from shardwise.report.console import table
+from shardwise.report.part_names import DIMENSIONS
 from shardwise.report.tables import FittedTable
 from shardwise.spec.job import Job
 from shardwise.spec.units import readable_bytes, readable_seconds, readable_share
@@ -20,60 +20,38 @@ _PARTS = {
     "fixed": "kernel launches and the fixed cost of a step",
     "optimizer": "the optimizer",
 }
-_DIMENSIONS = {
-    "tp": "tensor-parallel",
-    "cp": "context-parallel",
-    "ep": "expert-parallel",
-    "pp": "pipeline",
-    "dp": "data-parallel",
-    "offload": "offload",
-}
 
 
 def verdict_table(found: Assessment) -> FittedTable:
     """What a reader wants first: a name and a few words a line."""
-    return table("", ("", ""), _verdict_rows(found), numbers_from=2)
-
-
-def _verdict_rows(found: Assessment) -> Iterator[tuple[str, str]]:
     analysis = found.analysis
-    low, high = readable_seconds(found.predicted_seconds_low), readable_seconds(found.predicted_seconds_high)
-    step = readable_seconds(analysis.predicted_seconds)
-    yield "Predicted step", f"{step}; 80% of published runs: {low} - {high}"
-    peak = analysis.job.training.recipe.compute
-    yield (
-        "Throughput",
-        f"{analysis.tokens_per_second:,.0f} tokens/s, MFU {readable_share(analysis.mfu)} of the {peak} peak",
-    )
-    yield "Memory", memory_words(analysis)
-    label, words = _bound_words(analysis, found.bottleneck)
-    yield label, words
+    rows = [*_step_rows(found), ("Memory", memory_words(analysis)), ("Bound by", _bound_words(found))]
     if analysis.fits:
         share = analysis.exposed_share
         over = f", above {EXPOSED_LIMIT:.0%}" if share > EXPOSED_LIMIT else ""
-        yield "Exposed communication", f"{share:.0%} of the predicted step{over}"
-        yield "What helps most", _change_words(found)
+        rows.append(("Exposed communication", f"{share:.0%} of the predicted step{over}"))
+        rows.append(("What helps most", _change_words(found)))
     else:
-        yield "What would fit", f"{found.what_would_fit}"
-    yield "Floor", f"{readable_seconds(analysis.floor_seconds)}: all matmuls at peak, communication as priced"
+        rows.append(("What would fit", f"{found.what_would_fit}"))
+    return table("", ("", ""), [*rows, _floor_row(analysis)], numbers_from=2)
 
 
-def prediction_table(data: Mapping[str, Any], job: Job) -> FittedTable:
+def prediction_table(found: Assessment) -> FittedTable:
     """A prediction alone: step, throughput, memory, floor."""
-    step, low, high, floor = (
-        readable_seconds(data[name])
-        for name in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "floor_seconds")
-    )
-    fits = "fits" if data["fits"] else "DOES NOT FIT"
-    held, usable = readable_bytes(data["memory_bytes"]), readable_bytes(data["usable_bytes"])
-    mfu, peak = readable_share(data["mfu"]), job.training.recipe.compute
-    rows = (
-        ("Predicted step", f"{step}; 80% of published runs: {low} - {high}"),
-        ("Throughput", f"{data['tokens_per_second']:,.0f} tokens/s, MFU {mfu} of the {peak} peak"),
-        ("Memory", f"{fits}: {held} of {usable}"),
-        ("Floor", f"{floor}: all matmuls at peak, communication as priced"),
-    )
+    rows = (*_step_rows(found), ("Memory", memory_words(found.analysis)), _floor_row(found.analysis))
     return table("", ("", ""), rows, numbers_from=2)
+
+
+def _step_rows(found: Assessment) -> Iterator[tuple[str, str]]:
+    analysis, peak = found.analysis, found.analysis.job.training.recipe.compute
+    low, high = readable_seconds(found.predicted_seconds_low), readable_seconds(found.predicted_seconds_high)
+    yield "Predicted step", f"{readable_seconds(analysis.predicted_seconds)}; 80% of published runs: {low} - {high}"
+    mfu = f"MFU {readable_share(analysis.mfu)} of the {peak} peak"
+    yield "Throughput", f"{analysis.tokens_per_second:,.0f} tokens/s, {mfu}"
+
+
+def _floor_row(analysis: Analysis) -> tuple[str, str]:
+    return "Floor", f"{readable_seconds(analysis.floor_seconds)}: all matmuls at peak, communication as priced"
 
 
 def memory_words(analysis: Analysis) -> str:
@@ -81,19 +59,19 @@ def memory_words(analysis: Analysis) -> str:
     memory, room = analysis.memory, analysis.room
     free = room.usable_bytes - memory.total
     needed = f"{readable_bytes(memory.total)} of {readable_bytes(room.usable_bytes)}"
-    margin = f"plans leave {readable_bytes(room.margin_bytes)} free, as the error bar of memory asks"
+    margin = f"plans leave {readable_bytes(room.margin_bytes)} free, for the error bar of memory"
     if analysis.fit == "fits":
         return f"fits: {needed}, {readable_bytes(free)} free"
     if analysis.fit == "tight":
         return f"fits, but tight: {needed}, {readable_bytes(free)} free; {margin}"
-    missing = f"{readable_bytes(-free)} too much" if free < 0 else "too little memory of the host"
+    missing = f"{readable_bytes(-free)} too much" if free < 0 else "too little host memory"
     return f"DOES NOT FIT: {needed}, {missing}"
 
 
-def _bound_words(analysis: Analysis, found: Bottleneck) -> tuple[str, str]:
-    if found.kind == "time":
-        return "Bound by", _time_words(analysis, found)
-    return "Bound by", f"memory: {_memory_bound_words(analysis, found)}"
+def _bound_words(found: Assessment) -> str:
+    if found.bottleneck.kind == "time":
+        return _time_words(found.analysis, found.bottleneck)
+    return f"memory: {_memory_bound_words(found.analysis, found.bottleneck)}"
 
 
 def bottleneck_sentence(analysis: Analysis, found: Bottleneck) -> str:
@@ -115,7 +93,7 @@ def _cause_words(job: Job, cause: StepCause) -> str:
         return f"the pipeline bubble ({job.strategy.pp} stages, {job.microbatches} microbatches)"
     if cause.part not in COMMUNICATION:
         return _PARTS.get(cause.part, cause.part)
-    communication = f"{_DIMENSIONS[cause.part]} communication"
+    communication = f"{DIMENSIONS[cause.part].replace(' ', '-')} communication"
     if cause.collective is None:
         return communication
     over = f" over {cause.level_name}" if cause.level_name is not None else ""

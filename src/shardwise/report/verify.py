@@ -1,4 +1,4 @@
-"""What `verify` found, for people and for machines."""
+"""A verification as a page and as plain data, and its progress."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from shardwise.planner.describe import strategy_words
 from shardwise.report.console import table
-from shardwise.report.page import Page, Piece
+from shardwise.report.page import Piece, paged
 from shardwise.spec.job import Job
 from shardwise.spec.units import counted
 
@@ -39,19 +31,16 @@ def verification_data(found: Verification) -> dict[str, Any]:
     }
 
 
-def verification_page(asked: Job, found: Verification) -> Page:
-    """A table of the worst deviations; first what was run where it is not what was asked for."""
-    return Page.of(_verification_page_pieces(asked, found))
-
-
-def _verification_page_pieces(asked: Job, found: Verification) -> Iterator[Piece | str]:
+@paged
+def verification_page(asked: Job, found: Verification) -> Iterator[Piece | str]:
+    """A table of the worst deviations; first how what was run differs from what was asked for."""
     run = found.job
     if run.strategy.world != asked.strategy.world:
         yield f"{asked.strategy.world} ranks are reduced to {run.strategy.world}: {_degrees(run)}, the same order."
     if run.model != asked.model:
         yield (f"{asked.model.name} is shrunk to {counted(run.model.layers, 'layer')} of {run.model.hidden} features.")
     if asked.training.precision != run.training.precision:
-        yield f"Precision is {run.training.precision}: {asked.training.precision} would hide what differs."
+        yield f"Precision is {run.training.precision}: {asked.training.precision} would hide differences."
     words = strategy_words(run.strategy)
     title = f"{run.model.name}, {words}, against one process, {counted(found.steps, 'step')}"
     rows = [
@@ -72,11 +61,11 @@ def verification_progress(steps: int, shown: bool) -> Iterator[Callable[[str, Ca
     if not (shown and sys.stderr.isatty()):
         yield lambda phase, done: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
     with _Counting(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
 
         def watch(phase: str, done: Callable[[], int]) -> None:
-            bars.counts[bars.add_task(phase, total=steps, said="starts")] = done
+            bars.counts[bars.add_task(phase, total=steps, count="starting")] = done
 
         yield watch
 
@@ -92,7 +81,7 @@ class _Counting(Progress):
         for task, count in list(self.counts.items()):
             done = count()
             if done:
-                self.update(task, completed=done, said=f"{done} of {self.tasks[task].total:g} steps")
+                self.update(task, completed=done, count=f"{done} of {self.tasks[task].total:g} steps")
         yield from super().get_renderables()
 
 

@@ -12,7 +12,7 @@ from shardwise.interop.frameworks.target import Lost
 from shardwise.planner.advice.exported import differences
 from shardwise.planner.candidate import Candidate, candidate, job_with
 from shardwise.planner.constraints import FIELDS, OFFLOADS, Allowed, Constraints, field_value
-from shardwise.planner.plan import Plan, plan, ranked
+from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search, search
 from shardwise.spec.errors import DoesNotFit, SpecError, nearest_name, shown
@@ -181,7 +181,7 @@ def _as_run(found: Plan, name: str) -> Plan:
     if not kept:
         problem = f"what would be best does not fit as {name} runs it"
         raise DoesNotFit("--for", problem, "give --max-memory less than the device has, or fix more dimensions")
-    return replace(found, ranking=ranked(kept))
+    return found.of(kept)
 
 
 def _without(constraints: Constraints, job: Job, name: str) -> Constraints:

@@ -103,8 +103,12 @@ class Size:
 
     @property
     def device_seconds_per_token(self) -> float:
-        """What money is proportional to."""
+        """Proportional to the cost of a token."""
         return self.devices * self.best.seconds_per_token
+
+    def cost_against(self, other: Size) -> float:
+        """The cost of a token as a share of another size's."""
+        return self.device_seconds_per_token / other.device_seconds_per_token
 
 
 def sizes(found: Plan) -> tuple[Size, ...]:

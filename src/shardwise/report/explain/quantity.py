@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from shardwise.spec.units import (
-    readable_bytes,
-    readable_flops,
-    readable_rate,
-    readable_seconds,
-    readable_share,
-)
+from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, readable_seconds, readable_share
 
 
-def _plain(number: float) -> str:
+def _plain_number(number: float) -> str:
     return f"{number:,.0f}" if float(number).is_integer() else f"{number:g}"
 
 
 _TEXTS: dict[str, Callable[[float], str]] = {
-    "number": _plain,
+    "number": _plain_number,
     "seconds": readable_seconds,
     "bytes": readable_bytes,
     "bytes_per_second": readable_rate,
@@ -31,7 +26,7 @@ _TEXTS: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """``unit`` is the key of the number in the JSON; ``shown`` is for what is not written as its unit usually is."""
+    """``unit`` is the key of the number in the JSON; ``shown`` replaces the usual text of that unit."""
 
     value: float
     unit: str = "number"
@@ -47,28 +42,12 @@ class Quantity:
         return int(value) if value.is_integer() else value
 
 
-def seconds(value: float) -> Quantity:
-    return Quantity(float(value), "seconds")
-
-
-def size(value: float) -> Quantity:
-    return Quantity(float(value), "bytes")
-
-
-def rate(value: float) -> Quantity:
-    return Quantity(float(value), "bytes_per_second")
-
-
-def flops(value: float) -> Quantity:
-    return Quantity(float(value), "flops")
-
-
-def flop_rate(value: float) -> Quantity:
-    return Quantity(float(value), "flops_per_second")
-
-
-def share(value: float) -> Quantity:
-    return Quantity(float(value), "share")
+seconds = partial(Quantity, unit="seconds")
+size = partial(Quantity, unit="bytes")
+rate = partial(Quantity, unit="bytes_per_second")
+flops = partial(Quantity, unit="flops")
+flop_rate = partial(Quantity, unit="flops_per_second")
+share = partial(Quantity, unit="share")
 
 
 def number(value: float, shown: str = "") -> Quantity:
