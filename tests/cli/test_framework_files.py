@@ -94,7 +94,7 @@ def test_a_configuration_is_priced_like_a_job(folder: Path, name: str, flags: st
 def test_what_has_no_field_and_what_is_assumed_is_said_on_one_line_each(folder: Path) -> None:
     result = run("analyze", str(folder / "ds_config.json"), "--model", "llama3-8b", "--cluster", "dgx-h100:8")
     assert result.err.splitlines() == [
-        "note: training.seq is not in the file: 2048 is taken",
+        "note: training.seq is not in the file: 2048 is assumed",
     ]
     said = run("analyze", str(folder / "ds_config.json"), "--model", "llama3-8b", "--gpus", "64", "--seq", "512").err
     assert "note: no cluster is given: 64 devices of a dgx-h100 are assumed" in said

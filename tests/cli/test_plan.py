@@ -113,8 +113,8 @@ def test_a_search_that_is_stopped_at_once_has_an_answer(model: str) -> None:
 
 def test_what_a_plan_has_from_its_stack_is_noted(tmp_path: Path) -> None:
     result = planned(tmp_path, "--dispatch", "deduplicated", "--set", "strategy.overlap.tp=true")
-    assert "note: strategy.dispatch is not taken" in result.out
-    assert "note: strategy.overlap.tp is not taken" in result.out
+    assert "note: strategy.dispatch is ignored" in result.out
+    assert "note: strategy.overlap.tp is ignored" in result.out
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `compare`, `calibrate`, `validate`.
 
 Each takes a job (a Job, a file, keywords) or what the command of that name takes, and returns a `Result`. They are
-imported when first used. The command line calls the same functions; here a mistake is told in keywords, not in flags.
+imported when first used. The command line calls the same functions; here errors name keywords instead of flags.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def __getattr__(name: str) -> Any:
     if name not in VERBS:
         raise AttributeError(f"module 'shardwise.api' has no attribute {name!r}")
     module = importlib.import_module(f"shardwise.api.{VERBS[name]}")
-    verb = globals()[name] = told_in_keywords(getattr(module, name))
+    verb = globals()[name] = with_keyword_errors(getattr(module, name))
     return verb
 
 
-def told_in_keywords(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, with keywords in its errors where the command line has flags."""
+def with_keyword_errors(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose errors name keywords where the command line has flags."""
 
     @functools.wraps(verb)
-    def told(*arguments: Any, **keywords: Any) -> Any:
+    def called(*arguments: Any, **keywords: Any) -> Any:
         try:
             return verb(*arguments, **keywords)
         except SpecError as error:
             raise type(error)(*map(_in_keywords, (error.field, error.problem, error.remedy))) from None
 
-    return told
+    return called
 
 
 def _in_keywords(text: str) -> str:

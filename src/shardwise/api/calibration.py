@@ -14,9 +14,9 @@ from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.quantities import whole_number
 from shardwise.api.results import Result, Rows
 from shardwise.launch.torchrun import Started, started
-from shardwise.report.calibration import calibration_data, calibration_page
+from shardwise.report.calibration import calibration_page
 from shardwise.report.page import Page
-from shardwise.report.recut import recut_data, recut_page
+from shardwise.report.recut import recut_page
 from shardwise.spec.clusters import cluster_from, cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError
@@ -34,7 +34,7 @@ RECUT, CLUSTER = "recut.yaml", "cluster.yaml"
 
 @dataclass(frozen=True)
 class CalibrationResult(Result):
-    """What was measured, as a cluster; ``before`` is what was known of it. ``path`` was written by this process."""
+    """The measured cluster; ``before`` is what was known of it, ``path`` the file."""
 
     found: Calibration
     before: Cluster
@@ -51,10 +51,8 @@ class CalibrationResult(Result):
         return calibration_page(self.found, self.before, self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**calibration_data(self.found), "written": str(self.path)}
-
-    def tables(self) -> Mapping[str, Rows]:
-        return {"residuals": [asdict(one) for one in self.found.residuals]}
+        residuals = {name: [asdict(one) for one in getattr(self.found, name)] for name in ("residuals", "far_off")}
+        return {"cluster": self.cluster.to_dict(), **residuals, "written": str(self.path)}
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class RecutResult(Result):
 
     @property
     def predicted_seconds(self) -> float:
-        """A step of the new cut, by the times that were measured."""
+        """A step with the new stages, by the measured times."""
         return self.found.expected_seconds
 
     @property
@@ -82,7 +80,16 @@ class RecutResult(Result):
         return recut_page(self.found, self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**recut_data(self.found), "written": str(self.path)}
+        found = self.found
+        return {
+            "layers_before": found.layers[0],
+            "layers_after": found.layers[1],
+            "order_before": found.old.strategy.order,
+            "order_after": found.job.strategy.order,
+            "slowness_of_ranks": found.slowness,
+            **{name: getattr(found, name) for name in ("step_seconds", "expected_seconds", "gain")},
+            "written": str(self.path),
+        }
 
     def tables(self) -> Mapping[str, Rows]:
         stages = enumerate(zip(*self.found.layers))
@@ -99,15 +106,16 @@ def calibrate(
     only: str | Sequence[str] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> CalibrationResult:
-    """Measures this machine, or the hosts that torchrun has started this on, and writes a cluster file to plan with.
+    """Measures this machine, or the hosts that torchrun started this on, and writes a cluster file to plan with.
 
-    ``only`` some of device, links and storage. ``on_progress`` is called with what is measured next.
+    ``only`` measures some of device, links and storage. ``on_progress`` is called with what is measured next.
     """
     require_packages("calibrate", "torch")
     here = started()
-    if here is not None:
-        _refuse({"processes": processes, "emulate": emulate}, "torchrun",
-                "leave it out: torchrun says how many there are")  # fmt: skip
+    for flag, value in (("--processes", processes), ("--emulate", emulate)):
+        if here is not None and value is not None:
+            remedy = "leave it out: torchrun says how many there are"
+            raise SpecError(flag, "cannot be combined with torchrun", remedy)
     from shardwise.launch.emulate.network import require_emulation
     from shardwise.measure.calibrate import run as measured
 
@@ -143,12 +151,6 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
     return RecutResult(result, path)
 
 
-def _refuse(values: Mapping[str, Any], beside: str, remedy: str) -> None:
-    for name, value in values.items():
-        if value is not None:
-            raise SpecError(f"--{name}", f"cannot be combined with {beside}", remedy)
-
-
 def _device(asked: str, *, emulated: bool) -> str:
     from shardwise.measure.calibrate.device_samples import gpus
 
@@ -160,7 +162,7 @@ def _device(asked: str, *, emulated: bool) -> str:
 
 
 def _cluster(name: str | None, processes: int | str | None, device: str, emulation: Emulation | None) -> Cluster:
-    """What is known before anything is measured: as many devices as there are, or as are asked for."""
+    """The cluster as known before it is measured, with the devices found or asked for."""
     base = named_cluster(_require_name(name) if device == "cuda" else name or "laptop:1")
     if emulation is not None:
         return cluster_of(emulation, base)
@@ -206,7 +208,7 @@ def _parts(only: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _rounded(data: Any) -> Any:
-    """Measured numbers with their significant digits."""
+    """Measured numbers rounded to four significant digits."""
     if isinstance(data, dict):
         return {name: _rounded(value) for name, value in data.items()}
     if isinstance(data, list):
@@ -222,7 +224,7 @@ def named_cluster(name: str) -> Cluster:
 
 
 def cluster_of_ranks(name: str, ranks: int) -> Cluster:
-    """The cluster of that name, which must have as many devices as there are ranks."""
+    """The named cluster; raises SpecError unless it has one device per rank."""
     cluster = named_cluster(name)
     if cluster.devices == ranks:
         return cluster

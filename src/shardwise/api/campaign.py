@@ -35,7 +35,7 @@ _PRICE = re.compile(
 
 @dataclass(frozen=True)
 class CampaignArguments:
-    """What a caller gives of the whole run: numbers, or text with units, as the flags of the same names take."""
+    """The whole run as a caller gives it: numbers, or text with units, as the flags of the same names take."""
 
     tokens: Any = None
     price: Any = None
@@ -46,7 +46,7 @@ class CampaignArguments:
 
 @dataclass(frozen=True)
 class Terms:
-    """What the user specifies of the whole run; None is left to the job."""
+    """The same as numbers; None is left to the job."""
 
     tokens: float
     price: float | None
@@ -122,8 +122,8 @@ def _checkpoint(terms: Terms, job: Job) -> tuple[float, str]:
     if level is not None:
         return level.write_seconds, level.name
     if fails:
-        raise SpecError("--mtbf", "needs the time of a checkpoint, and the cluster has no storage",
-                        "give --checkpoint-seconds 30s")  # fmt: skip
+        problem = "needs the time of a checkpoint, and the cluster has no storage"
+        raise SpecError("--mtbf", problem, "give --checkpoint-seconds 30s")
     return 0.0, ""
 
 
@@ -163,5 +163,5 @@ def _price(text: Any) -> tuple[float, str]:
 
 
 def _device_hours(text: Any) -> float:
-    """Device-hours; a number without a unit is one of them."""
+    """Device-hours, which are also the unit of a number without one."""
     return _amount("--mtbf", f"{text}h" if str(text).strip()[-1:].isdigit() else text, "seconds") / HOUR

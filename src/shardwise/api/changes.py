@@ -1,4 +1,4 @@
-"""Fields of a job that follow from others, or that `--set` changes: in a file, or in a model that is only named."""
+"""Changes of fields: by `--set`, in a file or in a named model or cluster; steps that follow from tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.run import Run
 
-_DESCRIBING = ("source", "published_parameters")  # what was published is no longer true of a changed one
+_DESCRIBING = ("source", "published_parameters")  # no longer true once something is changed
 
 Noun = TypeVar("Noun", bound=Spec)
 
@@ -29,7 +29,7 @@ def set_field(fields: dict[str, Any], path: str, value: Any) -> None:
 
 
 def changed(noun: Noun, kind: str, overrides: Mapping[str, Any]) -> Noun:
-    """A model or cluster with those of its fields changed that ``overrides`` name (``kind.field``)."""
+    """A model or cluster with the fields changed that ``overrides`` name (``kind.field``)."""
     changes = {path.partition(".")[2]: value for path, value in overrides.items() if path.startswith(f"{kind}.")}
     if not changes:
         return noun
@@ -47,7 +47,7 @@ def changed(noun: Noun, kind: str, overrides: Mapping[str, Any]) -> Noun:
 
 
 def _leave_derived(model: Model, fields: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Sizes that follow from others do so from the changed ones."""
+    """Drops sizes that are derived from others, so that they are derived again."""
     if {"hidden", "heads"} & set(changes) and model.head_dim == model.hidden // model.heads:
         fields.pop("head_dim", None)
     if "heads" in changes and model.kv_heads == model.heads:
@@ -55,7 +55,7 @@ def _leave_derived(model: Model, fields: dict[str, Any], changes: Mapping[str, A
 
 
 def with_steps(run: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a run with as many steps as ``training.tokens`` takes; one that says otherwise is refused."""
+    """The fields of a run with the steps that ``training.tokens`` takes; raises SpecError if it has others."""
     training = fields.get("training")
     if not isinstance(training, Mapping) or training.get("tokens") is None:
         return dict(run)

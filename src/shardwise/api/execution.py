@@ -36,7 +36,7 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingResult(Result):
-    """How a run ended. ``outcome`` is None where all steps had been done before."""
+    """How a run ended. ``outcome`` is None if all steps had been done before."""
 
     job: Job
     summary: RunSummary
@@ -62,7 +62,7 @@ class TrainingResult(Result):
 
     @property
     def measured_seconds(self) -> float | None:
-        """The median of the steps of the run."""
+        """The median step time of the run."""
         return self.summary.step_seconds
 
     @property
@@ -98,8 +98,8 @@ def train(
 ) -> TrainingResult:
     """Prices the job, starts one process per device, trains, and restarts after a failure.
 
-    What it keeps is in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A run
-    that fails is a result with ``ok`` False, not an error. ``on_progress`` is called with notes and with what happens.
+    Everything is kept in ``run_folder``: called again with the same folder, it resumes from the last checkpoint. A
+    failed run is a result with ``ok`` False, not an error. ``on_progress`` is called with notes and events.
     """
     report = on_progress or (lambda text: None)
     ready = ready_run(
@@ -107,15 +107,15 @@ def train(
         profile=profile, note=report,
     )  # fmt: skip
 
-    def tell_event(event: Event) -> None:
+    def report_event(event: Event) -> None:
         report(f"{event.kind}: {event.text}")
 
-    return trained(ready, lambda launch: launch.supervised(tell_event), grace=grace, debug=debug)
+    return trained(ready, lambda launch: launch.supervised(report_event), grace=grace, debug=debug)
 
 
 @dataclass(frozen=True)
 class ReadyRun:
-    """A job that was checked, in its folder; ``named_model`` is how its model was given."""
+    """A checked job in its folder; ``named_model`` is the model as the caller gave it."""
 
     job: Job
     folder: RunFolder
@@ -137,7 +137,7 @@ class ReadyRun:
 
 
 def trained(ready: ReadyRun, run: Callable[[Launch], Outcome], *, grace: Size, debug: bool) -> TrainingResult:
-    """``run`` supervises what is launched."""
+    """Trains unless all steps are done; ``run`` supervises the launch."""
     grace_seconds = float(parse(grace, "seconds", "--grace"))
     with ready.folder.checkpoints.locked():
         step = ready.finished_step()
@@ -157,7 +157,7 @@ def ready_run(
     here: bool = True,
     note: OnProgress,
 ) -> ReadyRun:
-    """The job with its run complete, checked and placed; what it leaves open is tried, unless it runs elsewhere."""
+    """The job with its run completed, checked and given a folder; ``here``: it runs on this machine."""
     fields: dict[str, Any] = {} if steps is None else {"steps": whole_number(steps, "--steps")}
     if emulate is not None:
         fields["emulate"] = Emulation.parse(emulate, "--emulate")
@@ -182,7 +182,7 @@ def ready_run(
 
 
 def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:
-    """The figures of a run; the step of a finished one is its checkpoint's, which metrics may lack."""
+    """The figures of a run; a finished run's step is its checkpoint's, which metrics may lack."""
     from shardwise.training.metrics.lines import read_lines, summarise
 
     found = summarise(read_lines(folder.metrics))
@@ -190,7 +190,7 @@ def run_summary(folder: RunFolder, finished_step: int | None) -> RunSummary:
 
 
 def _completed(job: Job, run_folder: str | PathLike[str] | None, data: Sequence[str], profile: str | None) -> Job:
-    """The job with a folder, and paths that hold wherever a worker starts."""
+    """The job with a folder, and absolute paths for the workers."""
     changes: dict[str, object] = {"folder": str(run_folder) if run_folder else job.run.folder}
     if profile is not None:
         changes["profile"] = Profile.parse(profile, "--profile")
@@ -210,7 +210,7 @@ def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _weights_left(named: Any, job: Job) -> list[str]:
-    """A note for a folder with weights of which only the shape is used: the user may have meant both."""
+    """A note on a model folder whose weights are not used: the user may have meant to start from them."""
     if named is None or job.run.start_from is not None or not isinstance(named, str) or not is_folder(named):
         return []
     if not any(Path(named).glob("*.safetensors")):

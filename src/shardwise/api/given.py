@@ -1,4 +1,4 @@
-"""What a caller gives of a job: a file, a job or its fields, and keywords or flags that override them."""
+"""The job as a caller gives it: a file, a job or its fields, and keywords or flags that override them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = ("strategy", "training", "run")
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments:
-    """What is given of a job, before anything of it is looked up.
+    """A job as given, before anything is looked up.
 
     ``job`` is the path of a file, ``fields`` are those of a job that is not in one; ``overrides`` are values by the
     path of their field (``strategy.tp``). The rest has the names and meanings of the command line's flags.
@@ -108,7 +108,7 @@ class JobKeywords(TypedDict, total=False):
 
 
 def job_arguments(job: JobSource | None, keywords: Mapping[str, Any]) -> JobArguments:
-    """What a caller of the API gives; raises SpecError for a keyword that is none."""
+    """The arguments of a call of the API; raises SpecError for an unknown keyword."""
     if isinstance(job, JobArguments):
         return job
     plain = {one.name for one in fields(JobArguments)} - {"job", "fields", "overrides"}
@@ -154,7 +154,7 @@ def _path(name: str, plain: set[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A sequence as a file has it; parts of a strategy as their fields."""
+    """Plain data as in a file: lists for tuples, fields for parts of a strategy."""
     if isinstance(value, tuple):
         return list(value)
     return value.to_dict() if hasattr(value, "to_dict") else value

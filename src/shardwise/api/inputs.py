@@ -1,4 +1,4 @@
-"""From what a caller gives to a `Job`: presets, files, another framework's configuration, or bare numbers."""
+"""Makes a `Job` of what a caller gives: presets, files, another framework's configuration, or bare numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression", "s
 PLANNED_SEQ = 8192
 PLANNED_BATCH = "4M-tokens"
 _DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
-# What many configurations leave to the training script, and we then have to assume.
+# Fields that many configurations leave to the training script, so that they have to be assumed.
 _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
 
 
@@ -41,9 +41,9 @@ def job_from(
 ) -> tuple[Job, list[str]]:
     """The job that a file and flags describe; flags override the file.
 
-    The file may be another framework's configuration: what of it has no meaning here, and what it leaves open, is
-    in the notes. It is priced as that framework runs it, unless this project's engine runs it
-    (``runs_here``). ``run`` has the fields of the run that flags give, of a verb that runs it.
+    The file may be another framework's configuration: notes say what of it is not used and what had to be assumed. It
+    is priced as that framework runs it, unless our engine runs it (``runs_here``). ``run`` has the fields of the run
+    that flags set.
     """
     emulation = (run or {}).get("emulate")
     fields, framework, notes = _job_fields(arguments, emulation, runs_here=runs_here or run is not None)
@@ -53,7 +53,7 @@ def job_from(
         if framework is not None:
             fields["run"], cut = _fitting_run(fields["run"])
             notes += cut
-    _take_shorter_sequences(fields)
+    _limit_sequence(fields)
     job = decided(Job.from_dict(fields))
     return job, [*notes, *_assumptions(fields, job)] if framework is not None else []
 
@@ -63,14 +63,14 @@ def planning_job(
 ) -> tuple[Job, list[str]]:
     """The job whose strategy is to be found, and what was assumed about it.
 
-    Its strategy says only what no search varies (`NOT_SEARCHED`). For a ``framework`` the stack and the precision are
-    its own, unless others are given. With ``batch_from``, the least batch, the search finds the batch.
+    Its strategy has only what no search varies (`NOT_SEARCHED`). A ``framework`` sets the stack and the precision
+    unless these are given. With ``batch_from``, the minimum, the search chooses the batch.
     """
     fields, imported, notes = _job_fields(arguments, runs_here=True)
     if framework is not None:
-        notes += _own_way(fields, framework)
+        notes += _take_framework_defaults(fields, framework)
     given = _part(fields, "strategy")
-    Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # also what is not taken from it
+    Strategy.from_dict(without_auto({"strategy": given})["strategy"], "strategy")  # checks unused fields too
     notes += _not_taken(arguments)
     fields["strategy"] = {name: given[name] for name in NOT_SEARCHED if name in given}
     training = _part(fields, "training")
@@ -97,9 +97,9 @@ def planning_job(
 
 
 def _not_taken(arguments: JobArguments) -> list[str]:
-    """A note on strategy flags that a plan takes from the stack instead."""
+    """Notes on strategy flags that a plan ignores because the stack decides."""
     paths = (path for path in arguments.overrides if path.startswith(("strategy.overlap", "strategy.dispatch")))
-    return [f"{path} is not taken: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
+    return [f"{path} is ignored: a plan overlaps and dispatches as its stack does (--stack)" for path in paths]
 
 
 def _planned_steps(training: Mapping[str, Any], batch: Any) -> int | None:
@@ -114,7 +114,7 @@ def _fitting_run(run: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return fitting_run(run)
 
 
-def _own_way(fields: dict[str, Any], framework: str) -> list[str]:
+def _take_framework_defaults(fields: dict[str, Any], framework: str) -> list[str]:
     """Gives ``fields`` the framework's stack and precision unless set, with a note; rejects another framework's."""
     from shardwise.interop.frameworks import TARGETS, own_stack
 
@@ -135,9 +135,9 @@ def _own_way(fields: dict[str, Any], framework: str) -> list[str]:
 def _job_fields(
     arguments: JobArguments, emulation: Emulation | None = None, *, runs_here: bool = False
 ) -> tuple[dict[str, Any], str | None, list[str]]:
-    """The fields of a job, the framework whose configuration they come from, and what to tell about that.
+    """The fields of a job, the framework whose configuration they come from, and notes about that.
 
-    An ``emulation`` is a cluster too, where none is given. What ``runs_here`` has the stack of this project's engine.
+    An ``emulation`` stands in for a cluster that is not given. A job that ``runs_here`` has our engine's stack.
     """
     overrides = arguments.overrides
     bare.check_unused(arguments)
@@ -156,8 +156,7 @@ def _job_fields(
     named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
     for path, value in overrides.items():
         if path in named and getattr(arguments, path) is not None:
-            problem = f"{shown(getattr(arguments, path))} and --set {path} are mutually exclusive"
-            raise SpecError(f"--{path}", problem, "give one of them")
+            raise _exclusive(f"--{path}", getattr(arguments, path), f"--set {path}")
         if path.partition(".")[0] not in named or "." not in path:
             set_field(fields, path, value)
     nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
@@ -169,14 +168,14 @@ def _job_fields(
         cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, maybe of another link
     fields["cluster"] = cluster
     if bare.gives_cluster(arguments) and "strategy.collective" not in overrides:
-        # Whoever names a bare topology wants its textbook algorithm.
+        # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
     return fields, framework, notes
 
 
-def _take_shorter_sequences(fields: dict[str, Any]) -> None:
-    """Where no sequence length is given, no longer one than the model has learned positions for."""
+def _limit_sequence(fields: dict[str, Any]) -> None:
+    """Keeps the default sequence length within the model's learned positions."""
     model, training = fields["model"], fields.get("training") or {}
     if isinstance(training, Mapping) and "seq" not in training and model.positions == "learned":
         set_field(fields, "training.seq", min(Training.seq, model.max_seq))
@@ -187,7 +186,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The fields of one part of a job, none where it is left out."""
+    """The fields of one part of a job; empty if it is left out."""
     part = fields.get(name) or {}
     if not isinstance(part, Mapping):
         raise SpecError(name, f"{shown(part)} should be a mapping of fields", f"write its fields below {name}:")
@@ -201,7 +200,7 @@ def _is_named(arguments: JobArguments, fields: Mapping[str, Any], kind: str) -> 
 
 
 def _take_stack_defaults(fields: dict[str, Any]) -> None:
-    """A named stack overlaps and dispatches as it does by itself, unless the strategy says otherwise."""
+    """A named stack sets overlap and dispatch unless the strategy does."""
     strategy = fields.get("strategy") or {}
     if "stack" not in fields or not isinstance(strategy, Mapping):
         return
@@ -217,7 +216,7 @@ def _take_stack_defaults(fields: dict[str, Any]) -> None:
 def _imported(
     arguments: JobArguments, overrides: Mapping[str, Any], framework: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a job that another framework's configuration gives, and what to tell the user about it."""
+    """The fields of a job from another framework's configuration, and notes for the user."""
     from shardwise.interop.frameworks import read
 
     assert arguments.job is not None
@@ -233,7 +232,7 @@ def _imported(
     named = arguments.model is not None or bare.gives_model(arguments) or "model" in known
     model = _model(arguments, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
     given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
-    # The first reading only finds the degrees; with the flags' they say how many ranks share the batch.
+    # The first reading only finds the degrees; with those of the flags they give the data-parallel degree.
     degrees = {**read(arguments.job, framework, model, given=given).fields, **given}
     others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
     if degrees.get("strategy.dp") is None and cluster.devices % others == 0:
@@ -247,23 +246,25 @@ def _imported(
 
 
 def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
-    """What neither the configuration nor a flag says."""
+    """Notes on fields that neither the configuration nor a flag sets."""
     nouns = {"strategy": job.strategy, "training": job.training}
     paths = [path.split(".") for path in _ASSUMED]
     return [
-        f"{noun}.{name} is not in the file: {getattr(nouns[noun], name)} is taken"
+        f"{noun}.{name} is not in the file: {getattr(nouns[noun], name)} is assumed"
         for noun, name in paths
         if name not in (fields.get(noun) or {})
     ]
+
+
+def _exclusive(flag: str, value: Any, other: str) -> SpecError:
+    return SpecError(flag, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
 
 
 def _model(arguments: JobArguments, fields: dict[str, Any]) -> Model:
     named = fields.get("model") if arguments.model is None else arguments.model
     if bare.gives_model(arguments):
         if arguments.model is not None:
-            raise SpecError(
-                "--model", f"{shown(arguments.model)} and bare numbers are mutually exclusive", "give one of them"
-            )
+            raise _exclusive("--model", arguments.model, "bare numbers")
         strategy = fields.get("strategy")
         return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
     if named is None:
@@ -274,19 +275,12 @@ def _model(arguments: JobArguments, fields: dict[str, Any]) -> Model:
 def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
     if bare.gives_cluster(arguments):
         if arguments.cluster is not None:
-            raise SpecError(
-                "--cluster",
-                f"{shown(arguments.cluster)} and --topology are mutually exclusive",
-                "give one of them",
-            )
+            raise _exclusive("--cluster", arguments.cluster, "--topology")
         return bare.cluster(arguments)
     named = fields.get("cluster") if arguments.cluster is None else arguments.cluster
     if named is None:
-        raise SpecError(
-            "cluster",
-            "is missing",
-            "name one: --cluster dgx-h100:4 (`shardwise list clusters`), or --topology ... --gpus N",
-        )
+        remedy = "name one: --cluster dgx-h100:4 (`shardwise list clusters`), or --topology ... --gpus N"
+        raise SpecError("cluster", "is missing", remedy)
     try:
         cluster = cluster_from(named)
     except SpecError as error:

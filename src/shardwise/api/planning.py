@@ -49,7 +49,7 @@ class PlanResult(Result):
 
     @property
     def predicted_seconds(self) -> float:
-        """How long a step of the plan should take."""
+        """The predicted time of a step of the plan."""
         return self.answer.plan.best.step_seconds
 
     @property
@@ -108,7 +108,7 @@ class PlanResult(Result):
 
 @dataclass(frozen=True)
 class MixedPlanResult(Result):
-    """A plan for several kinds of nodes, which is priced only."""
+    """A plan for several kinds of nodes, which is only priced."""
 
     plan: MixedPlan
     notes: tuple[str, ...] = ()
@@ -123,9 +123,6 @@ class MixedPlanResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         return mixed_data(self.plan)
-
-    def tables(self) -> Mapping[str, Rows]:
-        return {name: rows for name, rows in self.to_dict().items() if isinstance(rows, list)}
 
 
 def plan(
@@ -155,8 +152,8 @@ def plan(
     """The best way to split a training job: ``plan(model="llama3-8b", cluster="dgx-h100:2", global_batch=512)``.
 
     Keywords of the strategy bound the search: ``tp=8``, ``tp="2,4,8"``, ``pp="1..16"``. The others are those of the
-    command; ``offload`` is True or kinds (always), False (never) or None (if nothing else fits). ``on_progress`` gets
-    what is being done. Raises DoesNotFit if nothing fits.
+    command; ``offload`` is True or kinds (always), False (never) or None (if nothing else fits). ``on_progress`` is
+    called with what is being done. Raises DoesNotFit if nothing fits.
     """
     asked, bounds = bounded(job_arguments(job, keywords))
     if isinstance(asked.cluster, str) and parse_mixed(asked.cluster) is not None:
@@ -220,7 +217,7 @@ def plan_mixed(
     mixed = None if asked.cluster is None else parse_mixed(asked.cluster)
     if mixed is None:
         raise SpecError("cluster", f"{shown(asked.cluster)} has one kind of nodes", "use plan")
-    # What is asked of one cluster is asked of the first kind.
+    # What depends on one cluster is taken from the first kind.
     least = _minimum(min_global_batch)
     wanted, notes = planning_job(replace(asked, cluster=mixed.kinds[0]), batch_from=least)
     found = plan_kinds(
@@ -239,7 +236,7 @@ def plan_mixed(
 
 
 def bounded(asked: JobArguments) -> tuple[JobArguments, dict[str, Allowed]]:
-    """What is given of the strategy as bounds, and the rest, so that the job does not get them as values."""
+    """Splits bounds on the strategy off the arguments, so that they do not become values of the job."""
     bounds: dict[str, Allowed] = {}
     rest: dict[str, Any] = {}
     for path, value in asked.overrides.items():
@@ -259,7 +256,7 @@ def constraints(bounds: Mapping[str, Allowed], exclude: Sequence[str], offload: 
 
 
 def _text(value: Any) -> str:
-    """A bound as the command line has it."""
+    """A bound as the command line writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple, range)):
@@ -293,7 +290,7 @@ def _memory(value: Size | None, there: float) -> float | None:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a table: what is nested goes under its own names, longer structures stay out."""
+    """A row of a table: batch and memory are unnested, other structures left out."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What every result of the API can do: print itself, show itself in a notebook, become plain data or a data frame."""
+"""What every result of the API offers: text, a notebook view, plain data, data frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Result(ABC):
-    """What a verb has found. Seconds, bytes and shares are plain numbers; ``print`` shows it as the command does."""
+    """The result of a verb. Seconds, bytes and shares are plain numbers; ``print`` shows it as the command does."""
 
     @cached_property
     @abstractmethod
@@ -26,9 +26,9 @@ class Result(ABC):
     def to_dict(self) -> dict[str, Any]:
         """The same as the command's ``--json``."""
 
-    @abstractmethod
     def tables(self) -> Mapping[str, Rows]:
-        """Its tables by name, rows of plain numbers; the first is the one that a frame is of."""
+        """Its tables by name, rows of plain numbers; `to_frame` takes the first unless told otherwise."""
+        return {name: rows for name, rows in self.to_dict().items() if isinstance(rows, list)}
 
     def to_frame(self, table: str | None = None) -> Any:
         """A pandas DataFrame of one of its tables; raises SpecError where pandas is not installed."""

@@ -11,7 +11,7 @@ from shardwise.api.given import JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.results import Result, Rows
 from shardwise.report.page import Page
-from shardwise.report.verify import verification_data, verification_page
+from shardwise.report.verify import verification_page
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from shardwise.measure.verify import Verification
 
 STEPS, PROCESSES, TOLERANCE = 3, 8, 1e-5
-LARGEST_SEED = 10**12  # data draws from a million times as much, in 64 bits
+LARGEST_SEED = 10**12  # data is seeded with up to a million times as much, in 64 bits
 
 
 @dataclass(frozen=True)
 class VerificationResult(Result):
-    """How far a layout is from one process; ``asked`` is the job as given, ``found.job`` the one that ran."""
+    """How far a layout deviates from one process; ``asked`` is the job as given, ``found.job`` the one that ran."""
 
     asked: Job
     found: Verification
@@ -45,7 +45,8 @@ class VerificationResult(Result):
         return verification_page(self.asked, self.found)
 
     def to_dict(self) -> dict[str, Any]:
-        return verification_data(self.found)
+        where = {"worst": self.worst, "where": self.found.where}
+        return {"ok": self.ok, "steps": self.found.steps, **where}
 
     def tables(self) -> Mapping[str, Rows]:
         worst = self.found.worst.items()
@@ -73,7 +74,7 @@ def verify(
         if value < 1:
             raise SpecError(flag, f"{value}", "use 1 or more")
     if not tolerance >= 0:
-        raise SpecError("--tolerance", f"{tolerance:g} is no deviation", "use 0 or more, such as 1e-5")
+        raise SpecError("--tolerance", f"{tolerance:g} is not a deviation", "use 0 or more, such as 1e-5")
     if abs(seed) > LARGEST_SEED:
         raise SpecError("--seed", f"{seed} is out of range", f"use a number up to {LARGEST_SEED:,}")
     asked = job if isinstance(job, Job) and not keywords else job_from(job_arguments(job, keywords), runs_here=True)[0]

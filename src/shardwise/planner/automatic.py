@@ -1,8 +1,8 @@
-"""What a job leaves to us (`run.automatic`): the largest microbatch that fits, and the least offload that makes it fit.
+"""What a job leaves open (`run.automatic`): the largest microbatch that fits, and the least offload that makes it fit.
 
-A microbatch is looked for first, with what the job offloads by itself; where not even the smallest fits, offload is.
-Of that optimizer states go first, since they move once a step; then what moves with every microbatch: gradients and
-weights where ZeRO has divided them, and activations.
+The microbatch is searched first, with the offload that the job specifies; if not even the smallest fits, offload is
+added. Optimizer states go first, since they move once a step; then what moves with every microbatch: gradients and
+weights where ZeRO has sharded them, and activations.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ KINDS = ("optimizer", "gradients", "weights", "activations")
 
 
 def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequence[str] = KINDS) -> Job:
-    """The job with the smallest shares of its offload, of these ``kinds``, that fit a device or ``memory_bytes`` of it.
+    """The job with the smallest shares of offload, of these ``kinds``, that fit a device or ``memory_bytes`` of it.
 
-    "Fit" is what a plan means by it: with the margin that it leaves free.
-
-    What the job offloads already is the least it will; raises SpecError if all of everything is not enough.
+    It fits with the margin that plans leave free. The job's own offload is the minimum; raises SpecError if offloading
+    everything is not enough.
     """
     limit = room_of(job, memory_bytes).planned_bytes
     for kind in (kind for kind in kinds if _may_go(job, kind)):
@@ -40,13 +39,13 @@ def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequenc
         job = tried
     needed = peak_memory(job).total
     problem = (
-        f"a device needs {readable_bytes(needed)} with everything offloaded that may be, of {readable_bytes(limit)}"
+        f"a device needs {readable_bytes(needed)} of {readable_bytes(limit)} even with everything possible offloaded"
     )
     raise SpecError("strategy.offload", problem, "plan for another layout, or a smaller microbatch")
 
 
 def _may_go(job: Job, kind: str) -> bool:
-    """Gradients and weights leave only under ZeRO."""
+    """Gradients and weights can be offloaded only under ZeRO."""
     if kind in ("optimizer", "activations"):
         return True
     with_optimizer = _with_share(job, "optimizer", 1.0)
@@ -63,14 +62,14 @@ def _with_share(job: Job, kind: str, share: float) -> Job:
 
 
 def decided(job: Job) -> Job:
-    """The job with what it leaves open set by what is predicted; unchanged where it leaves nothing open."""
+    """The job with what it leaves open chosen by prediction; unchanged if it leaves nothing open."""
     return ways_to_fit(job)[0]
 
 
 def ways_to_fit(job: Job) -> list[Job]:
-    """Jobs that fit their devices, the one to take first; each next one needs less memory.
+    """Jobs that fit their devices, best first; each next one needs less memory.
 
-    Where nothing fits, the smallest job: who starts it says why not.
+    If nothing fits, the smallest job: the launcher reports why.
     """
     if not job.run.automatic:
         return [job]
@@ -105,7 +104,7 @@ def _fits(job: Job) -> bool:
 
 
 def _with_target(job: Job) -> Offload:
-    """A CPU's own memory is what is full, so that its states go to disk; unless the job says where."""
+    """Unless the job says where: on a CPU, whose own memory is what is full, states go to disk."""
     offload = job.strategy.offload
     target: Literal["cpu", "nvme"] = "nvme" if job.run_device == "cpu" else "cpu"
     return offload if offload != Offload() else replace(offload, target=target)

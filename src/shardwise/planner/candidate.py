@@ -1,4 +1,4 @@
-"""One strategy that the search found, priced by the simulator, with everything that a report says about it."""
+"""One strategy, priced by the simulator, with the figures that reports need."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Candidate:
         return self.simulated.tokens_per_second
 
     def loss_to(self, other: Candidate) -> float:
-        """By how much more time a token takes than with ``other``, as a share."""
+        """The extra time per token compared with ``other``, as a share."""
         return self.seconds_per_token / other.seconds_per_token - 1
 
     @property
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def margin_bytes(self) -> float:
-        """What is left of what a process can have of the device."""
+        """Usable device memory that is left free."""
         return self.job.cluster.device.usable_memory - self.memory.total
 
     @property
@@ -97,7 +97,7 @@ def candidate(job: Job) -> Candidate:
 
 
 def job_with(job: Job, strategy: Strategy, sequences: int) -> Job:
-    """The job that runs ``strategy``; a batch in sequences where the training's does not say just that."""
+    """The job with ``strategy`` and a batch of ``sequences``, as the training wrote it if that is the same."""
     training = job.training
     if training.global_batch is None or training.sequences(strategy.batch_multiple) != sequences:
         training = replace(training, global_batch=sequences)
@@ -116,7 +116,7 @@ def dimensions_used(degrees: Degrees) -> tuple[str, ...]:
 
 
 def complexity(strategy: Strategy) -> int:
-    """How much there is to get right: the dimensions in use, and what is unusual about them."""
+    """How complicated a strategy is: the dimensions in use, and their unusual settings."""
     return (
         3 * len(dimensions_used(degrees_of(strategy)))
         + strategy.schedule_record.complexity * (strategy.pp > 1)

@@ -1,4 +1,4 @@
-"""What the user fixes, bounds or excludes: sets of values per field of the strategy."""
+"""What the user fixes, bounds or excludes: allowed values per field of the strategy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Allowed:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def candidates(self, usual: Iterable[Any]) -> tuple[Any, ...]:
-        """The values to try: those listed, whatever is usual, or the usual ones within the bounds."""
+        """The values to try: those listed, or the usual ones within the bounds."""
         return self.values if self.values is not None else tuple(value for value in usual if value in self)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Constraints:
         return name in self.allowed
 
     def with_allowed(self, more: Mapping[str, Allowed]) -> Constraints:
-        """Both these and ``more``; raises SpecError if nothing satisfies both."""
+        """These and ``more`` combined; raises SpecError if they contradict."""
         merged = dict(self.allowed)
         for name, one in more.items():
             other = merged.get(name)
@@ -104,7 +104,7 @@ def _both(name: str, first: Allowed, second: Allowed) -> Allowed:
 
 
 def field_name(text: str) -> str:
-    """The strategy's field that a word of the command line names."""
+    """The field of the strategy that a name on the command line means."""
     name = text.strip().lstrip("-").replace("-", "_")
     name = _SHORT.get(name, name)
     if name not in FIELDS:
@@ -194,7 +194,7 @@ def field_value(strategy: Strategy, name: str) -> Any:
     return getattr(strategy, name)
 
 
-# Fields that make no difference in every strategy, and when they do.
+# Fields that have an effect only in some strategies, and in which.
 _ACTS: dict[str, Callable[[Strategy], bool]] = {
     "sequence_parallel": lambda strategy: strategy.tp > 1,
     "context_method": lambda strategy: strategy.cp > 1,
@@ -210,11 +210,11 @@ _ACTS: dict[str, Callable[[Strategy], bool]] = {
 
 
 def has(strategy: Strategy, name: str, values: Allowed, *, idle: bool) -> bool:
-    """Whether a field has one of the values; ``idle`` where it makes no difference."""
+    """Whether a field has one of the values; ``idle`` if the field has no effect."""
     if name in _ACTS and not _ACTS[name](strategy):
         return idle
     if name == "shard_group" and strategy.sharding_group in values:
-        return True  # all ranks are so many
+        return True  # the group of all ranks has that size
     if name == "order" and values.values is not None:
         return _used_order(strategy, strategy.order) in [_used_order(strategy, order) for order in values.values]
     return field_value(strategy, name) in values

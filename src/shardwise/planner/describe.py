@@ -1,4 +1,4 @@
-"""Strategies in words: any two that differ in what they do differ in their words."""
+"""Strategies in words: strategies that behave differently have different words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.spec.units import readable_flops
 
 
 def strategy_words(strategy: Strategy) -> str:
-    """All that is not plain about a strategy: "tp 8 · pp 4 (interleaved 2) · dp 16 · ZeRO-1 · selective recompute"."""
+    """A strategy without its defaults: "tp 8 · pp 4 (interleaved 2) · dp 16 · ZeRO-1 · selective recompute"."""
     words = []
     if strategy.tp > 1:
         words.append(f"tp {strategy.tp}" + ("" if strategy.sequence_parallel else " without SP"))
@@ -36,7 +36,7 @@ def strategy_words(strategy: Strategy) -> str:
 
 
 def change_words(before: Strategy, after: Strategy) -> str:
-    """The one change that makes ``after`` of ``before``, as advice: "halve tp to 4 and double dp to 32"."""
+    """The change from ``before`` to ``after`` as advice: "halve tp to 4 and double dp to 32"."""
     for name in ("tp", "cp", "pp", "ep", "microbatch"):
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
@@ -82,19 +82,19 @@ def schedule_words(strategy: Strategy) -> str:
 
 def less_communication_words(strategy: Strategy) -> list[str]:
     """How gradients are compressed and how often workers synchronise, if not the default."""
-    meeting, words = strategy.synchronise, []
+    sync, words = strategy.synchronise, []
     if strategy.compression.is_used:
         chosen = _unusual(strategy.compression, "method")
         words.append(f"{strategy.compression.method} gradients" + (f" ({', '.join(chosen)})" if chosen else ""))
-    if not meeting.every_step:
-        times = meeting.staleness if meeting.is_async else meeting.inner_steps
-        chosen = _unusual(meeting, "method", "staleness", "inner_steps")
-        words.append(f"{meeting.method} {times}" + (f" ({', '.join(chosen)})" if chosen else ""))
+    if not sync.every_step:
+        times = sync.staleness if sync.is_async else sync.inner_steps
+        chosen = _unusual(sync, "method", "staleness", "inner_steps")
+        words.append(f"{sync.method} {times}" + (f" ({', '.join(chosen)})" if chosen else ""))
     return words
 
 
 def communication_words(strategy: Strategy) -> list[str]:
-    """What else is sent otherwise than by default."""
+    """How communication differs from the default."""
     words = []
     if strategy.ep > 1 and strategy.dispatch != "all-to-all":
         words.append(f"{strategy.dispatch} dispatch")
@@ -111,7 +111,7 @@ def communication_words(strategy: Strategy) -> list[str]:
 
 
 def _has(strategy: Strategy, name: str) -> bool:
-    """Whether there is anything of a kind to overlap."""
+    """Whether a dimension communicates at all."""
     if name == "offload":
         return strategy.offload.any
     return (strategy.gradient_group if name == "dp" else int(getattr(strategy, name))) > 1
@@ -150,16 +150,16 @@ def offload_words(strategy: Strategy) -> str:
 
 
 def order_words(strategy: Strategy) -> str:
-    """The order of the dimensions over the ranks, where it differs from the usual one in those that are used."""
+    """The rank order of the dimensions in use, if it is not the default."""
     used = [name for name in strategy.order if strategy.degree(name) > 1]
     usual = [name for name in DIMENSIONS if strategy.degree(name) > 1]
     return "" if used == usual else "-".join(strategy.order)
 
 
-def _unusual(spec: Any, *said: str) -> list[str]:
-    """Fields of a part of the strategy that differ from their defaults and are not ``said`` already."""
+def _unusual(spec: Any, *mentioned: str) -> list[str]:
+    """Fields of a part of the strategy that differ from their defaults, except those already ``mentioned``."""
     usual = type(spec)()
-    names = (one.name for one in fields(spec) if one.name not in said)
+    names = (one.name for one in fields(spec) if one.name not in mentioned)
     return [f"{name} {getattr(spec, name)}" for name in names if getattr(spec, name) != getattr(usual, name)]
 
 

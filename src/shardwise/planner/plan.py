@@ -1,6 +1,6 @@
-"""A plan: the search, its best strategies priced again by the simulator, ranked.
+"""A plan: the best strategies of a search, simulated and ranked.
 
-Of the strategies that noise does not tell apart the simplest comes first, then the others by time.
+Among strategies within noise of the fastest the simplest comes first; the others follow by time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Ranking:
 
 
 def ranked(candidates: Iterable[Candidate]) -> Ranking:
-    """The strategies in the order in which to try them."""
+    """The strategies in the order to try them."""
     by_time = sorted(candidates, key=lambda one: one.seconds_per_token)
     noise = noise_of(by_time[0].job)
     limit = by_time[0].seconds_per_token * (1 + noise.share)
@@ -99,9 +99,9 @@ def _simplest_of_layouts(by_time: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _difficulty(one: Candidate) -> tuple[float, ...]:
-    """Fewest dimensions first, then what a framework can express, then plain choices, then what fits if memory is more.
+    """Fewest dimensions first, then what a framework can express, plain choices, and what fits with the memory margin.
 
-    What is left then goes by time, and where that ties (as it is printed) by the memory left.
+    The rest is ordered by time as printed, then by the memory left.
     """
     lacks_room = fit_of(one.job) != "fits"
     printed_seconds = float(f"{one.seconds_per_token:.3g}")
@@ -110,12 +110,12 @@ def _difficulty(one: Candidate) -> tuple[float, ...]:
 
 
 def why_behind(first: Candidate, other: Candidate) -> str:
-    """What puts the other behind the first, of two that noise does not tell apart."""
+    """Why the other ranks behind the first, of two within noise of each other."""
     reasons = (
         "has more dimensions",
         "no framework's configuration can express it",
         "is less plain",
-        "may not fit if its memory is more than predicted",
+        "may not fit if it needs more memory than predicted",
         "is no simpler",
         "leaves less memory",
     )
@@ -123,22 +123,22 @@ def why_behind(first: Candidate, other: Candidate) -> str:
 
 
 def said_by_a_framework(one: Candidate) -> bool:
-    """Whether some framework's configuration can express the strategy; formats and the like are its own affair."""
+    """Whether some framework's configuration can express the strategy, whatever its precision and optimizer."""
     from shardwise.interop.frameworks import TARGETS, lacking  # tables that only a plan needs
 
     return any(all(not lost.within("strategy") for lost in lacking(one.job, name)) for name in TARGETS)
 
 
-RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too, beside the best of all
-OWN_STAGES = 10  # of the fastest pipelines, whose layers are divided by time and memory too
-FRONT_STEP = 0.005  # by which a strategy has to be faster to stand beside one that needs less memory
+RANKED_LAYOUTS = 24  # layouts whose best strategy is simulated too
+OWN_STAGES = 10  # fastest pipelines that are also tried with layers divided by time and memory
+FRONT_STEP = 0.005  # gain in time that justifies more memory on the Pareto front
 
 
 @dataclass(frozen=True)
 class Plan(Ranking):
-    """What a search found, and the order of all that was simulated.
+    """A ranking of all that was simulated, with the search that found it.
 
-    Every table and answer is about these: a strategy has one price, and the best of a kind is the first of that kind.
+    Every table and answer uses these candidates: a strategy has one price, and the best of a kind is its first.
     """
 
     request: Request
@@ -159,7 +159,7 @@ class Plan(Ranking):
         return replace(self, candidates=found.candidates, noise=found.noise)
 
     def joined(self, others: Iterable[Candidate]) -> Plan:
-        """The plan with what was simulated besides, as the answer to a question about it."""
+        """The plan with further strategies, simulated to answer a question about it."""
         known = {one.job for one in self.candidates}
         more = {one.job: one for one in others if one.job not in known}
         return self.of([*self.candidates, *more.values()]) if more else self
@@ -174,14 +174,14 @@ class Plan(Ranking):
         for degrees, held in self.search.least_of_degrees.items():
             used = dimensions_used(degrees)
             least[used] = min(held, least.get(used, held))
-        # A search that was stopped may not have come to what was simulated for another reason.
+        # A stopped search may not have reached strategies that were simulated for another reason.
         fitting = [StrategyFamily(used, one, least.get(used, one.memory.total)) for used, one in first.items()]
         fitting.sort(key=lambda one: one.best.seconds_per_token if one.best else 0.0)
         return (*fitting, *(StrategyFamily(used, None, held) for used, held in least.items() if used not in first))
 
     @cached_property
     def front(self) -> tuple[Candidate, ...]:
-        """Nothing found is both faster and smaller than one of these: least memory first."""
+        """The Pareto front of time and memory, least memory first."""
         kept: list[Candidate] = []
         known = {one.job for one in self.candidates}
         jobs = dict.fromkeys(_job(self.request.job, found) for found in self.search.front)
@@ -202,7 +202,7 @@ class StrategyFamily:
 
 
 def plan(request: Request, progress: Callable[[int], None] | None = None) -> Plan | Search:
-    """The plan; or, where nothing that runs fits, the search that shows it."""
+    """The plan, or the search if nothing that runs fits."""
     running = request.started()
     space = request.space(offload=bool(request.offload))
     result = _search(running, space, progress)
@@ -228,7 +228,7 @@ def _search(request: Request, space: Space, progress: Callable[[int], None] | No
 
 
 def _simulated(request: Request, result: Search) -> list[Candidate]:
-    """The best of all, of the fastest layouts, and of every set of dimensions."""
+    """The best overall, of the fastest layouts, and of every set of dimensions, simulated."""
     layouts = sorted(result.of_degrees.items(), key=lambda item: item[1].seconds_per_sequence)
     families: dict[tuple[str, ...], Found] = {}
     for degrees, found in layouts:
@@ -242,9 +242,9 @@ def _simulated(request: Request, result: Search) -> list[Candidate]:
 
 
 def _with_own_stages(request: Request, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The fastest pipelines, and the fastest of every layout, once more with uneven stages where these are faster.
+    """The fastest pipelines, and the fastest of every layout, with uneven stages where these are faster.
 
-    Those with even stages stay for other engines.
+    Those with even stages remain candidates for other engines.
     """
     if request.constraints.names("stage_layers"):
         return []
@@ -261,7 +261,7 @@ def _job(job: Job, found: Found) -> Job:
 
 
 def required(found: Plan | Search, request: Request) -> Plan:
-    """The plan, or one line that says what is missing: room (DoesNotFit), or what divides and runs (SpecError)."""
+    """The plan; raises DoesNotFit if nothing fits, SpecError if nothing divides and runs."""
     if isinstance(found, Plan):
         return found
     from shardwise.planner.advice.remedy import what_is_missing

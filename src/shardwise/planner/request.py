@@ -1,6 +1,6 @@
-"""What is asked of the planner, and how long its answer may take.
+"""A request to the planner, and its time limit.
 
-Time is that of this process, so that what else a machine does changes no plan.
+Time is CPU time of this process, so that other load on the machine does not change a plan.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ THOROUGH_SECONDS = 3600.0
 
 
 class Deadline:
-    """Begins when it is made; ``None`` never ends. ``was_hit``: something was left out for it, or for a part of it."""
+    """Starts when created; ``None`` never ends. ``was_hit``: something was left out because of it or a part of it."""
 
-    def __init__(self, seconds: float | None, whole: Deadline | None = None) -> None:
-        self.seconds, self._whole = seconds, whole
+    def __init__(self, seconds: float | None, parent: Deadline | None = None) -> None:
+        self.seconds, self._parent = seconds, parent
         self._started = time.process_time()
         self.was_hit = False
 
@@ -41,23 +41,23 @@ class Deadline:
         return self.seconds is not None and self.spent_seconds > self.seconds
 
     def part(self) -> Deadline:
-        """Half of what is left, for one part of an answer: so there is time for what comes after it."""
+        """Half of the time left, for one part of an answer, so that the next parts have time too."""
         left = None if self.seconds is None else max(0.0, self.seconds - self.spent_seconds)
         return Deadline(None if left is None else left / 2, self)
 
     def hit(self) -> None:
         self.was_hit = True
-        if self._whole is not None:
-            self._whole.hit()
+        if self._parent is not None:
+            self._parent.hit()
 
     def leaves_out(self) -> bool:
-        """Whether it has passed, so that what is asked now is left out."""
+        """Whether it has passed, so that the caller leaves out what comes next."""
         if self.passed:
             self.hit()
         return self.passed
 
     def until(self, several: Iterable[T]) -> Iterator[T]:
-        """As many of ``several`` as there is time for, the first in any case."""
+        """As many items as there is time for; always the first."""
         for number, one in enumerate(several):
             if number and self.passed:
                 self.hit()
@@ -65,18 +65,17 @@ class Deadline:
             yield one
 
 
-MOST_GROUPS = 1200  # of a space that answers in seconds
+MOST_GROUPS = 1200  # of a space that is searched in seconds
 
 
 @dataclass(frozen=True)
 class Request:
-    """``job`` says the model, the cluster, the training and the stack; of its strategy only what no search varies.
+    """``job`` has the model, cluster, training and stack, and the parts of the strategy that no search varies.
 
-    ``memory_bytes`` caps a device's memory, in place of the margin that a plan leaves free by itself. ``offload``:
-    always (True), never (False), or where nothing else fits (None). ``any_priced`` also offers what is priced and not
-    run. ``thorough`` searches the whole space however large.
-    ``time_limit_seconds``, of this process, end an answer with the best so far (a minute; an hour where thorough). What
-    is asked of a request that has `started` shares one limit; of another, each plan has its own.
+    ``memory_bytes`` caps a device's memory, in place of the margin that a plan usually leaves free. ``offload``:
+    always (True), never (False), or if nothing else fits (None). ``any_priced`` includes strategies that are priced
+    but not run. ``thorough`` searches the whole space. ``time_limit_seconds`` (default a minute, thorough an hour) ends
+    an answer with the best so far; plans from a request that has `started` share one limit.
     """
 
     job: Job
@@ -98,22 +97,22 @@ class Request:
 
     @property
     def seconds(self) -> float:
-        """How long an answer may take."""
+        """The time limit of an answer."""
         usual = THOROUGH_SECONDS if self.thorough else USUAL_SECONDS
         return usual if self.time_limit_seconds is None else self.time_limit_seconds
 
     @property
     def deadline(self) -> Deadline:
-        """The one that runs, or a new one."""
+        """The running deadline, or a new one."""
         return self.running or Deadline(self.seconds)
 
     def started(self) -> Request:
-        """The same with its time running, for all that is asked of it from now on."""
+        """The same request with its time running."""
         return replace(self, running=self.deadline)
 
     @property
     def offers_priced(self) -> bool:
-        """Whether what is priced and not run is offered: as asked for, or because our engine lacks the model itself."""
+        """Whether priced-only strategies are offered: on request, or if our engine does not run the model."""
         return offers_priced(self.job, self.any_priced)
 
     @property
@@ -122,7 +121,7 @@ class Request:
 
     @property
     def capacity_bytes(self) -> float:
-        """What the predicted memory of a plan may take of a device."""
+        """Device memory that a plan may use, as predicted."""
         return self.room.planned_bytes
 
     def space(self, *, offload: bool) -> Space:
@@ -130,12 +129,12 @@ class Request:
         return space if self.thorough else space.within(MOST_GROUPS)
 
     def allows(self, strategy: Strategy) -> bool:
-        """Whether the constraints do; fields that make no difference may have any value."""
+        """Whether the constraints allow it; fields without effect may have any value."""
         wanted, excluded = self.constraints.allowed, self.constraints.excluded
         return all(has(strategy, name, values, idle=True) for name, values in wanted.items()) and not any(
             all(has(strategy, name, values, idle=False) for name, values in entry.items()) for entry in excluded
         )
 
     def on(self, cluster: Cluster) -> Request:
-        """The same asked of another cluster."""
+        """The same request for another cluster."""
         return replace(self, job=self.job.unchecked(cluster=cluster))

@@ -1,11 +1,10 @@
-"""A calibration as a page and as plain data."""
+"""A calibration as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.report.console import table
 from shardwise.report.page import Piece, paged
@@ -15,14 +14,6 @@ from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, 
 
 if TYPE_CHECKING:
     from shardwise.measure.calibrate.run import Calibration
-
-
-def calibration_data(found: Calibration) -> dict[str, Any]:
-    return {
-        "cluster": found.cluster.to_dict(),
-        "residuals": [asdict(one) for one in found.residuals],
-        "far_off": [asdict(one) for one in found.far_off],
-    }
 
 
 @paged

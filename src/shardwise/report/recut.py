@@ -1,10 +1,10 @@
-"""A rebalanced pipeline as a page and as plain data."""
+"""A rebalanced pipeline as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.report.console import table
 from shardwise.report.page import Piece, paged
@@ -14,20 +14,6 @@ if TYPE_CHECKING:
     from shardwise.measure.recut import Recut
 
 SLOW = 1.1  # times the median rank's time for a layer: ranks below that are not mentioned
-
-
-def recut_data(found: Recut) -> dict[str, Any]:
-    before, after = found.layers
-    return {
-        "layers_before": before,
-        "layers_after": after,
-        "order_before": found.old.strategy.order,
-        "order_after": found.job.strategy.order,
-        "slowness_of_ranks": found.slowness,
-        "step_seconds": found.step_seconds,
-        "expected_seconds": found.expected_seconds,
-        "gain": found.gain,
-    }
 
 
 @paged

@@ -1,4 +1,4 @@
-"""A verification as a page and as plain data, and its progress."""
+"""A verification as a page, and its progress."""
 
 from __future__ import annotations
 
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from shardwise.measure.verify import Verification
 
 _WORDS = {"loss": "loss", "gradient": "gradients", "weight": "weights at the end", "gradient_norm": "gradient norm"}
-
-
-def verification_data(found: Verification) -> dict[str, Any]:
-    return {
-        "ok": found.ok,
-        "steps": found.steps,
-        "worst": {kind: one.value for kind, one in found.worst.items()},
-        "where": found.where,
-    }
 
 
 @paged

@@ -1,4 +1,4 @@
-"""A plan with all that was asked about it: why it wins, why not another, what if, who can run it."""
+"""A plan with the answers to questions about it: why it wins, why not another, what if, who can run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.spec.units import readable_duration
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked besides the plan; ``why_not`` has each wish as it was written and as bounds."""
+    """Questions about a plan; ``why_not`` has each alternative as text and as bounds."""
 
     framework: str | None = None
     why_not: tuple[tuple[str, Mapping[str, Allowed]], ...] = ()
@@ -33,7 +33,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """``plan`` has all that was simulated for an answer; ``notes`` are what was assumed or left out."""
+    """``plan`` includes what was simulated for an answer; ``notes`` say what was assumed or left out."""
 
     plan: Plan
     notes: tuple[str, ...]
@@ -64,8 +64,8 @@ class PlanAnswer:
 def answer(
     found: Plan, asked: Questions, notes: Sequence[str], campaign: Callable[[Candidate], Campaign | None]
 ) -> PlanAnswer:
-    """``campaign`` makes the whole run of the best."""
-    # What is simulated to answer a question may be the best of its kind: all tables are about all that is known.
+    """Answers the questions; ``campaign`` prices the whole run of the best strategy."""
+    # A strategy simulated for a question may be the best of its kind: all tables include them.
     deadline, left_out = found.request.deadline, []
     wishes = []
     for text, wanted in asked.why_not:
@@ -115,7 +115,7 @@ def _stopped_notes(found: Plan, left_out: list[str]) -> list[str]:
     if found.search.was_stopped:
         notes.append(f"stopped at {limit} with {priced:,} strategies priced: this is the best so far (--time-limit)")
     elif found.request.deadline.was_hit:
-        notes.append(f"some answers besides the plan were cut short by {limit} (--time-limit)")
+        notes.append(f"some answers about the plan were cut short by {limit} (--time-limit)")
     if left_out:
         notes.append(f"not answered within {limit}: {', '.join(left_out)}")
     return notes

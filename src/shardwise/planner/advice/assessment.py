@@ -1,4 +1,4 @@
-"""One analysis with all that is said of it: error bar, bottleneck, what to change, storage, scaling, the whole run."""
+"""One analysis and its assessment: error bar, bottleneck, what to change, storage, scaling, the whole run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StorageUse:
 
 @dataclass(frozen=True)
 class Assessment:
-    """``best_change`` is of a job that fits, ``what_would_fit`` of one that does not; the last four only if asked for.
+    """``best_change`` is for a job that fits, ``what_would_fit`` for one that does not; the last four are on request.
 
     ``predicted_seconds_low`` and ``high`` are the ends of the error bar.
     """
@@ -75,7 +75,7 @@ def assess(
     over_time: bool = False,
     advice: bool = True,
 ) -> Assessment:
-    """``advice`` is what to change; it takes most of the time."""
+    """``advice`` searches for what to change, which takes most of the time."""
     job = analysis.job
     return Assessment(
         analysis,

@@ -26,7 +26,7 @@ from shardwise.spec.rules import divisors
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes
 
-_MOST = 16.0  # an unrealistic factor
+_MOST = 16.0  # larger factors are unrealistic
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Turning:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """The plan's first strategy against the next idea; ``within`` layouts take as long as the fastest, within noise."""
+    """The plan's first strategy against the next distinct one; ``within`` layouts are within noise of the fastest."""
 
     first: Candidate
     second: Candidate | None
@@ -51,12 +51,12 @@ class PlanExplanation:
     noise: Noise
     group: Group
     differences: str
-    turnings: tuple[Turning, ...] | None  # None if there was no time to look for them
+    turnings: tuple[Turning, ...] | None  # None if there was no time to search for them
 
     @property
     def loss(self) -> float:
         assert self.second is not None
-        return self.second.seconds_per_token / self.first.seconds_per_token - 1
+        return self.second.loss_to(self.first)
 
     def sentence(self) -> str:
         """Why it is first, and where the next one loses."""
@@ -65,7 +65,7 @@ class PlanExplanation:
     def _standing(self) -> str:
         if self.within == 1:
             return f"It is the only layout within noise ({self.noise.share:.1%}) of the fastest."
-        gap = self.fastest.seconds_per_token / self.first.seconds_per_token - 1
+        gap = self.fastest.loss_to(self.first)
         fastest = "itself" if self.fastest is self.first else f"{strategy_words(self.fastest.job.strategy)}"
         margin = "" if abs(gap) < TIE else f", {gap:+.1%}"
         return (
@@ -94,7 +94,7 @@ def _takes(loss: float) -> str:
 
 
 def explain(found: Plan) -> PlanExplanation:
-    """The plan's first strategy against the next that is another idea."""
+    """Compares the first strategy with the next that is not a near-duplicate."""
     first, second = found.best, next((row.best for row in found.rows[1:]), None)
     within = sum(found.group_of(one) == "within noise" for one in found.layouts)
     standing = (first, second, found.fastest, within, found.noise)
@@ -131,7 +131,7 @@ def _turning(
         return seconds[1] <= seconds[0]
 
     if ahead(1.0):
-        return  # the closed form sees it the other way round already: nothing to say
+        return  # the closed form ranks them the other way round: no turning point
     for direction in (1,) if whole else (1, -1):
         factor = 1.0
         while factor < _MOST:
@@ -186,7 +186,7 @@ def textbook(request: Request) -> Candidate | None:
 
 
 def _inside_the_node(job: Job) -> Strategy:
-    """As much of TP, or of EP for experts, as one node has room for."""
+    """The largest TP, or EP for experts, that fits in one node."""
     width = min(job.cluster.levels[0].width, job.cluster.devices)
     model = job.model
     plain = plain_strategy(job)
@@ -203,12 +203,12 @@ def _inside_the_node(job: Job) -> Strategy:
 
 
 def _by_pipeline(request: Request, inner: Strategy) -> Iterator[Strategy]:
-    """Ever longer pipelines with ZeRO-1, each without, with selective and with full recompute."""
+    """Pipelines of growing length with ZeRO-1, each with no, selective and full recompute."""
     layers, devices = request.job.model.layers, request.job.cluster.devices // inner.tp
     for pp in (degree for degree in divisors(devices) if degree <= layers):
         split = "even" if layers % pp == 0 else "balanced"
         for recompute in _RECOMPUTES:
-            zero = int(devices > pp)  # one rank has nothing to divide
+            zero = int(devices > pp)  # one rank has nothing to shard
             yield replace(inner, pp=pp, zero=zero, recompute=recompute, stage_layers=split)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What a job costs here, and what its export costs as the framework runs it."""
+"""The price of a job here, and of its export as the framework runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.spec.job import Job
 
 @dataclass(frozen=True)
 class PricedExport:
-    """A job as priced here, and as the framework runs what was written of it (None if that makes no job)."""
+    """A job as priced here, and as the framework runs its export (None if that is not a valid job)."""
 
     here: Candidate
     there: Candidate | None
@@ -22,7 +22,7 @@ class PricedExport:
 
     @property
     def changed(self) -> bool:
-        """Whether the framework's step or memory is another than the job's, by more than 0.1%."""
+        """Whether step time or memory differ by more than 0.1%."""
         if self.there is None:
             return True
         pairs = ((self.here.step_seconds, self.there.step_seconds), (self.here.memory.total, self.there.memory.total))
@@ -35,7 +35,7 @@ class PricedExport:
 
 
 def priced_export(job: Job, name: str) -> PricedExport:
-    """What a job costs here, and what its export costs where it goes."""
+    """Prices a job and its export to the framework ``name``."""
     here, one = candidate(job), target(name)
     try:
         run = as_run_by(job, one)
@@ -48,7 +48,7 @@ def priced_export(job: Job, name: str) -> PricedExport:
 
 
 def differences(job: Job, run: Job) -> tuple[str, ...]:
-    """In a few words, what a framework does differently from ``job``, of what has a price."""
+    """What a framework does differently from ``job`` that affects the price, in a few words."""
     before, after = effective_fields(job), effective_fields(run)
     words: list[str] = []
     if before["training.precision"] != after["training.precision"]:

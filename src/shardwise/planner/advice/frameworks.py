@@ -1,4 +1,4 @@
-"""Which training frameworks can run a plan, what each lacks, and what a plan costs as each of them runs it."""
+"""Which training frameworks can run a plan, what each lacks, and the price of the plan as each of them runs it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _MOST_COMBINATIONS = 12  # of values that a framework cannot express together
 
 @dataclass(frozen=True)
 class FrameworkVerdict:
-    """What a framework lacks for a plan, and what it runs: the plan, or else the best of the layouts near it.
+    """What a framework lacks for a plan, and what it runs: the plan, or the best of the layouts near it.
 
-    ``own`` is priced as the framework runs it, with its own kernels and precision; None if nothing was found that
-    fits then. ``differs`` says in which ways it runs the plan, or what it runs instead.
+    ``own`` is priced with the framework's kernels and precision; None if nothing was found that fits.
+    ``differs`` says how that differs from the plan.
     """
 
     name: str
     lacks: tuple[Lost, ...]
     own: Candidate | None = None
     differs: tuple[str, ...] = ()
-    needed_bytes: float | None = None  # by the plan, where that does not fit as the framework runs it
-    searched: bool = True  # for something else that it can run
+    needed_bytes: float | None = None  # by the plan, if it does not fit as the framework runs it
+    searched: bool = True  # for a layout near the plan
 
     @property
     def runs(self) -> bool:
@@ -48,9 +48,9 @@ class FrameworkVerdict:
 
 
 def who_can_run(found: Plan, *, near: bool = True) -> tuple[FrameworkVerdict, ...]:
-    """What each framework lacks to run the plan, and what it runs, in its own kernels and precision.
+    """What each framework lacks to run the plan, and what it runs, with its own kernels and precision.
 
-    ``near`` looks, for those that cannot run it, for what they can run, among layouts like it.
+    ``near`` searches similar layouts for frameworks that cannot run the plan.
     """
     deadline = found.request.deadline
     return tuple(_verdict(found, name, near and not deadline.leaves_out()) for name in TARGETS)
@@ -68,7 +68,7 @@ def _verdict(found: Plan, name: str, near: bool) -> FrameworkVerdict:
 
 
 def _best_near(found: Plan, name: str) -> Candidate | None:
-    """The best strategy for a framework with few of the degrees of the plan changed; None if none fits."""
+    """The best strategy that a framework can run among layouts near the plan; None if none fits."""
     if _other_than_strategy(found.best.job, name):
         return None
     best, request = found.best.job.strategy, found.request
@@ -80,7 +80,7 @@ def _best_near(found: Plan, name: str) -> Candidate | None:
     try:
         request = expressible(in_own_way(replace(request, constraints=constraints), name), name)
     except SpecError:
-        return None  # what the user asks for
+        return None  # the constraints rule everything out
     for offload in (False, True)[: 1 if request.offload is False else 2]:
         space, deadline = request.space(offload=offload), request.deadline.part()
         result = search(space, memory_bytes=request.capacity_bytes, any_priced=True, deadline=deadline)
@@ -100,9 +100,9 @@ def check_framework(name: str) -> str:
 
 
 def in_own_way(request: Request, name: str) -> Request:
-    """The request with the framework's stack, precision and selective recomputation; raises SpecError without any.
+    """The request with the framework's stack, precision and selective recompute; raises SpecError if it has none.
 
-    This project's engine need not run what comes out: the framework does.
+    The framework runs the result, so our engine need not.
     """
     job, one = request.job, target(name)
     plain = job.unchecked(strategy=Strategy(dp=1), training=job.training.unchecked(global_batch=64))
@@ -131,7 +131,7 @@ def expressible(request: Request, name: str) -> Request:
     for field, values in _tried(request.job):
         if any(needed in without for needed in _NEEDED.get(field, {})):
             continue  # a framework without pipelines needs no schedule
-        # The first value of most fields is plain and need not be said; what these are by default differs.
+        # The first value of most fields is the default everywhere; that of these two differs between frameworks.
         said = values if field in ("sequence_parallel", "order") else values[1:]
         lost = [value for value in said if _lacks(request.job, name, field, value, stage)]
         allowed = tuple(value for value in values if value not in lost)
@@ -145,15 +145,12 @@ def expressible(request: Request, name: str) -> Request:
 
 
 def request_for(request: Request, name: str) -> Request:
-    """What is asked of the planner for a framework: within what it can express, priced as it runs it."""
+    """The request within what a framework can express, priced as it runs it."""
     return expressible(request if check_framework(name) == "ddp" else in_own_way(request, name), name)
 
 
 def plan_for(request: Request, name: str) -> Plan | Search:
-    """`plan` for a framework: within what it can express, priced as it runs it.
-
-    Combinations of values that it cannot express are left out as they come up.
-    """
+    """`plan` for a framework. Combinations of values that it cannot express are excluded as they come up."""
     request = request_for(request, name)
     if name == "ddp":
         return plan(request)
@@ -169,7 +166,7 @@ def plan_for(request: Request, name: str) -> Plan | Search:
 
 
 def _as_run(found: Plan, name: str) -> Plan:
-    """The plan with what the framework can express of its candidates, each priced as its configuration makes it run."""
+    """The candidates that the framework can express, priced as it runs them."""
     one, kept = target(name), []
     for known in found.request.deadline.until(found.candidates):
         if _of_strategy(lacking(known.job, name)):
@@ -185,7 +182,7 @@ def _as_run(found: Plan, name: str) -> Plan:
 
 
 def _without(constraints: Constraints, job: Job, name: str) -> Constraints:
-    """The constraints, and besides none of the few values of the job's strategy that cannot be expressed together."""
+    """The constraints without the smallest set of the strategy's values that cannot be expressed together."""
     if isinstance(job.strategy.stage_layers, tuple):
         return constraints.with_allowed({"stage_layers": Allowed(("even", "balanced"))})
     fields = {field: field_value(job.strategy, field) for field, _ in _tried(job)}
@@ -199,7 +196,7 @@ def _without(constraints: Constraints, job: Job, name: str) -> Constraints:
 
 
 def _entry(job: Job, name: str, fields: dict[str, Any], some: tuple[str, ...]) -> dict[str, Allowed]:
-    """Values that cannot be expressed together: of degrees all above 1, where 2 of each cannot either."""
+    """Values that cannot be expressed together; all degrees above 1 if even degrees of 2 cannot."""
     degrees = [field for field in some if field in ("tp", "cp", "pp", "ep")]
     values = {field: 2 if field in degrees else fields[field] for field in some}
     twos = job.unchecked(strategy=_plain(job.strategy).unchecked(**values))
@@ -213,7 +210,7 @@ def _plain(strategy: Strategy) -> Strategy:
 
 
 def _other_than_strategy(job: Job, name: str) -> list[Lost]:
-    """What a framework lacks that no strategy changes and that has a price: of the model, or the optimizer."""
+    """What a framework lacks of the model or the optimizer that affects the price, whatever the strategy."""
     return [one for one in lacking(job, name) if not one.within("model.numerics", "strategy")]
 
 
@@ -223,7 +220,7 @@ def _of_strategy(lost: Iterable[Lost]) -> list[Lost]:
 
 
 def _tried(job: Job) -> Iterable[tuple[str, tuple[Any, ...]]]:
-    """Fields and the values that tell what a framework can express."""
+    """Fields and the values that probe what a framework can express."""
     yield from ((name, (1, 2)) for name in ("tp", "cp", "pp"))
     if job.model.moe:
         yield "ep", (1, 2)
@@ -260,7 +257,7 @@ def _lacks(job: Job, name: str, field: str, value: Any, stage: int) -> bool:
     fields["recompute_operators"] = job.strategy.recompute_operators
     if fields.get("zero", 0) is None:
         fields["zero"] = stage
-    if field == "stage_layers":  # it takes a pipeline that does not divide to tell
+    if field == "stage_layers":  # only a pipeline that does not divide shows the difference
         fields["pp"] = next((pp for pp in range(2, job.model.layers) if job.model.layers % pp), 2)
     if schedule_record(fields.get("schedule", PLAIN)).chooses_chunks:
         fields["interleave"] = 2

@@ -1,5 +1,5 @@
-"""What makes a job fit that does not: a single change, another strategy, offload, or other devices, each priced;
-and what is missing where nothing fits: memory, devices, or a batch that divides.
+"""What makes a job fit: a single change, another strategy, offload, or other devices, each priced;
+and what is missing if nothing fits: memory, devices, or a batch that divides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.support import verdict
 from shardwise.spec.units import readable_bytes
 
-_MOST_TIMES = 1024  # as many devices
+_MOST_TIMES = 1024  # as many devices are tried
 
 
 def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
@@ -63,7 +63,7 @@ def what_is_missing(found: Search, request: Request) -> tuple[str, str]:
 
 
 def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
-    """Each of them was tried, or follows from what fits."""
+    """Remedies that were tried, or follow from what fits."""
     room, device = request.room, request.job.cluster.device
     if room.is_capped and room_of(request.job).planned_bytes >= least_bytes:
         yield "leave out --max-memory"
@@ -81,7 +81,7 @@ def _remedies(request: Request, least_bytes: float) -> Iterator[str]:
 
 
 def _first_lack(found: Search, request: Request) -> str:
-    """What stands in the way of the fastest strategy that is only priced."""
+    """Why the fastest priced-only strategy does not run."""
     if found.best_not_run is None:
         return ""
     job = job_with(request.job, found.best_not_run.strategy(), found.best_not_run.sequences)
@@ -131,11 +131,11 @@ def _devices_that_fit(request: Request) -> int | None:
     return None
 
 
-SEARCH_SECONDS = 5.0  # for unsolicited advice; `plan` searches longer
+SEARCH_SECONDS = 5.0  # for advice nobody asked for; `plan` searches longer
 
 
 def what_would_fit(job: Job) -> str:
-    """The nearest that fits by what a plan leaves free; where nothing does, what the least strategy would need."""
+    """The nearest strategy that fits with a plan's margin; if none does, what the smallest would need."""
     change = fitting_change(job)
     if change is not None:
         return f"{change_words(job.strategy, change.job.strategy)}: that needs {readable_bytes(change.memory.total)}"
@@ -143,7 +143,7 @@ def what_would_fit(job: Job) -> str:
     if fitting is not None:
         return f"for example {strategy_words(fitting.strategy)} ({readable_bytes(peak_memory(fitting).total)})"
     batch = replace(job.training, global_batch=job.sequences)
-    # A CPU's own memory is what is full: there nothing is gained by offload to it.
+    # On a CPU offload to host memory gains nothing: that is what is full.
     request = Request(
         job.unchecked(training=batch),
         offload=False if job.run_device == "cpu" else None,
@@ -161,12 +161,12 @@ def what_would_fit(job: Job) -> str:
     if isinstance(found, Plan):
         return _nearest(job, found)
     if found.was_stopped:
-        return f"nothing was found in {SEARCH_SECONDS:g} s; `shardwise plan` looks longer"
+        return f"nothing was found in {SEARCH_SECONDS:g} s; `shardwise plan` searches longer"
     return "; ".join(what_is_missing(found, request))
 
 
 def _by_several_changes(job: Job) -> Job | None:
-    """Change after change, each the one that saves most, without offload: a search would take many times as long."""
+    """Greedy: the change that saves most, again and again, without offload; many times faster than a search."""
     status, least_bytes = verdict(job).status, peak_memory(job).total
     while fit_of(job) != "fits":
         priced = [(peak_memory(other).total, other) for other in _alike(job) if verdict(other).status == status]
@@ -176,7 +176,7 @@ def _by_several_changes(job: Job) -> Job | None:
         least_bytes = saved_bytes
     try:
         predict(job)
-    except SpecError:  # a group would cut across the network
+    except SpecError:  # a group cannot be placed on the network
         return None
     return job
 
@@ -186,13 +186,13 @@ def _alike(job: Job) -> list[Job]:
 
 
 def _nearest(job: Job, found: Plan) -> str:
-    """The strategy that differs in the fewest fields; of several the quickest."""
+    """The strategy that differs in the fewest fields; the fastest of several."""
     best = min(found.candidates, key=lambda one: (_changes(job.strategy, one.job.strategy), one.step_seconds))
     return f"nearest that fits: {strategy_words(best.job.strategy)} ({readable_bytes(best.memory.total)})"
 
 
 def _with_offload(job: Job) -> str | None:
-    """For where no layout fits by itself. A CPU's own memory is what is full, so that its states go to disk."""
+    """The least offload, if no layout fits without; on a CPU, whose own memory is full, to disk."""
     target: Literal["cpu", "nvme"] = "nvme" if job.run_device == "cpu" else "cpu"
     try:
         wanted = job.with_strategy(offload=replace(job.strategy.offload, target=target))

@@ -1,4 +1,4 @@
-"""What another machine would buy: the same search on a changed cluster, or on fewer devices."""
+"""What other hardware would gain: the same search on a changed cluster, or on fewer devices."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Size:
 
 
 def sizes(found: Plan) -> tuple[Size, ...]:
-    """All devices, half of them, a quarter, ... while something fits; those that cost no less are left out."""
+    """All devices, half of them, a quarter, ... while something fits; sizes that are not cheaper are left out."""
     result = [Size(found.request.job.cluster.devices, found.fastest)]
     cluster = found.request.job.cluster
     while len(result) < _MOST_SIZES and not found.request.deadline.leaves_out():

@@ -1,4 +1,4 @@
-"""Why not another strategy: what rules it out, or by how much it loses; and what a feature costs that we do not run."""
+"""Why not another strategy: what rules it out, or by how much it loses; and what a missing feature costs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class WhyNot:
     verdict: str
     reason: str
     best: Candidate | None = None
-    loss: float | None = None  # by how much its time per token is longer
+    loss: float | None = None  # in time per token, as a share
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Strategies with certain values, searched by themselves: what was found, or why nothing can be."""
+    """Strategies with certain values: what a search found, or why nothing can be."""
 
     words: str
     wanted: Mapping[str, Allowed]
@@ -55,14 +55,14 @@ class Wish:
 
 
 def wish(found: Plan, wanted: Mapping[str, Allowed]) -> Wish:
-    """The search for strategies with the ``wanted`` values; what it simulates belongs to the plan (`Plan.joined`)."""
+    """Searches strategies with the ``wanted`` values; what it simulates joins the plan (`Plan.joined`)."""
     words = ", ".join(f"{name} {one}" for name, one in wanted.items())
     request = found.request
     try:
         constraints = request.constraints.with_allowed(wanted)
     except SpecError as error:
         return Wish(words, wanted, request, None, f"{error.problem}: the request rules it out")
-    # Offload as the plan may: a wish is not to be saved by what the plan did not need.
+    # Offload only if the plan does: it should not rescue an alternative.
     offload = request.offload if request.offload is not None else found.best.job.strategy.offload.any
     restricted = replace(request, constraints=constraints, offload=offload or "offload" in wanted)
     return Wish(words, wanted, restricted, plan(restricted))
@@ -103,15 +103,13 @@ def _ruled_out(words: str, other: Search, request: Request) -> WhyNot:
 
 def _behind(words: str, found: Plan, other: Candidate) -> WhyNot:
     first = found.best
-    loss = other.seconds_per_token / first.seconds_per_token - 1
     if other is first:
         return WhyNot(words, "the plan itself", "that is what the plan does", other, 0.0)
-    verdict = "slower" if found.group_of(other) == "slower" else "within noise"
-    return WhyNot(words, verdict, largest_differences(first, other), other, loss)
+    return WhyNot(words, found.group_of(other), largest_differences(first, other), other, other.loss_to(first))
 
 
 def largest_differences(first: Candidate, other: Candidate) -> str:
-    """In which parts of the step the other loses and gains, per token, as shares of the first's step."""
+    """The parts of the step in which the other loses and gains, per token, as shares of the first's step."""
     scale = first.job.tokens_per_step / other.job.tokens_per_step
     whole = first.step_seconds
     deltas = {part: (other.parts[part] * scale - first.parts[part]) / whole for part in PARTS}
@@ -121,25 +119,25 @@ def largest_differences(first: Candidate, other: Candidate) -> str:
 
 
 def difference_words(loss: float) -> str:
-    """How much longer something takes: "+1.3%", or "ties" for what would print as 0.0%."""
+    """The difference in time: "+1.3%", or "ties" for what would print as 0.0%."""
     return "ties" if abs(loss) < TIE else f"{loss:+.1%}"
 
 
 @dataclass(frozen=True)
 class NotRun:
-    """A strategy that this project's engine does not run and that is faster than all it runs by more than noise."""
+    """A strategy that our engine does not run and that beats all it runs by more than noise."""
 
     best: Candidate
     findings: tuple[Finding, ...]
 
     @property
     def lacks(self) -> str:
-        """What stands in its way, in the words of the support matrix."""
+        """What is missing, in the words of the support matrix."""
         return " and ".join(" with ".join(one.techniques) for one in self.findings)
 
 
 def not_run(found: Plan) -> NotRun | None:
-    """The first that `--any` would list, where it gains more than noise; None if nothing does."""
+    """The first that `--any` would list, if it gains more than noise."""
     request = found.request
     if request.offers_priced or request.deadline.leaves_out() or not _may_gain(found):
         return None
@@ -155,7 +153,7 @@ def not_run(found: Plan) -> NotRun | None:
 
 
 def _may_gain(found: Plan) -> bool:
-    """Whether the tables see something not run that is faster than all that is by more than noise."""
+    """Whether the tables have a strategy that is not run and beats all that are by more than noise."""
     fastest = min(one.seconds_per_sequence for one in found.search.best)
     return any(one.seconds_per_sequence * (1 + found.noise.share) < fastest for one in _seen(found))
 
@@ -168,7 +166,7 @@ def _seen(found: Plan) -> Iterator[Found]:
 
 
 def _with_hidden_exchange(request: Request) -> list[Found]:
-    """The best of the schedules that hide the exchange of experts under another microbatch, in an engine that can."""
+    """The best with schedules that overlap the expert exchange with another microbatch, in an engine that can."""
     hiding = tuple(one.name for one in schedule_records() if one.hides_exchange)
     try:
         constraints = request.constraints.with_allowed({"schedule": Allowed(hiding)})

@@ -1,6 +1,6 @@
 """A plan for a cluster of several kinds of nodes: priced only, this project's engine does not run it yet.
 
-Layers go to the stages of every kind by its speed and its memory.
+Each kind gets layers according to its speed and memory.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 from shardwise.spec.units import readable_bytes
 
-_SIMULATED = 200_000  # passes, in which neighbours of one division are tried
+_SIMULATED = 200_000  # passes simulated to try neighbours of one division
 _MOST_TRIED = 48
 _GAIN = 1e-4
 
 
 def divided(request: MixedRequest, arrangement: Arrangement, pieces: dict[int, Pieces]) -> list[Arrangement]:
-    """The arrangement with layers per stage by the speed and the memory of each kind, where that fits."""
+    """The arrangement with layers divided by the speed and memory of each kind, in every way that fits."""
     ranks = range(arrangement.strategy.pp)
-    own = _in_one_measure(arrangement, pieces)
+    own = _in_first_kinds_seconds(arrangement, pieces)
     speeds = _speeds(arrangement, pieces)
     rooms = [_room(request, arrangement, own, rank) for rank in ranks]
     places = [
@@ -50,12 +50,12 @@ def divided(request: MixedRequest, arrangement: Arrangement, pieces: dict[int, P
 
 
 def _speeds(arrangement: Arrangement, pieces: dict[int, Pieces]) -> dict[int, float]:
-    """Of each kind, beside the first stage's."""
+    """The speed of each kind relative to the first stage's."""
     first = pieces[arrangement.kinds[0]].mean_layer.seconds
     return {kind: first / own.mean_layer.seconds for kind, own in pieces.items()}
 
 
-def _in_one_measure(arrangement: Arrangement, pieces: dict[int, Pieces]) -> Pieces:
+def _in_first_kinds_seconds(arrangement: Arrangement, pieces: dict[int, Pieces]) -> Pieces:
     """The pieces in seconds of the first kind; the head is as slow as it is on the kind that has it."""
     last = arrangement.kind_of_rank[arrangement.head_rank]
     sharded = pieces_of(arrangement.joined(arrangement.kinds[0]), timed=pieces[arrangement.kinds[0]])
@@ -69,7 +69,7 @@ def _room(request: MixedRequest, arrangement: Arrangement, pieces: Pieces, rank:
 
 
 def fits_kinds(request: MixedRequest, arrangement: Arrangement) -> bool:
-    """Whether every stage in the middle has a layer, and every device holds what its rank puts there."""
+    """Whether every inner stage has a layer, and every rank fits its device."""
     counts = arrangement.strategy.stage_layers
     if not isinstance(counts, tuple) or 0 in counts[1:-1] or min(counts) < 0:
         return False
@@ -79,17 +79,17 @@ def fits_kinds(request: MixedRequest, arrangement: Arrangement) -> bool:
     )
 
 
-def polished(request: MixedRequest, step: MixedStep) -> MixedStep:
-    """The step with single layers moved while that helps.
+def polished(request: MixedRequest, step: MixedStep, deadline: Deadline | None = None) -> MixedStep:
+    """The step with single layers moved while that helps and there is time.
 
-    The partitioner makes the slowest stage as fast as can be. Of the divisions with the same slowest stage the best is
-    one with short stages beside it: two that are equally slow also wait for each other's messages.
+    The partitioner makes the slowest stage as fast as possible. Among divisions with the same slowest stage the best
+    has short stages beside it: two that are equally slow also wait for each other's messages.
     """
     arrangement = step.arrangement
     passes = arrangement.job.microbatches * arrangement.strategy.stages
-    left = min(_MOST_TRIED, _SIMULATED // passes)
+    left, deadline = min(_MOST_TRIED, _SIMULATED // passes), deadline or Deadline(None)
     moves = _moves(step)
-    while left > 0 and (move := next(moves, None)) is not None:
+    while left > 0 and not deadline.leaves_out() and (move := next(moves, None)) is not None:
         way = _moved(step.arrangement, *move)
         if not fits_kinds(request, way):
             continue
@@ -122,18 +122,18 @@ __all__ = ["MixedCluster", "MixedPlan", "parse_mixed", "plan_mixed"]
 MOST_SIMULATED = 64
 POLISHED = 4  # of the fastest, whose neighbouring divisions are tried too
 TIE = 0.005  # strategies this close are ranked by simplicity
-BEYOND = 1.02  # strategies whose floor is this much slower than the best one are not looked at
+BEYOND = 1.02  # strategies whose lower bound is this many times the best time are not simulated
 
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """``candidates``: all that were simulated, best first; ``alone``: the best on each kind by itself, if asked for."""
+    """``candidates``: all that were simulated, best first; ``alone``: the best on each kind alone, if asked for."""
 
     request: MixedRequest
     tried: int
     candidates: tuple[MixedStep, ...]
     alone: tuple[Candidate | None, ...]
-    was_stopped: bool = False  # by its limit of time: these are the best so far
+    was_stopped: bool = False  # by its time limit: these are the best so far
 
     status = "priced only"
     note = "a job on several kinds of nodes cannot be written as a job file or run yet"
@@ -148,7 +148,7 @@ class MixedPlan:
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second over those of the best kind alone; None if nothing fits on one alone."""
+        """Throughput relative to the best kind alone; None if the job fits on none of them."""
         return self.best.tokens_per_second / self.best_alone.tokens_per_second if self.best_alone else None
 
 
@@ -182,14 +182,15 @@ def plan_mixed(
     deadline = Deadline(USUAL_SECONDS if time_limit_seconds is None else time_limit_seconds)
     tried, found = _search(space, deadline.part())
     steps = _ranked(found)
-    better = [polished(request, step) for step in deadline.part().until(steps[:POLISHED])]
+    polishing = deadline.part()
+    better = [polished(request, step, polishing) for step in polishing.until(steps[:POLISHED])]
     steps = _ranked(better + steps[len(better) :])
     apart = _alone(request, deadline) if alone else ()
     return MixedPlan(request, tried, tuple(steps), apart, deadline.was_hit)
 
 
 def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
-    """By time; first the simplest of those that the fastest does not clearly beat."""
+    """By time; the simplest of those that tie with the fastest comes first."""
     by_time = sorted(steps, key=lambda one: one.seconds_per_token)
     tied = [one for one in by_time if one.seconds_per_token <= by_time[0].seconds_per_token * (1 + TIE)]
     first = min(tied, key=lambda one: (complexity(one.arrangement.strategy), one.seconds_per_token))
@@ -214,7 +215,7 @@ def _alone(request: MixedRequest, deadline: Deadline) -> tuple[Candidate | None,
 
 
 def _search(space: MixedSpace, deadline: Deadline) -> tuple[int, list[MixedStep]]:
-    """Strategies in the order of a floor of their time, until no other can be faster than the best that fits."""
+    """Simulates strategies by a lower bound of their time until no other can beat the best that fits."""
     floors = sorted(deadline.part().until(estimated(space)), key=lambda one: one.seconds_per_token)
     found: list[MixedStep] = []
     fastest = float("inf")

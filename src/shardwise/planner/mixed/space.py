@@ -1,5 +1,6 @@
-"""Which strategies a mixed cluster is tried with, and in what order: the pipeline across the kinds, every other
-dimension inside one; the quickest first, by an estimate made before layers are placed.
+"""The strategies tried on a mixed cluster: the pipeline across the kinds, every other dimension inside one kind.
+
+They are ordered by a lower bound of their time, computed before layers are placed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from shardwise.cost.memory.room import room_of
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
 from shardwise.planner.mixed.step import Arrangement
-from shardwise.planner.search.space import MOST_MICROBATCH_TOKENS, plain_strategy
+from shardwise.planner.search.space import (
+    MOST_MICROBATCH_TOKENS,
+    expert_choices,
+    model_divides,
+    plain_strategy,
+    schedule_choices,
+)
 from shardwise.planner.search.stages import NOTHING, Pieces, pieces_of
 from shardwise.planner.search.supported import findings_of, offers_priced
 from shardwise.spec.clusters import MixedCluster
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.rules import check_model_fits, divisors
-from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
+from shardwise.spec.rules import divisors
+from shardwise.spec.schedules import PLAIN, searched_schedules
 from shardwise.spec.strategy import DIMENSIONS, Strategy
 
 INTERLEAVES = (2, 3, 4, 6)
@@ -43,7 +50,7 @@ FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MixedRequest:
-    """What is asked for: as `Request`, on a mixed cluster. ``job`` says all but the cluster."""
+    """A `Request` for a mixed cluster; the cluster of ``job`` is not used."""
 
     mixed: MixedCluster
     job: Job
@@ -101,7 +108,7 @@ class MixedSpace:
         return [(zero, keep) for zero, keep in SHARDINGS if zero in zeros and keep in kept]
 
     def supported(self, arrangement: Arrangement) -> bool:
-        """Whether an engine of ours runs each part of it, and the user did not exclude the combination."""
+        """Whether our engine runs each part of it, and the user did not exclude the combination."""
         strategy, excluded = arrangement.strategy, self.request.constraints.excluded
         if any(all(field_value(strategy, name) in values for name, values in one.items()) for one in excluded):
             return False
@@ -147,35 +154,17 @@ class MixedSpace:
                     dp = stage // (tp * cp)
                     if stage % (tp * cp) or dp not in allowed("dp", (dp,)):
                         continue
-                    for ep, expert_tp in self._experts(stage):
+                    for ep, expert_tp in expert_choices(job.model, self.request.constraints, (1,), stage):
                         yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
 
-    def _experts(self, stage: int) -> list[tuple[int, int | None]]:
-        moe, allowed = self.request.job.model.moe, self.request.constraints.candidates
-        if moe is None:
-            return [(ep, None) for ep in allowed("ep", (1,)) if ep == 1]
-        return [
-            (ep, split)
-            for split in allowed("expert_tp", (1,))
-            for ep in allowed("ep", divisors(moe.experts))
-            if moe.experts % ep == 0 and moe.ffn % split == 0 and stage % (ep * split) == 0
-        ]
-
     def _schedules(self, pp: int) -> list[tuple[str, int]]:
-        allowed, layers = self.request.constraints.candidates, self.request.job.model.layers
-        found = []
-        for name in allowed("schedule", searched_schedules()):
-            record = schedule_record(name)
-            # A second copy of a stage would be on a rank of another kind; all activations at once are too many.
-            if record.two_copies or record.forwards_first:
-                continue
-            for interleave in allowed("interleave", INTERLEAVES if record.chooses_chunks else (1,)):
-                if (interleave == 1) == record.chooses_chunks:
-                    continue
-                strategy = self._plain.unchecked(pp=pp, schedule=name, interleave=interleave)
-                if pp * strategy.chunks_per_rank <= layers:
-                    found.append((name, interleave))
-        return found
+        constraints, layers = self.request.constraints, self.request.job.model.layers
+        # A second copy of a stage would be on a rank of another kind; all activations at once are too many.
+        return [
+            (record.name, interleave)
+            for record, interleave, _ in schedule_choices(constraints, searched_schedules(), INTERLEAVES, pp, layers)
+            if not (record.two_copies or record.forwards_first)
+        ]
 
     @cached_property
     def _plain(self) -> Strategy:
@@ -184,7 +173,7 @@ class MixedSpace:
     def _job(self, strategy: Strategy) -> Job | None:
         """The job of a strategy; None if the model or the batch does not divide."""
         job, minimum, multiple = self.request.job, self.request.minimum_batch, strategy.batch_multiple
-        if not self._model_fits(strategy):
+        if not self._model_divides(strategy):
             return None
         sequences = job.training.sequences(multiple) if minimum is None else -(-minimum // multiple) * multiple
         if sequences % multiple:
@@ -195,32 +184,27 @@ class MixedSpace:
         training = job.training.unchecked(global_batch=sequences)
         return job.unchecked(strategy=strategy.unchecked(overlap=overlap), training=training)
 
-    def _model_fits(self, strategy: Strategy) -> bool:
+    def _model_divides(self, strategy: Strategy) -> bool:
         key = (strategy.tp, strategy.cp, strategy.sequence_parallel, strategy.context_method)
-        if key not in self._fits:
-            try:
-                plain = strategy.unchecked(pp=1, schedule=PLAIN, interleave=1)
-                check_model_fits(self.request.job.model, plain, self.request.job.training)
-                self._fits[key] = True
-            except SpecError:
-                self._fits[key] = False
-        return self._fits[key]
+        if key not in self._divides:
+            self._divides[key] = model_divides(self.request.job, strategy)
+        return self._divides[key]
 
     @cached_property
     def _verdicts(self) -> dict[Strategy, bool]:
         return {}
 
     @cached_property
-    def _fits(self) -> dict[Any, bool]:
+    def _divides(self) -> dict[Any, bool]:
         return {}
 
 
-_BETTER = 0.99  # states are divided further only for a gain
+_BETTER = 0.99  # more sharding has to shorten the bound to this share
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """An arrangement, its pieces as each kind times them, and a floor of its time per token."""
+    """An arrangement, its pieces as each kind times them, and a lower bound of its time per token."""
 
     arrangement: Arrangement
     pieces: dict[int, Pieces]
@@ -228,7 +212,7 @@ class Estimated:
 
 
 def estimated(space: MixedSpace) -> Iterator[Estimated]:
-    """Every arrangement with as little sharding as its memory asks for; what cannot fit is left out."""
+    """Every arrangement with as little sharding as its memory allows; what cannot fit is left out."""
     known = _Known()
     for arrangement in space.arrangements():
         best = float("inf")

@@ -24,9 +24,9 @@ from shardwise.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One strategy over all kinds: the pipeline's ranks are on the kinds in the order ``kinds``, the rest is inside.
+    """One strategy over all kinds: pipeline ranks go over the kinds in the order ``kinds``, other dimensions inside.
 
-    ``job`` has the strategy of the whole pipeline; its cluster says nothing.
+    ``job`` has the strategy of the whole pipeline; its cluster is not used.
     """
 
     mixed: MixedCluster
@@ -55,16 +55,16 @@ class Arrangement:
         return 0 if self.strategy.schedule_record.ends_meet else self.strategy.pp - 1
 
     def on(self, kind: int) -> Job:
-        """The whole pipeline as if all of its devices were of one kind: what a rank holds."""
+        """The whole pipeline as if all devices were of one kind, for the memory of a rank."""
         return self.job.unchecked(cluster=self.mixed.kinds[kind])
 
     def joined(self, kind: int) -> Job:
-        """The stages of one kind and as many more beyond the network between kinds: how long a rank takes."""
+        """The stages of one kind and as many beyond the network between kinds, for the time of a rank."""
         strategy = self.strategy.unchecked(pp=2 * self._ranks(kind))
         return self.job.unchecked(cluster=self.mixed.joined[kind], strategy=strategy)
 
     def alone(self, kind: int) -> Job:
-        """The stages of one kind by themselves, with their part of the layers: messages inside the kind."""
+        """The stages of one kind alone with their layers, for messages inside the kind."""
         ranks, counts = self.ranks_of(kind), self.strategy.stage_layers
         if isinstance(counts, tuple):
             own = sorted(stage for rank in ranks for stage in stages_of_rank(self.job, rank))
@@ -77,7 +77,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class KindPart:
-    """One kind's part of a step: its own strategy, the pipeline's ranks it has, its fullest device."""
+    """One kind's part of a step: its strategy, its pipeline ranks, its fullest device."""
 
     kind: int
     cluster: Cluster
@@ -90,7 +90,7 @@ class KindPart:
 
 @dataclass(frozen=True)
 class MixedStep:
-    """A simulated step; ``ranks`` are all of the pipeline's, each priced on its own kind."""
+    """A simulated step; ``ranks`` are all pipeline ranks, each priced on its kind."""
 
     arrangement: Arrangement
     ranks: tuple[RankPrediction, ...]
@@ -140,7 +140,7 @@ class MixedStep:
         return KindPart(kind, cluster, strategy, ranks, layers, self.memory(kind), self.idle_share(kind))
 
     def idle_share(self, kind: int) -> float:
-        """Share of the pipeline's time in which the devices of a kind neither compute nor send in their layers."""
+        """Share of the pipeline's time in which the devices of a kind are idle."""
         own = self._of(kind)
         busy = sum(rank.microbatches * rank.microbatch_seconds for rank in own) / len(own)
         return max(0.0, 1 - busy / self.pipeline_seconds)
@@ -153,7 +153,7 @@ class MixedStep:
 
 
 def mixed_step(arrangement: Arrangement) -> MixedStep:
-    """The step of an arrangement whose strategy says the layers of every stage."""
+    """Simulates an arrangement whose strategy specifies the layers of every stage."""
     job, strategy = arrangement.job, arrangement.strategy
     ranks = _rank_predictions(arrangement)
     passes = [(0.0, 0.0, 0.0)] * strategy.stages
@@ -185,7 +185,7 @@ def _rank_predictions(arrangement: Arrangement) -> tuple[RankPrediction, ...]:
 
 
 def message_seconds(arrangement: Arrangement) -> list[float]:
-    """One message over every boundary of stages: inside a kind over its own network, else over the one between."""
+    """One message across every stage boundary: inside a kind over its network, else over the one between kinds."""
     job, kinds = arrangement.job, arrangement.kind_of_rank
     inside = {kind: _message(arrangement.alone(kind)) for kind in arrangement.kinds}
     between = max(_message(arrangement.joined(kind)) for kind in arrangement.kinds)

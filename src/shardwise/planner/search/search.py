@@ -51,10 +51,10 @@ class Found:
 
 @dataclass
 class Search:
-    """What a search found. Time and memory were computed of ``priced`` strategies.
+    """What a search found among ``priced`` strategies.
 
-    ``excluded`` of them were not wanted, ``unsupported`` do not run, ``too_large`` do not fit; the others are
-    ``fitting``. ``was_stopped``: not all of the space was looked at.
+    ``excluded`` were ruled out by the user, ``unsupported`` do not run, ``too_large`` do not fit; the others are
+    ``fitting``. ``was_stopped``: part of the space was not searched.
     """
 
     priced: int = 0
@@ -66,7 +66,7 @@ class Search:
     best: list[Found] = field(default_factory=list)
     of_degrees: dict[Degrees, Found] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)  # best time at every step of memory
-    best_not_run: Found | None = None  # the fastest that fits and is only priced
+    best_not_run: Found | None = None  # the fastest that fits but is only priced
     least_memory: Found | None = None
     least_of_degrees: dict[Degrees, float] = field(default_factory=dict)  # bytes, of what runs
 
@@ -132,7 +132,7 @@ def _excluded(piece: TablePiece, masks: list[Mask]) -> Array | None:
 
 
 def _layouts(piece: TablePiece) -> Layouts:
-    """Where each block's rows start, which stand together, and what degrees it has."""
+    """Where the contiguous rows of each block start, and the degrees of each block."""
     import numpy as np
 
     starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
@@ -152,7 +152,7 @@ class _Keeper:
         self.least = np.inf
 
     def take_not_run(self, piece: TablePiece, priced: Array | None, allowed: Array, excluded: Array | None) -> None:
-        """Of the cells that are priced and not run, the fastest that fits."""
+        """Keeps the fastest cell that fits and is priced but not run."""
         import numpy as np
 
         wanted = ~allowed if priced is None else priced & ~allowed
@@ -272,7 +272,7 @@ class _Keeper:
             self.front_seconds[int(step)] = found.seconds_per_sequence
 
     def finished(self) -> Search:
-        """The result, with the front reduced to what nothing beats in both time and memory."""
+        """The result, with the front reduced to the Pareto-optimal strategies."""
         points = sorted((one for one in self.front if one is not None), key=lambda one: one.memory_bytes)
         front: list[Found] = []
         for one in points:

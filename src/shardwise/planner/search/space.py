@@ -1,14 +1,13 @@
-"""Every way to split the work that the planner looks at, as groups of strategies (`cost.sweep.group`).
+"""The search space of the planner, as groups of strategies (`cost.sweep.group`).
 
-A group's rows are layer choices, schedules, recompute and batches; its columns are ZeRO stages and the groups of ranks
-that they divide states over.
+A group's rows are layer choices, schedules, recompute and batches; its columns are ZeRO stages and shard groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
@@ -19,20 +18,21 @@ from shardwise.layout.stages import rank_kinds
 from shardwise.planner.constraints import OFFLOADS, Constraints
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.model import Model
 from shardwise.spec.rules import check_model_fits, divisors
-from shardwise.spec.schedules import PLAIN, schedule_record, searched_schedules
+from shardwise.spec.schedules import PLAIN, ScheduleRecord, schedule_record, searched_schedules
 from shardwise.spec.strategy import DIMENSIONS, Offload, Strategy
 from shardwise.spec.training import Training
 
 MOST_MICROBATCH = 16
 MOST_MICROBATCH_TOKENS = 65_536
 BATCH_TOLERANCE = 0.05  # a batch in tokens is rounded to what a layout divides, by no more than this
-MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: a larger one always looks better, and trains differently
+MOST_ABOVE_MINIMUM = 2.0  # times a minimum batch: larger ones always look better, but train differently
 
 
 @dataclass(frozen=True)
 class Batches:
-    """``minimum`` asks for the smallest batch that divides and is at least so large; else it is the training's."""
+    """``minimum`` asks for the smallest batch of at least that size that divides; without it the training's is used."""
 
     training: Training
     constraints: Constraints
@@ -40,7 +40,7 @@ class Batches:
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
-        """The sizes that are tried."""
+        """The microbatch sizes to try."""
         seq = self.training.seq
         usual = [2**k for k in range(10) if 2**k <= MOST_MICROBATCH]
         usual = [size for size in usual if size == 1 or size * seq <= MOST_MICROBATCH_TOKENS]
@@ -52,15 +52,10 @@ class Batches:
         sizes = {size: base.data_parallel * size for size in self.microbatches}
         return {size: tuple(self.batch(each * times) for times in rounds) for size, each in sizes.items()}
 
-    def batch(self, multiple: int) -> int:
-        """The batch that is a whole number of ``multiple`` sequences and near what was asked for, or 0."""
-        if multiple not in self._known:
-            self._known[multiple] = self._rounded(multiple)
-        return self._known[multiple]
-
     @cached_property
-    def _known(self) -> dict[int, int]:
-        return {}
+    def batch(self) -> Callable[[int], int]:
+        """The batch that is a multiple of so many sequences and near what was asked for, or 0."""
+        return cache(self._rounded)
 
     def _rounded(self, multiple: int) -> int:
         if self.minimum is not None:
@@ -74,18 +69,19 @@ class Batches:
         return sequences if sequences % multiple == 0 else 0
 
 
-SHARD_GROUPS = 5  # sizes of a hybrid shard group that are tried beside all ranks
+SHARD_GROUPS = 5  # sizes of a hybrid shard group to try besides all ranks
 # ZeRO stage, parameters kept, gradients accumulated.
 SHARDINGS = ((0, False, "sharded"), (1, False, "sharded"), (2, False, "sharded"), (3, False, "sharded"),
              (3, True, "sharded"), (3, True, "local"))  # fmt: skip
 LEAVING = ((2, False, "sharded"), (3, False, "sharded"))
-LOCAL = ((2, False, "local"), (3, False, "local"))  # only where gradients are asked to be accumulated so
+LOCAL = ((2, False, "local"), (3, False, "local"))  # only on request
 
 
 def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_leave: bool) -> tuple[ShardChoice, ...]:
-    """Every way to divide the states of the layout ``base``.
+    """Every way to shard the states of the layout ``base``.
 
-    Over one rank all are the same, but that ZeRO-2 and 3 let gradients and weights leave, where ``states_leave``.
+    On one rank they are all the same, except that ZeRO-2 and 3 allow gradients and weights to be offloaded
+    (``states_leave``).
     """
     group = base.gradient_group
     sizes = constraints.candidates("shard_group", (*shard_groups(base), group))
@@ -110,7 +106,7 @@ def shard_choices(job: Job, constraints: Constraints, base: Strategy, *, states_
 
 
 def shard_groups(base: Strategy) -> tuple[int | None, ...]:
-    """All ranks that hold the same parameters, and parts of them: spread evenly over the possible sizes."""
+    """All ranks that hold the same parameters (None), and sizes spread evenly over the possible ones."""
     group = base.gradient_group
     sizes = [size for size in divisors(group) if 1 < size < group]
     if len(sizes) >= SHARD_GROUPS:
@@ -119,7 +115,7 @@ def shard_groups(base: Strategy) -> tuple[int | None, ...]:
 
 
 def _shardable(job: Job, base: Strategy, size: int | None) -> bool:
-    """Whether a shard group of this size lies on the network."""
+    """Whether a shard group of this size can be placed on the network."""
     shards = size or base.gradient_group
     if base.gradient_group % shards:
         return False
@@ -138,7 +134,7 @@ MOST_TENSOR = 64
 ORDERS = (DIMENSIONS, ("tp", "cp", "pp", "dp"))
 INTERLEAVES = (2, 3, 4, 6, 8)
 RECOMPUTED_PARTS = 6  # a stage's layers are recomputed by sixths
-# How a space that is too large is made smaller, one step after the other.
+# How a space that is too large is narrowed, step by step.
 NARROWINGS = (
     "rank order tp-cp-dp-pp only",
     "sequence parallelism wherever tp is, and whole experts (expert_tp 1)",
@@ -147,8 +143,44 @@ NARROWINGS = (
 )
 
 
+def schedule_choices(
+    constraints: Constraints, names: Iterable[str], interleaves: Iterable[int], pp: int, layers: int
+) -> Iterator[tuple[ScheduleRecord, int, int]]:
+    """Schedules with their chunks per rank and their stages, of which there are no more than ``layers``."""
+    for name in constraints.candidates("schedule", names):
+        record = schedule_record(name)
+        for interleave in constraints.candidates("interleave", interleaves if record.chooses_chunks else (1,)):
+            stages = pp * record.chunks_per_rank(pp, interleave)
+            if (interleave > 1) == record.chooses_chunks and stages <= layers:
+                yield record, interleave, stages
+
+
+def expert_choices(
+    model: Model, constraints: Constraints, splits: Iterable[int], ranks: int
+) -> list[tuple[int, int | None]]:
+    """ep and expert_tp over the ranks of a stage; without experts there is nothing to choose."""
+    moe = model.moe
+    if moe is None:
+        return [(ep, None) for ep in constraints.candidates("ep", (1,)) if ep == 1]
+    return [
+        (ep, split)
+        for split in constraints.candidates("expert_tp", splits)
+        for ep in constraints.candidates("ep", divisors(moe.experts))
+        if moe.experts % ep == 0 and moe.ffn % split == 0 and ranks % (ep * split) == 0
+    ]
+
+
+def model_divides(job: Job, strategy: Strategy) -> bool:
+    """Whether the model's heads, widths and sequence divide over tp and cp."""
+    try:
+        check_model_fits(job.model, strategy.unchecked(pp=1, schedule=PLAIN, interleave=1), job.training)
+    except SpecError:
+        return False
+    return True
+
+
 def plain_strategy(job: Job) -> Strategy:
-    """What all strategies of a search share: the stack's overlap and dispatch, and what the job says of the rest."""
+    """What all strategies of a search share: the stack's overlap and dispatch, and what no search varies."""
     return Strategy(
         stage_layers="balanced",
         overlap=replace(job.stack.overlap, ep=False),
@@ -163,11 +195,10 @@ def plain_strategy(job: Job) -> Strategy:
 
 @dataclass(frozen=True)
 class Space:
-    """The strategies of a job description within constraints.
+    """The strategies for a job within constraints.
 
-    ``job`` says everything but the strategy. ``minimum_batch`` asks for the smallest batch, in sequences, that divides
-    and is at least so large; without it the batch is the training's. Degrees that do not divide are never made.
-    ``any_priced`` adds what is priced and not run.
+    ``minimum_batch`` asks for the smallest batch of at least so many sequences that divides; without it the batch is
+    the training's. ``any_priced`` adds strategies that are priced but not run.
     """
 
     job: Job
@@ -179,11 +210,11 @@ class Space:
 
     @property
     def narrowing(self) -> tuple[str, ...]:
-        """What is left out of the usual values, in words."""
+        """What is left out of the full space, in words."""
         return NARROWINGS[: self.narrowed]
 
     def within(self, groups: int) -> Space:
-        """The space itself, or so much narrower that it has about ``groups`` groups at most."""
+        """The space, narrowed until it has about ``groups`` groups at most."""
         for narrowed in range(self.narrowed, len(NARROWINGS) + 1):
             space = replace(self, narrowed=narrowed)
             if space.estimated_groups <= groups:
@@ -192,7 +223,7 @@ class Space:
 
     @property
     def estimated_groups(self) -> int:
-        """About how many groups there are: layouts, times the kinds of schedules with stages of their own."""
+        """About how many groups there are: layouts, times kinds of schedules with different stages."""
         return sum((1 if degrees["pp"] == 1 else 3) * len(self._orders(**degrees)) for degrees in self._degrees())
 
     def groups(self) -> Iterator[Group]:
@@ -232,31 +263,22 @@ class Space:
 
     @property
     def _most_tensor(self) -> int:
-        """Twice the innermost network level: beyond it tensor parallelism only shows that it should not."""
+        """Twice the innermost network level: tensor parallelism beyond that never wins."""
         return min(MOST_TENSOR, (2 if self.narrowed < 3 else 1) * self.job.cluster.levels[0].width)
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int | None]]:
-        moe = self.job.model.moe
-        if moe is None:
-            return [(ep, None) for ep in self.constraints.candidates("ep", (1,)) if ep == 1]
-        splits = self.constraints.candidates("expert_tp", dict.fromkeys((1, tp) if self.narrowed < 2 else (1,)))
-        return [
-            (ep, expert_tp)
-            for expert_tp in splits
-            if ranks % expert_tp == 0 and moe.ffn % expert_tp == 0
-            for ep in self.constraints.candidates("ep", divisors(moe.experts))
-            if moe.experts % ep == 0 and ranks % (ep * expert_tp) == 0
-        ]
+        splits = dict.fromkeys((1, tp) if self.narrowed < 2 else (1,))
+        return expert_choices(self.job.model, self.constraints, splits, ranks)
 
     def _orders(self, **degrees: Any) -> list[tuple[Any, ...]]:
-        """Orders that differ where it matters: dimensions of degree 1 are nowhere."""
+        """Rank orders that differ in the dimensions that are used."""
         distinct: dict[tuple[str, ...], tuple[Any, ...]] = {}
         for order in self.constraints.candidates("order", ORDERS[:1] if self.narrowed else ORDERS):
             distinct.setdefault(tuple(name for name in order if degrees[name] > 1), order)
         return list(distinct.values())
 
     def _placed(self, **degrees: Any) -> Iterator[Strategy]:
-        """The degrees in every rank order that puts some group of ranks elsewhere on the network."""
+        """The degrees in every rank order that places some group differently on the network."""
         seen = []
         for order in self._orders(**degrees):
             base = self._plain.unchecked(order=order, **degrees)
@@ -269,7 +291,7 @@ class Space:
                 yield base
 
     def _networks(self, base: Strategy) -> list[Any]:
-        """What every group of ranks spans; raises SpecError if one cannot be placed."""
+        """What every group spans of the network; raises SpecError if one cannot be placed."""
         runs = [group_runs(base, (dimension,)) for dimension in ("tp", "cp", "pp")]
         runs += [dense_ranks(base, size or base.gradient_group).sharded for size in (1, *shard_groups(base))]
         runs += [dense_ranks(base, 1).replicas]
@@ -319,54 +341,39 @@ class Space:
             LayerChoice(sp, method, size)
             for sp in plain
             for method in methods
-            if self._model_fits(base.tp, base.cp, sp, method)
+            if self._model_divides(base.tp, base.cp, sp, method)
             for size in self._batches.microbatches
         )
 
-    def _model_fits(self, tp: int, cp: int, sequence_parallel: bool, method: Any) -> bool:
-        key = (tp, cp, sequence_parallel, method)
-        if key not in self._fits:
-            strategy = self._plain.unchecked(tp=tp, cp=cp, sequence_parallel=sequence_parallel, context_method=method)
-            try:
-                check_model_fits(self.job.model, strategy, self.job.training)
-                self._fits[key] = True
-            except SpecError:
-                self._fits[key] = False
-        return self._fits[key]
+    @cached_property
+    def _model_divides(self) -> Callable[[int, int, bool, Any], bool]:
+        @cache
+        def divides(tp: int, cp: int, sp: bool, method: Any) -> bool:
+            strategy = self._plain.unchecked(tp=tp, cp=cp, sequence_parallel=sp, context_method=method)
+            return model_divides(self.job, strategy)
+
+        return divides
 
     @cached_property
-    def _fits(self) -> dict[Any, bool]:
-        return {}
+    def _schedules(self) -> Callable[[int], list[ScheduleChoice]]:
+        return cache(self._schedules_over)
 
-    def _schedules(self, pp: int) -> list[ScheduleChoice]:
-        if pp not in self._schedules_of:
-            self._schedules_of[pp] = self._all_schedules(pp)
-        return self._schedules_of[pp]
-
-    @cached_property
-    def _schedules_of(self) -> dict[int, list[ScheduleChoice]]:
-        return {}
-
-    def _all_schedules(self, pp: int) -> list[ScheduleChoice]:
+    def _schedules_over(self, pp: int) -> list[ScheduleChoice]:
         constraints, layers = self.constraints, self.job.model.layers
         if pp == 1:
             known = constraints.candidates("schedule", (PLAIN,))
             plain = (PLAIN in known or not known) and 1 in constraints.candidates("interleave", (1,))
             return [ScheduleChoice(PLAIN, 1, "even")] if plain else []
-        choices = []
-        for name in constraints.candidates("schedule", searched_schedules(any_priced=self.any_priced)):
-            record = schedule_record(name)
-            for interleave in constraints.candidates("interleave", INTERLEAVES if record.chooses_chunks else (1,)):
-                if (interleave == 1) == record.chooses_chunks:
-                    continue
-                stages = pp * record.chunks_per_rank(pp, interleave)
-                split = "even" if layers % stages == 0 else "balanced"
-                if stages <= layers and split in constraints.candidates("stage_layers", ("even", "balanced")):
-                    choices.append(ScheduleChoice(name, interleave, split))
-        return choices
+        splits = constraints.candidates("stage_layers", ("even", "balanced"))
+        names = searched_schedules(any_priced=self.any_priced)
+        choices = [
+            ScheduleChoice(record.name, interleave, "even" if layers % stages == 0 else "balanced")
+            for record, interleave, stages in schedule_choices(constraints, names, INTERLEAVES, pp, layers)
+        ]
+        return [one for one in choices if one.stage_layers in splits]
 
     def _rank_kinds(self, base: Strategy, choice: ScheduleChoice) -> Any:
-        """One rank of every kind with the ranks like it, as a key that schedules with equal stages share."""
+        """The distinct kinds of ranks and their members; schedules with equal stages share them."""
         strategy = base.unchecked(
             schedule=choice.schedule, interleave=choice.interleave, stage_layers=choice.stage_layers
         )

@@ -1,4 +1,4 @@
-"""Stages by what they cost: the pieces of a model (embedding, layers, head) divided by time and memory."""
+"""Stages by cost: the pieces of a model (embedding, layers, head) divided by time and memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shardwise.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Piece:
-    """``seconds`` of one microbatch, all passes, exposed communication included; bytes that stay the whole step, and
-    bytes per microbatch in flight."""
+    """Seconds per microbatch (all passes, exposed communication included), bytes held for the whole step, and bytes
+    per microbatch in flight."""
 
     seconds: float
     bytes: float
@@ -45,7 +45,7 @@ NOTHING = Piece(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a stage costs is what its pieces cost."""
+    """The pieces of a model; a stage costs what its pieces cost."""
 
     embedding: Piece
     layers: tuple[Piece, ...]
@@ -57,7 +57,7 @@ class Pieces:
 
     @property
     def row(self) -> Layers:
-        """For the partitioner, with the ends as pieces of their own: an end stage may hold nothing else."""
+        """For the partitioner; embedding and head are separate pieces, since an end stage may hold nothing else."""
         row = (self.embedding, *self.layers, self.head)
         columns = zip(*((one.seconds, one.bytes, one.activation_bytes) for one in row))
         return layers_of(*columns)
@@ -76,23 +76,21 @@ class Pieces:
 
 
 def layer_counts(row_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers per stage of a division of ``Pieces.row``: the ends are no layers."""
+    """Layers per stage of a division of ``Pieces.row``, without embedding and head."""
     return (row_counts[0] - 1, *row_counts[1:-1], row_counts[-1] - 1)
 
 
 def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None = None) -> Pieces:
     """The pieces of a job with a pipeline, as its device and network run them.
 
-    ``timed``: those of a job that divides its states otherwise and is the same else, whose seconds are taken;
-    ``timed_ends``: those of one whose layers may differ too.
+    ``timed``: pieces of the same job with other sharding, whose seconds are reused; ``timed_ends``: the same for
+    embedding and head alone.
     """
     model, ends = job.model, timed or timed_ends
     apart = job.unchecked(strategy=_plain(job, 3, (0, model.layers, 0)))
     embedding = _piece(job, rank_contents(apart, 0), ends.embedding if ends else None)
     head = _piece(job, rank_contents(apart, 2), ends.head if ends else None)
-    if (
-        not job.strategy.schedule_record.forwards_first
-    ):  # the loss of a microbatch is followed at once by its backward pass
+    if not job.strategy.schedule_record.forwards_first:  # each loss is followed at once by its backward pass
         head = Piece(head.seconds, head.bytes + head.activation_bytes, 0.0)
     kinds: dict[bool, Piece] = {}
     for index, moe in enumerate(map(model.is_moe_layer, range(model.layers))):
@@ -106,7 +104,7 @@ def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
 
 
 def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
-    """One layer among as many as a rank has: recompute may be of some of them."""
+    """The mean layer of a rank, since recompute may cover only some of them."""
     strategy, count = job.strategy, max(1, job.model.layers // job.strategy.pp)
     each = layer_parameters(
         job.model,
@@ -133,25 +131,25 @@ def _piece(job: Job, contents: RankContents, timed: Piece | None) -> Piece:
 
 
 def _seconds(job: Job, contents: RankContents) -> float:
-    """Without what the calls of a rank cost whatever it holds (`stage_seconds`)."""
+    """Without the fixed cost of a rank's calls (`stage_seconds`)."""
     calls = 2 * job.strategy.chunks_per_rank * job.cluster.device.efficiency.stage_call_seconds
     contents = replace(contents, rank=min(contents.rank, job.strategy.pp - 1))
     return max(0.0, rank_prediction(job, contents).microbatch_seconds - calls)
 
 
 def room_for_pieces(job: Job, pieces: Pieces, rank: int, capacity_bytes: float) -> float:
-    """What is left to the pieces of a rank: the device without what is there whatever the rank holds."""
+    """Memory left for the pieces of a rank: the device without what every rank holds."""
     held = pieces.of_rank(job, rank)
     own = held.bytes + microbatches_in_flight(job, rank) * held.activation_bytes
     return capacity_bytes - (memory_of_rank(job, rank).total - own)
 
 
 MOST_CELLS = 20_000_000  # of the partitioner's tables, layers²·stages: about a second; deeper models keep even stages
-WORTH = 0.001  # a division of its own has to be this much faster than an even one
+WORTH = 0.001  # gain that justifies uneven stages
 
 
 def with_best_stages(found: Candidate, capacity_bytes: float) -> Candidate:
-    """The same strategy with stages of its own where its simulated step is faster and fits; else ``found`` itself."""
+    """The same strategy with uneven stages if its simulated step is faster and fits; else ``found`` itself."""
     best = found
     for job in _proposals(found.job, capacity_bytes):
         other = candidate(job)
@@ -161,7 +159,7 @@ def with_best_stages(found: Candidate, capacity_bytes: float) -> Candidate:
 
 
 def fits(job: Job, capacity_bytes: float) -> bool:
-    """Whether every rank's device, and its part of the host, holds what the job puts there."""
+    """Whether every rank fits its device and its part of host memory."""
     memories = [memory_of_rank(job, rank) for rank in range(job.strategy.pp)]
     host_bytes = job.cluster.host_memory_per_device
     return all(one.total <= capacity_bytes and one.host <= host_bytes for one in memories)
@@ -198,7 +196,7 @@ def divisions(job: Job, pieces: Pieces, places: Sequence[Place]) -> list[tuple[i
 
 
 def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
-    """The slowest stage as fast as can be. Several stages of one rank share its memory: then that is left aside."""
+    """Minimises the slowest stage; memory is ignored if a rank has several stages, which share it."""
     if job.strategy.chunks_per_rank > 1:
         speeds = {stage: place.speed for rank, place in enumerate(places) for stage in stages_of_rank(job, rank)}
         places = [Place(speeds[stage]) for stage in range(len(speeds))]
@@ -206,7 +204,7 @@ def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, .
 
 
 def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:
-    """The slowest rank as fast as can be, over all of its stages; layers that differ count as their mean."""
+    """Minimises the slowest rank over all of its stages; layers that differ count as their mean."""
     layer, count = pieces.mean_layer, len(pieces.layers)
     folded = job.strategy.schedule_record.ends_meet  # the first rank has the last stage too
     first, last = (pieces.embedding + pieces.head, NOTHING) if folded else (pieces.embedding, pieces.head)
@@ -223,7 +221,7 @@ def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ..
 
 
 def _over_chunks(job: Job, pieces: Pieces, of_ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of every stage from those of every rank: each of its stages takes about as long as the others."""
+    """Divides the layers of every rank over its stages, so that these take about equally long."""
     counts = [0] * job.strategy.stages
     ends = {0: pieces.embedding.seconds, len(counts) - 1: pieces.head.seconds}
     for rank, layers in enumerate(of_ranks):

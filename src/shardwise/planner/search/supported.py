@@ -31,8 +31,13 @@ _SHARDS_FIELDS = ("zero", "shard_group", "keep_parameters", "accumulate")
 _CHOSEN_FIELDS = frozenset((*_LAYER_FIELDS, *_SCHEDULE_FIELDS, *_RECOMPUTE_FIELDS, *_SHARDS_FIELDS, "offload"))
 
 
+def _variants(base: Strategy, choices: Sequence[Any], names: tuple[str, ...]) -> list[Strategy]:
+    """The strategy with those fields that each of the choices has."""
+    return [base.unchecked(**{name: getattr(one, name) for name in names}) for one in choices]
+
+
 class CellBook:
-    """What ``of_block`` says of the rows and of the columns of each block, for the pieces of many."""
+    """What ``of_block`` returns for the rows and columns of each block, kept for the pieces that share blocks."""
 
     def __init__(self, of_block: Callable[[TableBlock], tuple[Array, Array]]) -> None:
         self._of_block = of_block
@@ -57,7 +62,7 @@ class CellBook:
 class Mask:
     """The cells that have an allowed value in every field of ``entry``.
 
-    ``idle``: what a field counts as that makes no difference, such as a context method without context parallelism.
+    ``idle``: whether a field without effect matches, such as a context method without context parallelism.
     """
 
     def __init__(self, entry: Mapping[str, Allowed], *, idle: bool) -> None:
@@ -85,7 +90,7 @@ class Mask:
 
         def alike(choices: Sequence[Any], names: tuple[str, ...]) -> Array:
             asked = [name for name in names if name in self._entry]
-            strategies = [base.unchecked(**{name: getattr(one, name) for name in names}) for one in choices]
+            strategies = _variants(base, choices, names)
             return np.array(
                 [all(has(one, name, self._entry[name], idle=self._idle) for name in asked) for one in strategies]
             )
@@ -151,7 +156,7 @@ def model_note(job: Job) -> str | None:
 
 
 class Supported:
-    """Tells the cells of a piece that run from those that do not."""
+    """Which cells of a piece run."""
 
     def __init__(self, job: Job, *, any_priced: bool = False) -> None:
         """``any_priced`` also lets through what is priced only."""
@@ -208,35 +213,18 @@ class Supported:
         base = group.base
         chosen = _CHOSEN.union(self._schedule_names)
         rest = tuple(name for name in self._bit if name not in chosen)
-        layers = [
-            base.unchecked(sequence_parallel=one.sequence_parallel, context_method=one.context_method)
-            for one in group.layers
-        ]
-        schedules = [
-            base.unchecked(schedule=one.schedule, interleave=one.interleave, stage_layers=one.stage_layers)
-            for one in group.schedules
-        ]
-        recomputes = [base.unchecked(recompute=one.recompute) for one in group.recomputes]
         return (
             self._used(base, rest),
-            self._bits(layers, _LAYER),
-            self._bits(schedules, self._schedule_names),
-            self._bits(recomputes, _RECOMPUTE),
+            self._bits(_variants(base, group.layers, _LAYER_FIELDS), _LAYER),
+            self._bits(_variants(base, group.schedules, _SCHEDULE_FIELDS), self._schedule_names),
+            self._bits(_variants(base, group.recomputes, _RECOMPUTE_FIELDS), _RECOMPUTE),
         )
 
     def _shard_bits(self, group: Group) -> Array:
         """Groups of one layout that differ in their schedules have the same ``shards``, which are many."""
         known = self._of_shards.get(id(group.shards))
         if known is None or known[0] is not group.shards:
-            strategies = [
-                group.base.unchecked(
-                    zero=one.zero,
-                    shard_group=one.shard_group,
-                    keep_parameters=one.keep_parameters,
-                    accumulate=one.accumulate,
-                )
-                for one in group.shards
-            ]
+            strategies = _variants(group.base, group.shards, _SHARDS_FIELDS)
             known = self._of_shards[id(group.shards)] = (group.shards, self._bits(strategies, _SHARDS))
         return known[1]
 
@@ -251,10 +239,7 @@ class Supported:
         return self._bits_of(tuple(used))
 
     def _bits_of(self, names: tuple[str, ...]) -> int:
-        total = 0
-        for name in names:
-            total |= self._bit[name]
-        return total
+        return sum(self._bit[name] for name in set(names))
 
     def _offload_bits(self, offload: Offload) -> int:
         if offload not in self._of_offload:
