@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line_with_field_value_and_remedy(command: str, parts: 
         ("model: {layers: 2}\ncluster: laptop\n", ["model.hidden: is missing"]),
         ("model: gpt2\ncluster: {device: h100-sxm, levels: [{size: 8, bandwidth: -1GB/s, latency: 0}]}\n",
          ["cluster.levels[0].bandwidth: -1000000000 is not positive"]),
-        ("just text", ["holds no fields"]),
+        ("just text", ["has no fields"]),
         (b"\xff\xfe", ["cannot be read (not text in UTF-8)"]),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ TINY = "dryrun --model tiny --cluster dgx-h100:1 --dp 8 --global-batch 8 --seq 6
         (f"{TINY} --world 12", "12 is not a whole number of"),
         (f"{TINY} --tp 4 --dp 2 --world 18", "--world: 18 is not a multiple of tp 4"),
         (f"{TINY} --world many", "--world"),
-        (f"{TINY} --rank 8", "--rank: 8 is none of the job's 8 ranks"),
+        (f"{TINY} --rank 8", "--rank: 8 is not one of the job's 8 ranks"),
         (f"{TINY} --rank -1", "--rank: '-1' is not a whole number"),
         (f"{TINY} --skew 0", "--skew: '0' is not between"),
         (f"{TINY} --precision mxfp8", "mxfp8"),

@@ -271,6 +271,6 @@ def test_the_fullest_rank_is_asked_unless_another_is_named() -> None:
     rank = fullest_rank(wide)
     assert coordinates(wide.strategy, rank) == {"tp": 0, "cp": 0, "dp": 0, "pp": rank // 4}
     assert coordinates(wide.strategy, 13) == {"tp": 1, "cp": 0, "dp": 0, "pp": 3}
-    with pytest.raises(SpecError, match="none of the job's 16 ranks"):
+    with pytest.raises(SpecError, match="not one of the job's 16 ranks"):
         check_rank(wide, 16)
     assert coordinates(replace(wide.strategy, order=("pp", "dp", "cp", "tp")), 1)["pp"] == 1

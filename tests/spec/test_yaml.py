@@ -115,8 +115,8 @@ def refused(text: str | bytes, folder: Path) -> SpecError:
         ("model: [unclosed\n", "line 2"),
         ("a:\n\tb: 1\n", "line 2"),
         ("a: b: c\n", "line 1, column 5"),
-        ("- just\n- a list\n", "holds no fields"),
-        ("", "holds no fields"),
+        ("- just\n- a list\n", "has no fields"),
+        ("", "has no fields"),
         ("model: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
         ("a: *nowhere\n", "undefined alias"),
         ("[" * 100_000, "nested more than 100 levels deep"),
@@ -166,7 +166,7 @@ def test_what_is_not_there_is_named_as_in_a_file(tmp_path: Path) -> None:
     fields = MODEL.replace("layers: 4", "layers: ~").replace("\n", ", ")
     assert "layers: null is not a whole number" in str(refused(f"model: {{{fields}}}\ncluster: laptop\n", tmp_path))
     (tmp_path / "empty.yaml").write_text("")
-    with pytest.raises(SpecError, match=r"empty.yaml: holds no fields; it should describe a model"):
+    with pytest.raises(SpecError, match=r"empty.yaml: has no fields; it should describe a model"):
         Job.from_dict({"model": str(tmp_path / "empty.yaml"), "cluster": "laptop"})
 
 

@@ -152,12 +152,12 @@ def recut(run: str | PathLike[str], *, out: str | PathLike[str] | None = None) -
 
 
 def _device(asked: str, *, emulated: bool) -> str:
-    from shardwise.measure.calibrate.device_samples import gpus
+    from shardwise.measure.doctor.software import visible_devices
 
-    if asked == "cuda" and not gpus():
+    if asked == "cuda" and not visible_devices():
         raise SpecError("--device", "PyTorch finds no GPU here", "use --device cpu")
     if asked == "auto":
-        return "cuda" if gpus() and not emulated else "cpu"
+        return "cuda" if visible_devices() and not emulated else "cpu"
     return asked
 
 
@@ -167,9 +167,9 @@ def _cluster(name: str | None, processes: int | str | None, device: str, emulati
     if emulation is not None:
         return cluster_of(emulation, base)
     if device == "cuda":
-        from shardwise.measure.calibrate.device_samples import gpus
+        from shardwise.measure.doctor.software import visible_devices
 
-        return base.with_devices(gpus())
+        return base.with_devices(visible_devices())
     count = (os.cpu_count() or 1) if processes is None else whole_number(processes, "--processes")
     return base.with_devices(count) if name is not None else cpu_hosts(1, count)
 

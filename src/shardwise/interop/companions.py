@@ -1,14 +1,13 @@
-"""The small files of a Hugging Face folder besides its weights, which make them the same model elsewhere.
+"""The small files of a Hugging Face folder besides its weights: family, ids of special tokens, generation, tokenizer.
 
-A folder of checkpoints keeps them in ``huggingface/`` for weights that came from such a folder, so that a conversion
-can restore them: the family, the ids of special tokens, how text is generated, the tokenizer.
+A folder of checkpoints keeps them in ``huggingface/`` if its weights came from such a folder, so that a conversion can
+restore them.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ NAMES = (
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
 MOST_BYTES = 256 * 2**20
-# Of code that is not copied, and of how weights were stored that are written as plain numbers.
+# They refer to code, which is not copied, and to how the weights were stored, which are written as plain numbers.
 _NOT_CARRIED = ("auto_map", "quantization_config")
 
 
@@ -35,7 +34,7 @@ def has_companions(folder: Path) -> bool:
 
 
 def folder_of_model(named: object) -> Path | None:
-    """The Hugging Face folder that names a model, or whose config.json does; None for a preset and other files."""
+    """The Hugging Face folder that a model is named by, directly or by its config.json; None for anything else."""
     if not isinstance(named, str) or not named:
         return None
     path = Path(named)
@@ -44,7 +43,7 @@ def folder_of_model(named: object) -> Path | None:
 
 
 def companions(folder: Path) -> dict[str, Path]:
-    """The known files that are there; raises SpecError for a link that leads out of the folder, and for huge ones."""
+    """The known files in the folder; raises SpecError for a link that leads out of it, and for a huge file."""
     found = {name: folder / name for name in NAMES if (folder / name).is_file()}
     for name, path in found.items():
         if path.is_symlink() and not _stays(path):
@@ -56,7 +55,7 @@ def companions(folder: Path) -> dict[str, Path]:
 
 
 def copy_companions(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:
-    """Copies them into a folder, which is made where it is not there; raises SpecError if that fails."""
+    """Copies them into a folder, creating it if needed; raises SpecError if that fails."""
     chosen = {name: path for name, path in companions(source).items() if name not in leave_out}
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ def copy_companions(source: Path, target: Path, leave_out: tuple[str, ...] = ())
 
 
 def require_companions(source: Path, checkpoints: Path) -> None:
-    """Raises SpecError if they may not be kept beside checkpoints: unsafe, or another model's are there."""
+    """Raises SpecError if they cannot be kept beside checkpoints: unsafe, or another model's are there."""
     companions(source)
     kept = checkpoints / KEPT_IN
     if has_companions(kept) and read_config(kept) != read_config(source):
@@ -76,7 +75,7 @@ def require_companions(source: Path, checkpoints: Path) -> None:
 
 
 def keep_companions(source: Path | None, checkpoints: Path) -> None:
-    """Keeps those of the weights that the checkpoints in a folder come from, and no others that are there."""
+    """Keeps those of ``source``, from which the checkpoints' weights come, and removes any others."""
     kept = checkpoints / KEPT_IN
     if source is not None and kept.absolute() == source.absolute():
         return
@@ -86,17 +85,17 @@ def keep_companions(source: Path | None, checkpoints: Path) -> None:
 
 
 def config_for(model: Model, source: Path | None) -> dict[str, Any]:
-    """The config.json of weights of a model that came from a folder, ``source``, if that is known.
+    """The config.json of weights that came from the folder ``source``, if known.
 
-    It is the folder's own, but for what has changed on the way: fields of the model, and what is not written.
+    It is the folder's own, except for changed fields of the model, and keys that are not carried over.
     """
     if source is None:
         return hf_config_from_model(model)
-    said: Mapping[str, Any] = read_config(source)
-    return {key: value for key, value in hf_config_like(said, model).items() if key not in _NOT_CARRIED}
+    config = hf_config_like(read_config(source), model)
+    return {key: value for key, value in config.items() if key not in _NOT_CARRIED}
 
 
 def _stays(link: Path) -> bool:
-    """Whether a link leads to a file of its own folder, or of the blobs that the hub's cache keeps two folders up."""
+    """Whether a link leads to a file of its own folder, or to the blobs that the hub's cache keeps two folders up."""
     target, folder = Path(os.path.realpath(link)), Path(os.path.realpath(link.parent))
     return target.parent in (folder, folder.parent.parent / "blobs")

@@ -24,10 +24,10 @@ def read_job(path: Path | str) -> Job:
 
 
 def read_job_fields(path: Path | str) -> dict[str, Any]:
-    """The plain fields of a job file, before they are checked as a whole (flags may still override)."""
+    """The fields of a job file, before they are checked together: flags may still override them."""
     data = read_yaml(path, "job file")
     if not isinstance(data, Mapping):
-        raise SpecError("job file", f"{path} holds no fields", "it needs model, cluster, strategy and training")
+        raise SpecError("job file", f"{path} has no fields", "it needs model, cluster, strategy and training")
     found: dict[str, Any] = presets.files_beside(data, Path(path).parent)
     return found
 
@@ -35,40 +35,33 @@ def read_job_fields(path: Path | str) -> dict[str, Any]:
 def model_from(named: Any) -> Model:
     """A model by preset name, mapping, our own file, or a Hugging Face config.json (or its folder).
 
-    A folder that is called as a preset is written with a slash: ``./tiny``.
+    A folder with the name of a preset is written with a slash: ``./tiny``.
     """
     try:
-        if isinstance(named, str):
-            if is_folder(named):
-                return _model_in_folder(Path(named))
-            if presets.looks_like_file(named) and named.lower().endswith(".json"):
-                from shardwise.interop.huggingface import model_from_hf_config
+        is_name = isinstance(named, str)
+        in_folder = is_name and is_folder(named)
+        if in_folder and not (Path(named) / "config.json").is_file():
+            problem = f"{shown(named)} is a folder without a config.json"
+            raise SpecError("", problem, "name a Hugging Face folder, a preset or a file")
+        if in_folder or (is_name and presets.looks_like_file(named) and named.lower().endswith(".json")):
+            from shardwise.interop.huggingface import model_from_hf_config
 
-                return model_from_hf_config(Path(named))
+            return model_from_hf_config(Path(named))
         return presets.resolve("model", Model, named)
     except SpecError as error:
         raise error.under("model") from None
 
 
 def is_folder(named: str) -> bool:
-    """Whether a model's name is that of a folder: one that is there, and is no preset."""
+    """Whether a model's name is that of an existing folder, and not of a preset."""
     preset = not presets.looks_like_file(named) and named.lower() in presets.names("model")
-    return not preset and os.path.isdir(named)  # noqa: PTH112 (Path.is_dir raises for what can be no path)
-
-
-def _model_in_folder(folder: Path) -> Model:
-    if not (folder / "config.json").is_file():
-        problem = f"{shown(str(folder))} is a folder without a config.json"
-        raise SpecError("", problem, "name a Hugging Face folder, a preset or a file")
-    from shardwise.interop.huggingface import model_from_hf_config
-
-    return model_from_hf_config(folder)
+    return not preset and os.path.isdir(named)  # noqa: PTH112 (Path.is_dir raises for an invalid path)
 
 
 def other_framework(path: Path | str) -> str | None:
-    """The framework whose configuration the file is; None for a job file of ours, and for a file that is neither.
+    """The framework whose configuration the file is; None for our own job file, and for any other file.
 
-    The frameworks' tables are only read for a file that is not plainly ours.
+    The frameworks' tables are only loaded for a file that is not clearly ours.
     """
     if Path(path).suffix.lower() in (".yaml", ".yml"):
         try:

@@ -48,7 +48,7 @@ def load(kind: str, cls: type[S], name: str) -> S:
     if looks_like_file(name):
         data = files_beside(read_yaml(name, "file"), Path(name).parent)
         if not isinstance(data, Mapping):
-            raise SpecError(Path(name).name, "holds no fields", f"it should describe a {kind}")
+            raise SpecError(Path(name).name, "has no fields", f"it should describe a {kind}")
         if "name" not in data:
             data = {**data, "name": Path(name).stem}
         return cls.from_dict(data, path=Path(name).name)

@@ -129,15 +129,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse_json(text: str, what: str, names: Names) -> Settings:
-    try:
-        tree = json.loads(without_comments(text), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(what, f"malformed JSON: {shown(str(error), 120)}", "correct the file") from None
-    return flatten(tree, what)
+def _parser(language: str, load: Callable[[str], Any]) -> Callable[[str, str, Names], Settings]:
+    def parse(text: str, what: str, names: Names) -> Settings:
+        try:
+            tree = load(text)
+        except (ValueError, RecursionError) as error:
+            raise SpecError(what, f"malformed {language}: {shown(str(error), 120)}", "correct the file") from None
+        return flatten(tree, what)
+
+    return parse
 
 
-JSON = Format((".json",), _parse_json, lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n")
+def _load_json(text: str) -> Any:
+    return json.loads(without_comments(text), object_pairs_hook=_unique)
+
+
+JSON = Format(
+    (".json",), _parser("JSON", _load_json), lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n"
+)
 
 
 # -- YAML and TOML ------------------------------------------------------------------------------------------
@@ -150,14 +159,6 @@ def _render_yaml(settings: Settings, names: Names) -> str:
 YAML = Format((".yaml", ".yml"), lambda text, what, names: flatten(parse_yaml(text, what), what), _render_yaml)
 
 
-def _parse_toml(text: str, what: str, names: Names) -> Settings:
-    try:
-        tree = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(what, f"malformed TOML: {shown(str(error), 120)}", "correct the file") from None
-    return flatten(tree, what)
-
-
 def _render_toml(settings: Settings, names: Names) -> str:
     sections: dict[str, list[str]] = {}
     for path, value in settings.items():
@@ -168,7 +169,7 @@ def _render_toml(settings: Settings, names: Names) -> str:
     return f"# {names.version}\n\n" + "\n\n".join(blocks) + "\n"
 
 
-TOML = Format((".toml",), _parse_toml, _render_toml)
+TOML = Format((".toml",), _parser("TOML", tomllib.loads), _render_toml)
 
 
 # -- command lines ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.target import Reading, word_for
+from shardwise.interop.keys import integer
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -46,7 +47,7 @@ def _rotary(model: Model) -> Settings:
     if model.positions != "rope":
         return {}
     scaling = model.numerics.rope_scaling
-    settings: Settings = {"--rotary-base": _whole(model.numerics.rope_theta)}
+    settings: Settings = {"--rotary-base": integer(model.numerics.rope_theta, model)}
     if model.mla is not None:
         settings["--rope-type"] = "rope"
     if scaling is None:
@@ -94,11 +95,6 @@ def _read_scaling(reading: Reading, latent: bool) -> dict[str, Any]:
     elif linear is not None:
         scaling = {"kind": "linear", "factor": linear}
     return {f"rope_scaling.{name}": value for name, value in scaling.items()}
-
-
-def _whole(value: float) -> float | int:
-    """``--rotary-base`` takes a whole number."""
-    return int(value) if float(value).is_integer() else value
 
 
 # -- dimensions and switches -------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def _compose(job: Job) -> Settings:
     replicas = hybrid_replicas(job)
     kinds = ["linear", *(["grouped_mm"] if job.model.moe else [])]
     converter = _CONVERTERS.get(training.precision)
+    moved = {strategy.offload.optimizer, strategy.offload.gradients, strategy.offload.weights}
     settings: Settings = {
         "model.name": name,
         "model.flavor": flavor,
@@ -71,7 +72,7 @@ def _compose(job: Job) -> Settings:
         "training.mixed_precision_reduce": "float32",
         "training.local_batch_size": strategy.microbatch * (job.microbatches if strategy.pp > 1 else 1),
         **training_values.torchtitan_settings(job),
-        "training.enable_cpu_offload": True if _offloads_all(job) else None,
+        "training.enable_cpu_offload": True if moved == {1} and strategy.offload.target == "cpu" else None,
         _PARALLEL + "data_parallel_replicate_degree": replicas,
         _PARALLEL + "data_parallel_shard_degree": strategy.data_parallel // replicas,
         "compile.enable": True if strategy.overlap.tp and strategy.tp > 1 else None,
@@ -82,11 +83,6 @@ def _compose(job: Job) -> Settings:
     if strategy.recompute == "selective":
         settings["activation_checkpoint.selective_ac_option"] = "op"
     return {**settings, **_pipeline(job)}
-
-
-def _offloads_all(job: Job) -> bool:
-    offload = job.strategy.offload
-    return offload.optimizer == offload.gradients == offload.weights == 1 and offload.target == "cpu"
 
 
 def _pipeline(job: Job) -> Settings:

@@ -159,11 +159,6 @@ GPU = Sizes(
 )  # fmt: skip
 
 
-def gpus() -> int:
-    """GPUs that PyTorch finds here."""
-    return torch.cuda.device_count()
-
-
 def measure_device(rank: Rank, device_type: str, threads: int) -> DeviceSamples:
     """Runs on every process of a node at once: a device is measured while its neighbours are busy."""
     torch.set_num_threads(threads)

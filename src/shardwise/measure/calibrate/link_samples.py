@@ -81,7 +81,7 @@ def measure_links(
                 chosen = tuple(groups[index] for index in active)
                 for case in CASES:
                     for size in sizes:
-                        call = _call(case, size, made[mine], torch.device(device)) if taking_part else _nothing
+                        call = _call(case, size, made[mine], torch.device(device)) if taking_part else lambda: None
                         repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
                         call()
                         seconds = _timed(call, ROUNDS, repeats)
@@ -100,10 +100,6 @@ def _call(case: _Case, size: int, group: dist.ProcessGroup, device: torch.device
         return operation.by_backend()
     schedule = build_schedule(case.kind, Topology.switch(group.size(), 1.0), case.algorithm)
     return operation.by_schedule(Communicator(group), schedule)
-
-
-def _nothing() -> None:
-    """A no-op, for ranks that do not take part."""
 
 
 def _timed(call: Callable[[], object], rounds: int, repeats: int = 1) -> float:

@@ -160,7 +160,10 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
             cluster, residuals = replace(cluster, device=device), [*residuals, *found]
             slow += slow_devices(samples, hosts)
             if samples[0].host_copies:
-                cluster = replace(cluster, host_link=_host_link(samples))
+                rates = [max(copy.bytes / copy.seconds for copy in one.host_copies) for one in samples]
+                source = "measured: pinned memory to a device"
+                link = Link(bandwidth=statistics.median(rates), latency=1e-5, name="host link", source=source)
+                cluster = replace(cluster, host_link=link)
         if "links" in request.parts and cluster.devices > 1:
             links = _measured_links(request, ranks, network, report)
             cluster, found = _with_links(request, cluster, links)
@@ -168,12 +171,15 @@ def calibrate(request: CalibrationRequest, report: Callable[[str], None]) -> Cal
             slow += [one for index, level in enumerate(cluster.levels) if level.width > 1
                      for one in slow_links(next(iter(links.values())), index, level.name, hosts)]  # fmt: skip
             report("overlap: matmuls during an all-reduce")
-            cluster = _with_overlap(cluster, max(ranks.run(measure_overlap, request.device, request.threads)))
+            taken = max(ranks.run(measure_overlap, request.device, request.threads))
+            units = replace(cluster.device.units_taken, collectives=taken)
+            cluster = replace(cluster, device=replace(cluster.device, units_taken=units))
         if "storage" in request.parts and cluster.storage:
             report(f"storage: the disk of {request.folder}")
             cluster = with_storage(cluster, ranks.run(measure_disk, request.folder), hosts)
+    name = f"calibrated-{request.cluster.name.removeprefix('emulated-').removeprefix('calibrated-')}"
     source = _provenance(request, hosts, residuals, slow)
-    return Calibration(replace(cluster, name=_name(request), source=source), tuple(residuals), tuple(slow))
+    return Calibration(replace(cluster, name=name, source=source), tuple(residuals), tuple(slow))
 
 
 @contextmanager
@@ -195,11 +201,6 @@ def _device(request: CalibrationRequest, samples: list[DeviceSamples]) -> tuple[
     source = f"measured: {samples[0].device_name}, {samples[0].threads} threads, PyTorch {torch.__version__}"
     device = replace(device, efficiency=replace(device.efficiency, source=source))
     return (device if known else replace(device, name="calibrated-cpu", source=source)), residuals
-
-
-def _host_link(samples: list[DeviceSamples]) -> Link:
-    rate = statistics.median(max(copy.bytes / copy.seconds for copy in one.host_copies) for one in samples)
-    return Link(bandwidth=rate, latency=1e-5, name="host link", source="measured: pinned memory to a device")
 
 
 def _measured_links(
@@ -236,15 +237,6 @@ def _with_links(
             fitted, found = fitted_level(level, index, widths, samples, wire)
             cluster, residuals = cluster.with_level(index, fitted), [*residuals, *found]
     return cluster, residuals
-
-
-def _with_overlap(cluster: Cluster, taken: float) -> Cluster:
-    device = cluster.device
-    return replace(cluster, device=replace(device, units_taken=replace(device.units_taken, collectives=taken)))
-
-
-def _name(request: CalibrationRequest) -> str:
-    return f"calibrated-{request.cluster.name.removeprefix('emulated-').removeprefix('calibrated-')}"
 
 
 def _provenance(

@@ -204,7 +204,8 @@ def _timed(
         right = right and operation.is_right()
         count += 1
         if count == request.warm_up:
-            repeats = _that_fit(request, _slowest(seconds)[-1])
+            each = max(_slowest(seconds)[-1], 1e-9)
+            repeats = max(1, min(request.repeats, int(request.most_seconds / each)))
     slowest = _slowest(seconds)[request.warm_up :]
     wrong = torch.tensor(0.0 if right else 1.0)
     dist.all_reduce(wrong)
@@ -220,10 +221,6 @@ def _timed(
         not float(wrong),
         predicted(request, algorithm, operation.size_bytes),
     )
-
-
-def _that_fit(request: CollectiveRequest, seconds: float) -> int:
-    return max(1, min(request.repeats, int(request.most_seconds / max(seconds, 1e-9))))
 
 
 def _slowest(seconds: list[float]) -> list[float]:

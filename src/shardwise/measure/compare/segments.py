@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 from shardwise.engine.labels import DIMENSIONS, WHOLE_PHASES, Label, label_of
@@ -46,16 +45,8 @@ class Step:
 
     def segments_in(self, within: NamedRange) -> Sequence[Segment]:
         """The segments that overlap a range."""
-        first = bisect_right(self._ends, within.start)
-        return self.segments[first : bisect_left(self._starts, within.end)]
-
-    @cached_property
-    def _starts(self) -> list[float]:
-        return [one.start for one in self.segments]
-
-    @cached_property
-    def _ends(self) -> list[float]:
-        return [one.end for one in self.segments]
+        first = bisect_right(self.segments, within.start, key=lambda one: one.end)
+        return self.segments[first : bisect_left(self.segments, within.end, key=lambda one: one.start)]
 
 
 def steps_of(record: RankRecord) -> tuple[Step, ...]:

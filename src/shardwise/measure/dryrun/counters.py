@@ -71,31 +71,26 @@ class CollectiveLog:
         self.sent.append(Sent(kind, ranks, size, label))
 
 
-_FORMS = {
-    CollectiveKind.ALL_REDUCE: ("allreduce_", "allreduce_coalesced_"),
+# The operators of each kind of collective, in c10d and in its functional form.
+_OPERATORS = {
+    CollectiveKind.ALL_REDUCE: ("allreduce_ allreduce_coalesced_",
+                                "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_"),
     CollectiveKind.ALL_GATHER: (
-        "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "allgather_coalesced_",
-    ),
-    CollectiveKind.REDUCE_SCATTER: ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"),
-    CollectiveKind.ALL_TO_ALL: ("alltoall_base_", "alltoall_"),
-    CollectiveKind.BROADCAST: ("broadcast_",),
-    CollectiveKind.SEND_RECV: ("send",),
-    RECEIVE: ("recv_",),
-}  # fmt: skip
-_FUNCTIONAL = {
-    CollectiveKind.ALL_REDUCE: ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
-    CollectiveKind.ALL_GATHER: (
-        "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
-    ),
+        "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ allgather_coalesced_",
+        "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced"),
     CollectiveKind.REDUCE_SCATTER: (
-        "reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
-    ),
-    CollectiveKind.ALL_TO_ALL: ("all_to_all_single",),
-    CollectiveKind.BROADCAST: ("broadcast", "broadcast_"),
+        "_reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_",
+        "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced"),
+    CollectiveKind.ALL_TO_ALL: ("alltoall_base_ alltoall_", "all_to_all_single"),
+    CollectiveKind.BROADCAST: ("broadcast_", "broadcast broadcast_"),
+    CollectiveKind.SEND_RECV: ("send", ""),
+    RECEIVE: ("recv_", ""),
 }  # fmt: skip
-_KINDS: dict[str, str] = {
-    **{f"c10d::{name}": str(kind) for kind, several in _FORMS.items() for name in several},
-    **{f"_c10d_functional::{name}": str(kind) for kind, several in _FUNCTIONAL.items() for name in several},
+_KINDS = {
+    f"{namespace}::{name}": str(kind)
+    for kind, forms in _OPERATORS.items()
+    for namespace, names in zip(("c10d", "_c10d_functional"), forms)
+    for name in names.split()
 }
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a dry run, and what it finds; plain data."""
+"""The request and the result of a dry run; plain data."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def resized(job: Job, world: int) -> Job:
 
 
 def fullest_rank(job: Job) -> int:
-    """The first rank of the pipeline stage that the planner gives most memory."""
+    """The first rank of the pipeline stage with the highest planned memory."""
     fullest = max(device_memories(job), key=lambda memory: memory.total)
     return rank_at(job.strategy, {"pp": fullest.pipeline_rank})
 
 
 def check_rank(job: Job, rank: int) -> int:
     if not 0 <= rank < job.strategy.world:
-        raise SpecError("--rank", f"{rank} is none of the job's {job.strategy.world} ranks", "count from 0")
+        raise SpecError("--rank", f"{rank} is not one of the job's {job.strategy.world} ranks", "count from 0")
     return rank
 
 
@@ -67,7 +67,7 @@ class TracedCollective:
 
 @dataclass(frozen=True)
 class Calls:
-    """How often a line is called in a step, and the bytes of all calls, as the cost model counts them."""
+    """How often a kind of collective is called in a step, and its bytes in all, as the cost model counts them."""
 
     line: TracedCollective
     count: float
@@ -76,7 +76,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Holder:
-    """``number`` tensors of ``bytes`` each that an operator made at a place of the step."""
+    """``number`` tensors of ``bytes`` each that an operator allocated at a place of the step."""
 
     part: str
     operator: str
@@ -87,7 +87,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Compared:
-    """The same quantity as planned and as traced; ``negligible`` where it is too little to matter."""
+    """A quantity as planned and as traced; ``negligible`` if it is too small to matter."""
 
     what: str
     planned: float
@@ -112,8 +112,8 @@ class Compared:
 class DryRun:
     """One step of one rank.
 
-    ``peak`` is its memory by part where it is most, ``peak_place`` where that is in the step. ``holders`` are what was
-    in memory then in the largest of the traces that all this is extended from, which ``traced`` describes.
+    ``peak`` is its memory by part at the peak, ``peak_place`` where in the step that is. ``holders`` are the tensors in
+    memory then, in the largest of the traces that all this is extrapolated from, which ``traced`` describes.
     """
 
     job: Job

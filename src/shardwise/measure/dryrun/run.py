@@ -11,7 +11,7 @@ from shardwise.cost.compute.operators import fully_recomputed_share, head_operat
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
-from shardwise.cost.traffic.traffic import Payload, Role, Traffic
+from shardwise.cost.traffic.traffic import Payload, Role
 from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates
@@ -45,7 +45,9 @@ def compared_bytes(job: Job, pipeline_rank: int, traced: Mapping[TracedCollectiv
     planned: dict[tuple[str, str], float] = {}
     for one in step_traffic(job, rank_contents(job, pipeline_rank)):
         if one.dimension != "offload":
-            key = (one.dimension, str(_kind_as_sent(one)))
+            # Both ends of a pipeline sum the gradients of a tied embedding, priced as one message.
+            tied = one.payload.role is Role.TIED_GRADIENTS
+            key = (one.dimension, str(CollectiveKind.ALL_REDUCE if tied else one.kind))
             size = one.bytes_sent if _in_levels(job, *key) else one.count * one.size_bytes
             planned[key] = planned.get(key, 0.0) + size * _boundaries_with_one_peer(job, *key)
     return _lines(planned, traced_bytes(job, traced), " ".join)
@@ -81,11 +83,6 @@ def traced_bytes(job: Job, traced: Mapping[TracedCollective, float]) -> dict[tup
     if boundaries:
         found["pp", str(CollectiveKind.SEND_RECV)] = max(boundaries.values())
     return found
-
-
-def _kind_as_sent(one: Traffic) -> CollectiveKind:
-    """Both ends of a pipeline sum the gradients of their embedding, priced as the one exchange that this is."""
-    return CollectiveKind.ALL_REDUCE if one.payload.role is Role.TIED_GRADIENTS else one.kind
 
 
 def _boundaries_with_one_peer(job: Job, dimension: str, kind: str) -> float:
@@ -150,7 +147,8 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     rank = fullest_rank(job) if rank is None else check_rank(job, rank)
     pipeline_rank = coordinate(job.strategy, "pp", rank)
     whole = whole_shape(job, pipeline_rank)
-    full = full or _first_layers_differ(job)
+    # A share of weights or gradients that is offloaded is the first parameters: layers differ.
+    full = full or any(0 < share < 1 for share in (job.strategy.offload.weights, job.strategy.offload.gradients))
     plan = Extension(whole, whole, whole.microbatches, ()) if full else _to_trace(job, pipeline_rank, whole)
     assumed = Assumed(skew, _most_nodes(job))
     with warnings.catch_warnings():
@@ -185,12 +183,6 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         traced=_described(plan),
         seconds=time.perf_counter() - started,
     )
-
-
-def _first_layers_differ(job: Job) -> bool:
-    """Whether a share of weights or gradients is offloaded: that is the first parameters."""
-    offload = job.strategy.offload
-    return any(0 < share < 1 for share in (offload.weights, offload.gradients))
 
 
 def _to_trace(job: Job, pipeline_rank: int, whole: TracedShape) -> Extension:

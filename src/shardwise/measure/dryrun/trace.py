@@ -72,7 +72,8 @@ def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
 def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
     """The second step (the first creates the optimizer's states) of as many layers as ``shape`` has."""
     kinds = layer_kinds(job, coordinate(job.strategy, "pp", rank))
-    job = _shaped(job, shape)
+    sequences = shape.microbatches * job.strategy.data_parallel * job.strategy.microbatch
+    job = replace(job, training=replace(job.training, global_batch=sequences))
     places = Places()
     with ExitStack() as entered:
         entered.enter_context(posing_as(rank, job.strategy.world))
@@ -99,12 +100,6 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
         with collectives.naming():
             _step(engine, batch, places, memory)
         return _summed(engine, collectives, flops, memory)
-
-
-def _shaped(job: Job, shape: TracedShape) -> Job:
-    """The job with fewer microbatches."""
-    sequences = shape.microbatches * job.strategy.data_parallel * job.strategy.microbatch
-    return replace(job, training=replace(job.training, global_batch=sequences))
 
 
 def _claim(engine: Engine, memory: MemoryLog) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a world of any size, in this process alone: collectives that move nothing, tensors without values."""
+"""One rank of a world of any size, in a single process: collectives that move nothing, tensors without values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
@@ -28,7 +28,7 @@ _MISSING = object()
 
 @contextmanager
 def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Owner (a module, a class, an object), name and what stands under the name until the end."""
+    """Each an owner (a module, a class, an object), a name and its value until the end."""
     originals = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
@@ -47,7 +47,7 @@ def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextmanager
 def posing_as(rank: int, world: int) -> Iterator[None]:
-    """PyTorch's fake process group as the default group; a real one must not exist, and none is left behind.
+    """PyTorch's fake process group as the default group, of which there must be none before and is none after.
 
     A send is complete when next polled: the fake group itself would never complete it.
     """
@@ -63,25 +63,25 @@ def posing_as(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors made inside have shapes and no values, and take the memory that a GPU's kernels would."""
-    # DTensor tries its operators on whole tensors in the mode it finds, where they would be counted.
+    """Tensors made inside have shapes but no values, and use the memory that a GPU's kernels would."""
+    # DTensor tries its operators on full tensors in the mode it finds, where they would be counted.
     no_mode = (sharding_prop, "detect_fake_mode", lambda *_, **__: None)
     with FakeTensorMode(allow_non_fake_inputs=True), kernels_of_a_gpu(), replaced(no_mode):
         yield
 
 
 # -- Stand-ins for GPU kernels on a CPU: the two differ in the memory that they use ------------------
-# PyTorch can pretend that tensors are on a GPU only where it is built for one, so that fake tensors are on the CPU.
-# There it decomposes norms and attention, converts before a softmax, and rounds a matmul before it is added. Nothing
-# is computed here, only the right tensors are allocated.
+# PyTorch can fake GPU tensors only if it is built for GPUs, so fake tensors are on the CPU. There it decomposes norms
+# and attention, converts before a softmax, and rounds a matmul before it is added. Nothing is computed here, only the
+# right tensors are allocated.
 
 aten: Any = torch.ops.aten
 
 
 def kernels_of_a_gpu() -> AbstractContextManager[None]:
-    """Operators inside make and keep what the fused kernels of a GPU make and keep."""
+    """Operators inside allocate and save what the fused kernels of a GPU do."""
     return replaced(
-        (RMSNorm, "forward", _norm_of_module),
+        (RMSNorm, "forward", lambda module, x: _rms_norm(x, module.normalized_shape, module.weight)),
         (F, "rms_norm", _rms_norm),
         (F, "scaled_dot_product_attention", _attention),
         (dot_product, "takes", shapes_taken),
@@ -94,16 +94,12 @@ def kernels_of_a_gpu() -> AbstractContextManager[None]:
 
 
 def block_kernel(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
-    """The kernel that the blocks of context parallelism take on a GPU.
+    """The kernel for the blocks of context parallelism on a GPU.
 
-    Values narrower than keys (MLA) are cuDNN's there, which pads them no more than the memory-efficient kernel does.
+    Values narrower than keys (MLA) go to cuDNN there, which like the memory-efficient kernel does not pad them.
     """
     plain = not biased and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1]
     return FLASH if plain else EFFICIENT
-
-
-def _norm_of_module(module: nn.RMSNorm, x: Tensor) -> Tensor:
-    return _rms_norm(x, module.normalized_shape, module.weight)
 
 
 def _rms_norm(
@@ -114,7 +110,7 @@ def _rms_norm(
 
 
 class _FusedNorm(torch.autograd.Function):
-    """aten::_fused_rms_norm, which keeps its input and one fp32 number of each row."""
+    """aten::_fused_rms_norm, which saves its input and one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
@@ -171,14 +167,18 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.addmm_(*(torch.empty((), dtype=total.dtype).expand(one.shape) for one in (left, right)))
 
 
-# -- Memory that is not the device's, for offloaded tensors without values: it holds nothing, and is reached at once
-# Offloaded memory is freed and fetched memory is allocated when the engine says so: it waits for every copy no later
-# than the plan has it gone or present.
+# -- A store for offloaded tensors without values: it keeps nothing, and copies take no time
+# Offloaded memory is freed and fetched memory allocated when the engine does so: it waits for every copy no later than
+# the plan assumes.
 
 
 def nothing_moves() -> AbstractContextManager[None]:
     """Stores made inside take everything and keep nothing."""
-    return replaced((Store, "region", _region), (Lanes, "_run", _over))
+
+    def region(store: Store, size: int) -> StoredRegion:
+        return _Nowhere(store.lanes, size, store.target == "cpu")
+
+    return replaced((Store, "region", region), (Lanes, "_run", _over))
 
 
 class _Nowhere(StoredRegion):
@@ -187,29 +187,21 @@ class _Nowhere(StoredRegion):
         self.in_host = in_host
 
     def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
-        return self.lanes.out(_nothing, tensor)
+        return self.lanes.out(lambda: None, tensor)
 
     def read(self, at: int, into: Tensor) -> BackgroundCopy:
-        return self.lanes.back(_nothing, into)
+        return self.lanes.back(lambda: None, into)
 
     def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
-        return self.lanes.out(_nothing, tensor)
+        return self.lanes.out(lambda: None, tensor)
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
-        """While they are updated the few elements of a chunk count as the device's: far from its peak."""
+        """While a chunk is updated its few elements count as the device's: far from the peak."""
         return torch.empty(size, dtype=torch.uint8) if self.in_host else None
 
 
-def _region(store: Store, size: int) -> StoredRegion:
-    return _Nowhere(store.lanes, size, store.target == "cpu")
-
-
 def _over(lanes: Lanes, out: bool, work: Callable[[], None], tensors: tuple[Tensor, ...]) -> BackgroundCopy:
-    """A copy that is over; its tensors are kept until somebody has waited for it, as those of others are."""
+    """A finished copy; its tensors are kept until it is waited for, as those of others are."""
     future: Future[None] = Future()
     future.set_result(None)
     return BackgroundCopy(future, *tensors)
-
-
-def _nothing() -> None:
-    pass
