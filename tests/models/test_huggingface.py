@@ -17,7 +17,7 @@ from models.families import CASES, saved, transformers
 from models.shapes import SHAPES, decoder_of, tokens
 from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
 from shardwise.models import Decoder
-from shardwise.models.huggingface import read_model, read_slice, read_tensors, write_folder
+from shardwise.models.huggingface import open_folder, write_folder
 from shardwise.models.huggingface.folder import INDEX, SINGLE
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model, Numerics, RopeScaling
@@ -26,8 +26,8 @@ Files = dict[str, Tensor]
 
 
 def loaded(folder: Path) -> Decoder:
-    decoder = Decoder(read_model(folder)).eval()
-    missing = decoder.load_state_dict(dict(read_tensors(folder)), strict=False).missing_keys
+    decoder = Decoder(open_folder(folder).model).eval()
+    missing = decoder.load_state_dict(dict(open_folder(folder).tensors()), strict=False).missing_keys
     assert missing == (["head.weight"] if decoder.model.tied_embeddings else [])
     return decoder
 
@@ -41,7 +41,7 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -
     logits = theirs(ids).logits
     tolerance = 1e-5 * max(1.0, float(logits.abs().max()))
     torch.testing.assert_close(ours(ids), logits, rtol=0, atol=tolerance)
-    write_folder(tmp_path / "again", ours.model, read_tensors(tmp_path / "theirs"), max_shard_bytes=20_000)
+    write_folder(tmp_path / "again", ours.model, open_folder(tmp_path / "theirs").tensors(), max_shard_bytes=20_000)
     kept = theirs.config._attn_implementation  # not in the folder; older releases choose one without the soft cap
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "again", dtype=torch.float32, attn_implementation=kept
@@ -52,18 +52,18 @@ def test_logits_are_those_of_transformers_both_ways(case: str, tmp_path: Path) -
 @pytest.mark.parametrize("case", ["llama-biased", "mixtral", "deepseek-v3", "gpt2", "gpt-neox", "phi3"])
 def test_a_slice_is_a_slice_of_the_whole(case: str, tmp_path: Path) -> None:
     saved(case, tmp_path)
-    for name, whole in read_tensors(tmp_path):
+    for name, whole in open_folder(tmp_path).tensors():
         for start, stop in ((0, 3), (1, 2), (2, None)):
             slices = tuple(slice(start, stop) for _ in whole.shape)
-            assert torch.equal(read_slice(tmp_path, name, slices), whole[slices]), name
-        assert torch.equal(read_slice(tmp_path, name, (slice(1, 3),)), whole[1:3]), name
-        assert torch.equal(read_slice(tmp_path, name, ()), whole), name
+            assert torch.equal(open_folder(tmp_path).slice(name, slices), whole[slices]), name
+        assert torch.equal(open_folder(tmp_path).slice(name, (slice(1, 3),)), whole[1:3]), name
+        assert torch.equal(open_folder(tmp_path).slice(name, ()), whole), name
 
 
 def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
     saved("gpt2", tmp_path)
-    head = read_slice(tmp_path, "head.weight", (slice(2, 9),))
-    assert torch.equal(head, read_slice(tmp_path, "embedding.weight", (slice(2, 9),)))
+    head = open_folder(tmp_path).slice("head.weight", (slice(2, 9),))
+    assert torch.equal(head, open_folder(tmp_path).slice("embedding.weight", (slice(2, 9),)))
 
 
 # -- folders that are not quite as the library writes them -----------------------------------------------
@@ -89,7 +89,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 def test_the_published_gpt2_without_prefix_and_with_masks_is_read(folder: Path) -> None:
-    expected = dict(read_tensors(folder))
+    expected = dict(open_folder(folder).tensors())
 
     def publish(files: Files) -> None:
         for name in list(files):
@@ -97,7 +97,7 @@ def test_the_published_gpt2_without_prefix_and_with_masks_is_read(folder: Path) 
         files["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
 
     change(folder, publish)
-    found = dict(read_tensors(folder))
+    found = dict(open_folder(folder).tensors())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
@@ -106,10 +106,10 @@ def test_the_published_gpt2_without_prefix_and_with_masks_is_read(folder: Path) 
 def test_the_modules_of_multi_token_prediction_are_passed_over(folder: Path) -> None:
     change(folder, lambda files: files.update({"model.layers.3.eh_proj.weight": torch.ones(32, 64)}))
     with pytest.raises(SpecError, match=r"^model\.layers\.3\.eh_proj\.weight: .* belongs to no part"):
-        read_tensors(folder)
+        open_folder(folder).tensors()
     configure(folder, num_nextn_predict_layers=1)
-    assert read_model(folder).mtp_layers == 0
-    assert len(dict(read_tensors(folder))) > 0
+    assert open_folder(folder).model.mtp_layers == 0
+    assert len(dict(open_folder(folder).tensors())) > 0
 
 
 def quantise(files: Files) -> None:
@@ -139,7 +139,7 @@ def test_weights_that_do_not_fit_are_one_line_with_the_tensor(
 ) -> None:
     change(folder, how)
     with pytest.raises(SpecError, match=line) as caught:
-        dict(read_tensors(folder))
+        dict(open_folder(folder).tensors())
     assert "\n" not in str(caught.value) and caught.value.remedy
 
 
@@ -157,7 +157,7 @@ def test_weights_that_do_not_fit_are_one_line_with_the_tensor(
 def test_the_config_of_another_model_is_one_line(folder: Path, changes: dict[str, Any], line: str) -> None:
     configure(folder, **changes)
     with pytest.raises(SpecError, match=line) as caught:
-        read_tensors(folder)
+        open_folder(folder).tensors()
     assert "\n" not in str(caught.value) and caught.value.remedy
 
 
@@ -165,24 +165,24 @@ def test_a_folder_that_is_not_whole_is_one_line(folder: Path) -> None:
     weights = folder / SINGLE
     (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(weights), "gone.safetensors")}))
     with pytest.raises(SpecError, match=r"^gone\.safetensors: is not in .*; complete the download"):
-        dict(read_tensors(folder))
+        dict(open_folder(folder).tensors())
     (folder / INDEX).write_text("{}")
     with pytest.raises(SpecError, match=r"^model\.safetensors\.index\.json: in .* is not an index"):
-        read_tensors(folder)
+        open_folder(folder).tensors()
     (folder / INDEX).unlink()
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(SpecError, match=r"^model\.safetensors: cannot be read: .*; download it again"):
-        read_tensors(folder)
+        open_folder(folder).tensors()
     weights.unlink()
     with pytest.raises(SpecError, match=r"^model\.safetensors: is not in .*; convert the weights to safetensors"):
-        read_tensors(folder)
+        open_folder(folder).tensors()
     with pytest.raises(SpecError, match="is not there"):
-        read_tensors(folder / "elsewhere")
+        open_folder(folder / "elsewhere").tensors()
 
 
 def test_an_unknown_name_is_one_line(folder: Path) -> None:
     with pytest.raises(SpecError, match=r"^layers\.9\.norm\.weight: is not a tensor of "):
-        read_slice(folder, "layers.9.norm.weight", ())
+        open_folder(folder).slice("layers.9.norm.weight", ())
 
 
 # -- writing ---------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_bf16_stays_bf16_and_a_balancing_bias_fp32(tmp_path: Path) -> None:
     decoder = decoder_of(SHAPES["mla"]).to(torch.bfloat16)
     write_folder(tmp_path, decoder.model, decoder.named_tensors())
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    written = dict(read_tensors(tmp_path))
+    written = dict(open_folder(tmp_path).tensors())
     assert all(torch.equal(written[name], tensor) for name, tensor in decoder.named_tensors())
     assert written["layers.1.mlp.router.bias"].dtype == torch.float32
     assert written["layers.1.mlp.experts.up"].dtype == torch.bfloat16

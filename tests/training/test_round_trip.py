@@ -17,7 +17,7 @@ from shardwise.interop.companions import KEPT_IN, config_for
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.launch.preflight import preflight
 from shardwise.launch.run import prepare
-from shardwise.models.huggingface import read_model, read_tensors, write_folder
+from shardwise.models.huggingface import open_folder, write_folder
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.convert.sources import open_weights
@@ -63,7 +63,7 @@ def converted(source: Path, to: str, out: Path, *flags: str) -> Path:
 @pytest.mark.parametrize("case", ["mistral", *CASES])
 def test_the_config_of_every_family_is_the_same_in_every_key(case: str, tmp_path: Path) -> None:
     saved(case, tmp_path / "theirs")
-    tensors, model = read_tensors(tmp_path / "theirs"), read_model(tmp_path / "theirs")
+    tensors, model = open_folder(tmp_path / "theirs").tensors(), open_folder(tmp_path / "theirs").model
     write_folder(tmp_path / "again", model, tensors, source=tmp_path / "theirs")
     assert config(tmp_path / "again") == config(tmp_path / "theirs")
 
@@ -113,7 +113,7 @@ def test_weights_of_a_file_take_what_is_beside_them_or_beside_the_named_config(t
 
 def test_only_what_changed_of_the_model_changes_in_the_config(tmp_path: Path) -> None:
     saved("llama3-rope", tmp_path)
-    model, said = read_model(tmp_path), config(tmp_path)
+    model, said = open_folder(tmp_path).model, config(tmp_path)
     longer = replace(model, max_seq=128)
     assert config_for(longer, tmp_path) == {**said, "max_position_embeddings": 128}
     turned = config_for(replace(model, numerics=replace(model.numerics, rope_theta=7.0)), tmp_path)
@@ -127,7 +127,7 @@ def test_modules_of_multi_token_prediction_that_are_not_written_are_not_promised
     saved("deepseek-v3", tmp_path)
     said = {**config(tmp_path), "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(said))
-    assert config_for(read_model(tmp_path), tmp_path) == {**said, "num_nextn_predict_layers": 0}
+    assert config_for(open_folder(tmp_path).model, tmp_path) == {**said, "num_nextn_predict_layers": 0}
 
 
 # -- through a run -----------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_modules_of_multi_token_prediction_that_are_not_written_are_not_promised
 def started_from(source: Path, folder: Path, tmp_path: Path, model_folder: Path | None = None) -> Path:
     """Where a run that is made ready to start keeps the small files."""
     job = job_of(write_shards(tmp_path / "words"), run={"start_from": str(source)} if source != tmp_path else {})
-    job = replace(job, model=read_model(tmp_path / "theirs"))
+    job = replace(job, model=open_folder(tmp_path / "theirs").model)
     found = RunFolder(folder)
     prepare(job, found, preflight(job), model_folder)
     return found.checkpoints.path / KEPT_IN

@@ -1,4 +1,4 @@
-"""Groups of ranks over any dimensions: as lists of ranks, and as runs at equal distances, which decide a price."""
+"""Groups of ranks over any dimensions: as lists of ranks, and as strided runs, which decide a price."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REMEDY = "choose degrees that divide each other"
 
 
 class GroupShape(NamedTuple):
-    """``degree`` of the ranks along ``dimensions``, innermost first, after a factor ``skip`` that others take."""
+    """``degree`` of the ranks along ``dimensions``, innermost first, at strides of ``skip``."""
 
     dimensions: tuple[str, ...]
     skip: int
@@ -62,7 +62,7 @@ def division(strategy: Strategy, shape: GroupShape) -> Division:
 
 
 class RankRun(NamedTuple):
-    """``degree`` ranks at equal distances of ``stride``."""
+    """``degree`` ranks, ``stride`` apart."""
 
     stride: int
     degree: int
@@ -87,7 +87,7 @@ def _merged(runs: Sequence[RankRun]) -> tuple[RankRun, ...]:
 
 
 def part_of(runs: Sequence[RankRun], skip: int, degree: int, field: str) -> tuple[RankRun, ...]:
-    """``degree`` members of a group, innermost first, after a factor ``skip`` that others take."""
+    """``degree`` members of a group, innermost first, at strides of ``skip``."""
     taken: list[RankRun] = []
     for run in runs:
         passed = min(skip, run.degree)
@@ -102,7 +102,7 @@ def part_of(runs: Sequence[RankRun], skip: int, degree: int, field: str) -> tupl
 
 
 def shape_runs(strategy: Strategy, shape: GroupShape, field: str) -> tuple[RankRun, ...]:
-    """One group of a shape as runs; ``field`` is what to change where it has none."""
+    """One group of a shape as runs; ``field`` is the one to change where the shape does not divide."""
     return part_of(group_runs(strategy, shape.dimensions), shape.skip, shape.degree, field)
 
 

@@ -31,7 +31,7 @@ def mesh_shapes(strategy: Strategy, key_value_heads: int | None = None) -> dict[
     - ``ep``, ``expert_tp``: ranks that hold different experts, and parts of the same expert;
     - ``replicate``, ``shard``: cp·dp ranks with the same dense parameters, cut into shard groups by ZeRO;
     - ``expert_replicate``, ``expert_shard``: the same for experts;
-    - ``worker``: all ranks of one replica, where those do not meet in every step.
+    - ``worker``: all ranks of one replica, where replicas do not synchronise in every step.
     """
     shards = divided_over(strategy)
     return {

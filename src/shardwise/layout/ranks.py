@@ -1,7 +1,7 @@
 """Where every rank is: its coordinate in each dimension, and its node.
 
 The first dimension of a strategy's order is the innermost: its neighbours are neighbouring ranks. Ranks of a node are
-numbered on end.
+consecutive.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def divided_over(strategy: Strategy) -> int:
 def expert_shards(strategy: Strategy, shards: int) -> int:
     """Devices that share one copy of expert states: expert data parallelism, cut like the ``shards`` of the dense.
 
-    Where that is no whole part of it (ep 2 with groups of 3 among 12 ranks), the next smaller one that is.
+    Where that does not divide evenly (ep 2 with groups of 3 among 12 ranks), the next smaller divisor.
     """
     copies = strategy.expert_data_parallel
     most = copies * shards // strategy.gradient_group if shards > 1 else 1
@@ -27,7 +27,7 @@ def expert_shards(strategy: Strategy, shards: int) -> int:
 
 
 def sums_once(strategy: Strategy, shards: int) -> bool:
-    """Hybrid shards: FSDP adds up what is reduced inside a group, and sums over the groups at the end."""
+    """Whether FSDP accumulates gradients inside shard groups and reduces across the groups once, at the end."""
     return 1 < shards < strategy.gradient_group and strategy.pp == 1
 
 

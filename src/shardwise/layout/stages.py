@@ -76,23 +76,29 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
     model, strategy, last = job.model, job.strategy, len(stages) - 1
     chunks, held = stages_of_rank(job, rank), _held_by_rank(job, rank)
     dense, moe = _layers_run(job, stages, chunks)
-    matrices, others, experts = _layer_parts(job, *_summed(stages, held))
+    degrees = {
+        "tensor_parallel": strategy.tp,
+        "expert_parallel": strategy.ep,
+        "expert_tensor_parallel": strategy.expert_tensor_parallel,
+    }
+    kinds = zip(_summed(stages, held), (False, True))
+    layers = [(count, layer_parameters(model, moe=routed, **degrees)) for count, routed in kinds if count]
+    if last in held and model.mtp_layers:
+        layers.append((model.mtp_layers, prediction_module_parameters(model, **degrees)))
+    matrices = sum((count * (layer.dense - layer.norms) for count, layer in layers), 0.0)
+    others = sum((count * layer.norms for count, layer in layers), 0.0)
+    experts = sum((count * layer.experts for count, layer in layers), 0.0)
     if 0 in held:
         others += embedding_parameters(model, strategy.tp)
     elif last in held and embedding_on_both_ends(job):
         others += model.vocab * model.hidden / strategy.tp
     if last in held:
         others += head_parameters(model, strategy.tp)
-    if last in held and model.mtp_layers:
-        module = prediction_module_parameters(model, **_degrees(job))
-        matrices += model.mtp_layers * (module.dense - module.norms)
-        others += model.mtp_layers * module.norms
-        experts += model.mtp_layers * module.experts
     return RankContents(rank, dense, moe, 0 in chunks, last in chunks, matrices, others, experts)
 
 
 def stage_contents(job: Job, stage: int) -> RankContents:
-    """What one stage computes; its parameters take no time in a pass and are left out."""
+    """What one stage computes; without its parameters, which a pass does not need."""
     stages = _layers_of_stages(job)
     dense, moe = _layers_run(job, stages, (stage,))
     return RankContents(stage, dense, moe, stage == 0, stage == len(stages) - 1, 0.0, 0.0, 0.0)
@@ -125,36 +131,12 @@ def _summed(stages: tuple[tuple[int, int], ...], held: tuple[int, ...]) -> tuple
 
 def _layers_of_stages(job: Job) -> tuple[tuple[int, int], ...]:
     """Dense and mixture-of-experts layers of every stage."""
-    result, first = [], 0
-    for count in stage_layer_counts(job.model, job.strategy):
-        moe = sum(map(job.model.is_moe_layer, range(first, first + count))) if job.model.moe else 0
-        result.append((count - moe, moe))
-        first += count
-    return tuple(result)
-
-
-def _degrees(job: Job) -> dict[str, int]:
-    strategy = job.strategy
-    return {
-        "tensor_parallel": strategy.tp,
-        "expert_parallel": strategy.ep,
-        "expert_tensor_parallel": strategy.expert_tensor_parallel,
-    }
-
-
-def _layer_parts(job: Job, dense: int, moe: int) -> tuple[float, float, float]:
-    matrices = others = experts = 0.0
-    for count, routed in ((dense, False), (moe, True)):
-        if count:
-            layer = layer_parameters(job.model, moe=routed, **_degrees(job))
-            matrices += count * (layer.dense - layer.norms)
-            others += count * layer.norms
-            experts += count * layer.experts
-    return matrices, others, experts
+    moe = [sum(map(job.model.is_moe_layer, layers)) if job.model.moe else 0 for layers in stage_layers(job)]
+    return tuple((count - routed, routed) for count, routed in zip(stage_layer_counts(job.model, job.strategy), moe))
 
 
 def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, ...]]:
-    """One rank of every kind among ``ranks`` (equal contents take equal time), and all that are like it."""
+    """One rank of every kind among ``ranks`` (equal contents take equal time), and all ranks of that kind."""
     alike: dict[Any, list[int]] = {}
     stages = _layers_of_stages(job)
     ends = (0, len(stages) - 1)

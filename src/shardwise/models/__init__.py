@@ -1,7 +1,7 @@
 """One readable family of decoders, as plain torch modules on one device.
 
-Nothing here knows how a model is spread over machines: what others replace are attributes (``attend``,
-``exchange``, ``loss_function``), and what they take apart are modules.
+Nothing here knows about parallelism: the engine replaces attributes (``attend``, ``exchange``, ``loss_function``) and
+takes modules apart.
 """
 
 from __future__ import annotations

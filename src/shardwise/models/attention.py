@@ -1,8 +1,8 @@
 """Attention: grouped heads with rotary or no positions, and DeepSeek's latent attention.
 
-Both read the number of heads from the tensors, never from the model's description. ``project`` (maps of the hidden
-states to heads), ``every_head`` (between narrow vectors and the maps that make all heads of them) and ``attend`` (what
-mixes the tokens) are attributes that anyone may replace by a callable of the same signature.
+Both read the number of heads from the tensors, never from the model's description. ``project`` (linear layers from the
+hidden states to heads), ``every_head`` (between latent vectors and their up-projections) and ``attend`` (attention
+itself) are attributes that may be replaced by a callable of the same signature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def attention_of(model: Model) -> Attention | MultiHeadLatentAttention:
 
 
 def attention_scale(model: Model) -> float:
-    """What the product of a query and a key is multiplied by."""
+    """The factor on attention scores."""
     scale: float = (model.numerics.attention_scalar or model.query_key_dim) ** -0.5
     return scale * logit_factor(model.numerics.rope_scaling) if model.mla else scale
 
@@ -45,11 +45,9 @@ class Attention(nn.Module):
         self.value = nn.Linear(model.hidden, model.key_value_heads * size, bias=model.qkv_bias)
         self.output = nn.Linear(model.heads * size, model.hidden, bias=model.attention_out_bias)
         self.clip, self.normed_whole = model.numerics.clip_qkv, model.qk_norm_whole
-        query_features, key_features = size, size
-        if model.qk_norm_whole:
-            query_features, key_features = self.query.out_features, self.key.out_features
-        self.query_norm = norm_of(model, query_features) if model.qk_norm else None
-        self.key_norm = norm_of(model, key_features) if model.qk_norm else None
+        whole = model.qk_norm_whole
+        self.query_norm = norm_of(model, self.query.out_features if whole else size) if model.qk_norm else None
+        self.key_norm = norm_of(model, self.key.out_features if whole else size) if model.qk_norm else None
         self.attend: Attend = dot_product_attention
         self.project: Project = project_each
 
@@ -66,7 +64,7 @@ class Attention(nn.Module):
         return mixed
 
     def positioned(self, query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys normed, in models that do so, and turned by their positions."""
+        """Queries and keys normed, in models that do so, and rotated by their positions."""
         if not self.normed_whole:
             query, key = self._normed(query, key)
         return (query, key) if rotation is None else (rotate(query, rotation), rotate(key, rotation))
@@ -78,10 +76,10 @@ class Attention(nn.Module):
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one narrow vector.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from one latent vector.
 
-    Each head's query and key are a part without positions and, behind it, a part that is rotated; the rotated
-    part of the key is one for all heads. The maps to narrow vectors and their norms know of no heads.
+    Each head's query and key are a part without positions followed by a rotated part; all heads share the rotated part
+    of the key. The down-projections and their norms are independent of heads.
     """
 
     def __init__(self, model: Model) -> None:
@@ -124,7 +122,7 @@ class MultiHeadLatentAttention(nn.Module):
     def expand(
         self, queries: Tensor, latent: Tensor, key_rotated: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Every head's query, key and value; one function of the narrow vectors, so that it may be run again."""
+        """Every head's query, key and value; one function of the latent vectors, so that it can be recomputed."""
         if self.compressed_query:
             queries = self.query_up(queries)
         query = torch.unflatten(queries, -1, (-1, self.plain_size + self.rotated_size))
@@ -136,4 +134,4 @@ class MultiHeadLatentAttention(nn.Module):
             query_rotated, key_rotated = rotate(query_rotated, rotation), rotate(key_rotated, rotation)
         query = torch.cat((query_plain, query_rotated), dim=-1)
         key = torch.cat((key_plain, key_rotated.expand(-1, -1, key_plain.shape[-2], -1)), dim=-1)
-        return query, key, value.contiguous()  # as a view it would keep the keys' part of the product as well
+        return query, key, value.contiguous()  # a view would keep the keys' part of the matmul alive

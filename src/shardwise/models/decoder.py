@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, final norm, head; each may be taken away, and the rest still runs."""
+"""The decoder: embedding, layers, final norm, head; any of them may be removed, and the rest still runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shardwise.spec.support import not_built
 class Layer(nn.Module):
     """``attention`` is `Attention` or `MultiHeadLatentAttention`, ``mlp`` an `MLP` or a `MoELayer`.
 
-    ``attention_norm`` and ``mlp_norm`` stand before them, ``attention_out_norm`` and ``mlp_out_norm`` behind; what the
-    model does not have is None. In a ``parallel`` layer both read the hidden states that came in.
+    ``attention_norm`` and ``mlp_norm`` come before them, ``attention_out_norm`` and ``mlp_out_norm`` after; what the
+    model does not have is None. In a ``parallel`` layer both read the layer's input.
     """
 
     def __init__(self, model: Model, index: int) -> None:
@@ -41,12 +41,10 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
         read = _normed(self.attention_norm, hidden)
         mixed = _normed(self.attention_out_norm, self.attention(read, rotation, arguments))
-        if self.parallel:
-            if self.mlp_norm is not None:
-                read = self.mlp_norm(hidden)
-            hidden = hidden + mixed
-        else:
-            hidden = hidden + mixed
+        if self.parallel and self.mlp_norm is not None:
+            read = self.mlp_norm(hidden)
+        hidden = hidden + mixed
+        if not self.parallel:
             read = _normed(self.mlp_norm, hidden)
         result: Tensor = hidden + _normed(self.mlp_out_norm, self.mlp(read))
         return result
@@ -59,37 +57,21 @@ def _normed(norm: nn.Module | None, states: Tensor) -> Tensor:
     return normed
 
 
-# -- supported -------------------------------------------------------------------------------------
-#
-# What the decoder cannot compute: one line that says so, before anything is built.
-
-
-def require_supported(model: Model) -> None:
-    """Raises SpecError for the first thing in ``model`` that the decoder would silently get wrong."""
-    for one in not_built(model):
-        raise SpecError(one.field, f"{one.reason} ({model.name})", one.remedy)
-
-
-# -- decoder ---------------------------------------------------------------------------------------
-#
-# The decoder: embedding, layers, final norm, head; each may be taken away, and the rest still runs.
-
-
 LossFunction = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
 class Decoder(nn.Module):
     """A decoder-only language model by its description.
 
-    ``embedding``, ``position_embedding``, ``norm`` and ``head`` may be set to None and any of ``layers``, which
-    are keyed by their index, deleted: what is left is a part of the model that takes and gives hidden states.
-    ``loss_function`` takes hidden states, the head's weight and bias, and labels, so that it need never make
-    all logits; it may be replaced.
+    ``embedding``, ``position_embedding``, ``norm`` and ``head`` may be set to None and any of ``layers``, which are
+    keyed by their index, deleted: what is left maps hidden states to hidden states. ``loss_function`` takes hidden
+    states, the head's weight and bias, and labels, so that it never has to hold all logits; it may be replaced.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        require_supported(model)
+        for one in not_built(model):  # what the decoder would silently get wrong
+            raise SpecError(one.field, f"{one.reason} ({model.name})", one.remedy)
         self.model = model
         learned = model.positions == "learned"
         self.embedding: nn.Embedding | None = nn.Embedding(model.vocab, model.hidden)
@@ -110,7 +92,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         most_documents: int | None = None,
     ) -> Tensor:
-        """The summed loss, logits or hidden states, whichever comes last in what is left of the model.
+        """The summed loss, logits or hidden states, whatever the last remaining part produces.
 
         ``inputs`` are token ids [batch, seq], or hidden states [batch, seq, hidden] where there is no embedding.
         ``labels`` [batch, seq] stand where they are predicted (the caller has shifted them); those equal to
@@ -139,7 +121,7 @@ class Decoder(nn.Module):
         return softly_capped(logits, self.model.numerics.logit_softcap)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that makes the model what it is: parameters, each once, and the buffers that are kept."""
+        """The model's parameters, each once, and its persistent buffers."""
         yield from self.named_parameters()
         kept = self.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.named_buffers() if name in kept)
@@ -159,7 +141,7 @@ class Decoder(nn.Module):
         return embedded if scale == 1 else embedded * torch.tensor(scale, dtype=embedded.dtype).item()
 
     def _rotations(self, places: Tensor) -> tuple[Rotation | None, Rotation | None]:
-        """Of layers that see all keys, and of those with a window."""
+        """The rotation of layers that see all keys, and of those with a window."""
         if self.model.positions != "rope":
             return None, None
         everywhere = rotation_of(self.model, places)

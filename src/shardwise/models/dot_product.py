@@ -1,6 +1,6 @@
 """Scaled dot-product attention, the default ``attend`` of the attention modules, and its kernel for packed rows.
 
-A mask would cost as much as attention over whole rows, with keys repeated for every query head.
+The kernel needs no mask, which would cost as much as attention over whole rows, with keys repeated per query head.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.models.loss import softly_capped
 
 MOST_FEATURES = 256  # of a head, in FlashAttention-2
-# Before PyTorch 2.12 it is not said that a key serves several query heads.
+# From PyTorch 2.12 on, grouped heads must be declared.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def document_bounds(documents: Tensor, most: int) -> Tensor:
     """Where the documents of all rows [batch, seq] begin and end, one behind the other: int32 [batch · most + 1].
 
-    ``most`` is at least the number of documents in any row, which the host has to know: it does not wait to count.
+    ``most`` is at least the number of documents in any row; given by the host, which must not wait for the device.
     """
     tokens = documents.numel()
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -35,12 +35,12 @@ def document_bounds(documents: Tensor, most: int) -> Tensor:
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel does: on a GPU only."""
+    """Whether the packed kernel can run on these tensors: on a GPU only."""
     return query.is_cuda and shapes_taken(query, key, value)
 
 
 def shapes_taken(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Half precision, heads of one size."""
+    """Whether their formats and shapes suit it: half precision, heads of one size."""
     features = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and features == value.shape[-1] and features <= MOST_FEATURES and features % 8 == 0
@@ -59,28 +59,17 @@ def packed_attention(
     return result
 
 
-def row_bounds(batch: int, seq: int, device: torch.device) -> Tensor:
-    """The bounds of whole rows."""
-    return torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=device)
-
-
-# -- dot product -----------------------------------------------------------------------------------
-#
-# Scaled dot-product attention: the default of what the attention modules call ``attend``.
-
-
 SCORES_AT_ONCE = 2**26  # a quarter of a GiB in fp32
 
 
 @dataclass(frozen=True)
 class AttentionArguments:
-    """Which keys a query sees, and how their products are scaled.
+    """Which keys a query sees, and how scores are scaled.
 
-    ``window`` is the number of keys a query sees, itself among them. ``documents`` [batch, seq] numbers the
-    documents packed into each row: a query sees only keys of its own. ``positions`` are those the caller gave
-    (None: 0, 1, 2 ... along the row); who attends over rows in another order finds the order there. ``bounds`` say the
-    same as ``documents`` where they are known (`document_bounds`). ``softcap`` c makes c·tanh(x/c) of the scaled
-    products.
+    ``window`` is the number of keys a query sees, its own included. ``documents`` [batch, seq] numbers the documents
+    packed into each row: a query sees only keys of its own. ``positions`` are those given by the caller (None: 0, 1,
+    2 ... along the row); implementations that reorder rows find the order there. ``bounds`` (`document_bounds`) say the
+    same as ``documents``, where known. ``softcap`` c makes c·tanh(x/c) of the scaled scores.
     """
 
     causal: bool
@@ -107,29 +96,24 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
     mask = attention_mask(query.shape[2], query.device, arguments)
     grouped = key.shape[1] != query.shape[1]
     if grouped and mask is not None:
-        # With a mask, only kernels that know nothing of grouped heads are quick.
+        # With a mask, only kernels without grouped heads are fast.
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         grouped = False
+    causal = arguments.causal and mask is None
     attended = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=arguments.causal and mask is None,
-        scale=arguments.scale,
-        enable_gqa=grouped,
+        query, key, value, attn_mask=mask, is_causal=causal, scale=arguments.scale, enable_gqa=grouped
     )
     return attended.transpose(1, 2)
 
 
 def unfused_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
-    """The same by plain matmuls: the scores of all pairs of tokens exist, and their softmax is kept."""
+    """The same by plain matmuls: all scores are materialised, and their softmax is kept."""
     return _attended_from(query, key, value, arguments, 0)
 
 
 def _attended_from(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments, start: int) -> Tensor:
-    """Of the queries from place ``start`` on, to all keys."""
+    """Attention of the queries from position ``start`` on to all keys."""
     batch, rows, heads, features = query.shape
     groups, seq = key.shape[2], key.shape[1]
     # The query heads of a key head lie one after the other, so that no key is repeated.
@@ -146,7 +130,7 @@ def _attended_from(query: Tensor, key: Tensor, value: Tensor, arguments: Attenti
 
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
-    """Some queries at a time, whose scores are made again in the backward pass: torch's fused kernels have no cap."""
+    """Some queries at a time, with scores recomputed in the backward pass: torch's fused kernels have no cap."""
     batch, seq, heads, _ = query.shape
     each = max(1, SCORES_AT_ONCE // (batch * heads * seq))
     parts = [
@@ -157,11 +141,13 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: Atte
 
 
 def _bounds(query: Tensor, arguments: AttentionArguments) -> Tensor | None:
-    """Of what a query sees, where more than plain attention has to be said and it is known."""
+    """Bounds of what a query sees; None for plain attention, and where the documents' bounds are not known."""
     if arguments.documents is not None:
         return arguments.bounds
     batch, seq = query.shape[:2]
-    return None if _window(seq, arguments) is None else row_bounds(batch, seq, query.device)
+    if _window(seq, arguments) is None:
+        return None
+    return torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=query.device)
 
 
 def _window(seq: int, arguments: AttentionArguments) -> int | None:
@@ -171,7 +157,7 @@ def _window(seq: int, arguments: AttentionArguments) -> int | None:
 def attention_mask(
     seq: int, device: torch.device, arguments: AttentionArguments, rows: slice = slice(None)
 ) -> Tensor | None:
-    """True where a query of ``rows`` sees a key [columns]; None where plain (causal) attention says it all."""
+    """True where a query of ``rows`` sees a key [columns]; None where plain (causal) attention suffices."""
     window = _window(seq, arguments)
     if window is None and arguments.documents is None:
         return None

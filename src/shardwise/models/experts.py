@@ -35,10 +35,8 @@ class GroupedExperts(nn.Module):
         """Each expert's MLP on its own rows: ``rows`` [n, hidden] stand expert by expert, ``counts`` [experts] each."""
         ends = counts.cumsum(0).to(torch.int32)
         up = _product(rows, self.up, self.up_bias, ends)
-        if self.gate is None:
-            inner = self.activation(up)
-        else:
-            inner = self.activation(_product(rows, self.gate, self.gate_bias, ends), up)
+        gate = () if self.gate is None else (_product(rows, self.gate, self.gate_bias, ends),)
+        inner = self.activation(*gate, up)
         return _product(inner, self.down, self.down_bias, ends)
 
 
@@ -54,22 +52,19 @@ def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor
     places = torch.arange(rows.shape[0], device=rows.device)[:, None]
     passed = (places < ends).to(biases.dtype)
     owned = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1]))
-    # A product rather than a lookup: the gradient of a lookup is summed in no fixed order.
+    # A matmul rather than a lookup: the gradient of a lookup is summed in no fixed order.
     return product + owned @ biases
 
 
-# -- grouped matmul -------------------------------------------------------------------------------
-#
-# One matmul for each group of rows, all in one call, without the host knowing the sizes of the groups.
-#
-# In bf16 it is torch's own, which the compiler knows. In other formats torch computes it but refuses to compile it,
-# and its backward refuses a gradient that a broadcast has made: a small operator of our own stands in.
+# In bf16 the grouped matmul is torch's own, which the compiler knows. In other formats torch computes it but refuses to
+# compile it, and its backward refuses a gradient that a broadcast has made: a small operator of our own stands in.
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """``rows`` [n, inputs] times ``matrices`` [groups, inputs, outputs]; a group's rows stop at its entry of ``ends``.
 
-    ``ends`` is int32 and stays on the device. Rows behind the last end are left undefined.
+    ``ends`` is int32 and stays on the device: the host need not know the sizes of the groups. Rows after the last end
+    are undefined.
     """
     product: Tensor
     if rows.dtype == torch.bfloat16:
@@ -126,13 +121,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 _product_in_any_format.register_autograd(_backward, setup_context=_save)
 
 
-# -- exchange --------------------------------------------------------------------------------------
-#
-# How tokens get to their experts and back; the default only sorts them.
-
-
 class TokenExchange(Protocol):
-    """What a `MoELayer` asks of its ``exchange``; the handle is the exchange's own business."""
+    """How tokens get to their experts and back; the handle is private to the exchange."""
 
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Of ``rows`` [tokens, hidden] going to ``indices`` [tokens, k]: rows by expert, counts [experts], handle."""

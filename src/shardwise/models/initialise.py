@@ -1,4 +1,4 @@
-"""First values of the parameters: each from its own generator, so that none depends on which others are here.
+"""Initial values of the parameters: each from its own generator, so that none depends on which others are present.
 
 Normal with a deviation of 0.02 (GPT-2), the projections back into the hidden states smaller by the square root of
 their number (arXiv 1909.08053 and GPT-2), norms such that they multiply by one, biases zero.
@@ -39,10 +39,10 @@ def initial_value(
     *,
     experts: range | None = None,
 ) -> Tensor:
-    """The whole first value of one parameter, by its full name in a `Decoder`; the same on every call.
+    """The whole initial value of one parameter, by its full name in a `Decoder`; the same on every call.
 
-    Of a parameter that stacks experts, ``experts`` asks for some of them alone. Values are drawn on ``device`` and
-    differ between kinds of devices.
+    ``experts`` selects some experts of a stacked parameter. Values are drawn on ``device`` and differ between kinds of
+    devices.
     """
     size = tuple(shape)
     if model.tied_embeddings and name == "head.weight":

@@ -1,7 +1,7 @@
 """Cross-entropy from hidden states without ever holding the logits of all tokens.
 
-Logits are made once, for a few tokens at a time, and their gradients with them: at a vocabulary of 128k they would
-otherwise be the largest tensor of the whole step.
+Logits are computed once, for a few tokens at a time, together with their gradients: at a vocabulary of 128k they would
+otherwise be the largest tensor of the step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cap_slopes(capped: Tensor, softcap: float | None) -> Tensor | None:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Gradients are computed on the way, while the logits are there, and scaled in the backward pass."""
+    """Gradients are computed in the forward pass, while the logits exist, and scaled in the backward pass."""
 
     @staticmethod
     def forward(
@@ -72,7 +72,7 @@ class _CrossEntropySum(torch.autograd.Function):
             if of_hidden is None and of_weight is None and of_bias is None:
                 continue
             # The gradient of one token's cross-entropy by its logits: the probabilities, less one at the label. What
-            # counts is masked on the narrow side of each product, not on the wide logits.
+            # counts is masked on the narrow side of each matmul, not on the wide logits.
             of_logits = scores.exp_().scatter_add_(1, row, torch.full_like(row, -1.0, dtype=torch.float32))
             if slopes is not None:
                 of_logits.mul_(slopes)

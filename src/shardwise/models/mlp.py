@@ -17,7 +17,7 @@ aten: Any = torch.ops.aten
 
 
 def activation_of(model: Model) -> Activation:
-    """What stands between the maps of an MLP: a function of the up projection, or of gate and up where both are."""
+    """The activation of an MLP: a function of the up projection, or of gate and up."""
     if model.activation == "swiglu":
         return partial(_gated, "silu")
     if model.activation == "relu":
@@ -32,7 +32,7 @@ def _gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """The activated gate times up. Autograd would keep the activated gate besides gate and up; it is made again."""
+    """The activated gate times up. Autograd would keep the activated gate besides gate and up; it is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -68,33 +68,22 @@ class MLP(nn.Module):
         self.project: Project = project_each
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.gate is None:
-            (up,) = self.project(hidden, self.up)
-            inner = self.activation(up)
-        else:
-            gate, up = self.project(hidden, self.gate, self.up)
-            inner = self.activation(gate, up)
-        down: Tensor = self.down(inner)
+        maps = (self.up,) if self.gate is None else (self.gate, self.up)
+        down: Tensor = self.down(self.activation(*self.project(hidden, *maps)))
         return down
 
 
-# -- project ---------------------------------------------------------------------------------------
-#
-# Several linear layers of the same hidden states, as one replaceable call.
-#
-# Who knows more than a single device does (that the inputs can be fetched again, that one large matmul beats three
-# small ones) puts another function of this signature in its place.
-
-
+# Several linear layers of the same hidden states as one call, which the engine replaces: inputs may be gathered again,
+# and one large matmul beats three small ones.
 Project = Callable[..., tuple[Tensor, ...]]
 EveryHead = Callable[..., tuple[Tensor, ...]]
 
 
 def project_each(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-    """Each map's outputs, in turn."""
+    """The outputs of each linear layer, in turn."""
     return tuple(one(hidden) for one in maps)
 
 
 def as_they_are(*narrow: Tensor) -> tuple[Tensor, ...]:
-    """Vectors that the maps of all heads read: one device has them and the heads."""
+    """Latent vectors unchanged: a single device holds them and all heads."""
     return narrow

@@ -14,8 +14,12 @@ from shardwise.models.mlp import MLP
 from shardwise.spec.model import Model
 
 
+def _unchanged(counts: Tensor) -> Tensor:
+    return counts
+
+
 class BuffersInFp32(nn.Module):
-    """For running sums: bf16 cannot count beyond 256, nor move a bias of one by a thousandth."""
+    """Keeps buffers in fp32, for running sums: bf16 cannot count beyond 256, nor add a thousandth to one."""
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -25,17 +29,11 @@ class BuffersInFp32(nn.Module):
         return self
 
 
-# -- router ----------------------------------------------------------------------------------------
-#
-# Which experts a token goes to, and with what weight.
-#
-# Softmax routing as in Mixtral (arXiv 2401.04088), Qwen3 and DeepSeek-V2; sigmoid routing with a balancing bias and
-# groups of experts as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
-
-
 class TopKRouter(BuffersInFp32):
     """Scores every expert for every token, in fp32, and picks the best ``top_k``.
 
+    Softmax routing as in Mixtral (arXiv 2401.04088), Qwen3 and DeepSeek-V2; sigmoid routing with a balancing bias and
+    groups of experts as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
     ``bias`` (None without bias balancing) is added to the scores only while picking: it moves load between
     experts and leaves the weights alone. It is a buffer; no gradient reaches it.
     """
@@ -70,7 +68,7 @@ class TopKRouter(BuffersInFp32):
         return scores.topk(self.top_k, dim=-1, sorted=False).indices
 
     def _within_best_groups(self, scores: Tensor) -> Tensor:
-        """Node-limited routing: experts outside a token's best groups are out of reach.
+        """Node-limited routing: experts outside a token's best groups are excluded.
 
         A group is as good as its best expert (DeepSeek-V2, arXiv 2405.04434 section 2.2.2) or, with sigmoid
         scores, as the sum of its two best (DeepSeek-V3).
@@ -85,9 +83,9 @@ class TopKRouter(BuffersInFp32):
 
 @torch.library.custom_op("shardwise::wide_product", mutates_args=())
 def _wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The product in fp32, which keeps for its backward what it was given and no wider copy.
+    """A matmul in fp32 that saves its inputs as given for the backward pass, and no fp32 copies.
 
-    An operator of its own: the compiler would look inside and keep the wider copy.
+    A custom operator: the compiler would look inside and save the fp32 copies.
     """
     return F.linear(hidden.float(), weight.float())
 
@@ -111,13 +109,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 _wide_product.register_autograd(_backward, setup_context=_save)
 
 
-# -- balance ---------------------------------------------------------------------------------------
-#
-# Keeping the load of the experts even by a loss on each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20).
-
-
 def balance_value(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
-    """The loss of each sequence, without its coefficient: [batch].
+    """The balance loss of each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), without its coefficient: [batch].
 
     ``scores`` [batch, seq, experts] are of the tokens at hand, ``counts`` [batch, experts] how many tokens of the
     *whole* sequence chose each expert. Of a part of a sequence the value is that part's share, so the shares of
@@ -131,9 +124,9 @@ def balance_value(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
 
 
 def with_gradient_of(states: Tensor, loss: Tensor) -> Tensor:
-    """``states`` itself, through which the backward pass also reaches ``loss``, with a gradient of one.
+    """``states`` unchanged, through which the backward pass also reaches ``loss``, with a gradient of one.
 
-    A loss inside a layer thus needs no way out: it acts even where the layers and the loss lie far apart.
+    A loss inside a layer thus needs no output of its own, even where layers and loss are on different stages.
     """
     joined: Tensor = _Joined.apply(states, loss)  # type: ignore[no-untyped-call]
     return joined
@@ -151,20 +144,8 @@ class _Joined(torch.autograd.Function):
         return gradient, torch.ones(shape, dtype=dtype, device=device)
 
 
-# -- moe -------------------------------------------------------------------------------------------
-#
-# A mixture of experts in place of a layer's MLP: route, exchange, experts, exchange back.
-
-
-__all__ = ["GroupedExperts", "LocalExchange", "MoELayer", "TokenExchange", "TopKRouter"]
-
-
-def _as_it_is(counts: Tensor) -> Tensor:
-    return counts
-
-
 class MoELayer(BuffersInFp32):
-    """Routed experts, and beside them an optional shared one that sees every token.
+    """Routed experts in place of a layer's MLP, and an optional shared expert that sees every token.
 
     What may be replaced or set from outside:
 
@@ -174,8 +155,8 @@ class MoELayer(BuffersInFp32):
       sequences of the step, times whatever else the gradients of the loss are later divided by. A tensor may change
       every step without a recompilation. None: the coefficient over the sequences of this call.
 
-    ``load`` adds up how many tokens each expert was chosen for in training, until `update_bias` clears it. A layer that
-    is recomputed in the backward pass adds its load twice; `update_bias` only minds who has more than the mean.
+    ``load`` counts the tokens routed to each expert in training, until `update_bias` clears it. A layer that is
+    recomputed in the backward pass adds its load twice; `update_bias` only compares it with the mean.
     """
 
     load: Tensor
@@ -192,7 +173,7 @@ class MoELayer(BuffersInFp32):
         self.balance_coefficient = model.numerics.balance_loss
         self.balance_scale: Tensor | float | None = None
         self.exchange: TokenExchange = LocalExchange(self.number)
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = _as_it_is
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = _unchanged
 
     def forward(self, hidden: Tensor) -> Tensor:
         rows = hidden.flatten(0, 1)
@@ -200,11 +181,8 @@ class MoELayer(BuffersInFp32):
         if self.training:
             weights = self._balanced(weights, indices, scores, batch=hidden.shape[0])
         sorted_rows, counts, handle = self.exchange.dispatch(rows, indices)
-        mixed = self.exchange.combine(self.experts(sorted_rows, counts), weights, handle)
-        mixed = mixed.view_as(hidden)
-        if self.shared is not None:
-            mixed = mixed + self._shared(hidden)
-        return mixed
+        mixed = self.exchange.combine(self.experts(sorted_rows, counts), weights, handle).view_as(hidden)
+        return mixed if self.shared is None else mixed + self._shared(hidden)
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None
@@ -212,12 +190,12 @@ class MoELayer(BuffersInFp32):
         return result if self.shared_gate is None else result * self.shared_gate(hidden).sigmoid()
 
     def _balanced(self, weights: Tensor, indices: Tensor, scores: Tensor, batch: int) -> Tensor:
-        """``weights`` itself, the load noted and the gradient of the balance loss attached.
+        """``weights`` with the gradient of the balance loss attached; counts the load.
 
-        To the weights and not to the output: a layer that is recomputed then need not make its output again.
+        To the weights and not to the output: a recomputed layer then need not compute its output again.
         """
         counts = count_tokens(indices.view(batch, -1), self.number).float()
-        # Not `+=`: the compiler takes no assignment to an attribute inside a layer that is recomputed.
+        # Not `+=`: the compiler refuses to assign an attribute inside a recomputed layer.
         self.load.add_(counts.sum(0))
         if not self.balance_coefficient:
             return weights
@@ -229,7 +207,7 @@ class MoELayer(BuffersInFp32):
     def update_bias(self, total_load: Tensor, rate: float) -> None:
         """Moves the bias of every expert by ``rate`` towards an even load, and clears ``load``.
 
-        ``total_load`` is the load of the whole step, wherever its tokens were.
+        ``total_load`` is the load of the whole step, summed over all ranks.
         """
         if self.router.bias is not None:
             self.router.bias += rate * torch.sign(total_load.mean() - total_load)

@@ -1,4 +1,4 @@
-"""The normalisations of a model; both compute as torch's own, chosen by the model's description."""
+"""The norms of a model, chosen by its description; both compute what torch's own do."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def norm_of(model: Model, features: int | None = None, epsilon: float | None = N
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's own, which has a kernel on GPUs alone; elsewhere torch writes it out and keeps fp32 copies for later.
+    """torch's own, which has a fused kernel on GPUs only; elsewhere torch composes it and saves fp32 copies.
 
-    Here it keeps only its input, as the kernel does, so that a CPU holds the tensors that a GPU would. ``plus_one``: it
-    multiplies by one more than its weight, in fp32, as a weight near zero has more bits than one near one.
+    This one saves only its input, as the kernel does, so that a CPU holds the tensors that a GPU would. ``plus_one``:
+    it multiplies by one more than its weight, in fp32, as a weight near zero has more bits than one near one.
     """
 
     def __init__(self, features: int, epsilon: float, *, weighted: bool = True, plus_one: bool = False) -> None:

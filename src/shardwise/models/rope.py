@@ -1,7 +1,7 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864) and the ways to stretch them.
+"""Rotary positions (RoFormer, arXiv 2104.09864) and the ways to extend them.
 
-Feature i of the first half of a head turns together with feature i of its second half. Nothing is kept between
-calls: a few dozen frequencies cost less than a buffer that every cast and every move would have to spare.
+Feature i of the first half of a head rotates with feature i of its second half. Nothing is kept between calls: a few
+dozen frequencies cost less than a buffer that every cast and move would have to leave alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotation_of(model: Model, positions: Tensor, *, windowed: bool = False) -> Rotation:
-    """The cosines and sines [batch or 1, seq, 1, features / 2] that turn heads at ``positions`` [batch or 1, seq].
+    """The cosines and sines [batch or 1, seq, 1, features / 2] that rotate heads at ``positions`` [batch or 1, seq].
 
-    ``windowed``: in layers with a sliding window, of a model that turns them by frequencies of their own.
+    ``windowed``: of layers with a sliding window, in a model that gives them their own frequencies.
     """
     theta, scaling = model.numerics.rope_theta, model.numerics.rope_scaling
     if windowed:
@@ -31,7 +31,7 @@ def rotation_of(model: Model, positions: Tensor, *, windowed: bool = False) -> R
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """``heads`` [batch, seq, heads, features] turned by their positions, in fp32; features beyond the pairs stay."""
+    """``heads`` [batch, seq, heads, features] rotated by their positions, in fp32; features beyond the pairs stay."""
     cosine, sine = rotation
     pairs = cosine.shape[-1]
     wide = heads.float()
@@ -54,15 +54,13 @@ def rope_frequencies(features: int, theta: float, scaling: RopeScaling | None, p
     slowed = plain / scaling.factor
     if scaling.kind == "linear":
         return slowed
-    if scaling.kind == "llama3":
-        kept = _llama3_share(plain, scaling)
-    else:
-        kept = _yarn_share(features, theta, scaling, device)
+    llama3 = scaling.kind == "llama3"
+    kept = _llama3_share(plain, scaling) if llama3 else _yarn_share(features, theta, scaling, device)
     return kept * plain + (1 - kept) * slowed
 
 
 def _llama3_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """How much of each frequency stays: all of those that turn often within the original sequence."""
+    """How much of each frequency is kept: all of those that rotate often within the original sequence."""
     assert scaling.original_seq
     turns = scaling.original_seq * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency, scaling.high_frequency
@@ -72,12 +70,11 @@ def _llama3_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _yarn_share(features: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
     """The same as a ramp over the index of the pair (arXiv 2309.00071, section 3.2)."""
     assert scaling.original_seq
-
-    def pair_that_turns(times: float) -> float:
-        assert scaling.original_seq
-        return features * math.log(scaling.original_seq / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    # The pair that rotates so many times within the original sequence.
+    first, last = (
+        features * math.log(scaling.original_seq / (times * 2 * math.pi)) / (2 * math.log(theta))
+        for times in (scaling.beta_fast, scaling.beta_slow)
+    )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, features - 1)
@@ -100,7 +97,7 @@ def rotation_factor(scaling: RopeScaling | None) -> float:
 
 
 def logit_factor(scaling: RopeScaling | None) -> float:
-    """What YaRN as DeepSeek uses it multiplies the whole logit by."""
+    """What DeepSeek's variant of YaRN multiplies the whole logit by."""
     if scaling is None or scaling.kind != "yarn" or not scaling.mscale_all:
         return 1.0
     return _yarn_growth(scaling.factor, scaling.mscale_all) ** 2

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.engine.trainer import Trainer
 from shardwise.interop.companions import has_companions
-from shardwise.models.huggingface import read_model, read_slice
+from shardwise.models.huggingface import open_folder
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder, require_same_shapes, start_at
@@ -103,7 +103,7 @@ def start_from(trainer: Trainer[Any], source: Path) -> None:
 @torch.no_grad()
 def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
     """Each rank reads the boxes it holds, one tensor at a time."""
-    require_same_shapes(trainer.job.model, read_model(folder), folder)
+    require_same_shapes(trainer.job.model, open_folder(folder).model, folder)
     for one in kept(trainer):
         kind, _, name = one.key.partition("/")
         if kind not in ("weight", "buffer"):
@@ -111,7 +111,7 @@ def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
         tensor = one.read()
         for place in one.places:
             box = tuple(slice(first, first + size) for first, size in zip(place.box.start, place.box.shape))
-            value = read_slice(folder, name, box)
+            value = open_folder(folder).slice(name, box)
             tensor[place.local] = value.to(tensor.device, tensor.dtype)
         one.write(tensor)
     trainer.on_weights_loaded()

@@ -12,8 +12,8 @@ from shardwise.engine.experts.loads import Assumed, sequence_sum
 from shardwise.engine.experts.shared_tokens import DividedExchange, GatheredExchange, SummedExchange
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, note_part
-from shardwise.models.experts import GroupedExperts
-from shardwise.models.moe import LocalExchange, MoELayer, TokenExchange
+from shardwise.models.experts import GroupedExperts, LocalExchange, TokenExchange
+from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
 

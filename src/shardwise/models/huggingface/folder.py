@@ -27,7 +27,7 @@ _TO_BF16 = "convert the checkpoint to bf16 first"
 
 
 class Folder:
-    """``model`` is what its config.json describes, without the modules for multi-token prediction."""
+    """``model`` is what its config.json describes, without multi-token-prediction modules."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -40,7 +40,7 @@ class Folder:
         self.naming.check(self.files, str(self.path))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a `Decoder` of this model, by its name there, one after the other."""
+        """Every tensor of a `Decoder` of this model, by its name there, one in memory at a time."""
         for name in self.naming.places:
             yield name, self.slice(name, ())
 
@@ -53,7 +53,7 @@ class Folder:
         return torch.stack([self._read(place, theirs, given[1:]) for theirs in place.names[given[0]]])
 
     def dtype(self, name: str) -> torch.dtype:
-        """How a tensor is stored, once its shape was found to be right; nothing of it is read."""
+        """The format in which a tensor is stored, after a check of its shape; nothing of it is read."""
         place = self._place(name)
         found = {self._stored(place, theirs).get_dtype() for theirs in place.names}
         if len(found) > 1 or not found <= DTYPES.keys():
@@ -81,7 +81,7 @@ class Folder:
         return place.from_stored(tensor, slices)
 
     def _stored(self, place: TensorPlace, theirs: str) -> Any:
-        """A stored tensor that can be sliced; raises SpecError if its shape is another."""
+        """A stored tensor that can be sliced; raises SpecError if its shape is wrong."""
         name = self.naming.stored_name(theirs, self.files)
         file = self.files[name]
         if file not in self._opened:
@@ -130,25 +130,10 @@ def _opened(path: Path, written: tuple[int, ...]) -> Folder:
 
 
 def open_folder(path: Path | str) -> Folder:
-    """The folder, opened once for many reads as long as it does not change."""
+    """The folder, opened once for many reads as long as it does not change.
+
+    Raises SpecError when a tensor is missing or one too many.
+    """
     path = Path(path).resolve()
     names = ("config.json", INDEX, SINGLE)
     return _opened(path, tuple((path / name).stat().st_mtime_ns for name in names if (path / name).exists()))
-
-
-def read_model(folder: Path | str) -> Model:
-    """The model that a folder holds."""
-    return open_folder(folder).model
-
-
-def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a `Decoder` of the folder's model, by its name there, one in memory at a time.
-
-    Raises SpecError, before the first, when a tensor is missing or one too many.
-    """
-    return open_folder(folder).tensors()
-
-
-def read_slice(folder: Path | str, name: str, slices: Sequence[slice]) -> Tensor:
-    """A slice of one tensor, by our name and in our layout; dimensions not named are taken whole."""
-    return open_folder(folder).slice(name, slices)

@@ -1,4 +1,4 @@
-"""What the families of Hugging Face call the tensors of a decoder, and how they lay them out.
+"""The names and layouts of a decoder's tensors in the families of Hugging Face.
 
 A module's name maps to a module's name; its ``weight`` and ``bias`` follow. ``{}`` is the number of an expert.
 """
@@ -50,18 +50,16 @@ _LATENT = {
     "attention.key_value_up": "self_attn.kv_b_proj",
 }
 _MLP = {"mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
-_EXPERTS = {
-    "mlp.router.gate": "mlp.gate",
-    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
-    "mlp.experts.up": "mlp.experts.{}.up_proj",
-    "mlp.experts.down": "mlp.experts.{}.down_proj",
-}
-_MIXTRAL_EXPERTS = {
-    "mlp.router.gate": "block_sparse_moe.gate",
-    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
-    "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
-    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
-}
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> dict[str, str]:
+    names = {"gate": gate, "up": up, "down": down}
+    own = {f"mlp.experts.{part}": f"{block}.experts.{{}}.{theirs}" for part, theirs in names.items()}
+    return {"mlp.router.gate": f"{block}.gate", **own}
+
+
+_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
 
 
 def _shared(theirs: str) -> dict[str, str]:
@@ -80,9 +78,7 @@ _GPT_2 = FamilyLayout(
     "GPT2LMHeadModel",
     {
         "attention_norm": "ln_1",
-        "attention.query": "attn.c_attn",
-        "attention.key": "attn.c_attn",
-        "attention.value": "attn.c_attn",
+        **dict.fromkeys(_QUERY_KEY_VALUE, "attn.c_attn"),
         "attention.output": "attn.c_proj",
         "mlp_norm": "ln_2",
         "mlp.up": "mlp.c_fc",
@@ -95,9 +91,7 @@ _GPT_2 = FamilyLayout(
         "head": "lm_head",
     },
     layer="transformer.h.{}.",
-    transposed=frozenset(
-        {"attention.query", "attention.key", "attention.value", "attention.output", "mlp.up", "mlp.down"}
-    ),
+    transposed=frozenset({*_QUERY_KEY_VALUE, "attention.output", "mlp.up", "mlp.down"}),
     fused=(_QUERY_KEY_VALUE,),
     prefix="transformer.",
     ignored=("attn.bias", "attn.masked_bias"),

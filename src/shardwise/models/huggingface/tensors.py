@@ -23,12 +23,11 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one tensor of ours lies, and how it is stored there.
+    """Where one tensor of ours is stored, and in which layout.
 
-    ``names`` is one name, or one for each expert where ours is a stack of them. ``start`` and ``whole`` say which
-    part of fused outputs is ours. ``head`` and ``rotated`` are the rows of a head and how many of them, the last, are
-    stored with pairs side by side. ``every``: the fused outputs of one head are that many, and a head of ours begins at
-    ``start`` of each.
+    ``names`` is one name, or one per expert where ours is a stack of them. ``start`` and ``whole`` say which part of
+    fused outputs is ours. ``head`` is the rows of a head, of which the last ``rotated`` are stored with pairs
+    interleaved. ``every`` is the number of fused outputs per head, and ours begin at ``start`` of each.
     """
 
     name: str
@@ -123,18 +122,9 @@ def _place(
     module, _, kind = inner.rpartition(".")
     start, whole, every = _part(name, module, layout, outputs, model)
     head, rotated = _rotated(module, model) if interleaved and module in layout.interleaved else (0, 0)
-    head = model.head_size if every else head
-    return TensorPlace(
-        name,
-        shape,
-        (f"{before}{_theirs(module, layout.inside, name)}.{kind}",),
-        transposed=module in layout.transposed and len(shape) == 2,
-        start=start,
-        whole=whole,
-        head=head,
-        rotated=rotated,
-        every=every,
-    )
+    names = (f"{before}{_theirs(module, layout.inside, name)}.{kind}",)
+    transposed, head = module in layout.transposed and len(shape) == 2, model.head_size if every else head
+    return TensorPlace(name, shape, names, False, transposed, start, whole, head, rotated, every)
 
 
 def _theirs(module: str, names: Mapping[str, str], name: str) -> str:
@@ -163,17 +153,15 @@ def _rotated(module: str, model: Model) -> tuple[int, int]:
     return before + model.mla.rope_dim, model.mla.rope_dim
 
 
-# -- naming ----------------------------------------------------------------------------------------
-#
-# What a Hugging Face family calls the tensors of one model, wherever they are stored.
-
-
 _OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 
 @dataclass(frozen=True)
 class Naming:
-    """``model`` is without the modules for multi-token prediction; ``config`` is the content of its config.json."""
+    """What a Hugging Face family calls the tensors of one model; ``config`` is the content of its config.json.
+
+    ``model`` is without multi-token-prediction modules.
+    """
 
     model: Model
     layout: FamilyLayout
@@ -212,27 +200,25 @@ class Naming:
         for stored in sorted(set(present) - needed.keys()):
             if "weight_scale" in stored:
                 raise SpecError(stored, "is the scale of quantised weights", "convert the checkpoint to bf16 first")
-            if not self._may_be_left(stored):
+            if not self._may_be_ignored(stored):
                 problem = f"in {where} belongs to no part of {self.model.name} as config.json describes it"
                 raise SpecError(stored, problem, _OTHER_CONFIG)
 
-    def _may_be_left(self, stored: str) -> bool:
-        """Whether a tensor is none of ours: a constant, a tied head, or of a module for multi-token prediction."""
+    def _may_be_ignored(self, stored: str) -> bool:
+        """Whether a stored tensor may be ignored: a constant, a tied head, or of a multi-token-prediction module."""
         if stored.endswith(self.layout.ignored):
             return True
         if stored == "lm_head.weight":
             return self.model.tied_embeddings
         before = self.layout.layer.split("{}")[0]
         index = stored.removeprefix(before).split(".")[0] if stored.startswith(before) else ""
-        return (
-            index.isdigit() and int(index) >= self.model.layers and bool(self.config.get("num_nextn_predict_layers", 0))
-        )
+        predicts = bool(self.config.get("num_nextn_predict_layers", 0))
+        return predicts and index.isdigit() and int(index) >= self.model.layers
 
 
 def _layout_of(config: Mapping[str, Any]) -> FamilyLayout:
-    nested = config.get("text_config")
     model_type = config.get("model_type")
     if model_type in LAYOUTS:
         return LAYOUTS[model_type]
-    what = "a part of a larger model" if isinstance(nested, dict) else shown(model_type)
+    what = "a part of a larger model" if isinstance(config.get("text_config"), dict) else shown(model_type)
     raise SpecError("model_type", f"the weights of {what} are not read", f"use one of {', '.join(LAYOUTS)}")

@@ -38,7 +38,9 @@ def write_folder(
     """
     folder = Path(folder)
     naming = Naming.of_model(model, source)
-    _make_empty(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any((folder / name).exists() for name in (INDEX, SINGLE)):
+        raise SpecError(str(folder), "already holds weights", "name a new folder")
     if source is not None:
         copy_companions(source, folder, leave_out=(CONFIG,))
     files = _Files(folder, max_shard_bytes)
@@ -49,12 +51,6 @@ def write_folder(
     config = {"architectures": [naming.layout.architecture], **naming.config, **dict.fromkeys(stored_as, files.dtype)}
     _write_json(folder / CONFIG, config)
     _write_json(folder / INDEX, index)
-
-
-def _make_empty(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if any((folder / name).exists() for name in (INDEX, SINGLE)):
-        raise SpecError(str(folder), "already holds weights", "name a new folder")
 
 
 def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +90,7 @@ def _checked(name: str, tensor: Tensor, left: dict[str, TensorPlace], places: di
 
 
 class _Files:
-    """Gathers tensors up to a size and writes them; how many files there are, and so their names, shows at the end."""
+    """Collects tensors up to a size and writes them; files get their names, which count them, at the end."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
