@@ -12,21 +12,24 @@ from collections.abc import Iterator
 from shardwise.spec.errors import SpecError, nearest_name
 
 VERBS = {
-    "plan": ("plan", "find the best way to split a training job over a cluster, say why, and write a job file"),
+    "plan": ("plan", "find the best way to split a training job over a cluster, explain it, and write a job file"),
     "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
     "train": ("train", "run a job on this machine: start the processes, train, resume after a failure"),
     "explain": ("explain", "one formula with your numbers, and its source"),
-    "export": ("export", "write a job as another framework's configuration, and say what it cannot express"),
+    "export": ("export", "write a job as another framework's configuration, and list what that cannot express"),
     "verify": ("verify", "compare a layout with one process: loss, every gradient, every weight after a few steps"),
     "validate": ("validate", "score the cost model on a table of published or measured runs"),
-    "dryrun": ("dryrun", "trace the engine on one rank of any world: memory, collectives, arithmetic, beside the plan"),
+    "dryrun": (
+        "dryrun",
+        "trace the engine on one rank of any world size: memory, collectives, FLOPs, against the plan",
+    ),
     "data": ("data", "build token shards from text, JSON lines, Parquet or tars; check shards"),
     "checkpoint": ("checkpoint", "inspect, verify and reshard checkpoints"),
     "convert": ("convert", "convert weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file"),
-    "bench": ("bench", "time collectives here with every algorithm, beside the prediction"),
+    "bench": ("bench", "time collectives on this machine with every algorithm, against the prediction"),
     "compare": (
         "compare",
-        "set a profiled run beside its prediction: every part of the step, slow ranks and links, why",
+        "compare a profiled run with its prediction: every part of the step, slow ranks and links, causes",
     ),
     "calibrate": (
         "calibrate",
@@ -43,12 +46,12 @@ Plan, run and measure distributed training of large language models.
 {verbs}
 
 `shardwise VERB --help` explains a verb, with an example that works as printed.
-The exit status is 0; 1 where a job does not fit its devices or a check fails; 2 for bad input.
+The exit status is 0; 1 if a job does not fit its devices or a check fails; 2 for bad input.
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; the exit status is 0, 1 where a job does not fit or a check fails, 2 for a mistake."""
+    """Runs one command; the exit status is 0, 1 if a job does not fit or a check fails, 2 for bad input."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return _run(arguments)
@@ -81,7 +84,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _verb_lines(width: int) -> Iterator[str]:
-    """What each verb does, folded under its own beginning where the terminal is narrow."""
+    """What each verb does, wrapped on narrow terminals."""
     for verb, (_, what) in VERBS.items():
         yield textwrap.fill(what, max(40, width - 1), initial_indent=f"  {verb:<10} ", subsequent_indent=" " * 13)
 

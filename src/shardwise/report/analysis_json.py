@@ -1,4 +1,4 @@
-"""An analysis as plain data, for machines; the same figures as the text."""
+"""An analysis as plain data: the same figures as the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run for people and for machines: days, device hours, money, interruptions, checkpoints, goodput."""
+"""A whole run as a table and as plain data: days, device hours, money, interruptions, checkpoints, goodput."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 from shardwise.cost.campaign import Campaign
 from shardwise.report.console import bar, table
 from shardwise.report.tables import Cell, FittedTable
-from shardwise.spec.units import (
-    counted,
-    readable_count,
-    readable_duration,
-    readable_money,
-    readable_share,
-)
+from shardwise.spec.units import counted, readable_count, readable_duration, readable_money, readable_share
 
 _SHARES = {
     "training": "training",
@@ -26,7 +20,7 @@ _SHARES = {
 
 
 def campaign_pieces(run: Campaign) -> Iterator[FittedTable | str]:
-    """What a console prints of a whole run, one piece after the other."""
+    """The table of a whole run, and a note if no interruptions are counted."""
     tokens, rate = readable_count(run.tokens), f"{run.tokens_per_second:,.0f} tokens/s"
     title = f"The whole run: {tokens} tokens at {rate} on {counted(run.devices, 'device')}"
     yield table(title, ("part", "share of the run", "value", "share"), _rows(run), numbers_from=2)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from shardwise.report.svg import LINE, PAPER, SOFT, document, text
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from shardwise.measure.collectives.request import MeasuredCollective
 
-_INK, _SOFT, _LINE, _PAPER = "#1f2430", "#5b6472", "#dde1e7", "#ffffff"
 _COLOURS = ("#2f6fde", "#e2853d", "#5fa777", "#8c6bb8", "#c23b3b", "#d9b03f", "#1b2a41", "#8a94a3")
 _WIDTH, _LEFT, _RIGHT = 1000, 84, 250
 _TOP, _PANEL, _ROW = 86, 260, 366
@@ -27,15 +26,11 @@ def collectives_picture(measured: Sequence[MeasuredCollective]) -> str:
         for (level, kind, ranks), some in groupby(measured, key=lambda one: (one.level, one.kind, one.ranks))
     ]
     height = _TOP + _ROW * len(panels)
-    parts = [_text(24, 34, "Collectives: time against size", 17, weight=600), _text(24, 56, _EXPLAINED, 12, fill=_SOFT)]
+    parts = [text(24, 34, "Collectives: time against size", 17, weight=600), text(24, 56, _EXPLAINED, 12, fill=SOFT)]
     for index, (title, some) in enumerate(panels):
         parts.append(f'<g transform="translate({_LEFT} {_TOP + index * _ROW + 30})">')
-        parts += [_text(0, -10, title, 13, weight=600), *_Panel(some).drawn(), "</g>"]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'font-family="Helvetica, Arial, sans-serif" role="img"><title>Collectives, time against size</title>'
-        f'<rect width="{_WIDTH}" height="{height}" rx="10" fill="{_PAPER}"/>' + "\n".join(parts) + "</svg>\n"
-    )
+        parts += [text(0, -10, title, 13, weight=600), *_Panel(some).drawn(), "</g>"]
+    return document("Collectives, time against size", _WIDTH, height, parts)
 
 
 class _Panel:
@@ -65,7 +60,7 @@ class _Panel:
             for one in some:
                 yield _point(self.x(one.size_bytes), self.y(one.median_seconds), colour, hollow)
             yield _point(self.width + 24, 10 + 20 * index, colour, hollow)
-            yield _text(self.width + 36, 14 + 20 * index, name.replace("_", " "), 12)
+            yield text(self.width + 36, 14 + 20 * index, name.replace("_", " "), 12)
 
     def _modelled(self, some: list[MeasuredCollective], colour: str, *, dashed: bool) -> Iterator[str]:
         modelled = [(one.size_bytes, one.predicted_seconds) for one in some if one.predicted_seconds]
@@ -75,17 +70,17 @@ class _Panel:
             yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.7"{dashes}/>'
 
     def _axes(self) -> Iterator[str]:
-        yield f'<rect width="{self.width}" height="{_PANEL}" fill="none" stroke="{_LINE}"/>'
+        yield f'<rect width="{self.width}" height="{_PANEL}" fill="none" stroke="{LINE}"/>'
         for seconds in _time_ticks(*self.times):
             y = self.y(seconds)
-            yield f'<line x1="0" x2="{self.width}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_LINE}"/>'
-            yield _text(-8, y + 4, _short(readable_seconds(seconds)), 11, anchor="end", fill=_SOFT)
+            yield f'<line x1="0" x2="{self.width}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>'
+            yield text(-8, y + 4, _short(readable_seconds(seconds)), 11, anchor="end", fill=SOFT)
         low, high = (round(bound / math.log10(2)) for bound in self.sizes)
         for power in range(low, high + 1, max(1, (high - low) // 7)):
             x = self.x(2.0**power)
-            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_PANEL}" stroke="{_LINE}"/>'
-            yield _text(x, _PANEL + 18, _short(readable_bytes(2**power)), 11, anchor="middle", fill=_SOFT)
-        yield _text(self.width / 2, _PANEL + 36, "size of the collective", 11, anchor="middle", fill=_SOFT)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_PANEL}" stroke="{LINE}"/>'
+            yield text(x, _PANEL + 18, _short(readable_bytes(2**power)), 11, anchor="middle", fill=SOFT)
+        yield text(self.width / 2, _PANEL + 36, "size of the collective", 11, anchor="middle", fill=SOFT)
 
 
 def _time_ticks(low: float, high: float) -> list[float]:
@@ -105,17 +100,10 @@ def _short(figure: str) -> str:
 
 
 def _point(x: float, y: float, colour: str, hollow: bool) -> str:
-    fill = _PAPER if hollow else colour
+    fill = PAPER if hollow else colour
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
     low, high = math.log10(max(min(values), 1e-9)), math.log10(max(*values, 1e-9))
     return low - 0.05, max(high, low + 0.5) + 0.05
-
-
-def _text(
-    x: float, y: float, text: str, size: int, *, weight: int = 400, anchor: str = "start", fill: str = _INK
-) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
-    return f"<text {place}>{escape(text)}</text>"

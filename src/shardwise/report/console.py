@@ -1,4 +1,4 @@
-"""One way to print: tables a person reads at a glance, in a terminal or a file."""
+"""The console that all output goes to, and short ways to make tables and bars."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def spoken(algorithm: str) -> str:
 
 
 def bar(share: float, width: int = 40) -> Cell:
-    """A bar of eighth blocks for a table; it shrinks, and at last goes, where the console is narrow."""
+    """A bar for a table; on a narrow console it shrinks, then is left out."""
     return Bar(share, width)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from html import escape
 from itertools import groupby
 
 from shardwise.cost.memory.device import DeviceMemory
 from shardwise.cost.memory.timeline import MemoryOverTime, RankMemory
 from shardwise.report.memory_timeline import sampled
+from shardwise.report.svg import INK, LINE, PAPER, SOFT, document, text
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 # The colours of docs/make_pictures.py: model states blue, what comes and goes warm.
-_INK, _SOFT, _LINE, _PAPER, _LIMIT = "#1f2430", "#5b6472", "#dde1e7", "#ffffff", "#c23b3b"
+_LIMIT = "#c23b3b"
 _BANDS = (
     ("framework and buffers", ("allowance", "communication"), "#aab2bf"),
     ("optimizer states", ("optimizer",), "#1f4fa8"),
@@ -44,11 +44,7 @@ def memory_picture(memory: MemoryOverTime) -> str:
         left, top = _LEFT + index % across * (width + _GAP), _TOP + index // across * _ROW_HEIGHT
         parts.append(f'<g transform="translate({left:.1f} {top:.1f})">')
         parts += [*_panel(rank, scale, width), *_limit(capacity, scale, width), "</g>"]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'font-family="Helvetica, Arial, sans-serif" role="img"><title>Memory over one step</title>'
-        f'<rect width="{_WIDTH}" height="{height}" rx="10" fill="{_PAPER}"/>' + "\n".join(parts) + "</svg>\n"
-    )
+    return document("Memory over one step", _WIDTH, height, parts)
 
 
 class _Scale:
@@ -73,14 +69,12 @@ def _shown(memory: MemoryOverTime) -> list[RankMemory]:
 def _heading(memory: MemoryOverTime, shown: int) -> Iterator[str]:
     job, peak = memory.job, memory.fullest.peak.held
     capacity = readable_bytes(job.cluster.device.usable_memory)
-    yield _text(
-        24, 34, f"Memory of one device over a step: at most {readable_bytes(peak.total)} of {capacity}", 17, 600
-    )
+    yield text(24, 34, f"Memory of one device over a step: at most {readable_bytes(peak.total)} of {capacity}", 17, 600)
     degrees = " × ".join(f"{name} {job.strategy.degree(name)}" for name in job.strategy.order)
     ranks = f", {shown} of {job.strategy.pp} pipeline ranks" if shown < job.strategy.pp else ""
     schedule = f", {job.strategy.schedule}" if job.strategy.pp > 1 else ""
     said = f"{job.model.name} on {job.cluster.devices} × {job.cluster.device.name}, {degrees}{schedule}"
-    yield _text(24, 56, f"{said}, {job.microbatches} microbatches{ranks}", 13, fill=_SOFT)
+    yield text(24, 56, f"{said}, {job.microbatches} microbatches{ranks}", 13, fill=SOFT)
 
 
 def _legend(memory: MemoryOverTime) -> Iterator[str]:
@@ -90,14 +84,14 @@ def _legend(memory: MemoryOverTime) -> Iterator[str]:
     for name, parts, colour in _BANDS:
         if any(_amount(one, parts) for one in held):
             yield f'<rect x="{x:.1f}" y="68" width="11" height="11" fill="{colour}"/>'
-            yield _text(x + 16, 78, name, 12, fill=_SOFT)
+            yield text(x + 16, 78, name, 12, fill=SOFT)
             x += 34 + 6.1 * len(name)
 
 
 def _panel(rank: RankMemory, scale: _Scale, width: float) -> Iterator[str]:
     peak = rank.peak
     said = f"{readable_bytes(peak.held.total)} at {readable_seconds(peak.start_seconds)}, {peak.during}"
-    yield _text(0, -10, f"rank {rank.pipeline_rank}: {said}", 13, 600)
+    yield text(0, -10, f"rank {rank.pipeline_rank}: {said}", 13, 600)
     yield from _axes(scale, width)
     samples = [span.held for span in sampled(rank, scale.seconds, _COLUMNS)]
     below = [0.0] * _COLUMNS
@@ -109,7 +103,7 @@ def _panel(rank: RankMemory, scale: _Scale, width: float) -> Iterator[str]:
             yield f'<polygon points="{points}" fill="{colour}"/>'
         below = above
     x, y = width * peak.start_seconds / scale.seconds, scale.y(peak.held.total)
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{_INK}" stroke="{_PAPER}" stroke-width="1.2"/>'
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{INK}" stroke="{PAPER}" stroke-width="1.2"/>'
 
 
 def _outline(levels: list[float], scale: _Scale, width: float) -> list[tuple[float, float]]:
@@ -127,7 +121,7 @@ def _limit(capacity: float, scale: _Scale, width: float) -> Iterator[str]:
     if capacity <= scale.held_bytes:
         y = scale.y(capacity)
         yield f'<path d="M0 {y:.1f}H{width:.1f}" stroke="{_LIMIT}" stroke-width="1.3" stroke-dasharray="5 4"/>'
-        yield _text(width, y + 13, f"device, {readable_bytes(capacity)}", 11, fill=_LIMIT, anchor="end")
+        yield text(width, y + 13, f"device, {readable_bytes(capacity)}", 11, fill=_LIMIT, anchor="end")
 
 
 def _axes(scale: _Scale, width: float) -> Iterator[str]:
@@ -135,15 +129,15 @@ def _axes(scale: _Scale, width: float) -> Iterator[str]:
     second_unit, second_name = _unit(scale.seconds, ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds")))
     for tick in _ticks(scale.held_bytes / byte_unit, 4):
         y = scale.y(tick * byte_unit)
-        yield f'<path d="M0 {y:.1f}H{width:.1f}" stroke="{_LINE}"/>'
-        yield _text(-7, y + 4, f"{tick:g}", 11, fill=_SOFT, anchor="end")
+        yield f'<path d="M0 {y:.1f}H{width:.1f}" stroke="{LINE}"/>'
+        yield text(-7, y + 4, f"{tick:g}", 11, fill=SOFT, anchor="end")
     for tick in _ticks(scale.seconds / second_unit, 6):
         x = width * tick * second_unit / scale.seconds
-        yield f'<path d="M{x:.1f} {_PANEL_HEIGHT}v4" stroke="{_SOFT}"/>'
-        yield _text(x, _PANEL_HEIGHT + 16, f"{tick:g}", 11, fill=_SOFT, anchor="middle")
-    yield f'<path d="M0 {_PANEL_HEIGHT}H{width:.1f}" stroke="{_SOFT}"/>'
-    yield _text(width / 2, _PANEL_HEIGHT + 32, f"{second_name} into the step", 11, fill=_SOFT, anchor="middle")
-    upright = _text(0, 0, byte_name, 11, fill=_SOFT, anchor="middle")
+        yield f'<path d="M{x:.1f} {_PANEL_HEIGHT}v4" stroke="{SOFT}"/>'
+        yield text(x, _PANEL_HEIGHT + 16, f"{tick:g}", 11, fill=SOFT, anchor="middle")
+    yield f'<path d="M0 {_PANEL_HEIGHT}H{width:.1f}" stroke="{SOFT}"/>'
+    yield text(width / 2, _PANEL_HEIGHT + 32, f"{second_name} into the step", 11, fill=SOFT, anchor="middle")
+    upright = text(0, 0, byte_name, 11, fill=SOFT, anchor="middle")
     yield f'<g transform="translate(-38 {_PANEL_HEIGHT / 2}) rotate(-90)">{upright}</g>'
 
 
@@ -162,10 +156,3 @@ def _ticks(top: float, wanted: int) -> list[float]:
 
 def _amount(held: DeviceMemory, parts: tuple[str, ...]) -> float:
     return float(sum(getattr(held, part) for part in parts))
-
-
-def _text(x: float, y: float, what: str, size: int, weight: int = 400, fill: str = _INK, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-        f'font-weight="{weight}">{escape(what)}</text>'
-    )

@@ -18,7 +18,7 @@ from shardwise.report.runners import runner_data
 
 
 def plan_data(answer: PlanAnswer) -> dict[str, Any]:
-    """Everything `plan` has to say; times in seconds, memory in bytes, shares as fractions."""
+    """Everything `plan` prints; times in seconds, memory in bytes, shares as fractions."""
     found: Plan = answer.plan
     result = found.search
     return {
@@ -55,7 +55,7 @@ def ranked_data(found: Plan, one: Candidate) -> dict[str, Any]:
 
 
 def _row(number: int, row: RankingRow) -> dict[str, Any]:
-    """A row of the ranking; what is said of its strategy is among the layouts, by its words."""
+    """A row of the ranking; its figures are in the layout with the same words."""
     like = [strategy_words(one.job.strategy) for one in row.like]
     return {"rank": number, "group": row.group, "words": strategy_words(row.best.job.strategy), "like": like}
 

@@ -1,4 +1,4 @@
-"""Who can run a plan: what each framework lacks, and what the plan costs as each of them runs it."""
+"""Who can run a plan: what each framework lacks, and the price of the plan as each of them runs it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _JOINT = re.compile(r"(?<=\S[-/_=,·×])(?=[^\W\d])")
 
 @dataclass(frozen=True)
 class Bar:
-    """A share drawn as eighth blocks; a share of 1 and more is ``width`` of them."""
+    """A share drawn as a bar of eighth blocks; shares of 1 and more fill ``width`` characters."""
 
     share: float
     width: int = 40
@@ -42,7 +42,7 @@ Cell = str | Bar
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and what stands under it: words to the left, which may wrap, or numbers to the right."""
+    """A column: words, left-aligned and wrapped, or numbers, right-aligned."""
 
     name: str
     numeric: bool = False
@@ -50,9 +50,9 @@ class Column:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table under its title; ``optional`` are the names of columns that may go, the first to go first.
+    """A table under its title; ``optional`` names the columns that a narrow console drops, in that order.
 
-    ``narrower`` stands in where it still does not fit; without one, rows become records.
+    ``narrower`` replaces it if it still does not fit; without one, rows become records.
     """
 
     title: str
@@ -90,7 +90,7 @@ class FittedTable:
         yield from self._left_out(self._bars(), width)
 
     def _drops(self) -> Iterator[frozenset[int]]:
-        """The columns left out: none, then one more at a time; drawings go before anything that is said."""
+        """The columns left out: none, then bars, then one optional column after the other."""
         gone: frozenset[int] = frozenset()
         yield gone
         bars = self._bars()
@@ -114,23 +114,23 @@ class FittedTable:
     # -- to paste --------------------------------------------------------------------------------------------
 
     def markdown(self) -> str:
-        """A table of GitHub's Markdown under its title; drawings stay out."""
+        """A GitHub Markdown table under its title, without bars."""
 
         def line(cells: Iterable[str]) -> str:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
-        shown = self._said()
+        shown = self._without_bars()
         rules = ["---:" if self.columns[index].numeric else "---" for index in shown]
         headings = [self.columns[index].name for index in shown]
         lines = [line(headings), line(rules), *(line(row) for row in self._plain_rows(shown))]
         return (f"**{self.title}**\n\n" if self.title else "") + "\n".join(lines) + "\n"
 
     def csv(self) -> str:
-        """Comma-separated values under a comment with the title; drawings stay out."""
+        """Comma-separated values under a comment with the title, without bars."""
         import csv
         import io
 
-        text, shown = io.StringIO(), self._said()
+        text, shown = io.StringIO(), self._without_bars()
         if self.title:
             text.write(f"# {self.title}\n")
         writer = csv.writer(text, lineterminator="\n")
@@ -143,7 +143,7 @@ class FittedTable:
         """A table for a notebook."""
         from html import escape
 
-        shown = self._said()
+        shown = self._without_bars()
         sides = ["right" if self.columns[index].numeric else "left" for index in shown]
 
         def line(tag: str, cells: Iterable[str]) -> str:
@@ -156,7 +156,7 @@ class FittedTable:
         body = "\n".join(line("td", row) for row in self._plain_rows(shown))
         return "\n".join([f"<table>{caption}", *head, f"<tbody>{body}</tbody>", "</table>"])
 
-    def _said(self) -> list[int]:
+    def _without_bars(self) -> list[int]:
         bars = self._bars()
         return [index for index in range(len(self.columns)) if index not in bars]
 

@@ -20,13 +20,7 @@ from rich.progress import Progress, Task
 from rich.text import Text
 
 from shardwise.report.tables import Bar
-from shardwise.spec.units import (
-    readable_bytes,
-    readable_count,
-    readable_duration,
-    readable_seconds,
-    readable_share,
-)
+from shardwise.spec.units import readable_bytes, readable_count, readable_duration, readable_seconds, readable_share
 from shardwise.training.metrics.lines import Follower
 
 POLL_SECONDS = 0.3

@@ -1,4 +1,4 @@
-"""What an explanation is, and how it is printed."""
+"""An explanation of one formula, as a page and as plain data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Explanation:
     drawing: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For a machine: every number under the name of its unit."""
+        """Plain data: every number under the name of its unit."""
         return {
             "title": self.title,
             "formula": list(self.formula),
