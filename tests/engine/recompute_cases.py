@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cost.builders import job
 from engine.live_bytes import Kept, kept_by
-from shardwise.engine.context.kernels import Scores, kernel_for
+from shardwise.engine.context.kernels import BackwardInputs, Scores, kernel_for
 from shardwise.models.attention import attention_scale
 from shardwise.models.decoder import Decoder
 from shardwise.models.dot_product import AttentionArguments
@@ -105,6 +105,5 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sum = ctx.saved_tensors
-        kernel = kernel_for(query, value, False)
-        return *kernel.backward(gradient, query, key, value, out, log_sum, ctx.scores), None
+        saved = BackwardInputs(gradient, *ctx.saved_tensors)
+        return *kernel_for(saved.query, saved.value, False).backward(saved, ctx.scores), None

@@ -14,7 +14,16 @@ from torch import Tensor
 from engine.context_cases import Case, arguments_of, gradients_of, inputs_of
 from shardwise.engine.context import cut_sequence, gather, ring
 from shardwise.engine.context.blocks import Merged
-from shardwise.engine.context.kernels import CUDNN, EFFICIENT, FLASH, MATH, BlockKernel, Scores, hidden_score
+from shardwise.engine.context.kernels import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    BackwardInputs,
+    BlockKernel,
+    Scores,
+    hidden_score,
+)
 from shardwise.models.dot_product import dot_product_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -53,8 +62,8 @@ def check(kernel: BlockKernel, given: list[Tensor], causal: bool, hidden: Tensor
     found = [deviation(out[:, seen], true_out[:, seen]), deviation(log_sum[..., seen], true_log_sum[..., seen])]
     assert (log_sum[..., ~seen] < hidden_score(number) / 2).all()
     merged, merged_log_sum = Merged(true_out, true_log_sum).result(hidden is not None)
-    gradients = kernel.backward(gradient, query, key, value, merged.to(number), merged_log_sum, scores)
-    true = MATH.backward(wide[3], *wide[:3], merged, merged_log_sum, exact)
+    gradients = kernel.backward(BackwardInputs(gradient, query, key, value, merged.to(number), merged_log_sum), scores)
+    true = MATH.backward(BackwardInputs(wide[3], *wide[:3], merged, merged_log_sum), exact)
     found += [deviation(mine, other) for mine, other in zip(gradients, true, strict=True)]
     assert max(found) < ROUGH[number] and (gradients[0][:, ~seen] == 0).all()
 
@@ -182,7 +191,7 @@ def across_threads(group: Threads, case: Case) -> list[float]:
         call = attention(group, Whole(arguments.documents)).call(case.seq // size, arguments)  # type: ignore[arg-type]
         query, key, value, gradient = (cut_sequence(tensor, rank, size, method) for tensor in tensors)
         out, log_sum = call.forward(query, key, value)
-        results = out, *call.backward(gradient, query, key, value, out, log_sum)
+        results = out, *call.backward(BackwardInputs(gradient, query, key, value, out, log_sum))
         found[rank] = max(
             float((mine.float() - cut_sequence(whole, rank, size, method)).abs().max() / whole.abs().max())
             for mine, whole in zip(results, expected, strict=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.engine.context import blocks
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
-from shardwise.engine.context.kernels import CPU_FLASH, MATH, BlockKernel, Scores, kernel_for
+from shardwise.engine.context.kernels import CPU_FLASH, MATH, BackwardInputs, BlockKernel, Scores, kernel_for
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention, shapes_taken
 
 SCALE = 0.3
@@ -29,7 +29,8 @@ def in_blocks(kernel: BlockKernel, cuts: list[int], given: tuple[Tensor, ...]) -
     for run in runs:
         merged.add(*kernel.forward(query, key[:, run], value[:, run], Scores(SCALE)))
     out, log_sum = merged.result()
-    shares = [kernel.backward(gradient, query, key[:, run], value[:, run], out, log_sum, Scores(SCALE)) for run in runs]
+    saved = BackwardInputs(gradient, query, key, value, out, log_sum)
+    shares = [kernel.backward(saved.block(slice(None), key[:, run], value[:, run]), Scores(SCALE)) for run in runs]
     of_query, of_key, of_value = zip(*shares, strict=True)
     return [out, torch.stack(of_query).sum(0), torch.cat(of_key, 1), torch.cat(of_value, 1)]
 
@@ -60,7 +61,8 @@ def test_the_fused_kernel_agrees_with_the_written_out_one(number: torch.dtype, c
     torch.testing.assert_close(other_out, out, rtol=0, atol=rough)
     torch.testing.assert_close(other_log_sum, log_sum, rtol=0, atol=rough)
     assert log_sum.dtype == torch.promote_types(number, torch.float32)
-    pair = [kernel.backward(gradient, query, key, value, out, log_sum, scores) for kernel in (MATH, CPU_FLASH)]
+    saved = BackwardInputs(gradient, query, key, value, out, log_sum)
+    pair = [kernel.backward(saved, scores) for kernel in (MATH, CPU_FLASH)]
     for mine, other in zip(*pair, strict=True):
         torch.testing.assert_close(other, mine, rtol=0, atol=4 * rough)
 
@@ -82,12 +84,11 @@ def test_a_query_that_sees_no_key_gets_zeros_and_gives_no_gradient(kernel: Block
     others = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)  # nothing for the last two
     seen = Seen(False, query_documents=documents, key_documents=others)
     merged = Merged.nothing(query, value)
-    merged.add(*attention_block(query, key, value, False, SCALE, seen, lambda *_: kernel))
+    merged.add(*attention_block(query, key, value, Scores(SCALE), seen, lambda *_: kernel))
     out, log_sum = merged.result(some_rows_empty=True)
     assert out.isfinite().all() and (out[:, 4:] == 0).all() and (out[:, :4] != 0).any(-1).all()
-    gradients = attention_block_backward(
-        gradient, query, key, value, out, log_sum, False, SCALE, seen, lambda *_: kernel
-    )
+    saved = BackwardInputs(gradient, query, key, value, out, log_sum)
+    gradients = attention_block_backward(saved, Scores(SCALE), seen, lambda *_: kernel)
     assert all(tensor.isfinite().all() for tensor in gradients)
     assert (gradients[0][:, 4:] == 0).all() and (gradients[0][:, :4] != 0).any(-1).all()
 
@@ -97,7 +98,7 @@ def test_a_block_of_which_a_query_sees_nothing_weighs_nothing(kernel: BlockKerne
     query, key, value, _ = tensors(4, 8)
     first = kernel.forward(query, key[:, :4], value[:, :4], Scores(SCALE))
     nothing = Seen(False, query_documents=torch.zeros(2, 4), key_documents=torch.ones(2, 4))
-    hidden = attention_block(query, key[:, 4:], value[:, 4:], False, SCALE, nothing, lambda *_: kernel)
+    hidden = attention_block(query, key[:, 4:], value[:, 4:], Scores(SCALE), nothing, lambda *_: kernel)
     for order in ((first, hidden), (hidden, first)):
         merged = Merged.nothing(query, value)
         for out, log_sum in order:
@@ -119,8 +120,9 @@ def test_queries_taken_in_pieces_are_those_taken_at_once(
     seen = Seen(causal, window, 9, 0, documents[:, 9:17], documents)
 
     def both() -> list[Tensor]:
-        out, log_sum = attention_block(query, key, value, False, SCALE, seen)
-        return [out, *attention_block_backward(gradient, query, key, value, out, log_sum, False, SCALE, seen)]
+        out, log_sum = attention_block(query, key, value, Scores(SCALE), seen)
+        saved = BackwardInputs(gradient, query, key, value, out, log_sum)
+        return [out, *attention_block_backward(saved, Scores(SCALE), seen)]
 
     at_once = both()
     monkeypatch.setattr(blocks, "SHORTEST_PIECE", 3)
@@ -133,14 +135,14 @@ def test_queries_taken_in_pieces_are_those_taken_at_once(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("first_query", "first_key", "keys"), [(0, 0, 12), (20, 11, 21), (20, 11, 26), (3, 0, 15)])
-def test_a_window_is_said_to_its_kernel_as_a_mask_has_it(
+def test_a_window_kernel_sees_what_the_mask_shows(
     monkeypatch: pytest.MonkeyPatch, causal: bool, first_query: int, first_key: int, keys: int
 ) -> None:
     """The kernel takes the last key for the last query's own."""
     monkeypatch.setattr(blocks, "takes", shapes_taken)
     query, key, value, _ = (tensor.bfloat16() for tensor in tensors(12, keys))
     seen = Seen(causal, 10, first_query, first_key)
-    kernel = seen.kernel(query, key, value)
+    kernel = seen.window_kernel(query, key, value)
     if causal and first_key + keys > first_query + 12:
         assert kernel is None  # keys that nobody sees stand behind
         return
@@ -149,4 +151,4 @@ def test_a_window_is_said_to_its_kernel_as_a_mask_has_it(
     band = (places <= kernel.before) & (places >= -kernel.behind)
     bias = seen._bias(0, 12, slice(0, keys), query)
     assert torch.equal(band, (bias == 0)[0, 0])
-    assert seen.kernel(query.float(), key.float(), value.float()) is None
+    assert seen.window_kernel(query.float(), key.float(), value.float()) is None

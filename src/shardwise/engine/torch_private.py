@@ -86,6 +86,19 @@ fused_sgd_ = torch._fused_sgd_
 # The operator that torch.nn.functional.grouped_mm calls: what a mode that replaces operators meets (2.13).
 grouped_mm = torch._grouped_mm
 
+# Fused attention beneath `scaled_dot_product_attention`, which returns no log-sum-exp and takes no window (2.13).
+_aten: Any = torch.ops.aten
+cpu_flash_attention = _aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+cudnn_attention = _aten._scaled_dot_product_cudnn_attention
+cudnn_attention_backward = _aten._scaled_dot_product_cudnn_attention_backward
+efficient_attention = _aten._scaled_dot_product_efficient_attention
+efficient_attention_backward = _aten._scaled_dot_product_efficient_attention_backward
+flash_attention = _aten._scaled_dot_product_flash_attention
+flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
+window_attention = _aten._flash_attention_forward
+window_attention_backward = _aten._flash_attention_backward
+
 # Whether a backward pass is running, and which of its nodes: nothing public says it (2.13).
 current_graph_task_id: Callable[[], int] = _C._current_graph_task_id
 current_autograd_node = _C._current_autograd_node

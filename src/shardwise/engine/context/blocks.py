@@ -9,57 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.context.kernels import KernelChoice, Scores, hidden_score, kernel_for
+from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, Scores, hidden_score, kernel_for
+from shardwise.engine.torch_private import window_attention, window_attention_backward
 from shardwise.models.dot_product import takes
 
-aten: Any = torch.ops.aten
+MASK_ELEMENTS = 2**25  # of one bias tensor: more queries are taken in pieces
+SHORTEST_PIECE = 256  # queries, for which a kernel is still efficient
 
 
 @dataclass(frozen=True)
 class WindowKernel:
     """FlashAttention for the tensors that `dot_product.takes`: a query sees so many keys ``before`` and ``behind``
-    its own, and the own key of the last query is the last key.
-
-    Windows are said to the operator under those of `scaled_dot_product_attention`.
-    """
+    its own, and the last query's own key is the last key."""
 
     before: int
     behind: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        out, log_sum, *_ = aten._flash_attention_forward(
-            query, key, value, None, None, query.shape[1], key.shape[1], 0.0, False, False, **self._said(scores)
-        )
+        lengths = None, None, query.shape[1], key.shape[1]
+        out, log_sum, *_ = window_attention(query, key, value, *lengths, 0.0, False, False, **self._settings(scores))
         return out, log_sum
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        no_random = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        lengths = None, None, query.shape[1], key.shape[1]
-        of_query, of_key, of_value = aten._flash_attention_backward(
-            gradient, query, key, value, out, log_sum, *lengths, 0.0, False, no_random, no_random, **self._said(scores)
-        )
+    def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients:
+        no_random = torch.zeros(2, dtype=torch.uint64, device=saved.query.device)
+        arguments = None, None, saved.query.shape[1], saved.key.shape[1], 0.0, False, no_random, no_random
+        of_query, of_key, of_value = window_attention_backward(*saved, *arguments, **self._settings(scores))
         return of_query, of_key, of_value
 
-    def _said(self, scores: Scores) -> dict[str, Any]:
+    def _settings(self, scores: Scores) -> dict[str, Any]:
         return {"scale": scores.scale, "window_size_left": self.before, "window_size_right": self.behind}
-
-
-# -- blocks ----------------------------------------------------------------------------------------
-#
-# Attention with several blocks of keys, merged; and which pairs of queries and keys are seen in a block.
-
-
-MASK_ELEMENTS = 2**25  # of one bias tensor: more queries are taken in pieces
-SHORTEST_PIECE = 256  # queries, for which a kernel is still efficient
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,7 @@ class Seen:
     query_documents: Tensor | None = None
     key_documents: Tensor | None = None
 
-    def kernel(self, query: Tensor, key: Tensor, value: Tensor) -> WindowKernel | None:
+    def window_kernel(self, query: Tensor, key: Tensor, value: Tensor) -> WindowKernel | None:
         """The kernel for a window by itself, where one takes the tensors (on a GPU)."""
         if self.window is None or self.query_documents is not None or not takes(query, key, value):
             return None
@@ -126,58 +104,37 @@ class Seen:
 
 
 def attention_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    scale: float,
-    seen: Seen | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, seen: Seen | None = None,
     choose: KernelChoice = kernel_for,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [batch, queries, heads, features] and log-sum-exp [batch, heads, queries] of one block."""
     kernel = choose(query, value, seen is not None)
     if seen is None:
-        return kernel.forward(query, key, value, Scores(scale, causal))
-    if (window := seen.kernel(query, key, value)) is not None:
-        return window.forward(query, key, value, Scores(scale))
+        return kernel.forward(query, key, value, scores)
+    if (window := seen.window_kernel(query, key, value)) is not None:
+        return window.forward(query, key, value, scores)
     outs, log_sums = [], []
     for queries, keys, bias in seen.pieces(query, key):
-        out, log_sum = kernel.forward(query[:, queries], key[:, keys], value[:, keys], Scores(scale, bias=bias))
+        out, log_sum = kernel.forward(query[:, queries], key[:, keys], value[:, keys], Scores(scores.scale, bias=bias))
         outs.append(out)
         log_sums.append(log_sum)
     return torch.cat(outs, 1), torch.cat(log_sums, 2)
 
 
 def attention_block_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    causal: bool,
-    scale: float,
-    seen: Seen | None = None,
-    choose: KernelChoice = kernel_for,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A block's share of the gradients; ``out`` and ``log_sum`` are those of all blocks, merged."""
+    saved: BackwardInputs, scores: Scores, seen: Seen | None = None, choose: KernelChoice = kernel_for
+) -> Gradients:
+    """A block's share of the gradients."""
+    query, key, value = saved.query, saved.key, saved.value
     kernel = choose(query, value, seen is not None)
-    log_sum = log_sum.contiguous()  # a half of the queries is a strided view
     if seen is None:
-        return kernel.backward(gradient, query, key, value, out, log_sum, Scores(scale, causal))
-    if (window := seen.kernel(query, key, value)) is not None:
-        return window.backward(gradient, query, key, value, out, log_sum, Scores(scale))
+        return kernel.backward(saved, scores)
+    if (window := seen.window_kernel(query, key, value)) is not None:
+        return window.backward(saved, scores)
     of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for queries, keys, bias in seen.pieces(query, key):
-        of_query[:, queries], add_key, add_value = kernel.backward(
-            gradient[:, queries],
-            query[:, queries],
-            key[:, keys],
-            value[:, keys],
-            out[:, queries],
-            log_sum[:, :, queries].contiguous(),
-            Scores(scale, bias=bias),
-        )
+        piece = saved.block(queries, key[:, keys], value[:, keys])
+        of_query[:, queries], add_key, add_value = kernel.backward(piece, Scores(scores.scale, bias=bias))
         of_key[:, keys] += add_key
         of_value[:, keys] += add_value
     return of_query, of_key, of_value

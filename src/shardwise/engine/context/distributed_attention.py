@@ -14,21 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.kernels import KernelChoice, kernel_for
+from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, kernel_for
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.models.dot_product import AttentionArguments
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-
 
 class Call(Protocol):
-    """One attention over the ranks; ``backward`` takes what ``forward`` took and gave."""
+    """One attention over the ranks."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
-    ) -> Gradients: ...
+    def backward(self, saved: BackwardInputs) -> Gradients: ...
 
 
 class AcrossRanks:
@@ -71,7 +67,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *ctx.call.backward(gradient.contiguous(), *ctx.saved_tensors), None
+        return *ctx.call.backward(BackwardInputs(gradient.contiguous(), *ctx.saved_tensors)), None
 
 
 # -- the same as operators: they take numbers and tensors only, so objects are found by a number --------------------
@@ -100,10 +96,9 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tuple[Ten
     schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sum, "
     f"{_SEEN}) -> (Tensor, Tensor, Tensor)",
 )
-def _backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, *seen: Any
-) -> Gradients:
-    gradients = _call(query, *seen).backward(gradient.contiguous(), query, key, value, out, log_sum)
+def _backward(gradient: Tensor, query: Tensor, *rest: Any) -> Gradients:
+    others, seen = rest[:4], rest[4:]  # key, value, output and log-sum-exp; then _SEEN
+    gradients = _call(query, *seen).backward(BackwardInputs(gradient.contiguous(), query, *others))
     of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients)
     return of_query, of_key, of_value
 

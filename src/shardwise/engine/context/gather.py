@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.distributed_attention import AcrossRanks, Call
-from shardwise.engine.context.kernels import KernelChoice
+from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, Scores
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, waited
 from shardwise.models.dot_product import AttentionArguments
@@ -59,39 +59,34 @@ class _Gathered:
         gather = _GatherKeys(self.group, key, value, self.overlap)
         if self.own_apart:
             chunks = _chunks(query), _chunks(key), _chunks(value)
-            out, log_sum = attention_block(*chunks, True, self.scale, choose=self.choose)
+            out, log_sum = attention_block(*chunks, Scores(self.scale, causal=True), choose=self.choose)
             merged = Merged(_in_row(out), torch.unflatten(log_sum, 0, (-1, 2)).transpose(1, 2).flatten(2))
         else:
             merged = Merged.nothing(query, value)
         key, value = gather.finish()
         for queries, keys, seen in self._runs(query.shape[1]):
-            block = attention_block(
-                query[:, queries], key[:, keys], value[:, keys], False, self.scale, seen, self.choose
-            )
-            merged.add(*block, queries)
+            scores, parts = Scores(self.scale), (query[:, queries], key[:, keys], value[:, keys])
+            merged.add(*attention_block(*parts, scores, seen, self.choose), queries)
         return merged.result(some_rows_empty=self.masked)
 
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, saved: BackwardInputs) -> Gradients:
+        query, key, value = saved.query, saved.key, saved.value
         gather = _GatherKeys(self.group, key, value, self.overlap)
         of_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
         own: tuple[Tensor, Tensor] | None = None
         if self.own_apart:
-            log_sums = torch.unflatten(log_sum, 2, (2, -1)).transpose(1, 2).flatten(0, 1)
-            chunks = _chunks(gradient), _chunks(query), _chunks(key), _chunks(value), _chunks(out)
-            add_query, of_key, of_value = attention_block_backward(
-                *chunks, log_sums, True, self.scale, choose=self.choose
-            )
+            log_sums = torch.unflatten(saved.log_sum, 2, (2, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+            gradient, own_query, own_key, own_value, out = (_chunks(tensor) for tensor in saved[:-1])
+            chunks = BackwardInputs(gradient, own_query, own_key, own_value, out, log_sums)
+            scores = Scores(self.scale, causal=True)
+            add_query, of_key, of_value = attention_block_backward(chunks, scores, choose=self.choose)
             of_query += _in_row(add_query)
             own = _in_row(of_key), _in_row(of_value)
         key, value = gather.finish()
         of_key, of_value = gather.gradients()
         for queries, keys, seen in self._runs(query.shape[1]):
-            add_query, add_key, add_value = attention_block_backward(
-                gradient[:, queries], query[:, queries], key[:, keys], value[:, keys], out[:, queries],
-                log_sum[:, :, queries], False, self.scale, seen, self.choose,
-            )  # fmt: skip
+            block = saved.block(queries, key[:, keys], value[:, keys])
+            add_query, add_key, add_value = attention_block_backward(block, Scores(self.scale), seen, self.choose)
             of_query[:, queries] += add_query
             of_key[:, keys] += add_key
             of_value[:, keys] += add_value

@@ -9,17 +9,29 @@ itself, hence the operators under it. All tensors are [batch, seq, heads, featur
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-aten: Any = torch.ops.aten
+from shardwise.engine.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cudnn_attention,
+    cudnn_attention_backward,
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+
 WIDEST_FLASH = 256  # features of a head
+Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -34,21 +46,28 @@ class Scores:
     bias: Tensor | None = None
 
 
+class BackwardInputs(NamedTuple):
+    """What a backward pass starts from; ``out`` and ``log_sum`` are those over all blocks of keys, merged."""
+
+    gradient: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    log_sum: Tensor
+
+    def block(self, queries: slice, key: Tensor, value: Tensor) -> BackwardInputs:
+        """Some of the queries, with one block of keys and values."""
+        gradient, query, out = (tensor[:, queries] for tensor in (self.gradient, self.query, self.out))
+        return BackwardInputs(gradient, query, key, value, out, self.log_sum[:, :, queries].contiguous())
+
+
 class BlockKernel(Protocol):
-    """``backward`` takes the output and the log-sum-exp of all keys, merged, and gives this block's gradients."""
+    """``backward`` gives the gradients of this block's queries, keys and values."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients: ...
 
 
 KernelChoice = Callable[[Tensor, Tensor, bool], BlockKernel]
@@ -85,24 +104,17 @@ class Math:
         out = torch.einsum("bhgqk,bkhd->bqhgd", shares, value.to(shares.dtype)).flatten(2, 3)
         return out.to(query.dtype), log_sum.flatten(1, 2)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients:
+        query, key, value = saved.query, saved.key, saved.value
         products = self._products(query, key, scores)
         number, heads = products.dtype, key.shape[2]
-        shares = (products - torch.unflatten(log_sum, 1, (heads, -1)).unsqueeze(-1)).exp_()
-        by_group = torch.unflatten(gradient.to(number), 2, (heads, -1))
+        shares = (products - torch.unflatten(saved.log_sum, 1, (heads, -1)).unsqueeze(-1)).exp_()
+        gradient = saved.gradient.to(number)
+        by_group = torch.unflatten(gradient, 2, (heads, -1))
         queries, keys = torch.unflatten(query.to(number), 2, (heads, -1)), key.to(number)
         of_value = torch.einsum("bhgqk,bqhgd->bkhd", shares, by_group)
         of_shares = torch.einsum("bqhgd,bkhd->bhgqk", by_group, value.to(number))
-        mean = torch.unflatten((gradient.to(number) * out.to(number)).sum(-1).transpose(1, 2), 1, (heads, -1))
+        mean = torch.unflatten((gradient * saved.out.to(number)).sum(-1).transpose(1, 2), 1, (heads, -1))
         of_products = (of_shares - mean.unsqueeze(-1)).mul_(shares).mul_(scores.scale)
         of_query = torch.einsum("bhgqk,bkhd->bqhgd", of_products, keys).flatten(2, 3)
         of_key = torch.einsum("bhgqk,bqhgd->bkhd", of_products, queries)
@@ -119,133 +131,105 @@ class Math:
         return products if scores.bias is None else products + scores.bias.unsqueeze(1)
 
 
-class CpuFlash:
+class _Fused(ABC):
+    """A fused operator of PyTorch. It takes [batch, heads, seq, features] in the widths that ``fitted`` gives them."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        q, k, v = self.fitted(query, key, value)
+        out, log_sum = self.run(q, k, v, scores)
+        return _back(out, value), log_sum
+
+    def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients:
+        inputs = saved.query, saved.key, saved.value
+        q, k, v = self.fitted(*inputs)
+        do, o = (_widened(tensor, v.shape[-1]).transpose(1, 2) for tensor in (saved.gradient, saved.out))
+        gradients = self.differentiate(BackwardInputs(do, q, k, v, o, saved.log_sum), scores)
+        dq, dk, dv = (_gradient(one, like) for one, like in zip(gradients, inputs))
+        return dq, dk, dv
+
+    def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        return _heads_first(query, key, value, multiple=8)
+
+    @abstractmethod
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def differentiate(self, fitted: BackwardInputs, scores: Scores) -> Any: ...
+
+
+class CpuFlash(_Fused):
     """PyTorch's flash attention for CPUs; it wants keys and values of one width."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = _one_width(query, key, value, multiple=1)
-        out, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
-        )
-        return _back(out, value), log_sum
+    def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        return _one_width(query, key, value, multiple=1)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _one_width(query, key, value, multiple=1)
-        do, o = (_widened(tensor, q.shape[-1]).transpose(1, 2) for tensor in (gradient, out))
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, log_sum, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
-        )
-        return _back(dq, query), _back(dk, key), _back(dv, value)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, log_sum = cpu_flash_attention(q, k, v, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale)
+        return out, log_sum
+
+    def differentiate(self, fitted: BackwardInputs, scores: Scores) -> Any:
+        return cpu_flash_attention_backward(*fitted, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale)
 
 
-class Flash:
+class Flash(_Fused):
     """FlashAttention on GPUs (Dao 2023, arXiv 2307.08691): 16-bit numbers, widths a multiple of 8, no bias."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = _one_width(query, key, value, multiple=8)
-        out, log_sum, *_ = aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, scores.causal, False, scale=scores.scale
-        )
-        return _back(out, value), log_sum
+    def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        return _one_width(query, key, value, multiple=8)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _one_width(query, key, value, multiple=8)
-        do, o = (_widened(tensor, q.shape[-1]).transpose(1, 2) for tensor in (gradient, out))
-        no_random = torch.empty(2, dtype=torch.uint64, device=q.device)  # state of a dropout that is zero
-        lengths = (None, None, q.shape[2], k.shape[2])
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, log_sum, *lengths, 0.0, scores.causal, no_random, no_random[:0], scale=scores.scale
-        )
-        return _back(dq, query), _back(dk, key), _back(dv, value)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        out, log_sum, *_ = flash_attention(q, k, v, 0.0, scores.causal, False, scale=scores.scale)
+        return out, log_sum
+
+    def differentiate(self, fitted: BackwardInputs, scores: Scores) -> Any:
+        no_random = torch.empty(2, dtype=torch.uint64, device=fitted.query.device)  # state of a dropout that is zero
+        lengths = (None, None, fitted.query.shape[2], fitted.key.shape[2])
+        settings = 0.0, scores.causal, no_random, no_random[:0]
+        return flash_attention_backward(*fitted, *lengths, *settings, scale=scores.scale)
 
 
-class Cudnn:
+class Cudnn(_Fused):
     """cuDNN's attention, written for Hopper and Blackwell: there nearly twice as quick as FlashAttention 2."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = _heads_first(query, key, value, multiple=8)
-        out, log_sum, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, _aligned(scores.bias, q), True, 0.0, scores.causal, False, scale=scores.scale
-        )
-        return _back(out, value), log_sum.squeeze(-1)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        bias = _aligned(scores.bias, q)
+        out, log_sum, *_ = cudnn_attention(q, k, v, bias, True, 0.0, scores.causal, False, scale=scores.scale)
+        return out, log_sum.squeeze(-1)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = _heads_first(query, key, value, multiple=8)
-        do, o = (_widened(tensor, v.shape[-1]).transpose(1, 2) for tensor in (gradient, out))
+    def differentiate(self, fitted: BackwardInputs, scores: Scores) -> Any:
+        do, q, k, v, o, log_sum = fitted
         no_random = torch.empty((), dtype=torch.int64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        return cudnn_attention_backward(
             do, q, k, v, o, log_sum.unsqueeze(-1), no_random, no_random, _aligned(scores.bias, q), *lengths, 0.0,
             scores.causal, scale=scores.scale,
         )  # fmt: skip
-        return _back(dq, query), _back(dk, key), _back(dv, value)
 
 
-class Efficient:
+class Efficient(_Fused):
     """Memory-efficient attention on GPUs: fp32 and biases; heads are repeated for it, rows padded to 32."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        q, k, v = self._taken(query, key, value)
-        out, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, _aligned(scores.bias, q), True, 0.0, scores.causal, scale=scores.scale
-        )
-        return _back(out, value), log_sum[..., : query.shape[1]]
-
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum: Tensor,
-        scores: Scores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._taken(query, key, value)
-        # The kernel takes the output's strides for granted: dense, heads behind tokens (else it reads beyond it).
-        do, o = (_widened(tensor, v.shape[-1]).contiguous().transpose(1, 2) for tensor in (gradient, out))
-        padded = F.pad(log_sum, (0, -log_sum.shape[-1] % 32), value=float("inf"))
-        no_random = torch.empty((), dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            do, q, k, v, _aligned(scores.bias, q), o, padded, no_random, no_random, 0.0, (True, True, True, False),
-            scores.causal, scale=scores.scale,
-        )  # fmt: skip
-        heads = key.shape[2]
-        dk, dv = (torch.unflatten(tensor, 1, (heads, -1)).sum(2) for tensor in (dk, dv))
-        return _back(dq, query), _back(dk, key), _back(dv, value)
-
-    def _taken(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
-        return _heads_first(query, key, value, multiple=8)
+        return super().fitted(query, key, value)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        bias = _aligned(scores.bias, q)
+        out, log_sum, *_ = efficient_attention(q, k, v, bias, True, 0.0, scores.causal, scale=scores.scale)
+        return out, log_sum[..., : q.shape[2]]
+
+    def differentiate(self, fitted: BackwardInputs, scores: Scores) -> Any:
+        do, q, k, v, o, log_sum = fitted
+        # The kernel takes the output's strides for granted: dense, heads behind tokens (else it reads beyond it).
+        do, o = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (do, o))
+        padded = F.pad(log_sum, (0, -log_sum.shape[-1] % 32), value=float("inf"))
+        no_random = torch.empty((), dtype=torch.int64, device=q.device)
+        return efficient_attention_backward(
+            do, q, k, v, _aligned(scores.bias, q), o, padded, no_random, no_random, 0.0, (True, True, True, False),
+            scores.causal, scale=scores.scale,
+        )[:3]  # fmt: skip
 
 
 MATH, CPU_FLASH, FLASH, CUDNN, EFFICIENT = Math(), CpuFlash(), Flash(), Cudnn(), Efficient()
@@ -288,3 +272,10 @@ def _widened(tensor: Tensor, width: int) -> Tensor:
 def _back(tensor: Tensor, like: Tensor) -> Tensor:
     """[batch, seq, heads, features] again, as many features as ``like`` has."""
     return tensor.transpose(1, 2)[..., : like.shape[-1]]
+
+
+def _gradient(tensor: Tensor, like: Tensor) -> Tensor:
+    """The gradient of ``like``: summed over the copies of its heads, without padding."""
+    if tensor.shape[1] > like.shape[2]:
+        tensor = torch.unflatten(tensor, 1, (like.shape[2], -1)).sum(2)
+    return _back(tensor, like)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
 from shardwise.engine.context.distributed_attention import AcrossRanks, Call
-from shardwise.engine.context.kernels import KernelChoice
+from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, Scores
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, waited
@@ -63,10 +63,8 @@ class _Ring:
             if not self._last(step):
                 exchange.start(travelling)
             queries, keys, causal = self._halves(step, query.shape[1])
-            block = attention_block(
-                query[:, queries], key[:, keys], value[:, keys], causal, self.scale, self._seen(step, queries, keys),
-                self.choose,
-            )  # fmt: skip
+            scores, seen = Scores(self.scale, causal), self._seen(step, queries, keys)
+            block = attention_block(query[:, queries], key[:, keys], value[:, keys], scores, seen, self.choose)
             if merged is None:
                 merged = Merged(*block)
             else:
@@ -77,9 +75,8 @@ class _Ring:
         assert merged is not None
         return merged.result(some_rows_empty=self.documents is not None)
 
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, saved: BackwardInputs) -> Gradients:
+        query, key, value = saved.query, saved.key, saved.value
         layout = _Packed(key, value)
         exchange = _RingExchange(self.group, KEYS_TAG, Called.PASSED_KEYS_AND_VALUES, self.overlap)
         gradients = _RingExchange(self.group, GRADIENTS_TAG, Called.PASSED_GRADIENTS, self.overlap)
@@ -89,10 +86,9 @@ class _Ring:
             if not self._last(step):
                 exchange.start(travelling)
             queries, keys, causal = self._halves(step, query.shape[1])
-            add_query, add_key, add_value = attention_block_backward(
-                gradient[:, queries], query[:, queries], key[:, keys], value[:, keys], out[:, queries],
-                log_sum[:, :, queries], causal, self.scale, self._seen(step, queries, keys), self.choose,
-            )  # fmt: skip
+            block = saved.block(queries, key[:, keys], value[:, keys])
+            scores, seen = Scores(self.scale, causal), self._seen(step, queries, keys)
+            add_query, add_key, add_value = attention_block_backward(block, scores, seen, self.choose)
             of_query[:, queries] += add_query
             if step == 0:
                 of_key, of_value = add_key, add_value

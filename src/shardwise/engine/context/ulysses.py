@@ -1,7 +1,7 @@
 """Ulysses (Jacobs et al. 2023, arXiv 2309.14509): all tokens of some heads instead of some tokens of all heads.
 
 One all-to-all carries queries, keys and values of each token there, another the output back; in between the module's
-own ``attend`` sees whole sequences in the order of time, so that windows, documents and all else are its own affair.
+own ``attend`` sees whole sequences in order, so that windows, documents and all else are its own business.
 Key heads fewer than ranks are repeated as they are packed; their gradients are summed as they are unpacked.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.autograd import with_gradient
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent
@@ -80,18 +80,13 @@ def _exchanged(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
             ones = [1] * group.size()
             compiled: Tensor = all_to_all_single_autograd(by_rank, ones, ones, group)
             return compiled
-        exchanged: Tensor = _AllToAll.apply(by_rank, group)  # type: ignore[no-untyped-call]
-        return exchanged
+        return _all_to_all(by_rank, group)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(by_rank)
-        dist.all_to_all_single(received, by_rank, group=group)
+def _all_to_all(by_rank: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def exchange(sending: Tensor) -> Tensor:
+        received = torch.empty_like(sending)
+        dist.all_to_all_single(received, sending, group=group)
         return received
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(gradient.contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
+    return with_gradient(by_rank, exchange, lambda gradient: _all_to_all(gradient.contiguous(), group))

@@ -7,15 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.engine.experts.channel import (
-    Channel,
-    ExchangedBytes,
-    Splits,
-    exchange_rows,
-    gather_rows,
-    return_rows,
-    scatter_sum,
-)
+from shardwise.engine.experts.channel import Channel, Splits, exchange_rows, gather_rows, return_rows, scatter_sum
 from shardwise.engine.experts.loads import Assumed, HostCopy, evenly, in_pieces
 from shardwise.engine.experts.permute import Copies, collect, inverse, sorted_copies, spread
 from shardwise.engine.labels import Called, sorting_name
@@ -44,10 +36,7 @@ class FlatExchange:
         self.experts, self.ranks, self.parts = experts, ranks, parts
         self.local = experts // ranks.size
         self.assumed: Assumed | None = None
-
-    @property
-    def traffic(self) -> ExchangedBytes:
-        return self.ranks.traffic
+        self.traffic = ranks.traffic
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, FlatRoute]:

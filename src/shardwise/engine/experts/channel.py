@@ -1,7 +1,7 @@
-"""Rows between the ranks of a group, forward and backward, with their bytes; and which groups exchange tokens.
+"""Rows exchanged between the ranks of a group, forward and backward, and counted; which groups exchange tokens.
 
-Own functions around `dist.all_to_all_single` and not `all_to_all_single_autograd`: a name and a count for the
-backward pass too, no copy into a wrapper tensor, and the same on gloo, NCCL and the fake backend.
+Not PyTorch's `all_to_all_single_autograd`: here the backward pass has a name and a byte count too, nothing is copied
+into a wrapper tensor, and gloo, NCCL and the fake backend behave alike.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.autograd import with_gradient
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.labels import in_backward
 from shardwise.engine.mesh import Mesh, new_group, own
@@ -82,8 +81,12 @@ def exchange_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> 
     """An all-to-all of rows, and of their gradients the other way."""
     if channel.size == 1:
         return rows
-    result: Tensor = _ExchangeRows.apply(rows, channel, splits.send, splits.receive, what)  # type: ignore[no-untyped-call]
-    return result
+    send, receive = splits.send, splits.receive
+    return with_gradient(
+        rows,
+        lambda rows: channel.exchange(rows, send, receive, what),
+        lambda gradient: channel.exchange(gradient, receive, send, in_backward(what)),
+    )
 
 
 def return_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> Tensor:
@@ -92,19 +95,25 @@ def return_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> Te
 
 
 def gather_rows(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
-    """All members' rows, member i's ``sizes[i]``; backward, each gets the sum of the gradients of its rows."""
+    """All members' rows, ``sizes[i]`` of member i; in the backward pass each gets the sum of its rows' gradients."""
     if channel.size == 1:
         return rows
-    result: Tensor = _GatherRows.apply(rows, channel, tuple(sizes), what)  # type: ignore[no-untyped-call]
-    return result
+    return with_gradient(
+        rows,
+        lambda rows: _gathered(rows, channel, sizes, what),
+        lambda gradient: _scattered(gradient, channel, sizes, in_backward(what)),
+    )
 
 
 def scatter_sum(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
     """The sum over the members of ``rows`` [sum of sizes, width], of which each keeps its own ``sizes[i]``."""
     if channel.size == 1:
         return rows
-    result: Tensor = _ScatterSum.apply(rows, channel, tuple(sizes), what)  # type: ignore[no-untyped-call]
-    return result
+    return with_gradient(
+        rows,
+        lambda rows: _scattered(rows, channel, sizes, what),
+        lambda gradient: _gathered(gradient, channel, sizes, in_backward(what)),
+    )
 
 
 def _gathered(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
@@ -133,47 +142,6 @@ def _scattered(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) 
         return result
     parts = channel.exchange(rows, sizes, [own] * channel.size, what)
     return parts.view(channel.size, own, *rows.shape[1:]).sum(0)
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, channel: Channel, send: Sequence[int], receive: Sequence[int], what: str
-    ) -> Tensor:
-        ctx.arguments = (channel, receive, send, in_backward(what))
-        return channel.exchange(rows, send, receive, what)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        channel, *splits, what = ctx.arguments
-        return channel.exchange(gradient, *splits, what), None, None, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
-        ctx.arguments = (channel, sizes, in_backward(what))
-        return _gathered(rows, channel, sizes, what)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scattered(gradient, *ctx.arguments), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
-        ctx.arguments = (channel, sizes, in_backward(what))
-        return _scattered(rows, channel, sizes, what)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gathered(gradient, *ctx.arguments), None, None, None
-
-
-# -- groups ----------------------------------------------------------------------------------------
-#
-# The groups of ranks that exchange tokens, seen from this rank, and which of them cross nodes.
 
 
 NodeOfRank = Callable[[int], int]

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.cost.traffic.expert import expected_destinations
-from shardwise.engine.experts.channel import (
-    Channel,
-    ExchangedBytes,
-    Splits,
-    exchange_rows,
-    gather_rows,
-    return_rows,
-    scatter_sum,
-)
+from shardwise.engine.experts.channel import Channel, Splits, exchange_rows, gather_rows, return_rows, scatter_sum
 from shardwise.engine.experts.loads import Assumed, HostCopy, evenly, in_pieces
 from shardwise.engine.experts.permute import Copies, collect, masked_copies, some_sorted_copies, spread
 from shardwise.engine.labels import Called, sorting_name
@@ -75,10 +67,7 @@ class DeduplicatedExchange:
         self.local = experts // (nodes.size * devices.size)
         self.place = nodes.rank * devices.size + devices.rank
         self.assumed: Assumed | None = None
-
-    @property
-    def traffic(self) -> ExchangedBytes:
-        return self.nodes.traffic
+        self.traffic = nodes.traffic
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, HierarchicalRoute]:

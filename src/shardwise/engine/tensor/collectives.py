@@ -1,4 +1,4 @@
-"""The moves of tensor parallelism, each with the move that its gradient makes.
+"""The collectives of tensor parallelism, each with that of its gradient.
 
 | forward | backward |
 |---|---|
@@ -14,13 +14,13 @@ A column-parallel matmul needs nothing after it, a row-parallel one nothing befo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.collectives.reductions import all_gather, all_reduce_sum, reduce_scatter_sum
+from shardwise.engine.autograd import same, with_gradient
+from shardwise.engine.collectives.reductions import Pending, all_gather, all_reduce_sum, reduce_scatter_sum
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, waited
 
@@ -28,32 +28,35 @@ SEQUENCE = 1  # of [batch, sequence, features]
 
 
 def copy(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    moved: Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return moved
+    return with_gradient(tensor, same, lambda gradient: _summed(gradient, group))
 
 
 def reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    moved: Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return moved
+    return with_gradient(tensor, lambda partial: _summed(partial, group), same)
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    moved: Tensor = _GatherHidden.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return moved
+    return with_gradient(
+        tensor, lambda part: start_gather(part, group).wait(), lambda gradient: start_scatter(gradient, group).wait()
+    )
 
 
 def scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    moved: Tensor = _Scatter.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return moved
+    return with_gradient(
+        tensor, lambda partial: start_scatter(partial, group).wait(), lambda part: start_gather(part, group).wait()
+    )
 
 
 def join(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    moved: Tensor = _Join.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return moved
+    return with_gradient(
+        tensor,
+        lambda part: start_gather(part, group, part.dim() - 1).wait(),
+        lambda gradient: gradient.chunk(group.size(), -1)[group.rank()],
+    )
 
 
 def narrow_move(group: dist.ProcessGroup, sequence_parallel: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """For vectors, narrow enough to be kept whole, that the heads of all ranks read: one move for all of them."""
+    """For narrow vectors, cheap to keep whole, that the heads of all ranks read: one collective for all of them."""
     move = gather if sequence_parallel else copy
 
     def moved(*narrow: Tensor) -> tuple[Tensor, ...]:
@@ -62,120 +65,48 @@ def narrow_move(group: dist.ProcessGroup, sequence_parallel: bool) -> Callable[.
     return moved
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+class Started:
+    """A collective in flight; ``wait`` returns ``result()``. ``source`` stays allocated until then."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return summed(gradient, ctx.group), None
+    def __init__(self, what: str, work: Pending | None, source: Tensor, result: Callable[[], Tensor]) -> None:
+        self.what, self.work, self.source, self.result = what, work, source, result
 
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            with waited("tp", self.what):
+                self.work.wait()
+        return self.result()
 
 
-class _GatherHidden(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return scattered(gradient, ctx.group), None
+def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> Started:
+    """An all-reduce in place."""
+    with sent("tp", Called.ALL_REDUCE, tensor):
+        work = all_reduce_sum(tensor, group, async_op=True)
+    return Started(Called.ALL_REDUCE, work, tensor, lambda: tensor)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return scattered(tensor, group)
+def start_gather(tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQUENCE) -> Started:
+    """The parts of all ranks, concatenated along ``dimension``."""
+    tensor = tensor.contiguous()
+    stacked = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+    with sent("tp", Called.ALL_GATHER, tensor):
+        work = all_gather(stacked, tensor, group, async_op=True)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.group), None
+    def joined() -> Tensor:
+        apart = torch.unflatten(stacked, 0, (group.size(), -1)).movedim(0, dimension)
+        return apart.flatten(dimension, dimension + 1)
 
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(tensor, group, tensor.dim() - 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+    return Started(Called.ALL_GATHER, work, tensor, joined)
 
 
-def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return Sum(tensor.clone(memory_format=torch.contiguous_format), group).wait()
-
-
-def gathered(tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQUENCE) -> Tensor:
-    """The parts of all ranks, one behind the other along ``dimension``."""
-    return SequenceGather(tensor, group, dimension).wait()
-
-
-def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def start_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Started:
     """The sum over all ranks, of which each keeps its part of the sequence."""
-    return SequenceScatter(tensor, group).wait()
+    parts = torch.unflatten(tensor, SEQUENCE, (group.size(), -1)).movedim(SEQUENCE, 0).flatten(0, 1).contiguous()
+    mine = tensor.new_empty((tensor.shape[0], tensor.shape[SEQUENCE] // group.size(), *tensor.shape[2:]))
+    with sent("tp", Called.REDUCE_SCATTER, parts):
+        work = reduce_scatter_sum(mine, parts, group, async_op=True)
+    return Started(Called.REDUCE_SCATTER, work, parts, lambda: mine)
 
 
-class Sum:
-    """An all-reduce under way; ``tensor`` is overwritten."""
-
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        self.tensor = tensor
-        with sent("tp", Called.ALL_REDUCE, tensor):
-            self.pending = all_reduce_sum(tensor, group, async_op=True)
-
-    def wait(self) -> Tensor:
-        if self.pending is not None:
-            with waited("tp", Called.ALL_REDUCE):
-                self.pending.wait()
-        return self.tensor
-
-
-class SequenceGather:
-    """An all-gather under way."""
-
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQUENCE) -> None:
-        self.tensor, self.size, self.dimension = tensor.contiguous(), group.size(), dimension
-        self.stacked = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        with sent("tp", Called.ALL_GATHER, self.tensor):
-            self.pending = all_gather(self.stacked, self.tensor, group, async_op=True)
-
-    def wait(self) -> Tensor:
-        if self.pending is not None:
-            with waited("tp", Called.ALL_GATHER):
-                self.pending.wait()
-        if self.dimension == 0:
-            return self.stacked
-        apart = torch.unflatten(self.stacked, 0, (self.size, -1)).movedim(0, self.dimension)
-        return apart.flatten(self.dimension, self.dimension + 1)
-
-
-class SequenceScatter:
-    """A reduce-scatter under way."""
-
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        apart = torch.unflatten(tensor, SEQUENCE, (group.size(), -1)).movedim(SEQUENCE, 0)
-        self.parts = apart.flatten(0, 1).contiguous()
-        self.mine = tensor.new_empty((tensor.shape[0], tensor.shape[SEQUENCE] // group.size(), *tensor.shape[2:]))
-        with sent("tp", Called.REDUCE_SCATTER, self.parts):
-            self.pending = reduce_scatter_sum(self.mine, self.parts, group, async_op=True)
-
-    def wait(self) -> Tensor:
-        if self.pending is not None:
-            with waited("tp", Called.REDUCE_SCATTER):
-                self.pending.wait()
-        return self.mine
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return start_sum(tensor.clone(memory_format=torch.contiguous_format), group).wait()

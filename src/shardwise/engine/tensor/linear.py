@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.engine.parameters import HeldPart, note_part
-from shardwise.engine.tensor.collectives import SequenceGather, SequenceScatter, Sum, copy, reduce, scatter
+from shardwise.engine.tensor.collectives import copy, reduce, scatter, start_gather, start_scatter, start_sum
 from shardwise.engine.weight_gradients import are_put_off, later, may_be_put_off
 from shardwise.layout.sharding import kv_copies, part_held
 
@@ -128,7 +128,7 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_be_put_off()
         ctx.weights, ctx.biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(hidden)
-        whole = SequenceGather(hidden, group).wait() if sequence_parallel else hidden
+        whole = start_gather(hidden, group).wait() if sequence_parallel else hidden
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(ctx.weights, ctx.biases))
 
     @staticmethod
@@ -136,14 +136,15 @@ class _ColumnProducts(torch.autograd.Function):
         (hidden,), group = ctx.saved_tensors, ctx.group
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         waits = ctx.deferrable and are_put_off()
-        early = SequenceGather(hidden, group) if ctx.sequence_parallel and not waits else None
+        early = start_gather(hidden, group) if ctx.sequence_parallel and not waits else None
         pending = None
         if ctx.needs_input_grad[0]:
             of_whole = torch.unflatten(sum_of_products(flat, ctx.weights), 0, gradients[0].shape[:-1])
-            pending = SequenceScatter(of_whole, group) if ctx.sequence_parallel else Sum(of_whole, group)
+            start = start_scatter if ctx.sequence_parallel else start_sum
+            pending = start(of_whole, group)
 
         def of_weights() -> list[Tensor]:
-            gather = early or (SequenceGather(hidden, group) if ctx.sequence_parallel else None)
+            gather = early or (start_gather(hidden, group) if ctx.sequence_parallel else None)
             whole = (gather.wait() if gather else hidden).flatten(0, -2)
             return [gradient.T @ whole for gradient in flat]
 
