@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
-from shardwise.engine.pipeline.runner import forward_actions, require_runnable, runtime_actions
+from shardwise.engine.pipeline.runner import require_runnable, runtime_actions
 from shardwise.pipeline import PipelineSchedule, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.schedules import job_schedules
@@ -81,7 +81,7 @@ def test_the_order_is_ours_and_nobody_waits_for_ever(name: str) -> None:
         for rank, ours in enumerate(schedule.actions):
             assert passes(lists[rank]) == [str(action) for action in ours]
         run_with_blocking_messages(lists, schedule)
-        forwards = forward_actions(schedule)
+        forwards = runtime_actions(schedule, backward=False)
         assert all("B" not in str(action) for actions in forwards.values() for action in actions)
         run_with_blocking_messages(forwards, schedule)
 

@@ -105,14 +105,6 @@ def _tied(job: Job, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None
 __all__ = ["Engine", "StepResult"]
 
 
-# -- compile ---------------------------------------------------------------------------------------
-#
-# `torch.compile` of every layer by itself: equal layers share one graph, and parameters keep their names.
-#
-# A layer without communication is compiled whole, recompute included. One that does is not cut by the compiler at its
-# collectives, which would leave it no recompute and no overlap: its parts between them are compiled, each as a whole.
-
-
 # Functions of the models' modules that compute between their matmuls.
 _BETWEEN_PRODUCTS = ("activation", "positioned", "expand")
 
@@ -120,9 +112,11 @@ _BETWEEN_PRODUCTS = ("activation", "positioned", "expand")
 def apply_compile(
     stages: nn.Module | Sequence[nn.Module], strategy: Strategy, patterns: Patterns, backend: str = "inductor"
 ) -> None:
-    """Compiles the layers of a rank in place, at their first call. Recompute is applied before, data parallelism after.
+    """Compiles each layer of a rank in place, at its first call. Recompute is applied before, data parallelism after.
 
-    A layer that is compiled whole recomputes all that is cheap wherever selective recompute names any of it.
+    Equal layers share one graph. A layer without communication is compiled whole; if selective recompute names any of
+    its cheap functions, all of them are recomputed. In one that communicates, the parts between its collectives are
+    compiled, each as a whole: a graph break at a collective would leave no recompute and no overlap.
     """
     if torch.cuda.is_available():
         # The compiler would do so in the middle of a pass, which checkpointing refuses.

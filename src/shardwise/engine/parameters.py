@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.collectives.reductions import all_reduce_sum
+from shardwise.engine.collectives.reductions import all_reduce_sum, split_like
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.profiler_ranges import sent
@@ -142,13 +142,6 @@ def parts_of(root: nn.Module) -> dict[str, HeldPart]:
     return found
 
 
-# -- gradients -------------------------------------------------------------------------------------
-#
-# The parameters of a rank and their gradients after the backward pass: sums that are still missing.
-#
-# Everything works on local tensors, a few calls for all parameters together, and never waits for the device.
-
-
 @dataclass(frozen=True)
 class HeldParameter:
     """A parameter of this rank: its name in the whole model, what part it is, and the tensor to train."""
@@ -201,13 +194,7 @@ def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([one.flatten() for one in tensors])
     with sent("tp", Called.WHOLE_GRADIENTS, flat):
         all_reduce_sum(flat, group)
-    sizes = [one.numel() for one in tensors]
-    foreach_copy_([one.view(-1) for one in tensors], list(torch.split(flat, sizes)))
-
-
-# -- values ----------------------------------------------------------------------------------------
-#
-# First values of a rank's parameters: the part it holds of what the undivided model would start with.
+    foreach_copy_(tensors, split_like(flat, tensors))
 
 
 Whole = Callable[[str, HeldPart], Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,18 +18,18 @@ from shardwise.engine.collectives.program import (
     OUTPUT,
     STAGING,
     Add,
-    Arrived,
     OwnRound,
-    Post,
     Program,
-    SendDone,
+    Receive,
+    Send,
     Start,
     Step,
     TensorRegion,
+    Wait,
     ordered,
     program_of,
 )
-from shardwise.engine.collectives.reductions import NARROW, Pending, backend_of
+from shardwise.engine.collectives.reductions import NARROW, Completed, Pending, backend_of
 
 MOST_PROGRAMS = 256
 KEPT_STAGING_BYTES = 128 * 2**20
@@ -37,11 +38,10 @@ FIRST_TAG, MESSAGES, COLLECTIVES = 2**24, 2**12, 2**10
 
 
 class Communicator:
-    """Collectives of one group, in the order in which they are asked for: the same one on all ranks.
+    """Collectives of one group, run in the order of the calls, which must be the same on all ranks.
 
-    On gloo a collective that is asked for with ``async_op`` runs on a thread of its own, which mostly waits without
-    holding Python's lock, so that the backward pass computes meanwhile. On a GPU everything is put on the current
-    stream.
+    On gloo a collective with ``async_op`` runs on a thread of its own, which mostly waits without holding the GIL, so
+    that the backward pass computes meanwhile. On a GPU everything is enqueued on the current stream.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -68,7 +68,7 @@ class Communicator:
         on_cpu = next(iter(tensors.values())).device.type == "cpu"
         if not on_cpu or backend_of(self.group, "cpu") != "gloo":
             self._in_rounds(prepared.program, tensors)
-            return _CompletedRun() if async_op else None
+            return Completed() if async_op else None
         self._count += 1
         tag = FIRST_TAG + self._count % COLLECTIVES * MESSAGES
         if not async_op and (self._last is None or self._last.done()):
@@ -103,29 +103,29 @@ class Communicator:
         return {**tensors, STAGING: staging[:needed].view(like.dtype)}
 
     def _step(self, prepared: _Prepared, tensors: dict[str, Tensor], tag: int) -> None:
-        """gloo: as messages come; a receive is known by its number, whoever waits for it."""
+        """gloo: each step as soon as its messages arrive; tags number the messages."""
         buffers = self._with_staging(prepared.program, tensors)
         works: dict[Any, Any] = {}
         with torch.no_grad():
             for step in prepared.steps:
                 match step:
-                    case Post(receive):
+                    case Start(Receive() as receive):
                         into = [_part(buffers, receive.region)]
                         works[receive] = self.group.recv(into, receive.peer, tag + receive.number % MESSAGES), into
-                    case Start(send):
+                    case Start(Send() as send):
                         source = [_packed(buffers, send.source, send.packed)]
                         works[send] = self.group.send(source, send.peer, tag + send.number % MESSAGES), source
-                    case Arrived(one) | SendDone(one):
-                        works.pop(one)[0].wait()
+                    case Wait(message):
+                        works.pop(message)[0].wait()
                     case Add(target, sources):
-                        _add(_part(buffers, target), [_part(buffers, one) for one in sources])
+                        _add(buffers, target, sources)
 
     def _in_rounds(self, program: Program, tensors: dict[str, Tensor]) -> None:
         """NCCL: the messages of a round as one operation, in the order of the stream; the host waits for nothing."""
         buffers = self._with_staging(program, tensors)
         with torch.no_grad():
             for copy in program.copies:
-                _add(_part(buffers, copy.target), [_part(buffers, copy.source)])
+                _add(buffers, copy.target, copy.sources)
             for one in program.rounds:
                 self._round(one, buffers)
 
@@ -142,7 +142,7 @@ class Communicator:
                 work.wait()
         for arrival in one.arrivals:
             if arrival.sources:
-                _add(_part(buffers, arrival.target), [_part(buffers, region) for region in arrival.sources])
+                _add(buffers, arrival.target, arrival.sources)
 
 
 def run_schedule(
@@ -151,14 +151,14 @@ def run_schedule(
     output: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """One collective, once; who runs many on a group keeps a `Communicator`, which translates a schedule once."""
+    """One collective, once. To run many on a group keep a `Communicator`, which translates a schedule only once."""
     chosen = group if group is not None else dist.group.WORLD
     assert chosen is not None
     Communicator(chosen).run(schedule, input, output)
 
 
 class _Prepared:
-    """A schedule for one rank and size; ``schedule`` is kept so that no other takes its identity."""
+    """A schedule for one rank and size; ``schedule`` is kept alive so that no other gets its id."""
 
     def __init__(self, schedule: Schedule, rank: int, elements: int) -> None:
         self.schedule = schedule
@@ -172,11 +172,6 @@ class _Running:
 
     def wait(self) -> None:
         self.future.result()
-
-
-class _CompletedRun:
-    def wait(self) -> None:
-        """It is on the stream."""
 
 
 def _flat(kind: CollectiveKind, input: Tensor | None, output: Tensor | None) -> dict[str, Tensor]:
@@ -207,8 +202,9 @@ def _packed(buffers: dict[str, Tensor], source: TensorRegion, pieces: tuple[Tens
     return part
 
 
-def _add(target: Tensor, sources: list[Tensor]) -> None:
-    """In order; more than two 16-bit numbers in fp32, rounded once. ``target`` may be one of the two first."""
+def _add(buffers: dict[str, Tensor], into: TensorRegion, summands: Sequence[TensorRegion]) -> None:
+    """In order; more than two 16-bit numbers in fp32, rounded once. ``into`` may be one of the first two."""
+    target, sources = _part(buffers, into), [_part(buffers, region) for region in summands]
     if len(sources) == 1:
         if target.data_ptr() != sources[0].data_ptr():
             target.copy_(sources[0])

@@ -30,7 +30,7 @@ class TensorRegion:
 
 
 def joined(regions: Iterable[TensorRegion]) -> tuple[TensorRegion, ...]:
-    """The same regions, with those made one that follow on one another."""
+    """The same regions, with adjacent ones merged."""
     runs: list[TensorRegion] = []
     for region in regions:
         if runs and runs[-1].buffer == region.buffer and runs[-1].stop == region.start:
@@ -42,7 +42,7 @@ def joined(regions: Iterable[TensorRegion]) -> tuple[TensorRegion, ...]:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """``first``: where each chunk that a rank holds at the beginning is; ``home``: where it has to end.
+    """``first``: where each chunk that a rank holds at the beginning is; ``home``: where it has to end up.
 
     ``order`` is the order of chunks in a message, ``sizes`` their elements.
     """
@@ -95,8 +95,8 @@ def _blocks(schedule: Schedule) -> tuple[Callable[[int], int], Callable[[int], i
 
 
 def _neighbours(schedule: Schedule) -> list[int]:
-    """Chunks of a whole tensor in an order in which those that travel together lie together: then they are sent from
-    where they are. Every rank finds the same order, and no other promise is made about which chunk is which part."""
+    """Chunks of a whole tensor in an order that makes those of one message adjacent, so that they are sent without
+    packing. Every rank finds the same order; nothing else is promised about which chunk is which part."""
     travels: list[list[int]] = [[] for _ in range(schedule.chunk_count)]
     number = 0
     for one in schedule.rounds:
@@ -112,14 +112,6 @@ def _inverse(order: list[int]) -> list[int]:
     for place, chunk in enumerate(order):
         places[chunk] = place
     return places
-
-
-# -- program ---------------------------------------------------------------------------------------
-#
-# A schedule as one rank sees it: what it sends, receives and adds in every round, by elements of its tensors.
-#
-# What is received lies where it has to end if nothing that is still needed is there; else, and before it is added, in
-# staging memory of its own, so that the receive can be posted before the first round.
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +155,19 @@ class OwnRound:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalCopy:
+class Add:
+    """``target`` becomes the sum of ``sources``; of one source, a copy."""
+
     target: TensorRegion
-    source: TensorRegion
+    sources: tuple[TensorRegion, ...]
 
 
 @dataclass(frozen=True)
 class Program:
-    """``copies`` are of what a rank gives itself; ``staging_elements`` is the staging memory it takes."""
+    """``copies`` are of what a rank sends to itself; ``staging_elements`` is the staging memory it takes."""
 
     rounds: tuple[OwnRound, ...]
-    copies: tuple[LocalCopy, ...]
+    copies: tuple[Add, ...]
     staging_elements: int
 
 
@@ -182,7 +176,13 @@ def program_of(schedule: Schedule, rank: int, elements: int) -> Program:
     return _Translation(schedule, rank, layout_of(schedule, rank, elements)).program()
 
 
+_Arriving = tuple[int, tuple[Receive, ...], tuple[TensorRegion, ...], bool]  # a chunk, its messages; whether summed
+
+
 class _Translation:
+    """What is received is written to its final place if nothing there is still needed; otherwise, and before it is
+    added, to staging memory of its own, so that the receive can be posted before the first round."""
+
     def __init__(self, schedule: Schedule, rank: int, layout: ChunkLayout) -> None:
         self.schedule, self.rank, self.layout = schedule, rank, layout
         self.place = dict(layout.first)
@@ -195,13 +195,13 @@ class _Translation:
         home, sizes = self.layout.home, self.layout.sizes
         away = [chunk for chunk in home if sizes[chunk] and self.place[chunk] != home[chunk]]
         copies = [(home[chunk], (self.place[chunk],)) for chunk in away]
-        return Program(rounds, tuple(LocalCopy(target, *sources) for target, sources in _together(copies)), self.staged)
+        return Program(rounds, tuple(Add(*one) for one in _together(copies)), self.staged)
 
     def _round(self, index: int, transfers: Round) -> OwnRound:
         sends: list[Send] = []
         receives: list[Receive] = []
         added: dict[int, list[tuple[Receive, TensorRegion]]] = {}
-        moved: list[tuple[Receive, int, TensorRegion]] = []
+        moved: list[_Arriving] = []
         for t in transfers:
             chunks = self._chunks(t)
             if not chunks:
@@ -217,8 +217,11 @@ class _Translation:
                     if t.reduce:
                         added.setdefault(chunk, []).append((receive, piece))
                     else:
-                        moved.append((receive, chunk, piece))
-        arrivals = [*self._keep(moved, index), *self._add(added, index)]
+                        moved.append((chunk, (receive,), (piece,), False))
+        sums: list[_Arriving] = []
+        for chunk, arriving in added.items():
+            sums.append((chunk, tuple(one for one, _ in arriving), tuple(piece for _, piece in arriving), True))
+        arrivals = [*self._arrivals(moved, index), *self._arrivals(sums, index)]
         return OwnRound(tuple(sends), tuple(receives), tuple(arrivals))
 
     def _chunks(self, transfer: Transfer) -> list[int]:
@@ -238,7 +241,7 @@ class _Translation:
         return Send(peer, number, self._stage(sum(run.elements for run in runs)), runs)
 
     def _receive(self, t: Transfer, number: int, chunks: list[int], index: int) -> tuple[Receive, list[TensorRegion]]:
-        """Straight home unless something is added, the homes lie apart, or were in use just now."""
+        """Straight to its final place unless it is added to, scattered over several places, or was just in use."""
         homes = [self.layout.home.get(chunk) for chunk in chunks]
         settled = [home for home in homes if home is not None]
         last = max(self.used.get(chunk, -1) for chunk in chunks)
@@ -252,27 +255,16 @@ class _Translation:
             start = pieces[-1].stop
         return Receive(t.src, number, staged), pieces
 
-    def _keep(self, moved: list[tuple[Receive, int, TensorRegion]], index: int) -> Iterable[ReceivedChunk]:
-        by_receive: dict[Receive, list[tuple[TensorRegion, tuple[TensorRegion, ...]]]] = {}
-        for receive, chunk, piece in moved:
-            target = self.layout.home.get(chunk, piece)
-            self.place[chunk] = target
-            self.used[chunk] = index
-            by_receive.setdefault(receive, []).append((target, () if target == piece else (piece,)))
-        for receive, each in by_receive.items():
-            for target, sources in _together(each):
-                yield ReceivedChunk((receive,), target, sources)
-
-    def _add(self, added: dict[int, list[tuple[Receive, TensorRegion]]], index: int) -> Iterable[ReceivedChunk]:
+    def _arrivals(self, arriving: list[_Arriving], index: int) -> Iterable[ReceivedChunk]:
         by_receives: dict[tuple[Receive, ...], list[tuple[TensorRegion, tuple[TensorRegion, ...]]]] = {}
-        for chunk, arrived in added.items():
-            pieces = tuple(piece for _, piece in arrived)
-            own = self.place.get(chunk)
-            target = self.layout.home.get(chunk, pieces[0])
-            self.place[chunk] = target
-            self.used[chunk] = index
-            receives = tuple(receive for receive, _ in arrived)
-            by_receives.setdefault(receives, []).append((target, pieces if own is None else (own, *pieces)))
+        for chunk, receives, pieces, is_sum in arriving:
+            own, target = self.place.get(chunk), self.layout.home.get(chunk, pieces[0])
+            self.place[chunk], self.used[chunk] = target, index
+            if is_sum:
+                sources = pieces if own is None else (own, *pieces)
+            else:
+                sources = () if pieces == (target,) else pieces
+            by_receives.setdefault(receives, []).append((target, sources))
         for receives, each in by_receives.items():
             for target, sources in _together(each):
                 yield ReceivedChunk(receives, target, sources)
@@ -295,52 +287,21 @@ def _together(
     return [(run[0], run[1:]) for run in runs]
 
 
-# -- order -----------------------------------------------------------------------------------------
-#
-# The order in which one rank posts, waits and adds: rounds are no barriers.
-#
-# A message is sent as soon as what it carries is there; the rank waits for a receive only when something is sent, or
-# written, that depends on it. All receives whose memory is free are posted first: gloo sends a message only once its
-# receiver has said where it goes, so that a late receive costs a round trip.
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """Start to receive."""
-
-    receive: Receive
-
-
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start to send."""
+    """Start to send or to receive."""
 
-    send: Send
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Wait for a receive."""
-
-    receive: Receive
+    message: Send | Receive
 
 
 @dataclass(frozen=True, slots=True)
-class SendDone:
-    """Wait until a send no longer reads its memory."""
+class Wait:
+    """Wait until a message has arrived, or no longer reads its memory."""
 
-    send: Send
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """``target`` becomes the sum of ``sources``; of one source, a copy."""
-
-    target: TensorRegion
-    sources: tuple[TensorRegion, ...]
+    message: Send | Receive
 
 
-Step = Post | Start | Arrived | SendDone | Add
+Step = Start | Wait | Add
 
 
 def ordered(program: Program) -> tuple[Step, ...]:
@@ -348,6 +309,10 @@ def ordered(program: Program) -> tuple[Step, ...]:
 
 
 class _Order:
+    """Rounds are no barriers: a message is sent as soon as its data is there, and the rank waits for a receive only
+    when something that depends on it is sent or written. All receives whose memory is free are posted first: gloo
+    sends a message only once its receiver has named the buffer, so that a late receive costs a round trip."""
+
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.pending: list[ReceivedChunk] = []
@@ -362,33 +327,29 @@ class _Order:
         for index, one in enumerate(program.rounds):
             for receive in posts.get(index, ()):
                 self._free(receive.region)
-                self.steps.append(Post(receive))
+                self.steps.append(Start(receive))
             for send in one.sends:
                 self._complete(send.reads)
                 self.steps.append(Start(send))
                 self.in_flight.append(send)
             if index == 0:
-                self._copy(program.copies)
+                self.steps += program.copies  # while the first messages are in flight
             self.pending += one.arrivals
         if not program.rounds:
-            self._copy(program.copies)
+            self.steps += program.copies
         while self.pending:
             self._finish(self.pending[0])
-        self.steps += [SendDone(send) for send in self.in_flight]
+        self.steps += [Wait(send) for send in self.in_flight]
         return tuple(self.steps)
 
-    def _copy(self, copies: Iterable[LocalCopy]) -> None:
-        """While the first messages are on their way."""
-        self.steps += [Add(copy.target, (copy.source,)) for copy in copies]
-
     def _complete(self, regions: Iterable[TensorRegion]) -> None:
-        """What was to be written to ``regions`` in earlier rounds."""
+        """Finishes what earlier rounds have to write to ``regions``."""
         for region in regions:
             for arrival in [one for one in self.pending if one.target.overlaps(region)]:
                 self._finish(arrival)
 
     def _free(self, region: TensorRegion) -> None:
-        """Nothing reads or writes ``region`` any more."""
+        """Finishes all reads and writes of ``region``."""
         for arrival in [one for one in self.pending if _uses(one, region)]:
             self._finish(arrival)
         self._no_longer_sent(region)
@@ -396,10 +357,10 @@ class _Order:
     def _no_longer_sent(self, region: TensorRegion) -> None:
         for send in [one for one in self.in_flight if one.source.overlaps(region)]:
             self.in_flight.remove(send)
-            self.steps.append(SendDone(send))
+            self.steps.append(Wait(send))
 
     def _finish(self, arrival: ReceivedChunk) -> None:
-        """And before it what was to be done earlier with the same memory."""
+        """Finishes first whatever uses the same memory earlier."""
         if arrival not in self.pending:
             return
         earlier = self.pending[: self.pending.index(arrival)]
@@ -410,7 +371,7 @@ class _Order:
         for receive in arrival.receives:
             if receive not in self.arrived:
                 self.arrived.add(receive)
-                self.steps.append(Arrived(receive))
+                self.steps.append(Wait(receive))
         if arrival.sources:
             self._no_longer_sent(arrival.target)
             self.steps.append(Add(arrival.target, arrival.sources))

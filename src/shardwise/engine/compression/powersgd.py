@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.collectives.reductions import Pending, all_reduce_sum
+from shardwise.engine.collectives.reductions import Pending, all_reduce_bytes, all_reduce_sum
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent
 from shardwise.spec.less_communication import low_rank
@@ -96,7 +96,7 @@ class LowRankSum:
         flat = torch.cat([one.reshape(-1) for one in tensors])
         with sent("dp", what, flat):
             work = all_reduce_sum(flat, self.group, async_op=True)
-        self.sent_bytes += 2 * flat.numel() * flat.element_size() * (self.ranks - 1) // self.ranks
+        self.sent_bytes += all_reduce_bytes(flat, self.ranks)
         return flat, work
 
 

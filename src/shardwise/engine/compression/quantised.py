@@ -109,18 +109,13 @@ def _without_scale(encoded: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
-# -- exchanged -------------------------------------------------------------------------------------
-#
-# The sum of a bucket as codes: every rank adds up its piece of all ranks' codes in fp32, and sends it as codes again.
-#
-# Both roundings can be fed back: each rank keeps what its own codes left out, and the owner of a piece what the codes
-# of the sum left out. All ranks decode the same bytes, so that they have the same sum to the last bit.
-
-
 class ExchangedSum:
     """The sums of one bucket of ``elements``, one after the other. ``start`` begins one, ``wait`` writes it.
 
-    ``states`` are what error feedback keeps from one sum to the next; ``sent_bytes`` is what left this rank.
+    Every rank adds up its piece of all ranks' codes in fp32 and sends the sum as codes. All ranks decode the same
+    bytes, so that they have the same sum to the last bit. ``states`` are what error feedback keeps from one sum to the
+    next: what a rank's own codes left out, and what the codes of its piece of the sum did. ``sent_bytes`` is what this
+    rank has sent.
     """
 
     def __init__(

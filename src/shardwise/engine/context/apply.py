@@ -26,11 +26,6 @@ def apply_attention(module: nn.Module, training: Training) -> None:
                 part.attend = unfused_attention  # type: ignore[assignment]
 
 
-# -- apply -----------------------------------------------------------------------------------------
-#
-# Context parallelism of a whole network: every ``attend`` is replaced by one over all ranks of a sequence.
-
-
 def apply_context(module: nn.Module, mesh: Mesh, strategy: Strategy, choose: KernelChoice = kernel_for) -> None:
     """Sets ``attend`` on every submodule that has one; tokens must be split by `cut_sequence` from then on."""
     if strategy.cp == 1:

@@ -58,11 +58,6 @@ def join_sequence(parts: Sequence[Tensor], method: str) -> Tensor:
     return torch.cat([*early, *reversed(late)], SEQUENCE)
 
 
-# -- documents -------------------------------------------------------------------------------------
-#
-# The documents of all tokens of the sequences that a context-parallel group shares.
-
-
 class WholeDocuments:
     """Gathers document numbers [batch, local seq] once for all layers that are given the same tensor."""
 

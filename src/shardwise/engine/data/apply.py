@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.collectives.choose import GradientSums
+from shardwise.engine.compression.one_bit_adam import MomentumSum
 from shardwise.engine.data.fsdp import Sharded
-from shardwise.engine.data.replicated import Replicated
+from shardwise.engine.data.replicated import Bucket, Replicated
 from shardwise.engine.data.units import find_layers, units_of
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.states import StoredStates
@@ -27,11 +28,11 @@ PREFETCH = 1  # units gathered ahead of the one that computes: one hides the gat
 
 
 class DataParallel:
-    """What a step tells data parallelism, for all stages of this rank.
+    """Data parallelism of all stages of this rank, as a step drives it.
 
-    Without a pipeline: `before_microbatch` before each forward pass, `after_step` after the optimizer. A pipeline
-    tells it before the backward passes of each stage (`before_backward`, `before_input_gradients`) and after weight
-    gradients that were computed apart (`after_weight_gradients`). Gradients are complete when the last pass returns.
+    Without a pipeline call `before_microbatch` before each forward pass and `after_step` after the optimizer. A
+    pipeline calls `before_backward` or `before_input_gradients` before the backward passes of each stage, and
+    `after_weight_gradients` once it has computed them separately. Gradients are complete when the last pass returns.
     """
 
     def __init__(self, parts: dict[nn.Module, Sharded | Replicated]) -> None:
@@ -48,30 +49,35 @@ class DataParallel:
         return {parameter: master for part in self.parts.values() for parameter, master in part.masters.items()}
 
     @property
-    def feedback(self) -> dict[str, Tensor]:
-        """What compressed sums of gradients keep from one step to the next: of this rank alone."""
+    def buckets(self) -> dict[str, Bucket]:
+        """Whole parameters whose gradients are summed together; divided ones have none."""
         whole = [(number, part) for number, part in enumerate(self.parts.values()) if isinstance(part, Replicated)]
-        return {f"{number}.{name}": state for number, part in whole for name, state in part.feedback.items()}
+        return {f"{number}.{index}": one for number, part in whole for index, one in enumerate(part.buckets)}
+
+    @property
+    def feedback(self) -> dict[str, Tensor]:
+        """What compressed sums of gradients keep from one step to the next, on this rank alone."""
+        compressed = [(name, one.compressed) for name, one in self.buckets.items() if one.compressed]
+        return {f"{name}.{state}": tensor for name, one in compressed for state, tensor in one.states.items()}
 
     @property
     def compressed_bytes(self) -> int:
-        """What has left this rank in compressed sums until now."""
-        return sum(part.compressed_bytes for part in self.parts.values() if isinstance(part, Replicated))
+        """What this rank has sent in compressed sums so far."""
+        return sum(one.compressed.sent_bytes for one in self.buckets.values() if one.compressed)
 
     def follow_momenta(self, momentum: Callable[[nn.Parameter], Tensor], kept: float) -> None:
-        """Where the optimizer's momentum of a parameter is, and how much of it is left after a step."""
-        for part in self.parts.values():
-            if isinstance(part, Replicated):
-                part.follow_momenta(momentum, kept)
+        """Where the optimizer keeps the momentum of a parameter, and how much of it is left after a step."""
+        for bucket in self.buckets.values():
+            if isinstance(bucket.compressed, MomentumSum):
+                bucket.compressed.follow([momentum(one) for one in bucket.parameters], kept)
 
     def compress(self, now: bool) -> None:
         """Whether the next sums are compressed, where the strategy compresses at all."""
-        for part in self.parts.values():
-            if isinstance(part, Replicated):
-                part.compress(now)
+        for bucket in self.buckets.values():
+            bucket.compresses = now
 
     def forget_masters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Somebody else keeps the fp32 values of these from now on."""
+        """Others keep the fp32 values of these from now on."""
         for parameter in parameters:
             for part in self.parts.values():
                 part.masters.pop(parameter, None)
@@ -83,7 +89,7 @@ class DataParallel:
                 part.offload(stored, stay)
 
     def settle_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None] | None:
-        """Waits until those that leave have left; norms of those that are elsewhere, None if all are here."""
+        """Waits for gradients that leave the device; returns the norms of those elsewhere, None if all are here."""
         away = [part.gradients for part in self.parts.values() if isinstance(part, Sharded) and part.gradients]
         for one in away:
             one.settle()
@@ -91,7 +97,7 @@ class DataParallel:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """After masters were written by others than the optimizer: the weights that are computed with follow."""
+        """Copies masters into the weights, after others than the optimizer have written them."""
         masters = self.masters
         if masters:
             foreach_copy_(list(masters), list(masters.values()))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from shardwise.engine.collectives.choose import GradientSums
-from shardwise.engine.collectives.reductions import Pending
-from shardwise.engine.compression import CompressedSum, MomentumSum, compressed_sum
+from shardwise.engine.collectives.reductions import Pending, split_like
+from shardwise.engine.compression import CompressedSum, compressed_sum
 from shardwise.engine.data.units import Unit, own_parameters
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
@@ -70,28 +70,6 @@ class Replicated:
                 module.register_forward_pre_hook(self._mark, with_kwargs=True)
         if self.buckets:
             self.root.register_forward_hook(self._see_backward)
-
-    @property
-    def feedback(self) -> dict[str, Tensor]:
-        """What compressed sums keep from one step to the next, by bucket."""
-        compressed = [(number, one.compressed) for number, one in enumerate(self.buckets) if one.compressed]
-        return {f"{number}.{name}": state for number, one in compressed for name, state in one.states.items()}
-
-    @property
-    def compressed_bytes(self) -> int:
-        """What has left this rank in compressed sums until now."""
-        return sum(bucket.compressed.sent_bytes for bucket in self.buckets if bucket.compressed)
-
-    def follow_momenta(self, momentum: Callable[[nn.Parameter], Tensor], kept: float) -> None:
-        """Where the optimizer's momentum of a parameter is, and how much of it is left after a step."""
-        for bucket in self.buckets:
-            if isinstance(bucket.compressed, MomentumSum):
-                bucket.compressed.follow([momentum(one) for one in bucket.parameters], kept)
-
-    def compress(self, now: bool) -> None:
-        """Whether the next sums are compressed, where the strategy compresses at all."""
-        for bucket in self.buckets:
-            bucket.compresses = now
 
     @torch.no_grad()
     def _lower(self, parameter: nn.Parameter) -> None:
@@ -241,11 +219,6 @@ def _in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
-# -- bucket ----------------------------------------------------------------------------------------
-#
-# Gradients of some parameters in one piece of memory, where they are summed over the ranks together.
-
-
 class Bucket:
     """Parameters whose gradients are summed together, once the backward pass has left ``complete_after`` (or ended).
 
@@ -290,8 +263,7 @@ class Bucket:
             first = self.parameters[0]
             elements = sum(one.numel() for one in self.parameters)
             self.flat = torch.empty(elements, dtype=first.grad_dtype or first.dtype, device=first.device)
-            pieces = torch.split(self.flat, [one.numel() for one in self.parameters])
-            self.places = [piece.view_as(one) for piece, one in zip(pieces, self.parameters)]
+            self.places = split_like(self.flat, self.parameters)
         if self.collected:
             return self.flat
         self.collected = True

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.collectives.reductions import Pending, all_reduce_sum
+from shardwise.engine.collectives.reductions import Pending, all_reduce_bytes, all_reduce_sum, split_like
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_zero_
@@ -25,11 +25,11 @@ PIECE_BYTES = 25 * 2**20  # of weights that are summed together
 
 
 class OuterSteps:
-    """Of one worker: ``values`` are the fp32 weights that it trains, in the order of all workers of ``group``.
+    """One worker's outer optimizer; ``values`` are the fp32 weights it trains, in the same order on all workers.
 
-    `after_step` follows each step of the inner optimizer and says whether the weights have moved to those of all
-    workers. ``anchors`` (the weights of the last synchronisation) and ``momenta`` are the same on all workers, and
-    empty for local SGD; ``steps`` are those since the last meeting.
+    Call `after_step` after each step of the inner optimizer; it returns whether the workers have synchronised.
+    ``anchors`` (the weights of the last synchronisation) and ``momenta`` are the same on all workers, and empty for
+    local SGD; ``steps`` counts those since the last synchronisation.
     """
 
     def __init__(self, values: Sequence[Tensor], group: dist.ProcessGroup, synchronise: Synchronise) -> None:
@@ -44,7 +44,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """After the weights were given other values, the same on all workers."""
+        """Call after weights were loaded, the same on all workers."""
         self.steps = 0
         if self.anchors:
             foreach_copy_(self.anchors, [one.detach() for one in self.values])
@@ -79,10 +79,8 @@ class OuterSteps:
         with sent("dp", Called.WORKERS_WEIGHTS, flat):
             all_reduce_sum(flat, self.group)
         ranks = self.group.size()
-        self.sent_bytes += 2 * flat.numel() * flat.element_size() * (ranks - 1) // ranks
-        flat.div_(ranks)
-        pieces = torch.split(flat, [one.numel() for one in tensors])
-        return [piece.view_as(one) for piece, one in zip(pieces, tensors)]
+        self.sent_bytes += all_reduce_bytes(flat, ranks)
+        return split_like(flat.div_(ranks), tensors)
 
     def _pieces(self) -> Iterator[list[int]]:
         """Numbers of tensors that are summed together."""
@@ -98,17 +96,8 @@ class OuterSteps:
             yield piece
 
 
-# -- late ------------------------------------------------------------------------------------------
-#
-# Asynchronous SGD with bounded staleness: the sum of a step's gradients moves the weights some steps later.
-#
-# A worker starts to send its gradients and continues; it waits only for sums that are ``staleness`` steps old, so
-# workers may be that many steps apart. All of them apply the same sums in the same order: weights stay equal to the
-# last bit.
-
-
 @dataclass
-class _UnderWay:
+class _InFlight:
     flat: Tensor
     work: Pending | None
 
@@ -120,46 +109,46 @@ class _UnderWay:
 
 
 class LateSums:
-    """Of one worker: its own gradients of ``parameters`` go in, sums over ``group`` of earlier steps come out."""
+    """Asynchronous SGD with bounded staleness: the sum of a step's gradients moves the weights some steps later.
+
+    A worker starts to send its gradients of ``parameters`` and continues; it waits only for sums over ``group`` that
+    are ``staleness`` steps old, so workers may be that many steps apart. All of them apply the same sums in the same
+    order: weights stay equal to the last bit.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, staleness: int) -> None:
         self.parameters, self.group, self.staleness = list(parameters), group, staleness
-        self.under_way: deque[_UnderWay] = deque()
+        self.in_flight: deque[_InFlight] = deque()
         self.sent_bytes = 0
 
     @torch.no_grad()
     def exchange(self) -> bool:
-        """Sends the gradients; those of ``staleness`` steps ago are in their place then. False: there are none yet."""
+        """Sends the gradients and replaces them by the sums of ``staleness`` steps ago. False: there are none yet."""
         flat = torch.cat(
             [one.new_zeros(one.numel()) if one.grad is None else one.grad.reshape(-1) for one in self.parameters]
         )
         with sent("dp", Called.LATE_GRADIENTS, flat):
             work = all_reduce_sum(flat, self.group, async_op=True, in_fp32=True)
-        ranks = self.group.size()
-        self.sent_bytes += 2 * flat.numel() * flat.element_size() * (ranks - 1) // ranks
-        self.under_way.append(_UnderWay(flat, work))
-        if len(self.under_way) <= self.staleness:
+        self.sent_bytes += all_reduce_bytes(flat, self.group.size())
+        self.in_flight.append(_InFlight(flat, work))
+        if len(self.in_flight) <= self.staleness:
             return False
-        for one, gradient in zip(self.parameters, self._cut(self.under_way.popleft().settle())):
+        for one, gradient in zip(self.parameters, split_like(self.in_flight.popleft().settle(), self.parameters)):
             one.grad = gradient
         return True
 
     def read(self, age: int, number: int) -> Tensor:
-        """The ``age``-th of the sums under way, the oldest first, of one parameter; zeros where there are fewer."""
+        """The ``age``-th oldest sum in flight of one parameter; zeros if there are fewer."""
         parameter = self.parameters[number]
-        if age >= len(self.under_way):
+        if age >= len(self.in_flight):
             return torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-        return self._cut(self.under_way[age].settle())[number]
+        return split_like(self.in_flight[age].settle(), self.parameters)[number]
 
     def expect(self, sums: int) -> None:
-        """Makes room for so many sums, which are written next."""
+        """Allocates this many sums, to be written next."""
         first = self.parameters[0]
         elements = sum(one.numel() for one in self.parameters)
-        self.under_way = deque(
-            _UnderWay(torch.zeros(elements, dtype=first.grad_dtype or first.dtype, device=first.device), None)
+        self.in_flight = deque(
+            _InFlight(torch.zeros(elements, dtype=first.grad_dtype or first.dtype, device=first.device), None)
             for _ in range(sums)
         )
-
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        pieces = torch.split(flat, [one.numel() for one in self.parameters])
-        return [piece.view_as(one) for piece, one in zip(pieces, self.parameters)]

@@ -67,11 +67,6 @@ def evenly(total: float, places: int) -> list[int]:
     return [whole * (place + 1) // places - whole * place // places for place in range(places)]
 
 
-# -- balance ---------------------------------------------------------------------------------------
-#
-# Loads of experts over all ranks: the balance loss of a whole sequence, the balancing bias, figures for users.
-
-
 _TOTAL = "_shardwise_load"
 
 

@@ -124,16 +124,12 @@ class _Shards:
         return bool(needed and group._all_gather_result is None and not group.is_unsharded)
 
 
-# -- gradients -------------------------------------------------------------------------------------
-#
-# Sums of gradients outside of the device's memory: what a unit has reduced leaves while the next one computes.
-#
-# Each microbatch is added where the sum is, by the host, which takes its norm at the same time: of all gradients that
-# are clipped, those of the device alone are read there.
-
-
 class TravellingGradients:
-    """Of the ``units`` under `fully_shard`; parameters that ``stay`` are still added to when they are reduced."""
+    """Gradients of the ``units`` under `fully_shard` leave the device once reduced, while the next unit computes.
+
+    The host adds each microbatch to the sum and takes its norm, so that clipping reads only gradients on the device.
+    Parameters that ``stay`` are still added to after they are reduced.
+    """
 
     def __init__(self, units: Sequence[nn.Module], stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
         self.stored = stored

@@ -50,17 +50,6 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-# -- states ----------------------------------------------------------------------------------------
-#
-# Optimizer states outside of the device's memory, updated there: gradients go down, new weights come up.
-#
-# That is ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840); with the states on a disk, of which a few are in host
-# memory at a time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters
-# stand in one row, in the order of the optimizer's groups; the states of the first ones are here, and of the first of
-# these the weights (`weights`) and the sums of gradients (`gradients`) may be here too. AdamW and SGD work on single
-# elements, so any cut is exact.
-
-
 # Updated at a time: 4 MiB of every state, which a disk reads at full speed; less where that is much of all.
 CHUNK_ELEMENTS = 2**20
 FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
@@ -72,8 +61,11 @@ BYTES = 4  # states are fp32
 class StoredStates:
     """States ``names`` of the first ``elements`` of the ``rows``, in a region of the store.
 
-    Of the first ``weights`` elements the device keeps no weights, of the first ``gradients`` no gradients: they are
-    here. Both are whole parameters.
+    ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840); with the states on a disk, a few of them in host memory at a
+    time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters form one row,
+    in the order of the optimizer's groups. AdamW and SGD work element by element, so any cut is exact. The first
+    ``weights`` and ``gradients`` elements have their weights and sums of gradients here instead of on the device; both
+    are whole parameters.
     """
 
     def __init__(

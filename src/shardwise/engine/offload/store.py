@@ -86,15 +86,8 @@ class _Stream:
         self.current.__exit__(*exception)
 
 
-# -- store -----------------------------------------------------------------------------------------
-#
-# Where offloaded tensors are: host memory, pinned where there is a GPU, or a file of this rank on a disk.
-#
-# A region is a run of bytes in either. The file is unlinked: it disappears with the process, however that ends.
-
-
 class StoredRegion(ABC):
-    """Bytes outside of the device's memory; `write` and `read` copy contiguous tensors in the background."""
+    """A run of bytes in host memory or in a file; `write` and `read` copy contiguous tensors in the background."""
 
     def __init__(self, lanes: Lanes, size: int) -> None:
         self.lanes, self.size = lanes, size

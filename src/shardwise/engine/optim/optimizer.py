@@ -284,11 +284,6 @@ def _in_portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield portion
 
 
-# -- build optimizer -------------------------------------------------------------------------------
-#
-# The optimizer of a job for a rank's parameters: which of them are updated how.
-
-
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     training: Training,

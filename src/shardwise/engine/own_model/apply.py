@@ -72,11 +72,6 @@ def dropout_of(module: nn.Module) -> float:
     return max([attention, *(one.p for one in module.modules() if isinstance(one, nn.modules.dropout._DropoutNd))])
 
 
-# -- experts ---------------------------------------------------------------------------------------
-#
-# Stacked experts of other networks, spread over ranks: their own forward pass runs on the rows that arrive.
-
-
 def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank: NodeOfRank, number: int) -> None:
     """Cuts the experts of every layer, and takes tokens to them and back. Every rank of the world calls this.
 
@@ -119,16 +114,9 @@ def _send_through(experts: Any, exchange: TokenExchange, here: int) -> None:
     experts.forward = forward
 
 
-# -- stages ----------------------------------------------------------------------------------------
-#
-# Pipeline stages of a user's own network: absent modules are skipped.
-#
-# The network's own forward pass runs in every stage. Where the embedding was, hidden states go through instead of
-# tokens; where norm and head were, they come out. Layers keep their names, so that parameters do too.
-
-
 class PassedBy(nn.Module):
-    """Stands where a part was that other ranks have; ``seen`` is what went through last."""
+    """Replaces a part that other stages hold and returns its input: hidden states pass through where the embedding,
+    the norm or the head was. ``seen`` is what passed through last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +128,7 @@ class PassedBy(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Stands where learned positions were: the first stage has added them."""
+    """Replaces learned positions, which the first stage has added."""
 
     def forward(self, positions: Tensor) -> float:
         return 0.0
@@ -153,7 +141,7 @@ def twin(module: nn.Module) -> nn.Module:
 
 
 def keep_part(root: nn.Module, patterns: Patterns, layers: range, *, first: bool, last: bool) -> Patterns:
-    """Takes away what belongs to other stages; the table of what is left."""
+    """Takes away what belongs to other stages; returns the table of what is left. Parameters keep their names."""
     container = root.get_submodule(patterns.layers.removesuffix(".*"))
     for number, name in enumerate(list(container._modules)):
         if number not in layers:
@@ -171,11 +159,6 @@ def keep_part(root: nn.Module, patterns: Patterns, layers: range, *, first: bool
     if not first:
         patterns = replace(patterns, embedding="", position_embedding="")
     return patterns if last else replace(patterns, norm="", head="")
-
-
-# -- cut -------------------------------------------------------------------------------------------
-#
-# A user's network cut by everything but data parallelism, and its first values where it has none.
 
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]

@@ -75,9 +75,6 @@ def as_mapping(batch: Batch, whole_rows: bool = True) -> dict[str, Tensor]:
     return named if batch.documents is None else {**named, "documents": batch.documents}
 
 
-# -- batches of any network ------------------------------------------------------------------------------------------
-
-
 def on_device(batch: Any, device: torch.device) -> Any:
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     return tree_map_only(Tensor, lambda one: one.to(device, non_blocking=True), batch)
@@ -126,15 +123,6 @@ def usual_call(module: nn.Module) -> Callable[[Callable[..., Any], Any], Any]:
     return call
 
 
-# -- passes ----------------------------------------------------------------------------------------
-#
-# One pass of a microbatch through a user's own network: what goes in, and the one tensor that comes out.
-#
-# The network's ``forward`` is replaced by one that gives a loss or hidden states when it is called with a `Pass`, and
-# does what it did otherwise. Data parallelism thus sees a plain tensor leave the network, whatever its author
-# returns.
-
-
 Loss = Callable[[Any, Any], Tensor]
 Summed = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 Forward = Callable[..., Any]
@@ -156,9 +144,10 @@ def call_stage(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> T
 
 
 def answer_passes(root: nn.Module, run: Callable[[Forward, Pass, Tensor | None], Tensor], whole: bool) -> None:
-    """Lets ``root`` answer a `Pass` by ``run``, which is given what ``forward`` was.
+    """Lets ``root`` answer a `Pass` by ``run``, which is given the original ``forward``; other calls reach that.
 
-    Not ``whole``: cut along its layers or its sequences, it cannot be called in any other way.
+    So data parallelism sees one plain tensor leave the network, whatever its author returns. Not ``whole``: cut along
+    its layers or its sequences, it cannot be called in any other way.
     """
     plain = root.forward
 

@@ -155,11 +155,6 @@ def matches(module: nn.Module, pattern: str) -> bool:
     return next(matching(module, pattern), None) is not None
 
 
-# -- jobs ------------------------------------------------------------------------------------------
-#
-# The job of a user's own network, given only a strategy and training settings.
-
-
 def job_for(module: nn.Module, strategy: Strategy, training: Training | None, world: int) -> Job:
     """On ``world`` processes of this machine's kind."""
     training = training or Training(precision="fp32")

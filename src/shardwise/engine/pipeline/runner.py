@@ -50,22 +50,15 @@ def require_runnable(schedule: str) -> None:
         raise SpecError("strategy.schedule", f"this engine does not run {schedule}", f"use {record.instead}")
 
 
-def runtime_actions(schedule: PipelineSchedule) -> RuntimeActions:
-    """Every rank's passes, with sends and receives put between them.
+def runtime_actions(schedule: PipelineSchedule, *, backward: bool = True) -> RuntimeActions:
+    """Every rank's passes (only the forward ones, to evaluate), with sends and receives between them.
 
-    A receive stands in its rank's list where the send stands in one common order of all ranks: both ends of every
-    pair see the same order of messages, which neither gloo nor NCCL can do without.
+    A receive has the place in its rank's list that the send has in one common order of all ranks: both ends of every
+    pair see the same order of messages, which gloo and NCCL both need.
     """
     require_runnable(schedule.name)
-    passes = {rank: [_translated(action) for action in actions] for rank, actions in enumerate(schedule.actions)}
-    return with_messages(passes, lambda stage: schedule.placement[stage], schedule.stages)
-
-
-def forward_actions(schedule: PipelineSchedule) -> RuntimeActions:
-    """The forward passes of a schedule alone, to evaluate."""
-    require_runnable(schedule.name)
     passes = {
-        rank: [_translated(action) for action in actions if action.kind is ActionKind.F]
+        rank: [_translated(action) for action in actions if backward or action.kind is ActionKind.F]
         for rank, actions in enumerate(schedule.actions)
     }
     return with_messages(passes, lambda stage: schedule.placement[stage], schedule.stages)
@@ -77,11 +70,6 @@ def splits_backward(schedule: PipelineSchedule) -> bool:
 
 def _translated(action: Action) -> RuntimeAction:
     return RuntimeAction(action.stage, _KINDS[action.kind], action.microbatch)
-
-
-# -- runner ----------------------------------------------------------------------------------------
-#
-# A step of a pipeline: our list of actions, PyTorch's runtime, this rank's stages.
 
 
 def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
@@ -122,7 +110,7 @@ class PipelineRunner:
             for index, module in sorted(modules.items())
         ]
         self._training = _Runtime(self.stages, schedule, runtime_actions(schedule))
-        self._evaluation = _Runtime(self.stages, schedule, forward_actions(schedule))
+        self._evaluation = _Runtime(self.stages, schedule, runtime_actions(schedule, backward=False))
 
     def step(self, microbatches: Sequence[Batch], tokens: Tensor) -> Tensor:
         """Forward and backward of all microbatches; the sum of their losses over ``tokens``, on every rank.

@@ -32,14 +32,9 @@ def keep_stage(decoder: Decoder, layers: range, *, first: bool, last: bool) -> D
     return decoder
 
 
-# -- messages --------------------------------------------------------------------------------------
-#
-# Hidden states and their gradients on the way between two ranks of a pipeline.
-
-
 @dataclass(frozen=True)
 class Message:
-    """What every message is: a microbatch's hidden states as one rank holds them, or their gradients."""
+    """The shape of every message: a microbatch's hidden states as one rank holds them, or their gradients."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,7 +71,7 @@ class Mailbox:
         return IncomingMessage(buffer, work, what)
 
     def finish(self) -> None:
-        """Everything has left: on a GPU for what the device does next, not for the host."""
+        """Waits until everything is sent: on a GPU the stream waits, not the host."""
         with waited("pp", Called.ALL_SENDS):
             for work, _ in self.leaving:
                 work.wait()
@@ -85,7 +80,7 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class IncomingMessage:
-    """A tensor that is there, or on its way."""
+    """A tensor that has arrived, or is on its way."""
 
     tensor: Tensor
     work: dist.Work | None = None
@@ -98,16 +93,12 @@ class IncomingMessage:
         return self.tensor
 
 
-# -- reduction -------------------------------------------------------------------------------------
-#
-# What a pipeline tells data parallelism, which decides when gradients are reduced and parameters freed.
-#
-# PyTorch's runtime reduces a stage's gradients after its last microbatch, in a pass of their own, and knows no other
-# way; and FSDP's hooks would not wait for weight gradients that are computed apart (pytorch#144530).
-
-
 class Reduction(Protocol):
-    """Data parallelism around the passes of a stage; ``last``: no other gradients of this step follow."""
+    """Data parallelism around the passes of a stage; ``last``: no other gradients of this step follow.
+
+    PyTorch's runtime only knows how to reduce a stage's gradients after its last microbatch, in a pass of their own;
+    and FSDP's hooks would not wait for weight gradients that are computed separately (pytorch#144530).
+    """
 
     def before_backward(self, module: nn.Module, last: bool) -> None:
         """A whole backward pass follows."""
@@ -129,20 +120,15 @@ class NoReduction:
     def after_weight_gradients(self, module: nn.Module, last: bool) -> None: ...
 
 
-# -- stage -----------------------------------------------------------------------------------------
-#
-# One stage on its rank, as PyTorch's runtime drives it: a forward, a backward, the two halves of a backward.
-
-
 Call = Callable[[nn.Module, Tensor, Batch, bool], Tensor]
 
 
 class PipelineStage(PipelineStageBase):
-    """Holds of a microbatch what its backward pass needs, and no more.
+    """One stage on its rank; it keeps of a microbatch what its backward pass needs, and no more.
 
-    PyTorch's `PipelineStage` keeps a buffer for every message of a step for ever, each stage's output until its
-    backward pass, and agrees on shapes before the first step; here messages have memory while they are needed, an
-    output goes with its message, and the shapes are known.
+    PyTorch's `PipelineStage` keeps a buffer for every message of a step for good, each stage's output until its
+    backward pass, and agrees on shapes before the first step; here a message has memory while it is needed, an
+    output is freed once sent, and the shapes are known.
     """
 
     def __init__(
@@ -177,7 +163,7 @@ class PipelineStage(PipelineStageBase):
         if self._crosses(self.stage_index + 1):
             self.outputs[fwd_chunk_id] = output
         if self.has_backward:
-            # Of the output only its place in the graph is needed; the last stage's is part of the loss.
+            # Only the output's place in the graph is needed; the last stage's is part of the loss.
             self.kept[fwd_chunk_id] = inputs, None if self.is_last else get_gradient_edge(output)
         return output
 
@@ -210,7 +196,7 @@ class PipelineStage(PipelineStageBase):
             self.reduction.after_weight_gradients(self.submod, last_backward)
 
     def _backward(self, root: GradientEdge, gradient: Tensor) -> None:
-        # From an edge: begun at a tensor, PyTorch 2.13 gives the call to the mode, which is off while it has it.
+        # From an edge: started at a tensor, PyTorch 2.13 dispatches the call to the mode, which is off meanwhile.
         with self.mode:
             torch.autograd.backward((root,), (gradient,))
 
@@ -219,7 +205,7 @@ class PipelineStage(PipelineStageBase):
         rank = self.stage_index_to_group_rank.get(neighbour)
         return rank is not None and rank != self.group_rank
 
-    # Messages: the runtime says when, and takes lists of operations to start, of which there are none left.
+    # Messages: the runtime says when, and would start the operations that are returned; they have started already.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         source = self.stage_index_to_group_rank[self.stage_index - 1]

@@ -85,11 +85,6 @@ def _contexts(keeps: Keeps) -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# -- apply -----------------------------------------------------------------------------------------
-#
-# Which layers and which functions of a network are recomputed, by the job's strategy.
-
-
 def apply_recompute(stages: nn.Module | Sequence[nn.Module], job: Job, patterns: Patterns) -> None:
     """Recompute in the layers of a rank: its whole model, or all its stages in the order of the model.
 

@@ -97,15 +97,6 @@ def keep(module: nn.Module, name: str, part: HeldPart) -> None:
     note_part(module, name, part)
 
 
-# -- project ---------------------------------------------------------------------------------------
-#
-# Column-parallel matmuls of one region: hidden states gathered for the matmuls, saved only in part.
-#
-# What is saved for the backward pass is each rank's own part of the sequence; the rest is gathered once more while
-# the input gradients are computed, and these are summed while the weight gradients are (Korthikanti et al. 2022,
-# section 4.2.2; the order is Megatron-LM's).
-
-
 Project = Callable[..., tuple[Tensor, ...]]
 
 
@@ -114,13 +105,20 @@ def column_products(group: dist.ProcessGroup, sequence_parallel: bool) -> Projec
 
     def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
         tensors = [tensor for one in maps for tensor in (one.weight, one.bias)]
-        outputs: tuple[Tensor, ...] = _ColumnProducts.apply(hidden, group, sequence_parallel, *tensors)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _ColumnMatmuls.apply(hidden, group, sequence_parallel, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
     return project
 
 
-class _ColumnProducts(torch.autograd.Function):
+class _ColumnMatmuls(torch.autograd.Function):
+    """Column-parallel matmuls of one region, with the hidden states gathered for them.
+
+    Each rank saves its own part of the sequence; the rest is gathered once more while the input gradients are
+    computed, and these are summed while the weight gradients are (Korthikanti et al. 2022, section 4.2.2; the order is
+    Megatron-LM's).
+    """
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *tensors: Tensor | None
@@ -162,13 +160,10 @@ def sum_of_products(gradients: list[Tensor], weights: tuple[Tensor, ...]) -> Ten
     return total
 
 
-# -- wide norm -------------------------------------------------------------------------------------
-#
-# A root-mean-square norm over features that are cut over the ranks: the queries of all heads together (OLMo-2).
-
-
 class WideNorm(nn.Module):
-    """Each rank norms its own features by the mean square of all: one number a token is summed over the ranks.
+    """A root-mean-square norm over features that are cut over the ranks: the queries of all heads together (OLMo-2).
+
+    Each rank norms its own features by the mean square of all: one number per token is summed over the ranks.
 
     Where ranks hold copies of a head (``groups`` are fewer than ranks), each counts for its share.
     """

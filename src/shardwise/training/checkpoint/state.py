@@ -142,7 +142,7 @@ def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
     if trainer.outer is not None:
         found["inner_steps"] = trainer.outer.steps
     if trainer.late is not None:
-        found["late_sums"] = len(trainer.late.under_way)
+        found["late_sums"] = len(trainer.late.in_flight)
     return found
 
 
