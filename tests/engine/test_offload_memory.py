@@ -16,7 +16,7 @@ from shardwise.engine.collectives import reductions
 from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.data.fsdp_collectives import IN_FLIGHT
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload.states import local
+from shardwise.engine.parameters import local
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 from shardwise.spec.parameters import layer_parameters

@@ -166,8 +166,9 @@ def held(chunks: Iterable[nn.Module]) -> list[HeldParameter]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that data parallelism may have divided."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """What this rank holds of a tensor that data parallelism may have divided: the same memory, out of any graph."""
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def ranks_with_copy(part: HeldPart, mesh: Mesh) -> int:
@@ -209,7 +210,7 @@ def materialise(root: nn.Module, device: torch.device) -> None:
     for first, *others in names.values():
         for name in others:
             owner, _, own = name.rpartition(".")
-            root.get_submodule(owner)._parameters[own] = root.get_parameter(first)
+            setattr(root.get_submodule(owner), own, root.get_parameter(first))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""The private parts of PyTorch that shardwise uses: all of them, and why; no other module imports one.
+"""The private parts of PyTorch that shardwise uses: all of them, and why; no other module touches one.
 
-A private name may go with any release. Each was last seen in the version beside it;
-`docs/engine.md` says with which versions the tests have passed.
+A private name may go with any release. The version beside each is the one it was last seen in;
+`docs/engine.md` lists the versions that the tests have passed with.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as _schedules
 import torch.distributed.pipelining.stage as _stage
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork, Store
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import _sharding_prop as sharding_prop
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
@@ -83,8 +85,9 @@ foreach_zero_ = torch._foreach_zero_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
 
-# The operator that torch.nn.functional.grouped_mm calls: what a mode that replaces operators meets (2.13).
+# What torch.nn.functional.grouped_mm calls: a mode that replaces functions, or operators, sees these (2.13).
 grouped_mm = torch._grouped_mm
+grouped_mm_operator: Any = torch.ops.aten._grouped_mm.default
 
 # Fused attention beneath `scaled_dot_product_attention`, which returns no log-sum-exp and takes no window (2.13).
 _aten: Any = torch.ops.aten
@@ -103,6 +106,13 @@ window_attention_backward = _aten._flash_attention_backward
 current_graph_task_id: Callable[[], int] = _C._current_graph_task_id
 current_autograd_node = _C._current_autograd_node
 
+# A function to call when the running backward pass ends; only hooks of single tensors are public (2.13).
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+# What all norms over a batch, and all dropouts, are subclasses of (2.13).
+BatchNorm = nn.modules.batchnorm._BatchNorm
+Dropout = nn.modules.dropout._DropoutNd
+
 # Whether a profiler runs: its ranges cost time even where it does not (2.13).
 profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -118,3 +128,64 @@ PyTorchFileReader: Any = _C.PyTorchFileReader
 def process_groups() -> list[dist.ProcessGroup]:
     """All groups that this process is in; nothing public lists them (2.13)."""
     return [group for group in distributed_c10d._world.pg_map if group is not None]
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The address of a storage itself: `data_ptr` is that of its memory, which it may lose or lend (2.13)."""
+    address: int = storage._cdata
+    return address
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place: the counter by which autograd notices it (2.13)."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view, of which FSDP warns (2.13)."""
+    return tensor._is_view()
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own buffers that a state dict holds; `state_dict` itself would run FSDP's hooks (2.13)."""
+    kept = module._buffers.keys() - module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if name in kept and buffer is not None}
+
+
+# FSDP2: its state of a module, the moment before it gathers, and a backward pass that its hooks did not see (2.13).
+
+
+def parameter_groups(module: nn.Module) -> list[Any]:
+    """FSDP's records of the parameters it gathers and reduces together."""
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
+
+
+def gather_in_background(root: Any) -> None:
+    """Without streams only an asynchronous all-gather overlaps with computation."""
+    root._set_unshard_async_op(True)
+
+
+def finish_backward(root: nn.Module) -> None:
+    """What FSDP does at the end of a backward pass."""
+    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+    state._root_post_backward_final_callback()
+
+
+def is_gathering(group: Any) -> bool:
+    return group._all_gather_result is not None
+
+
+def gathers_for_backward(group: Any) -> bool:
+    return bool(group._training_state.name == "PRE_BACKWARD")
+
+
+def gather_ranks(group: Any) -> int:
+    return int(group._all_gather_process_group.size())
+
+
+def gather_stream(group: Any, async_op: bool) -> Any:
+    """The stream that reads the shards."""
+    return group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.engine.collectives.reductions import all_gather
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent
+from shardwise.engine.torch_private import version_of
 from shardwise.spec.errors import SpecError
 
 SEQUENCE = 1  # dimension of [batch, sequence, ...]
@@ -63,7 +64,7 @@ class WholeDocuments:
 
     def __init__(self, group: dist.ProcessGroup, method: str) -> None:
         self.group, self.method = group, method
-        self.gathered: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+        self.cache: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
         self.handle = next(_numbers)
         _known[self.handle] = self
 
@@ -75,9 +76,9 @@ class WholeDocuments:
             operator: Any = torch.ops.shardwise.whole_documents
             whole: Tensor = operator(documents, self.group.size(), self.handle)
             return whole
-        known = self.gathered.get(documents)
-        if known is None or known[0] != documents._version:  # overwritten since
-            known = self.gathered[documents] = documents._version, self._gather(documents)
+        known = self.cache.get(documents)
+        if known is None or known[0] != version_of(documents):  # overwritten since
+            known = self.cache[documents] = version_of(documents), self._gather(documents)
         return known[1]
 
     def _gather(self, documents: Tensor) -> Tensor:

@@ -12,13 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from shardwise.engine.collectives.choose import GradientSums
-from shardwise.engine.data.fsdp_collectives import Unfinished, install, parameter_groups
+from shardwise.engine.data.fsdp_collectives import Unfinished, install
 from shardwise.engine.data.units import Unit
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.shards import TravellingGradients, TravellingWeights
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
-from shardwise.engine.torch_private import current_graph_task_id
+from shardwise.engine.torch_private import (
+    current_graph_task_id,
+    finish_backward,
+    gather_in_background,
+    parameter_groups,
+)
 
 
 class Sharded:
@@ -57,7 +62,7 @@ class Sharded:
         self.weights: TravellingWeights | None = None
         self.gradients: TravellingGradients | None = None
         if mesh.device == "cpu":
-            self.units[-1]._set_unshard_async_op(True)  # without streams only a gather in the background overlaps
+            gather_in_background(root)
 
     def _shard(self, unit: Unit, mesh: Mesh, precision: Precision, root: bool = False) -> None:
         policy = MixedPrecisionPolicy(
@@ -119,8 +124,7 @@ class Sharded:
             for group in parameter_groups(unit):
                 _complete(group)
                 group.post_backward()
-        root: Any = fully_shard.state(self.units[-1])  # type: ignore[attr-defined]
-        root._root_post_backward_final_callback()
+        finish_backward(self.units[-1])
         self.unfinished.finish()
 
     def _set(self, reduce: bool, reshard: bool, last: bool) -> None:

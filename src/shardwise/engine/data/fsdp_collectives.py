@@ -1,7 +1,7 @@
 """The collectives of `fully_shard`, named for the profiler, and in the background on gloo.
 
-FSDP2 overlaps by streams, which a CPU has not: on gloo it waits for every reduce-scatter. Ours is started in the
-backward pass of a layer and finished at the end of the whole pass, two at a time at most.
+FSDP2 overlaps by streams, which a CPU does not have: on gloo it waits for every reduce-scatter. Ours starts in the
+backward pass of a layer and is finished by the end of the whole pass, with at most two in flight.
 """
 
 from __future__ import annotations
@@ -12,24 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.distributed.fsdp import fully_shard
 
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
 from shardwise.engine.labels import Called
+from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import sent, waited
-from shardwise.engine.torch_private import current_graph_task_id
+from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, parameter_groups
 
 IN_FLIGHT = 2
-
-
-def parameter_groups(module: nn.Module) -> list[Any]:
-    """FSDP's own records of a module's parameters; it has no public way to them."""
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
 
 
 def install(module: nn.Module, unfinished: Unfinished, sums: GradientSums) -> list[GradientReduceScatter]:
@@ -47,7 +38,7 @@ def install(module: nn.Module, unfinished: Unfinished, sums: GradientSums) -> li
 
 
 class ParameterAllGather:
-    """``lent``: from memory that is reused."""
+    """``lent``: into memory that is reused."""
 
     def __init__(self, lent: bool) -> None:
         self.lent = lent
@@ -65,7 +56,7 @@ class ParameterAllGather:
 class Unfinished:
     """Reductions that were started in the backward pass that is running, oldest first.
 
-    They are finished at its end; where the gradients come from elsewhere, by the caller, who sets ``will_finish``.
+    They are finished at its end; or by the caller, who sets ``will_finish``, for gradients of another origin.
     """
 
     def __init__(self) -> None:
@@ -79,7 +70,7 @@ class Unfinished:
     def add(self, one: _Reduction) -> None:
         if not self.will_finish:
             self.will_finish = True
-            Variable._execution_engine.queue_callback(self.finish)
+            at_end_of_backward(self.finish)
         self.started.append(one)
         while len(self.started) > IN_FLIGHT:
             self.started.pop(0).finish()
@@ -100,13 +91,13 @@ class GradientReduceScatter:
         self, fsdp_parameters: Sequence[Any], lent: bool, unfinished: Unfinished | None, sums: GradientSums
     ) -> None:
         self.fsdp_parameters, self.lent, self.unfinished, self.sums = fsdp_parameters, lent, unfinished, sums
-        self.asked = 0
+        self.allocations = 0
         self.total: Tensor | None = None  # where FSDP accumulates: the output of the first reduction of a step
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Asked for twice: the input, which is let go soon, and the output, which becomes the gradients."""
-        self.asked += 1
-        if self.lent and self.asked % 2:
+        """Called twice: for the input, which is freed soon, and the output, which becomes the gradients."""
+        self.allocations += 1
+        if self.lent and self.allocations % 2:
             return SCRATCH.lend(size[0], dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -136,7 +127,7 @@ class GradientReduceScatter:
                 work.wait()
 
     def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
-        """Where FSDP converts the output, or nobody would wait for it later, it is needed at once."""
+        """The output is needed at once where FSDP converts it, or nobody would wait for it later."""
         same_format = all(one.orig_dtype == output.dtype for one in self.fsdp_parameters)
         return same_format and unfinished.may_begin
 
@@ -145,11 +136,11 @@ class GradientReduceScatter:
             return False
         place = self.total.untyped_storage().data_ptr()
         trained = [one for one, other in zip(gradients, self.fsdp_parameters) if other.sharded_param.requires_grad]
-        return all(one is not None and one._local_tensor.untyped_storage().data_ptr() == place for one in trained)
+        return all(one is not None and local(one).untyped_storage().data_ptr() == place for one in trained)
 
 
 class _Reduction:
-    """``sent`` is kept because its memory would be lent to others."""
+    """``sent`` is kept: freed, its memory would be reused."""
 
     def __init__(self, work: Pending, sent: Tensor, output: Tensor, total: Tensor | None) -> None:
         self.work, self.sent, self.output, self.total = work, sent, output, total

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.collectives.reductions import Pending, split_like
@@ -23,7 +22,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.optim.precision import Precision
 from shardwise.engine.profiler_ranges import sent, waited
-from shardwise.engine.torch_private import current_graph_task_id, foreach_copy_, foreach_zero_
+from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, foreach_copy_, foreach_zero_
 from shardwise.spec.less_communication import Compression
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -157,7 +156,7 @@ class Replicated:
     def _at_the_end_finish(self, gradient: Tensor) -> None:
         if not self._will_finish:
             self._will_finish = True
-            Variable._execution_engine.queue_callback(self.finish if self.last else self._collect)
+            at_end_of_backward(self.finish if self.last else self._collect)
 
     def _collect(self) -> None:
         """What no layer completes moves into its bucket too: gradients beside an empty bucket would be twice there."""

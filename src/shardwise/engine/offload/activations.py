@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.offload.store import BackgroundCopy, Store
 from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.saved_views import SavedView, unpack
+from shardwise.engine.torch_private import storage_id, version_of
 
 SMALLEST_BYTES = 4096  # what is smaller stays: a transfer would cost more than its memory
 
@@ -42,7 +43,7 @@ def _wrap(layer: nn.Module, travel: _Travel, first: bool) -> None:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
         one = travel.begin(layer, first)
-        with saved_tensors_hooks(one.pack, _unpack):
+        with saved_tensors_hooks(one.pack, unpack):
             result = forward(*arguments, **named)
         travel.end(one)
         return result
@@ -88,9 +89,9 @@ class _LayerPass:
         self._leaving: list[BackgroundCopy] = []
         self._is_fetched = False
 
-    def pack(self, tensor: Tensor) -> Tensor | _ActivationPiece:
+    def pack(self, tensor: Tensor) -> Tensor | SavedView:
         storage = tensor.untyped_storage()
-        key, size = (storage._cdata, tensor._version), storage.nbytes()
+        key, size = (storage_id(storage), version_of(tensor)), storage.nbytes()
         if key not in self._known:
             goes = size >= SMALLEST_BYTES and not self._is_parameter(key[0]) and self.travel.goes(size)
             # The weak reference keeps the address from being used again, though not the memory.
@@ -99,7 +100,7 @@ class _LayerPass:
         if sent is None:
             return tensor.detach()  # the tensor itself could be an output of the very node that saves it: a cycle
         sent.users += 1
-        return _ActivationPiece(sent, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return SavedView.of(tensor, sent.content)
 
     def close(self) -> None:
         """Nothing is packed any more."""
@@ -109,7 +110,7 @@ class _LayerPass:
     def _is_parameter(self, storage: int) -> bool:
         """Asked when it is used: data parallelism gathers parts of a layer, such as experts, when they run."""
         assert self._layer is not None
-        return any(one.untyped_storage()._cdata == storage for one in self._layer.parameters())
+        return any(storage_id(one.untyped_storage()) == storage for one in self._layer.parameters())
 
     def leave(self) -> None:
         """Waits until everything has left."""
@@ -186,21 +187,3 @@ class _Sent:
         if self._coming is not None:
             self._coming.wait()
         self.store.take_back(self.region)
-
-
-@dataclass(frozen=True)
-class _ActivationPiece:
-    """What is saved in place of a tensor: a view of a storage that comes back."""
-
-    sent: _Sent
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-    def tensor(self) -> Tensor:
-        return self.sent.content().view(self.dtype).as_strided(self.shape, self.stride, self.offset)
-
-
-def _unpack(saved: Tensor | _ActivationPiece) -> Tensor:
-    return saved.tensor() if isinstance(saved, _ActivationPiece) else saved

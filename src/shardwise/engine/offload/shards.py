@@ -17,9 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward
-from shardwise.engine.data.fsdp_collectives import parameter_groups
-from shardwise.engine.offload.states import StoredStates, local
+from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.offload.store import BackgroundCopy
+from shardwise.engine.parameters import as_divided, local
+from shardwise.engine.torch_private import (
+    gather_ranks,
+    gather_stream,
+    gathers_for_backward,
+    is_gathering,
+    parameter_groups,
+)
 
 
 class TravellingWeights:
@@ -59,15 +66,14 @@ class _Shards:
         group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
 
     def unshard(self, async_op: bool = False) -> None:
-        group, is_backward = self.group, self._is_backward
+        is_backward = gathers_for_backward(self.group)
         if not self._will_gather(is_backward):
             return self._unshard(async_op)  # type: ignore[no-any-return]
         self.come(is_backward)
         self._arrive()
         self._unshard(async_op)
-        if not self._is_alone:
-            stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-            self.let_go(stream)
+        if gather_ranks(self.group) > 1:
+            self.let_go(gather_stream(self.group, async_op))
         after = self.after.get(is_backward)
         if after is not None and after._will_gather(is_backward):
             after.come(is_backward)
@@ -75,9 +81,9 @@ class _Shards:
 
     def wait_for_unshard(self) -> None:
         """A rank that shards with no other copies here what it would have gathered."""
-        pending = self.group._all_gather_result is not None
+        pending = is_gathering(self.group)
         self._wait_for_unshard()
-        if pending and self._is_alone:
+        if pending and gather_ranks(self.group) == 1:
             self.let_go()
 
     def come(self, is_backward: bool) -> None:
@@ -110,18 +116,10 @@ class _Shards:
             copy.wait()
         self._is_here, self._coming = self._is_here or bool(self._coming), []
 
-    @property
-    def _is_backward(self) -> bool:
-        return bool(self.group._training_state.name == "PRE_BACKWARD")
-
-    @property
-    def _is_alone(self) -> bool:
-        return bool(self.group._all_gather_process_group.size() == 1)
-
     def _will_gather(self, is_backward: bool) -> bool:
         group = self.group
         needed = group.unshard_in_backward or not is_backward
-        return bool(needed and group._all_gather_result is None and not group.is_unsharded)
+        return bool(needed and not is_gathering(group) and not group.is_unsharded)
 
 
 class TravellingGradients:
@@ -171,6 +169,6 @@ class TravellingGradients:
 def _detach(parameter: nn.Parameter) -> None:
     """What stays of a unit is no longer a part of the tensor of all its gradients, which would stay with it."""
     assert parameter.grad is not None
-    gradient: Any = parameter.grad
-    if gradient._local_tensor.untyped_storage().nbytes() > gradient._local_tensor.nbytes:
-        gradient._local_tensor = gradient._local_tensor.clone()
+    gradient = local(parameter.grad)
+    if gradient.untyped_storage().nbytes() > gradient.nbytes:
+        parameter.grad = as_divided(gradient.clone(), parameter.grad)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion
 from shardwise.engine.optim.elementwise import Update
+from shardwise.engine.parameters import local
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,6 @@ def whole_rows(rows: Sequence[FlatRow], share: float, most: int) -> int:
     wanted = share * sum(row.size for row in rows)
     ends = [0, *(row.begin + row.size for row in rows)]
     return min((end for end in ends if end <= most), key=lambda end: abs(end - wanted))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor that data parallelism may have divided."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 # Updated at a time: 4 MiB of every state, which a disk reads at full speed; less where that is much of all.

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.labels import StepPhase
-from shardwise.engine.offload.states import BYTES, MASTER, StoredStates, local, rows_of, whole_rows
+from shardwise.engine.offload.states import BYTES, MASTER, StoredStates, rows_of, whole_rows
 from shardwise.engine.offload.store import Store
 from shardwise.engine.optim.elementwise import STATES as _ELEMENTWISE
 from shardwise.engine.optim.elementwise import Update
 from shardwise.engine.optim.muon import muon_update
+from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import named
 from shardwise.engine.torch_private import foreach_copy_
 from shardwise.spec.errors import SpecError

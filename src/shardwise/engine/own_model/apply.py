@@ -28,6 +28,7 @@ from shardwise.engine.patterns import Patterns, change_attribute, matching, repl
 from shardwise.engine.pipeline import TiedEnds, tie_ends
 from shardwise.engine.tensor import apply_tensor
 from shardwise.engine.tensor.linear import keep
+from shardwise.engine.torch_private import Dropout, is_view
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
@@ -69,7 +70,7 @@ def _attend(
 def dropout_of(module: nn.Module) -> float:
     """The largest share of elements that anything in the network drops while it trains."""
     attention = float(getattr(getattr(module, "config", None), "attention_dropout", 0.0) or 0.0)
-    return max([attention, *(one.p for one in module.modules() if isinstance(one, nn.modules.dropout._DropoutNd))])
+    return max([attention, *(one.p for one in module.modules() if isinstance(one, Dropout))])
 
 
 def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank: NodeOfRank, number: int) -> None:
@@ -109,7 +110,7 @@ def _send_through(experts: Any, exchange: TokenExchange, here: int) -> None:
         of_rows = torch.repeat_interleave(numbers, counts, output_size=arrived.shape[0])[:, None]
         results = plain(arrived, of_rows, arrived.new_ones((arrived.shape[0], 1)))
         combined: Tensor = exchange.combine(results, weights, handle)
-        return combined.clone() if combined._is_view() else combined  # FSDP warns of views that leave its modules
+        return combined.clone() if is_view(combined) else combined  # FSDP warns of views that leave its modules
 
     experts.forward = forward
 
@@ -143,9 +144,9 @@ def twin(module: nn.Module) -> nn.Module:
 def keep_part(root: nn.Module, patterns: Patterns, layers: range, *, first: bool, last: bool) -> Patterns:
     """Takes away what belongs to other stages; returns the table of what is left. Parameters keep their names."""
     container = root.get_submodule(patterns.layers.removesuffix(".*"))
-    for number, name in enumerate(list(container._modules)):
+    for number, name in enumerate([name for name, _ in container.named_children()]):
         if number not in layers:
-            del container._modules[name]  # not by index, which would give the others new names
+            delattr(container, name)  # not by index, which would give the others new names
     for path in patterns.layer_lists:
         change_attribute(root, path, lambda several: [several[layer] for layer in layers])
     gone: dict[str, type[nn.Module]] = {}

@@ -14,6 +14,7 @@ from shardwise.engine.own_model.apply import dropout_of
 from shardwise.engine.own_model.tables import SUPPLIED, described, is_hugging_face, read_description
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.tensor.linear import is_linear, sizes
+from shardwise.engine.torch_private import BatchNorm
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -246,4 +247,4 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _sees_the_batch(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    return isinstance(module, BatchNorm) and module.training

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.parameters import HeldPart, plain_name
+from shardwise.engine.torch_private import persistent_buffers
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ def _collected(
 
 def kept_buffers(root: nn.Module) -> dict[str, HeldPiece]:
     """Buffers that a state dict holds; they are whole on every rank."""
-    found: dict[str, HeldPiece] = {}
-    for prefix, module in root.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                piece = HeldPiece(HeldPart(tuple(buffer.shape)), buffer.dtype, partial(_same, buffer))
-                found[plain_name(f"{prefix}.{name}" if prefix else name)] = piece
-    return found
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name): HeldPiece(
+            HeldPart(tuple(buffer.shape)), buffer.dtype, buffer.detach
+        )
+        for prefix, module in root.named_modules()
+        for name, buffer in persistent_buffers(module).items()
+    }
 
 
 def second_names(module: nn.Module) -> dict[str, str]:
@@ -89,10 +89,6 @@ def second_names(module: nn.Module) -> dict[str, str]:
         if known != name:
             others[name] = known
     return others
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _undivided(tensor: Tensor) -> Tensor:

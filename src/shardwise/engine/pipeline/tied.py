@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.labels import Called
-from shardwise.engine.parameters import note_part, part_of
+from shardwise.engine.parameters import local, note_part, part_of
 from shardwise.engine.profiler_ranges import sent
 
 
@@ -48,7 +47,7 @@ class TiedEnds:
         """
         if self.group is not None:
             with sent("pp", Called.TIED_WEIGHT, tensor):
-                dist.broadcast(_local(tensor), group=self.group, group_src=0)
+                dist.broadcast(local(tensor), group=self.group, group_src=0)
 
     def add_gradients(self) -> None:
         """After the gradients were reduced over the data-parallel ranks, whose shards are the same at both ends."""
@@ -57,7 +56,7 @@ class TiedEnds:
         weight = self.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        gradient = _local(weight.grad)
+        gradient = local(weight.grad)
         with sent("pp", Called.TIED_GRADIENTS, gradient):
             all_reduce_sum(gradient, self.group)
 
@@ -103,9 +102,3 @@ def _pair(group: dist.ProcessGroup, first: int, last: int) -> dist.ProcessGroup:
     ranks = [dist.get_global_rank(group, rank) for rank in (first, last)]
     pair: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return pair
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The elements on this rank, in place."""
-    local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()

@@ -19,6 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.recompute.discarded_outputs import Forgotten, Function
+from shardwise.engine.torch_private import (
+    cpu_flash_attention,
+    cudnn_attention,
+    efficient_attention,
+    flash_attention,
+    grouped_mm_operator,
+)
 from shardwise.engine.weight_gradients import at_once
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
@@ -28,11 +35,11 @@ aten: Any = torch.ops.aten
 Keeps = Callable[[int, torch.Size], bool]  # of a product, by its number in the layer and the shape of its matrix
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _COSTLY = (
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._grouped_mm.default,
+    flash_attention.default,
+    cpu_flash_attention.default,
+    efficient_attention.default,
+    cudnn_attention.default,
+    grouped_mm_operator,
     aten.topk.default,
     aten.sort.stable,
     aten.index_select.default,  # tokens on their way to experts and back

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwise.engine.saved_views import SavedView, unpack
+from shardwise.engine.torch_private import storage_id, version_of
 
 Function = Callable[..., Any]
 
@@ -42,7 +45,7 @@ class Forgotten:
                 return forward(*arguments, **named)
             self._outputs = {}
             try:
-                with saved_tensors_hooks(self._pack, _unpack):
+                with saved_tensors_hooks(self._pack, unpack):
                     return forward(*arguments, **named)
             finally:
                 self._outputs = None
@@ -64,47 +67,30 @@ class Forgotten:
                 for index, output in enumerate(made):
                     storage = output.untyped_storage()
                     # The weak reference keeps the address from being used again, though not the memory.
-                    self._outputs[storage._cdata] = _Output(again, index, output._version, _weak(storage))
+                    kept = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                    self._outputs[storage_id(storage)] = _Output(again, index, version_of(output), kept)
             return outputs
 
         call.again = function  # type: ignore[attr-defined]
         return call
 
-    def _pack(self, tensor: Tensor) -> Tensor | _OutputPiece:
+    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
         assert self._outputs is not None
-        output = self._outputs.get(tensor.untyped_storage()._cdata)
-        if output is None or output.version != tensor._version or output.call.gave(tensor):
+        output = self._outputs.get(storage_id(tensor.untyped_storage()))
+        if output is None or output.version != version_of(tensor) or output.call.is_input(tensor):
             return tensor.detach()  # the tensor itself could be an output of the very node that saves it: a cycle
         output.call.users += 1
-        return _OutputPiece(
-            output.call, output.index, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        )
+        return SavedView.of(tensor, partial(output.call.output, output.index))
 
 
 @dataclass(frozen=True)
 class _Output:
-    """One output of a call, known while its layer's forward pass runs."""
+    """One output of a call, while its layer's forward pass runs."""
 
     call: _Call
     index: int
     version: int
     storage: StorageWeakRef
-
-
-@dataclass(frozen=True)
-class _OutputPiece:
-    """What is saved in place of a tensor: a view of an output to come."""
-
-    call: _Call
-    index: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-    def tensor(self) -> Tensor:
-        output = self.call.output(self.index)
-        return output.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class _Call:
@@ -116,16 +102,16 @@ class _Call:
     def __init__(self, function: Function, inputs: tuple[Any, ...]) -> None:
         self.function = function
         self.inputs = tuple(one.detach() if isinstance(one, Tensor) else one for one in inputs)
-        self.versions = tuple(one._version for one in self.inputs if isinstance(one, Tensor))
+        self.versions = tuple(version_of(one) for one in self.inputs if isinstance(one, Tensor))
         self.autocast = _autocast_now(self.inputs[0].device.type)
         self.users = 0
         self._to_come = 0
         self._outputs: tuple[Tensor, ...] = ()
 
-    def gave(self, tensor: Tensor) -> bool:
+    def is_input(self, tensor: Tensor) -> bool:
         """Whether the tensor is (part of) an input: then nothing can be saved."""
-        storage = tensor.untyped_storage()._cdata
-        return any(one.untyped_storage()._cdata == storage for one in self.inputs if isinstance(one, Tensor))
+        storage = storage_id(tensor.untyped_storage())
+        return any(storage_id(one.untyped_storage()) == storage for one in self.inputs if isinstance(one, Tensor))
 
     def output(self, index: int) -> Tensor:
         if not self._outputs:
@@ -138,19 +124,11 @@ class _Call:
         return output
 
     def _run(self) -> None:
-        if self.versions != tuple(one._version for one in self.inputs if isinstance(one, Tensor)):
+        if self.versions != tuple(version_of(one) for one in self.inputs if isinstance(one, Tensor)):
             raise RuntimeError("an input of a recomputed function was changed in place before the backward pass")
         with torch.no_grad(), self.autocast():
             outputs = self.function(*self.inputs)
         self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def _unpack(saved: Tensor | _OutputPiece) -> Tensor:
-    return saved.tensor() if isinstance(saved, _OutputPiece) else saved
 
 
 def _autocast_now(device: str) -> Callable[[], AbstractContextManager[Any]]:
