@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.data.apply import apply_data
-from shardwise.engine.experts import apply_experts
+from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.optim.gradient_norm import GradientNorm, clip_factor, scale_gradients
 from shardwise.engine.optim.optimizer import build_optimizer, local

@@ -15,11 +15,11 @@ from engine.recompute_cases import GPT, LLAMA, MIXTURE, batch, decoder_of, gradi
 from engine.workers import on_ranks
 from shardwise.cost.memory.activations import layer_activation_bytes
 from shardwise.engine.engine import apply_compile
-from shardwise.engine.experts import apply_experts
+from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
-from shardwise.engine.recompute import apply_recompute
-from shardwise.engine.tensor import apply_tensor
+from shardwise.engine.recompute.apply import apply_recompute
+from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.models.moe import MoELayer
 from shardwise.spec.model import Model
 

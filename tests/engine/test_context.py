@@ -18,8 +18,8 @@ from engine.context_cases import (
     worst_deviation,
 )
 from engine.workers import on_ranks
-from shardwise.engine.context import check_sequence, cut_sequence, join_sequence
 from shardwise.engine.context.kernels import MATH, BlockKernel
+from shardwise.engine.context.sequence import check_sequence, cut_sequence, join_sequence
 from shardwise.spec.errors import SpecError
 
 TOLERANCE = 1e-5  # max |a − b| / max |b|, fp32

@@ -16,7 +16,7 @@ from cost.builders import GPT, LLAMA, MLA_MOE, job
 from engine.context_cases import METHODS, Case, arguments_of, attend_of, inputs_of
 from engine.workers import on_ranks
 from shardwise.cost.traffic.context import context_traffic
-from shardwise.engine.context import cut_sequence
+from shardwise.engine.context.sequence import cut_sequence
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.model import Model
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.context_cases import Case, arguments_of, gradients_of, inputs_of
-from shardwise.engine.context import cut_sequence, gather, ring
+from shardwise.engine.context import gather, ring
 from shardwise.engine.context.blocks import Merged
 from shardwise.engine.context.kernels import (
     CUDNN,
@@ -24,6 +24,7 @@ from shardwise.engine.context.kernels import (
     Scores,
     hidden_score,
 )
+from shardwise.engine.context.sequence import cut_sequence
 from shardwise.models.dot_product import dot_product_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

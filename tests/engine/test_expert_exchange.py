@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.workers import on_ranks
-from shardwise.engine.experts import apply_experts
+from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import parts_of
 from shardwise.models.moe import MoELayer

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.test_expert_exchange import short
 from engine.workers import on_ranks
-from shardwise.engine.experts import apply_experts, expert_load, update_balance
+from shardwise.engine.experts.apply import apply_experts
+from shardwise.engine.experts.loads import expert_load, update_balance
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import HeldPart, parts_of
 from shardwise.models import Decoder, initialise

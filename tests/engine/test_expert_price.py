@@ -13,7 +13,7 @@ import torch.distributed as dist
 from engine.workers import on_ranks
 from shardwise.cost.traffic.expert import expert_traffic
 from shardwise.cost.traffic.tensor import tensor_traffic
-from shardwise.engine.experts import apply_experts
+from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.layout.stages import rank_contents
 from shardwise.models.moe import MoELayer
@@ -88,7 +88,8 @@ DRY_RUN = """
 import sys, torch, torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from shardwise.engine.experts import Assumed, apply_experts, assume_load
+from shardwise.engine.experts.loads import Assumed
+from shardwise.engine.experts.apply import apply_experts, assume_load
 from shardwise.engine.mesh import build_mesh
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job

@@ -16,7 +16,9 @@ from engine import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.parameters import HeldPart
-from shardwise.engine.pipeline import Message, PipelineRunner, keep_stage, schedule_of, tie_ends
+from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
+from shardwise.engine.pipeline.stage import Message, keep_stage
+from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.layout.stages import stage_layers, stages_of_rank
 from shardwise.measure.verify import deviation, global_norm, negligible
 from shardwise.models import Decoder, initialise

@@ -15,7 +15,7 @@ from shardwise.engine.data.apply import apply_data
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.optim.precision import precision_of
 from shardwise.engine.parameters import local
-from shardwise.engine.pipeline import tie_ends
+from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.spec.schedules import job_schedules
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training

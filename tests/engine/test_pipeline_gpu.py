@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from engine import toy_pipeline as toy
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
-from shardwise.engine.pipeline import Message, PipelineRunner
+from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.pipeline.stage import Message
 from shardwise.pipeline import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

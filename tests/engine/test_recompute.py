@@ -30,10 +30,9 @@ from engine.workers import on_ranks
 from shardwise.cost.memory.activations import layer_activation_bytes
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.patterns import DECODER
-from shardwise.engine.recompute import apply_recompute
-from shardwise.engine.recompute.apply import recomputed_layers
-from shardwise.engine.tensor import apply_tensor
-from shardwise.engine.weight_gradients import Deferrable, compute, put_off
+from shardwise.engine.recompute.apply import apply_recompute, recomputed_layers
+from shardwise.engine.tensor.apply import apply_tensor
+from shardwise.engine.weight_gradients import Deferrable, compute, deferring
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
@@ -159,7 +158,7 @@ def test_weight_gradients_may_be_put_off() -> None:
             with Deferrable():
                 losses = [decoder(*batch(model, seed)) for seed in (1, 2)]  # two microbatches in flight
                 for loss in losses:
-                    with put_off() as later:
+                    with deferring() as later:
                         # As its place in the graph: of a tensor, backward itself would take the mode away.
                         torch.autograd.backward((get_gradient_edge(loss),), (torch.ones_like(loss),))
                     waiting.append(later)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from shardwise.engine.recompute import Forgotten
+from shardwise.engine.recompute.discarded_outputs import DiscardedOutputs
 
 
 class Maps(nn.Module):
@@ -32,9 +32,9 @@ class Maps(nn.Module):
 def forgetful() -> tuple[Maps, Maps]:
     plain, maps = Maps(), Maps()
     maps.load_state_dict(plain.state_dict())
-    forgotten = Forgotten()
-    maps.activation = forgotten.forgetting(maps.activation)  # type: ignore[method-assign]
-    maps.forward = forgotten.around(maps.forward)  # type: ignore[method-assign]
+    discarded = DiscardedOutputs()
+    maps.activation = discarded.discarding(maps.activation)  # type: ignore[method-assign]
+    maps.forward = discarded.around(maps.forward)  # type: ignore[method-assign]
     return plain, maps
 
 
@@ -73,27 +73,27 @@ def test_halves_of_a_backward_pass_each_find_the_output() -> None:
 
 
 def test_a_changed_output_is_kept_and_a_changed_input_noticed() -> None:
-    forgotten, weight = Forgotten(), torch.randn(4, requires_grad=True)
-    double = forgotten.forgetting(lambda one: one * 2)
+    discarded, weight = DiscardedOutputs(), torch.randn(4, requires_grad=True)
+    double = discarded.discarding(lambda one: one * 2)
 
     def changed(inputs: Tensor) -> Tensor:
         inner = double(inputs)
         return inner.add_(1) * weight
 
     inputs = torch.ones(4)
-    forgotten.around(changed)(inputs).sum().backward()
+    discarded.around(changed)(inputs).sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [3.0] * 4
-    result = forgotten.around(lambda one: double(one) * weight)(inputs)
+    result = discarded.around(lambda one: double(one) * weight)(inputs)
     inputs.zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
         result.sum().backward()
 
 
 def test_automatic_casts_are_those_of_the_first_run() -> None:
-    forgotten, linear, weight = Forgotten(), nn.Linear(4, 4), torch.randn(4, requires_grad=True)
-    product = forgotten.forgetting(lambda one: linear(one))
+    discarded, linear, weight = DiscardedOutputs(), nn.Linear(4, 4), torch.randn(4, requires_grad=True)
+    product = discarded.discarding(lambda one: linear(one))
     with torch.autocast("cpu", torch.bfloat16):
-        result = forgotten.around(lambda one: product(one) * weight)(torch.ones(2, 4))
+        result = discarded.around(lambda one: product(one) * weight)(torch.ones(2, 4))
     result.sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         assert weight.grad is not None and torch.equal(weight.grad, linear(torch.ones(2, 4)).float().sum(0))

@@ -13,7 +13,7 @@ from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import parts_of
 from shardwise.engine.patterns import DECODER
-from shardwise.engine.tensor import apply_tensor
+from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.measure.verify import deviation, global_norm, negligible
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import initialise

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine import toy_pipeline as toy
 from engine.workers import on_ranks
-from shardwise.engine.weight_gradients import Deferrable, are_put_off, compute, later, put_off
+from shardwise.engine.weight_gradients import Deferrable, compute, defer, deferring, is_deferring
 
 LINEARS = ("up.weight", "down.weight")
 
@@ -30,7 +30,7 @@ def split(model: nn.Module, run: Callable[[], Tensor], mode: Deferrable) -> tupl
     for _ in range(2):
         with mode:
             total = run()
-            with put_off() as waiting:
+            with deferring() as waiting:
                 torch.autograd.backward((get_gradient_edge(total),), (torch.ones(()),))
         lists.append(waiting)
     before = gradients(model)
@@ -63,14 +63,14 @@ def test_without_a_request_nothing_waits() -> None:
     block, inputs = toy.Block(), torch.randn(2, toy.WIDTH)
     with Deferrable():
         block(inputs).sum().backward()
-    assert all(one is not None for one in gradients(block).values()) and not are_put_off()
+    assert all(one is not None for one in gradients(block).values()) and not is_deferring()
 
 
 def test_what_is_no_parameter_or_exempt_is_computed_at_once() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     with Deferrable([second]):
         total = F.linear(second(first(torch.randn(3, 4))), second.weight * 2).sum()
-        with put_off() as waiting:
+        with deferring() as waiting:
             total.backward()
     assert first.weight.grad is None and second.weight.grad is not None and len(waiting) == 1
 
@@ -82,7 +82,7 @@ def test_experts_wait_as_well() -> None:
     weight = torch.randn(10, 8)
     with Deferrable():
         total = (F.grouped_mm(rows, matrices, offs=ends) * weight).sum()
-        with put_off() as waiting:
+        with deferring() as waiting:
             total.backward()
     assert matrices.grad is None
     compute(waiting)
@@ -103,13 +103,13 @@ class Shifted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return gradient, *later(lambda: [gradient.clone() for _ in ctx.weights], *ctx.weights)
+        return gradient, *defer(lambda: [gradient.clone() for _ in ctx.weights], *ctx.weights)
 
 
 def test_any_function_may_put_off() -> None:
     weights = [nn.Parameter(torch.randn(3)) for _ in range(2)]
     for _ in range(2):
-        with put_off() as waiting:
+        with deferring() as waiting:
             Shifted.apply(torch.randn(3), *weights).sum().backward()
         compute(waiting)
         Shifted.apply(torch.randn(3), *weights).sum().backward()
@@ -135,7 +135,7 @@ def test_other_activations_are_free_before_the_products() -> None:
     model = Watched()
     with Deferrable():
         total = model(torch.randn(2, 4)).sum()
-        with put_off() as waiting:
+        with deferring() as waiting:
             total.backward()
     gc.collect()
     assert model.inner is not None and model.inner() is None and len(waiting) == 2

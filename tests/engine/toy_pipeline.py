@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.patterns import Patterns
-from shardwise.engine.pipeline import Message, PipelineRunner, Reduction, TiedEnds
+from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.pipeline.stage import Message, Reduction
+from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.pipeline import PipelineSchedule, build
 
 WIDTH, VOCABULARY, SEQUENCE, ROWS = 8, 11, 5, 2

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
-from shardwise.engine.context import apply_context
-from shardwise.engine.context.apply import apply_attention
+from shardwise.engine.context.apply import apply_attention, apply_context
 from shardwise.engine.data.apply import apply_data
-from shardwise.engine.experts import apply_experts, update_balance
+from shardwise.engine.experts.apply import apply_experts
+from shardwise.engine.experts.loads import update_balance
 from shardwise.engine.mesh import Mesh, build_mesh
 from shardwise.engine.optim.precision import precision_of
 from shardwise.engine.parameters import initialise_parts, materialise
 from shardwise.engine.patterns import DECODER, Patterns, decoder_patterns, matching
-from shardwise.engine.pipeline import TiedEnds, call_decoder, keep_stage, tie_ends
-from shardwise.engine.recompute import apply_recompute
+from shardwise.engine.pipeline.runner import call_decoder
+from shardwise.engine.pipeline.stage import keep_stage
+from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
+from shardwise.engine.recompute.apply import apply_recompute
 from shardwise.engine.refuse import require_runs
-from shardwise.engine.tensor import apply_tensor
+from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank
@@ -106,7 +108,7 @@ __all__ = ["Engine", "StepResult"]
 
 
 # Functions of the models' modules that compute between their matmuls.
-_BETWEEN_PRODUCTS = ("activation", "positioned", "expand")
+_BETWEEN_MATMULS = ("activation", "positioned", "expand")
 
 
 def apply_compile(
@@ -144,7 +146,7 @@ def _compile_parts(module: nn.Module, compiled: Any, strategy: Strategy) -> None
     if not any(_communicates(one, strategy) or _recomputed(one) for one in module.modules()):
         module.forward = compiled(module.forward)
         return
-    for name in _BETWEEN_PRODUCTS:
+    for name in _BETWEEN_MATMULS:
         function: Any = getattr(module, name, None)
         if hasattr(function, "again"):
             function.again = compiled(function.again)
@@ -156,4 +158,4 @@ def _compile_parts(module: nn.Module, compiled: Any, strategy: Strategy) -> None
 
 
 def _recomputed(module: nn.Module) -> bool:
-    return any(hasattr(getattr(module, name, None), "again") for name in _BETWEEN_PRODUCTS)
+    return any(hasattr(getattr(module, name, None), "again") for name in _BETWEEN_MATMULS)

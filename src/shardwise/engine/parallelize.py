@@ -45,7 +45,7 @@ from shardwise.engine.own_model.forward import (
 from shardwise.engine.own_model.tables import found_layers, job_for, supplied_table
 from shardwise.engine.own_model.unsharded import HeldPiece, kept_buffers, second_names, whole_tensors
 from shardwise.engine.patterns import Patterns
-from shardwise.engine.recompute import apply_recompute
+from shardwise.engine.recompute.apply import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError

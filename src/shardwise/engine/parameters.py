@@ -108,8 +108,17 @@ def _run_of(whole: torch.Tensor, dimension: int, start: int, stop: int) -> torch
 
 
 def note_part(module: nn.Module, name: str, part: HeldPart) -> None:
-    """Writes down what the parameter ``name`` of this very module holds."""
+    """Notes which part the parameter ``name`` of this module is."""
     module.__dict__.setdefault(_NOTES, {})[name] = part
+
+
+def keep(module: nn.Module, name: str, part: HeldPart) -> None:
+    """Replaces a whole parameter by its part, and notes which."""
+    whole = getattr(module, name)
+    with torch.no_grad():
+        local = part.of(whole.detach()).clone(memory_format=torch.contiguous_format)
+    setattr(module, name, nn.Parameter(local, requires_grad=whole.requires_grad))
+    note_part(module, name, part)
 
 
 def has_note(module: nn.Module, name: str) -> bool:
@@ -117,7 +126,7 @@ def has_note(module: nn.Module, name: str) -> bool:
 
 
 def part_of(module: nn.Module, name: str) -> HeldPart:
-    """What was written down, else the whole parameter, the same on every rank of a replica."""
+    """What was noted, else the whole parameter, the same on every rank of a replica."""
     notes: dict[str, HeldPart] = module.__dict__.get(_NOTES, {})
     return notes.get(name) or HeldPart(tuple(getattr(module, name).shape))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.collectives.reductions import all_reduce_sum
-from shardwise.engine.context import cut_sequence
+from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.data.apply import DataParallel
 from shardwise.engine.data.synchronisation import LateSums, OuterSteps
 from shardwise.engine.labels import Called, StepPhase, pass_name
@@ -26,8 +26,9 @@ from shardwise.engine.optim.optimizer import build_optimizer
 from shardwise.engine.optim.precision import LossScaler, precision_of
 from shardwise.engine.parameters import HeldParameter, as_divided, held, local, ranks_with_copy, sum_partial
 from shardwise.engine.patterns import Patterns
-from shardwise.engine.pipeline import Message, PipelineRunner, TiedEnds, schedule_of
-from shardwise.engine.pipeline.stage import Call
+from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
+from shardwise.engine.pipeline.stage import Call, Message
+from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -80,7 +81,7 @@ class Trainer(ABC, Generic[Given]):
         data.forget_masters(self.optimizer.cut)
         if self.optimizer.stored is not None:
             data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
-        self.outer, self.late = self._meetings()
+        self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.
         self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
         together = None if self.workers == 1 else mesh.group("worker")
@@ -89,7 +90,7 @@ class Trainer(ABC, Generic[Given]):
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
         if job.strategy.compression.compresses_momentum:
             data.follow_momenta(lambda one: self.optimizer.state[one]["exp_avg"], optimization.beta1)
-        self.steps_given()
+        self.reset_compression()
 
     def step(self, batch: Given, *, loss_limit: float | None = None) -> StepResult:
         """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it.
@@ -156,7 +157,7 @@ class Trainer(ABC, Generic[Given]):
         self.data.after_step()
         self.optimizer.zero_grad()
 
-    def steps_given(self) -> None:
+    def reset_compression(self) -> None:
         """After the count of steps got another value: they are exact until that is known to be over."""
         self.compress(not self.job.strategy.compression.exact_steps)
 
@@ -167,7 +168,7 @@ class Trainer(ABC, Generic[Given]):
         self.data.compress(now)
         self.optimizer.learnt_steps = compression.exact_steps if now and compression.compresses_momentum else None
 
-    def _meetings(self) -> tuple[OuterSteps | None, LateSums | None]:
+    def _synchronisation(self) -> tuple[OuterSteps | None, LateSums | None]:
         """How this worker synchronises with the others, if not in every step."""
         synchronise = self.job.strategy.synchronise
         if synchronise.every_step or self.mesh.size("dp") == 1:
@@ -181,7 +182,7 @@ class Trainer(ABC, Generic[Given]):
     def on_weights_loaded(self) -> None:
         """Call after weights were set from outside, equally on all data-parallel ranks."""
         self.data.publish()
-        self.steps_given()
+        self.reset_compression()
         if self.outer is not None:
             self.outer.begin()
 

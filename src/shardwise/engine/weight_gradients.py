@@ -1,10 +1,10 @@
 """Weight gradients that are computed later than those of the inputs: what a split pipeline schedule calls W.
 
 PyTorch's own split (`torch.distributed.pipelining._backward`) asks autograd once for every group of weights: under
-recompute each question runs the layer again, all activations wait for W, and before 2.13 the gradients of a function
+recompute each call runs the layer again, all activations are kept until W, and before 2.13 the gradients of a function
 with several outputs are mixed up. Here the matmuls themselves are deferred: the inputs of a linear layer and the
-gradient of its outputs wait, everything else is free after I. What is no such product (norms, biases, a function
-that does not know of this) is computed in I, which is early but never wrong.
+gradient of its outputs are kept, everything else is freed after I. All other gradients (norms, biases, functions that
+do not support this) are computed in I, which is early but never wrong.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _at_once = False
 
 
 @contextmanager
-def put_off() -> Iterator[Waiting]:
-    """Backward passes inside leave their weight gradients in the list, for `compute` to do."""
+def deferring() -> Iterator[Waiting]:
+    """Backward passes inside append their weight gradients to the list, for `compute`."""
     global _waiting
     waiting: Waiting = []
     _waiting = waiting
@@ -41,8 +41,8 @@ def put_off() -> Iterator[Waiting]:
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
-    """Of forward passes inside no weight gradient is deferred: a layer that is recomputed would keep all for it."""
+def not_deferring() -> Iterator[None]:
+    """Forward passes inside defer no weight gradient: a recomputed layer would keep all its activations for it."""
     global _at_once
     before, _at_once = _at_once, True
     try:
@@ -51,13 +51,13 @@ def at_once() -> Iterator[None]:
         _at_once = before
 
 
-def may_be_put_off() -> bool:
-    """Whether weight gradients of the running forward pass may be; for the backward to remember."""
+def may_defer() -> bool:
+    """Whether weight gradients of the running forward pass may be deferred; for its backward pass to remember."""
     return not _at_once
 
 
-def later(compute_now: Compute, *weights: Tensor) -> Sequence[Tensor | None]:
-    """For the backward of a function: the gradients of ``weights``, or Nones where they are deferred.
+def defer(compute_now: Compute, *weights: Tensor) -> Sequence[Tensor | None]:
+    """For the backward of a function: the gradients of ``weights``, or Nones if they are deferred.
 
     ``weights`` are the parameters themselves, not what `ctx.saved_tensors` gives back for them.
     """
@@ -67,14 +67,14 @@ def later(compute_now: Compute, *weights: Tensor) -> Sequence[Tensor | None]:
     return (None,) * len(weights)
 
 
-def are_put_off() -> bool:
-    """Whether the running backward pass leaves weight gradients for later: then nothing they need is fetched now."""
+def is_deferring() -> bool:
+    """Whether the running backward pass defers weight gradients: then nothing they need is fetched now."""
     return _waiting is not None
 
 
 @torch.no_grad()
 def compute(waiting: Waiting) -> None:
-    """Computes what was deferred and adds it to the gradients, as autograd would have; the list is empty after."""
+    """Computes what was deferred and adds it to the gradients, as autograd would have; empties the list."""
     while waiting:
         weights, gradients_of = waiting.pop(0)  # each frees what it needed before the next begins
         for weight, gradient in zip(weights, gradients_of()):
@@ -87,8 +87,8 @@ def compute(waiting: Waiting) -> None:
 class Deferrable(TorchFunctionMode):
     """Forward passes inside use linear layers whose weight gradients can be deferred.
 
-    Also to be entered around backward passes: a layer that is recomputed there has to do what it did before. Such a
-    pass begins at a `GradientEdge`; begun at a tensor, it would be one call of a function that modes do not enter.
+    Enter it around backward passes too: a layer that is recomputed there has to do what it did before. Such a pass
+    starts at a `GradientEdge`; started at a tensor, it would be one function call that modes do not enter.
     ``exempt`` are modules whose own ``weight`` is never deferred.
     """
 
@@ -145,7 +145,7 @@ class _Linear(torch.autograd.Function):
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         of_inputs = gradient @ weight if ctx.needs_input_grad[0] else None
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2)
-        (of_weight,) = later(lambda: (flat.T @ rows,), weight)
+        (of_weight,) = defer(lambda: (flat.T @ rows,), weight)
         return of_inputs, of_weight, flat.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -165,5 +165,5 @@ class _Grouped(torch.autograd.Function):
         of_rows = None
         if ctx.needs_input_grad[0]:
             of_rows = grouped_mm(gradient, matrices.transpose(-2, -1), offs=ends)
-        (of_matrices,) = later(lambda: (grouped_mm(rows.T, gradient, offs=ends),), matrices)
+        (of_matrices,) = defer(lambda: (grouped_mm(rows.T, gradient, offs=ends),), matrices)
         return of_rows, of_matrices, None

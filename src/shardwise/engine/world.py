@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 @contextmanager
 def joined(
-    rank: int, world: int, meeting: str | Store | None, *, device: str = "cpu", seconds: float = 120
+    rank: int, world: int, rendezvous: str | Store | None, *, device: str = "cpu", seconds: float = 120
 ) -> Iterator[None]:
     """The default process group of ``world`` processes that rendezvous in a file or a store, destroyed at the end.
-    Without either they rendezvous at MASTER_ADDR and MASTER_PORT. A CPU backend is always there, next to NCCL on GPUs:
-    checkpoints and small agreements use it.
+
+    Without either they rendezvous at MASTER_ADDR and MASTER_PORT. There is always a CPU backend, next to NCCL on GPUs,
+    for checkpoints and small agreements.
     """
-    store = dist.FileStore(meeting, world) if isinstance(meeting, str) else meeting  # type: ignore[attr-defined]
+    store = dist.FileStore(rendezvous, world) if isinstance(rendezvous, str) else rendezvous  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(local_rank(rank, torch.cuda.device_count()))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
-    # Not in a finally clause: to leave after a failure breaks the others' connections, and they would fail first.
+    # Not in a finally clause: leaving after a failure breaks the others' connections, and they would fail first.
     yield
     dist.barrier()
     dist.destroy_process_group()
-    # What PyTorch remembers of operators on DTensors names this world's groups, and equal meshes of the next find it.
+    # PyTorch's cache of operators on DTensors names this world's groups, and equal meshes of the next would find it.
     clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from shardwise.engine.collectives.choose import GradientSums
@@ -72,9 +71,8 @@ class Sharded:
             cast_forward_inputs=root,
         )
         again = not (self.keeps_parameters or unit.at_the_end)
-        sharded = fully_shard(
-            unit.module, mesh=_sharding_mesh(mesh, unit.expert), reshard_after_forward=again, mp_policy=policy
-        )
+        groups = ("expert_replicate", "expert_shard") if unit.expert else ("replicate", "shard")
+        sharded = fully_shard(unit.module, mesh=mesh.sharding(*groups), reshard_after_forward=again, mp_policy=policy)
         # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP ask
         # for a reduction that scales, which gloo has not.
         sharded.set_gradient_divide_factor(1.0)
@@ -150,10 +148,6 @@ def _complete(group: Any) -> None:
             parameter = one.unsharded_param
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-
-def _sharding_mesh(mesh: Mesh, expert: bool) -> DeviceMesh:
-    return mesh.sharding("expert_replicate", "expert_shard") if expert else mesh.sharding("replicate", "shard")
 
 
 def _passes(root: nn.Module, units: Sequence[Unit]) -> tuple[list[Any], list[Any]]:

@@ -21,7 +21,7 @@ class FlatRoute:
 
     copies: Copies
     splits: Splits
-    gathered: tuple[int, ...]  # rows of each rank that splits the same experts
+    part_rows: tuple[int, ...]  # of each rank that splits the same experts
     by_expert: Tensor  # order of the rows for the experts, and back
     by_source: Tensor
 
@@ -45,12 +45,12 @@ class FlatExchange:
             host = HostCopy(numbers) if self.assumed is None else self.assumed
             copies = sorted_copies(indices)
             copied = spread(rows, copies)
-            splits, gathered = self._sizes(host, indices.numel())
+            splits, part_rows = self._sizes(host, indices.numel())
             blocks = arriving.view(-1, self.local)
-            by_expert = _by_expert(blocks, sum(gathered))
-            route = FlatRoute(copies, splits, gathered, by_expert, inverse(by_expert))
+            by_expert = _by_expert(blocks, sum(part_rows))
+            route = FlatRoute(copies, splits, part_rows, by_expert, inverse(by_expert))
             arrived = exchange_rows(copied, self.ranks, splits, Called.DISPATCH)
-            arrived = gather_rows(arrived, self.parts, gathered, Called.EXPERT_TOKENS)
+            arrived = gather_rows(arrived, self.parts, part_rows, Called.EXPERT_TOKENS)
             if self.local > 1:
                 arrived = reorder_rows(arrived, route.by_expert, route.by_source)
             return arrived, blocks.sum(0), route
@@ -60,7 +60,7 @@ class FlatExchange:
         with named(sorting_name("ep", Called.COMBINE)):
             if self.local > 1:
                 rows = reorder_rows(rows, handle.by_source, handle.by_expert)
-            rows = scatter_sum(rows, self.parts, handle.gathered, Called.EXPERT_OUTPUTS)
+            rows = scatter_sum(rows, self.parts, handle.part_rows, Called.EXPERT_OUTPUTS)
             rows = return_rows(rows, self.ranks, handle.splits, Called.COMBINE)
             return collect(rows, handle.copies, weights.flatten())
 
@@ -77,15 +77,15 @@ class FlatExchange:
         ranks, parts = self.ranks.size, self.parts.size
         if isinstance(host, Assumed):
             receive = evenly(rows * host.skew, ranks)
-            return Splits(tuple(evenly(rows, ranks)), tuple(receive)), (sum(receive),) * parts
-        send, received, gathered = in_pieces(host.read(), ranks, ranks, parts)
-        return Splits(send, received), gathered
+            return Splits(evenly(rows, ranks), receive), (sum(receive),) * parts
+        send, received, part_rows = in_pieces(host.read(), ranks, ranks, parts)
+        return Splits(send, received), part_rows
 
 
 def _by_expert(blocks: Tensor, total: int) -> Tensor:
-    """The order that turns rows that stand source by source, expert by expert in each, into expert by expert.
+    """The permutation of rows from source by source, expert by expert in each, to expert by expert.
 
-    ``blocks`` [sources, experts] are the rows of each block. Nothing is sorted: a block moves as one.
+    ``blocks`` [sources, experts] counts the rows of each block. Nothing is sorted: a block moves as one.
     """
     ends = blocks.flatten().cumsum(0).view_as(blocks)
     now = (ends - blocks).T.flatten()  # where each block stands, listed expert by expert

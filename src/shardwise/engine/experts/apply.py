@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from shardwise.engine.experts.all_to_all import FlatExchange
@@ -11,7 +10,7 @@ from shardwise.engine.experts.hierarchical import DeduplicatedExchange
 from shardwise.engine.experts.loads import Assumed, sequence_sum
 from shardwise.engine.experts.shared_tokens import DividedExchange, GatheredExchange, SummedExchange
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.parameters import HeldPart, note_part
+from shardwise.engine.parameters import HeldPart, keep
 from shardwise.models.experts import GroupedExperts, LocalExchange, TokenExchange
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
@@ -25,8 +24,8 @@ def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_ran
     """Cuts every mixture of experts in ``module`` in place and gives it the exchange that the strategy asks for.
 
     The exchange (None if there is nothing to exchange) is common to all layers and counts what is sent.
-    ``node_of_rank`` tells the node of a rank of the world. Groups may be made here: every rank of the world calls this
-    as often as the others, whether or not its part of the model has experts.
+    ``node_of_rank`` maps a rank of the world to its node. Groups may be made here: all ranks of the world must call
+    this equally often, whether or not their part of the model has experts.
     """
     mixtures = [one for one in module.modules() if isinstance(one, MoELayer)]
     numbers = {one.number for one in mixtures}
@@ -50,12 +49,9 @@ def cut_experts(experts: GroupedExperts, mesh: Mesh) -> None:
         if inner is not None:
             held = held.cut(inner, *_run(whole.shape[inner], part, parts, "strategy.expert_tp", "expert features"))
         elif part > 0:
-            setattr(experts, name, None)  # what is added to a sum over ranks is added by the first
+            setattr(experts, name, None)  # only the first rank adds what a sum over ranks gets once
             continue
-        with torch.no_grad():
-            local = held.of(whole.detach()).clone(memory_format=torch.contiguous_format)
-        setattr(experts, name, nn.Parameter(local, requires_grad=whole.requires_grad))
-        note_part(experts, name, held)
+        keep(experts, name, held)
 
 
 def _run(number: int, place: int, places: int, field: str, what: str) -> tuple[int, int]:
@@ -96,7 +92,7 @@ def _between_tokens(
 
 
 def assume_load(exchange: TokenExchange | None, assumed: Assumed | None) -> None:
-    """Makes an exchange suppose a load (in a dry run, where there are no numbers to read), or read it again."""
+    """Makes an exchange assume a load (in a dry run, where there are no numbers to read), or read it again."""
     while isinstance(exchange, (SummedExchange, DividedExchange)):
         exchange = exchange.inner
     if isinstance(exchange, (FlatExchange, DeduplicatedExchange)):

@@ -1,4 +1,4 @@
-"""Tokens to experts in two levels: once to every node that wants them, and inside it once to every device.
+"""Tokens to experts in two levels: once to every node that needs them, and inside it once to every device.
 
 As in DeepSeek-V3 (arXiv 2412.19437, section 3.2.2): a row crosses the network to the device with the sender's place on
 the other node, which forwards it; results are summed on the device, then in the node, and one row goes back.
@@ -22,7 +22,7 @@ from shardwise.models.experts import count_tokens
 
 @dataclass(frozen=True)
 class ExchangeLevel:
-    """One level of the way: rows copied for the members of a channel that want them, and exchanged."""
+    """One level: rows copied for the members of a channel that need them, and exchanged."""
 
     channel: Channel
     copies: Copies
@@ -40,18 +40,18 @@ class HierarchicalRoute:
     """The handle of a dispatch: both levels, the rows of the ranks that split the same experts, the last copies."""
 
     levels: tuple[ExchangeLevel, ExchangeLevel]
-    gathered: tuple[int, ...]
+    part_rows: tuple[int, ...]
     copies: Copies
     listed: Tensor  # which of the arrived choices [rows, k] are experts of this rank, flattened
 
 
 @dataclass(frozen=True)
 class _LevelSizes:
-    """What the host needs to know: rows of both levels, rows gathered, rows for the experts."""
+    """The row counts that the host needs: of both levels, of each rank of ``parts``, and for the experts."""
 
     nodes: Splits
     devices: Splits
-    gathered: tuple[int, ...]
+    part_rows: tuple[int, ...]
     expert_rows: int
 
 
@@ -83,19 +83,20 @@ class DeduplicatedExchange:
             wanted = self._wanted(chosen, self.nodes.rank * self.devices.size, self.devices.size)
             inner = ExchangeLevel(self.devices, masked_copies(wanted, sum(sizes.devices.send)), sizes.devices)
             rows, chosen = inner.out(rows, Called.DISPATCH), inner.out(chosen, Called.CHOICES)
-            rows = gather_rows(rows, self.parts, sizes.gathered, Called.EXPERT_TOKENS)
-            chosen = gather_rows(chosen, self.parts, sizes.gathered, Called.CHOICES)
-            copies, listed = self._for_experts(chosen, sizes.expert_rows)
-            return spread(rows, copies), counts, HierarchicalRoute((outer, inner), sizes.gathered, copies, listed)
+            rows = gather_rows(rows, self.parts, sizes.part_rows, Called.EXPERT_TOKENS)
+            chosen = gather_rows(chosen, self.parts, sizes.part_rows, Called.CHOICES)
+            here = chosen // self.local == self.place
+            copies, listed = some_sorted_copies(chosen % self.local, here, sizes.expert_rows)
+            return spread(rows, copies), counts, HierarchicalRoute((outer, inner), sizes.part_rows, copies, listed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, rows: Tensor, weights: Tensor, handle: HierarchicalRoute) -> Tensor:
         outer, inner = handle.levels
         with named(sorting_name("ep", Called.COMBINE)):
             weights = inner.out(outer.out(weights, Called.ROUTER_WEIGHTS), Called.ROUTER_WEIGHTS)
-            weights = gather_rows(weights, self.parts, handle.gathered, Called.ROUTER_WEIGHTS).flatten()
+            weights = gather_rows(weights, self.parts, handle.part_rows, Called.ROUTER_WEIGHTS).flatten()
             rows = collect(rows, handle.copies, weights.index_select(0, handle.listed))
-            rows = scatter_sum(rows, self.parts, handle.gathered, Called.EXPERT_OUTPUTS)
+            rows = scatter_sum(rows, self.parts, handle.part_rows, Called.EXPERT_OUTPUTS)
             return outer.back(inner.back(rows, Called.COMBINE), Called.COMBINE)
 
     def _wanted(self, indices: Tensor, first: int, devices: int) -> Tensor:
@@ -104,10 +105,6 @@ class DeduplicatedExchange:
         place = place.masked_fill((place < 0) | (place >= devices), devices).long()
         mask = torch.zeros(indices.shape[0], devices + 1, dtype=torch.bool, device=indices.device)
         return mask.scatter_(1, place, True)[:, :devices]
-
-    def _for_experts(self, indices: Tensor, total: int) -> tuple[Copies, Tensor]:
-        """The rows of this device's experts, expert by expert."""
-        return some_sorted_copies(indices % self.local, indices // self.local == self.place, total)
 
     def _count(self, indices: Tensor, wanted: Tensor, by_node: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of each local expert; and the numbers that the host needs.
@@ -130,15 +127,15 @@ class DeduplicatedExchange:
     def _read(self, numbers: HostCopy) -> _LevelSizes:
         nodes, devices = self.nodes.size, self.devices.size
         lengths = (nodes, nodes, devices, devices, self.parts.size, 1)
-        out, back, forwarded, arrived, gathered, (total,) = in_pieces(numbers.read(), *lengths)
-        return _LevelSizes(Splits(out, back), Splits(forwarded, arrived), gathered, total)
+        out, back, forwarded, arrived, part_rows, (total,) = in_pieces(numbers.read(), *lengths)
+        return _LevelSizes(Splits(out, back), Splits(forwarded, arrived), part_rows, total)
 
     def _assume(self, assumed: Assumed, tokens: int, top_k: int) -> _LevelSizes:
         nodes, devices, skew = self.nodes.size, self.devices.size, assumed.skew
         visited = expected_destinations(self.experts, nodes, top_k, assumed.nodes)
         out, back = evenly(tokens * visited, nodes), evenly(tokens * visited * skew, nodes)
         forwarded = tokens * expected_destinations(self.experts, nodes * devices, top_k)
-        inside = Splits(tuple(evenly(forwarded, devices)), tuple(evenly(forwarded * skew, devices)))
-        gathered = (sum(inside.receive),) * self.parts.size
+        inside = Splits(evenly(forwarded, devices), evenly(forwarded * skew, devices))
+        part_rows = (sum(inside.receive),) * self.parts.size
         total = round(tokens * top_k * skew) * self.parts.size
-        return _LevelSizes(Splits(tuple(out), tuple(back)), inside, gathered, total)
+        return _LevelSizes(Splits(out, back), inside, part_rows, total)

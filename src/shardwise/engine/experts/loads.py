@@ -1,15 +1,16 @@
 """Loads of experts over all ranks: what the host reads of the routing, the balance loss, figures for users.
 
-An all-to-all takes its splits from the host, so how many rows go where has to be waited for: the one host
-synchronisation of a dispatch. (PyTorch's symmetric memory has exchanges that read their splits on the device, for GPUs
-of one NVLink domain and buffers of the worst case; none is exact in memory and bytes.) The numbers are on their way
-while the device sorts and copies the rows; nothing else is read back, forward or backward.
+An all-to-all takes its splits from the host, which has to wait for the row counts: the one host synchronisation of a
+dispatch. (PyTorch's symmetric memory has exchanges that read their splits on the device, for GPUs of one NVLink domain
+and with worst-case buffers; none is exact in memory and bytes.) The counts are copied while the device sorts and copies
+the rows; nothing else is read back, forward or backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from shardwise.spec.strategy import Strategy
 
 
 class HostCopy:
-    """A copy of some numbers on the host, under way from the moment it is made."""
+    """A copy of some numbers to the host, started when this is made."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._ready: torch.cuda.Event | None = None
@@ -35,7 +36,7 @@ class HostCopy:
             self._ready.record()
 
     def read(self) -> list[int]:
-        """The numbers, waited for."""
+        """Waits for the numbers."""
         if self._ready is not None:
             self._ready.synchronize()
         return [int(number) for number in self._numbers.tolist()]
@@ -43,7 +44,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Assumed:
-    """A load that a dry run supposes instead of reading it: even, this rank's experts ``skew`` times as busy.
+    """A load that a dry run assumes instead of reading it: even, with this rank's experts ``skew`` times as busy.
 
     No token goes to more than ``nodes`` nodes (None: to as many as chance makes it).
     """
@@ -54,17 +55,14 @@ class Assumed:
 
 def in_pieces(numbers: list[int], *lengths: int) -> list[tuple[int, ...]]:
     """The numbers cut into pieces of the given lengths."""
-    pieces, start = [], 0
-    for length in lengths:
-        pieces.append(tuple(numbers[start : start + length]))
-        start += length
-    return pieces
+    left = iter(numbers)
+    return [tuple(islice(left, length)) for length in lengths]
 
 
-def evenly(total: float, places: int) -> list[int]:
-    """About ``total`` / ``places`` for each place, whole numbers whose sum is ``total`` rounded."""
+def evenly(total: float, places: int) -> tuple[int, ...]:
+    """About ``total`` / ``places`` for each place, integers whose sum is ``total`` rounded."""
     whole = round(total)
-    return [whole * (place + 1) // places - whole * place // places for place in range(places)]
+    return tuple(whole * (place + 1) // places - whole * place // places for place in range(places))
 
 
 _TOTAL = "_shardwise_load"
@@ -83,7 +81,7 @@ class LayerLoad:
 
 
 def sequence_sum(mesh: Mesh, strategy: Strategy) -> Callable[[Tensor], Tensor]:
-    """What turns the counts [batch, experts] of a rank's tokens into those of whole sequences."""
+    """A function that turns the counts [batch, experts] of a rank's tokens into those of whole sequences."""
     name = "sequence" if strategy.sequence_parallel else "cp"  # else tensor-parallel ranks hold the same tokens
     if mesh.size(name) == 1:
         return lambda counts: counts

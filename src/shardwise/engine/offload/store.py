@@ -1,7 +1,7 @@
 """Where offloaded tensors are: host memory, pinned where there is a GPU, or a file; and copies in the background.
 
-With a GPU each thread has a stream of its own, on which it waits for what was computed before it was asked. A copy is
-over when its `wait` returns, or has raised what went wrong; whoever asked keeps its tensors until then.
+With a GPU each thread has a stream of its own, on which it waits for what was computed before the copy was requested.
+A copy is over when its `wait` returns, or has raised what went wrong; the caller keeps its tensors until then.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import ctypes
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from shardwise.spec.strategy import Offload
 
 
 class BackgroundCopy:
-    """A copy that was asked for; ``tensors`` are kept until it is over."""
+    """A copy in flight; ``tensors`` are kept until it is over."""
 
     def __init__(self, future: Future[None], *tensors: Tensor) -> None:
         self._future, self._tensors = future, tensors
@@ -40,7 +40,7 @@ class BackgroundCopy:
 
 
 class Lanes:
-    """The two threads of a rank, and a count of the bytes that each kind of transfer has moved."""
+    """One thread per direction, and the bytes that each kind of transfer has moved."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,7 +51,7 @@ class Lanes:
             self._streams = {out: torch.cuda.Stream(device) for out in (True, False)}  # type: ignore[no-untyped-call]
 
     def out(self, work: Callable[[], None], *tensors: Tensor) -> BackgroundCopy:
-        """Runs ``work`` after everything that the device was told so far, and after what went out before."""
+        """Runs ``work`` after everything enqueued on the device so far, and after earlier transfers out."""
         return self._run(True, work, tensors)
 
     def back(self, work: Callable[[], None], *tensors: Tensor) -> BackgroundCopy:
@@ -61,29 +61,24 @@ class Lanes:
         before = torch.cuda.current_stream(self.device).record_event() if self._streams else None
 
         def run() -> None:
-            with torch.no_grad(), self._on_stream(out, before):
+            with torch.no_grad(), _on_stream(self._streams.get(out), before):
                 work()
 
         return BackgroundCopy(self._threads[out].submit(run), *tensors)
 
-    def _on_stream(self, out: bool, before: Any) -> AbstractContextManager[object]:
-        return _Stream(self._streams[out], before) if self._streams else nullcontext()
 
-
-class _Stream:
-    """Makes a stream current for a while, and waits for all that was put on it."""
-
-    def __init__(self, stream: Any, before: Any) -> None:
-        self.stream, self.before = stream, before
-        self.current: Any = torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self.current.__enter__()
-        self.stream.wait_event(self.before)
-
-    def __exit__(self, *exception: Any) -> None:
-        self.stream.synchronize()
-        self.current.__exit__(*exception)
+@contextmanager
+def _on_stream(stream: Any, before: Any) -> Iterator[None]:
+    """Makes a stream current after the event ``before``, and waits for all that was enqueued on it."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        stream.wait_event(before)
+        try:
+            yield
+        finally:
+            stream.synchronize()
 
 
 class StoredRegion(ABC):
@@ -108,7 +103,7 @@ class StoredRegion(ABC):
 
 
 class Store:
-    """Makes regions for one rank, and takes them back: equal sizes come again with every microbatch."""
+    """Makes regions for one rank, and reuses freed ones: every microbatch needs the same sizes."""
 
     def __init__(self, offload: Offload, device: torch.device) -> None:
         self.target: Literal["cpu", "nvme"] = offload.target
@@ -236,7 +231,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _all_of(tensor: Tensor, start: int, move: Callable[[Any, int], int]) -> None:
-    """A disk may take a part of what it is given."""
+    """A disk may transfer less than was requested."""
     # Not `tensor.numpy()`, after which a storage can never be freed by resizing it.
     left = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
     while left:

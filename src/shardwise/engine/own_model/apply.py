@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.context import apply_context
-from shardwise.engine.context.apply import apply_attention
-from shardwise.engine.experts import exchange_of
+from shardwise.engine.context.apply import apply_attention, apply_context
+from shardwise.engine.experts.apply import exchange_of
 from shardwise.engine.experts.channel import NodeOfRank
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.own_model.tables import is_hugging_face
-from shardwise.engine.parameters import HeldPart, fill, held, materialise
+from shardwise.engine.parameters import HeldPart, fill, held, keep, materialise
 from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
-from shardwise.engine.pipeline import TiedEnds, tie_ends
-from shardwise.engine.tensor import apply_tensor
-from shardwise.engine.tensor.linear import keep
+from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
+from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import Dropout, is_view
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank

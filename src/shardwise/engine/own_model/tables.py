@@ -1,12 +1,13 @@
 """Tables of patterns for classes of Hugging Face `transformers` (5.x), and the job of a network so described.
 
-Of a table that is supplied here, what a network does not have is left out (a dense model has no experts); a user's own
-table has to match with all it says.
+What a network does not have is left out of a supplied table (a dense model has no experts); every entry of a user's
+own table has to match.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -99,21 +100,8 @@ _GPT_2 = replace(
     },
 )
 
-SUPPLIED = {
-    **dict.fromkeys(
-        (
-            "LlamaForCausalLM",
-            "MistralForCausalLM",
-            "MixtralForCausalLM",
-            "Qwen2ForCausalLM",
-            "Qwen2MoeForCausalLM",
-            "Qwen3ForCausalLM",
-            "Qwen3MoeForCausalLM",
-            "OlmoForCausalLM",
-            "GemmaForCausalLM",
-        ),
-        _HUGGING_FACE,
-    ),
+_LIKE_LLAMA = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Olmo", "Gemma")
+SUPPLIED = {f"{name}ForCausalLM": _HUGGING_FACE for name in _LIKE_LLAMA} | {
     "Olmo2ForCausalLM": _OLMO_2,
     "PhiForCausalLM": _PHI,
     "Phi3ForCausalLM": _PHI_3,
@@ -125,17 +113,18 @@ SUPPLIED = {
 
 
 def supplied_table(module: nn.Module) -> Patterns | None:
-    """The table of a class known here, without what this very network does not have."""
+    """The table of a known class, without what this network does not have."""
     if type(module).__name__ not in SUPPLIED or not is_hugging_face(module):
         return None
     table = SUPPLIED[type(module).__name__]
+    there = partial(matches, module)
     return replace(
         table,
-        columns={pattern: heads for pattern, heads in table.columns.items() if matches(module, pattern)},
-        rows=tuple(pattern for pattern in table.rows if matches(module, pattern)),
-        regions=tuple(pattern for pattern in table.regions if matches(module, pattern)),
-        flat=tuple(pattern for pattern in table.flat if matches(module, pattern)),
-        experts=table.experts if matches(module, table.experts) else "",
+        columns={pattern: heads for pattern, heads in table.columns.items() if there(pattern)},
+        rows=tuple(filter(there, table.rows)),
+        regions=tuple(filter(there, table.regions)),
+        flat=tuple(filter(there, table.flat)),
+        experts=table.experts if there(table.experts) else "",
     )
 
 
@@ -159,14 +148,14 @@ def job_for(module: nn.Module, strategy: Strategy, training: Training | None, wo
     """On ``world`` processes of this machine's kind."""
     training = training or Training(precision="fp32")
     model = described(module) or _placeholder(module)
-    # How long its sequences may be is the module's own affair.
+    # The module itself limits how long its sequences may be.
     model = replace(model, max_seq=max(model.max_seq, training.seq), published_parameters=None)
     cluster = cluster_from(f"laptop:{world}")
     return Job(model=model, cluster=cluster, strategy=strategy, training=training)
 
 
 def described(module: nn.Module) -> Model | None:
-    """What a network says of itself; None if it says nothing, or what no `Model` holds."""
+    """A network's description of itself; None if it has none, or one that no `Model` can express."""
     try:
         return read_description(module)
     except SpecError:
@@ -174,7 +163,7 @@ def described(module: nn.Module) -> Model | None:
 
 
 def read_description(module: nn.Module) -> Model | None:
-    """What a Hugging Face network's config says; raises SpecError for what no `Model` holds."""
+    """What a Hugging Face network's config says; raises SpecError for what no `Model` can express."""
     config: Any = getattr(module, "config", None)
     if not is_hugging_face(module) or not hasattr(config, "to_dict"):
         return None
@@ -182,5 +171,5 @@ def read_description(module: nn.Module) -> Model | None:
 
 
 def _placeholder(module: nn.Module) -> Model:
-    """Data parallelism, precision and recompute ask nothing of a model but its layers."""
+    """Data parallelism, precision and recompute need only the number of layers."""
     return Model(layers=max(1, len(find_layers(module))), hidden=1, heads=1, ffn=1, vocab=1, name=type(module).__name__)

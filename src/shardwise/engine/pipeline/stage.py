@@ -16,7 +16,7 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called, message_sent, pass_name, stage_input_gradient, stage_output
 from shardwise.engine.profiler_ranges import named, sent, waited
 from shardwise.engine.torch_private import PipelineStageBase
-from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, put_off
+from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, deferring
 from shardwise.models import Decoder
 
 
@@ -182,7 +182,7 @@ class PipelineStage(PipelineStageBase):
                 self._backward(root, gradient)
             else:
                 self.reduction.before_input_gradients(self.submod)
-                with put_off() as waiting:
+                with deferring() as waiting:
                     self._backward(root, gradient)
                 self.weights_to_do[bwd_chunk_id] = waiting
         if not self.is_first:
@@ -239,13 +239,8 @@ class PipelineStage(PipelineStageBase):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self.output_gradients[mb_index] = IncomingMessage(next_stage_bwd_outputs)
 
-    # Required by the base class and never called: the shapes are known.
-
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """Required by the base class, as the next two, and never called: the shapes are known."""
         raise NotImplementedError
 
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    _prepare_backward_infra = _create_grad_recv_info = _prepare_forward_infra

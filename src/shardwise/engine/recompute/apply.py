@@ -1,8 +1,8 @@
 """Which layers and which functions of a network are recomputed, and what of a layer is kept, by the job's strategy.
 
-It runs under PyTorch's selective checkpoint. By itself that is TorchTitan's default recompute, every second matmul: of
-seven, query, value and gate stay, and the attention output; the last one's output is never read. Where the compiler
-takes a whole layer, all that is costly stays: left alone, it keeps whatever a product reads.
+It runs under PyTorch's selective checkpoint. Keeping every second matmul is TorchTitan's default recompute: of seven,
+query, value and gate are kept, and the attention output; the last one's output is never read. Where a whole layer is
+compiled, all that is costly is kept: by itself the compiler would keep whatever a matmul reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.recompute.discarded_outputs import Forgotten, Function
+from shardwise.engine.recompute.discarded_outputs import DiscardedOutputs, Function
 from shardwise.engine.torch_private import (
     cpu_flash_attention,
     cudnn_attention,
@@ -26,14 +26,14 @@ from shardwise.engine.torch_private import (
     flash_attention,
     grouped_mm_operator,
 )
-from shardwise.engine.weight_gradients import at_once
+from shardwise.engine.weight_gradients import not_deferring
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
 aten: Any = torch.ops.aten
-Keeps = Callable[[int, torch.Size], bool]  # of a product, by its number in the layer and the shape of its matrix
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
+Keeps = Callable[[int, torch.Size], bool]  # a matmul, by its number in the layer and the shape of its matrix?
+_MATMULS = (aten.mm.default, aten.addmm.default)
 _COSTLY = (
     flash_attention.default,
     cpu_flash_attention.default,
@@ -46,14 +46,14 @@ _COSTLY = (
 )
 
 
-def every_second_product(layer: nn.Module) -> Function:
+def every_second_matmul(layer: nn.Module) -> Function:
     """The layer's forward pass, which keeps its input and every second matmul but the last."""
     last = sum(isinstance(one, nn.Linear) for one in layer.modules()) - 1
     return _keeping(layer.forward, lambda number, shape: number % 2 == 0 and number < last)
 
 
 def all_but_cheap(layer: nn.Module, up_projections: bool) -> Function:
-    """The layer's forward pass, which computes again what selective recompute names, and all that is as cheap."""
+    """The layer's forward pass, which recomputes what selective recompute names, and all that is as cheap."""
     again = [
         getattr(one, name).weight.shape[::-1]
         for one in layer.modules()
@@ -64,7 +64,7 @@ def all_but_cheap(layer: nn.Module, up_projections: bool) -> Function:
 
 
 def nothing_kept() -> tuple[Any, Any]:
-    """Contexts for a whole layer that the compiler takes: left alone, it keeps what it finds worth keeping."""
+    """Contexts for a layer that is compiled whole: by itself the compiler keeps what it finds worth keeping."""
     again = CheckpointPolicy.MUST_RECOMPUTE
     return create_selective_checkpoint_contexts(lambda *_, **__: again)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -80,13 +80,13 @@ def _keeping(forward: Function, keeps: Keeps) -> Function:
 
 
 def _contexts(keeps: Keeps) -> tuple[Any, Any]:
-    products = count(), count()  # in the first pass and, before PyTorch 2.12, in the second
+    matmuls = count(), count()  # in the first pass and, before PyTorch 2.12, in the second
 
     def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        # Operators of our own are products, or attention over ranks.
+        # Operators of our own are matmuls, or attention over ranks.
         kept = operator in _COSTLY or operator.namespace == "shardwise"
-        if operator in _PRODUCTS:
-            kept = keeps(next(products[context.is_recompute]), arguments[-1].shape)
+        if operator in _MATMULS:
+            kept = keeps(next(matmuls[context.is_recompute]), arguments[-1].shape)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
@@ -115,8 +115,8 @@ def apply_recompute(stages: nn.Module | Sequence[nn.Module], job: Job, patterns:
 def recomputed_layers(stages: Sequence[int], wanted: int | None) -> list[int]:
     """How many of the first layers of each stage full recompute runs again, of all ``wanted`` on the rank.
 
-    Stages share them by their layers, so that a microbatch weighs as much on each of them as is planned; what does not
-    divide falls to earlier stages, which hold more microbatches.
+    Stages share them in proportion to their layers, so that a microbatch takes as much memory on each as is planned;
+    the remainder goes to earlier stages, which hold more microbatches.
     """
     if wanted is None:
         return list(stages)
@@ -146,7 +146,7 @@ def _recompute_whole(layer: nn.Module) -> None:
 
     @wraps(forward)
     def with_gradients_at_once(*arguments: Any, **named: Any) -> Any:
-        with at_once():
+        with not_deferring():
             return forward(*arguments, **named)
 
     @wraps(forward)
@@ -162,7 +162,7 @@ def _recompute_whole(layer: nn.Module) -> None:
 
 @contextmanager
 def _loads_kept(mixtures: list[MoELayer]) -> Iterator[None]:
-    """Tokens that are routed a second time do not count in the loads of the experts."""
+    """Tokens that are routed a second time are not counted again in the loads of the experts."""
     loads = [one.load for one in mixtures]
     for one in mixtures:
         one.load = torch.empty_like(one.load)
@@ -174,19 +174,19 @@ def _loads_kept(mixtures: list[MoELayer]) -> Iterator[None]:
 
 
 def _recompute_operators(layer: nn.Module, job: Job) -> None:
-    """The layer forgets the outputs of the named functions; each is looked for where the models have it."""
+    """The layer discards the outputs of the named functions, wherever its modules have them."""
     operators = job.selective_operators
     dense = not any(isinstance(one, MoELayer) for one in layer.modules())
     if "alternate-products" in operators:
         if dense:
-            layer.forward = every_second_product(layer)
+            layer.forward = every_second_matmul(layer)
         return  # a mixture of experts keeps everything
     compiled = all_but_cheap(layer, "up-projection" in operators)
-    forgotten = Forgotten()
+    discarded = DiscardedOutputs()
     for operator in operators:
         found = list(_FUNCTIONS[operator](layer))
         for module, name in found:
-            replace = _checkpointed if operator == "attention" else forgotten.forgetting
+            replace = _checkpointed if operator == "attention" else discarded.discarding
             setattr(module, name, replace(getattr(module, name)))
         if not found:
             raise SpecError(
@@ -194,14 +194,14 @@ def _recompute_operators(layer: nn.Module, job: Job) -> None:
                 f"a {type(layer).__name__} has no {operator} that can be recomputed on its own",
                 "leave it out, or use recompute: full",
             )
-    layer.forward = forgotten.around(layer.forward, compiled)
+    layer.forward = discarded.around(layer.forward, compiled)
 
 
 Place = tuple[nn.Module, str]  # an attribute of a module that holds a function
 
 
 def _norms(layer: nn.Module) -> Iterator[Place]:
-    """Norms that stand in the layer itself: their outputs are what its products read."""
+    """Norms of the layer itself: their outputs are what its matmuls read."""
     return ((one, "forward") for one in layer.children() if "norm" in type(one).__name__.lower())
 
 
@@ -218,5 +218,5 @@ _FUNCTIONS: dict[str, Callable[[nn.Module], Iterator[Place]]] = {
 
 
 def _checkpointed(function: Function) -> Function:
-    """For a function that keeps much inside, such as the scores of unfused attention."""
+    """For a function with large intermediates, such as the scores of unfused attention."""
     return partial(checkpoint, function, use_reentrant=False)

@@ -1,8 +1,8 @@
-"""Outputs of cheap functions that are not saved between the passes: the function runs again when they are needed.
+"""Outputs of cheap functions that are not saved for the backward pass: the function runs again when they are needed.
 
-PyTorch's selective checkpoint runs a whole layer again, its collectives too, and sends every operator through Python.
-Here autograd is only told to save something else: wherever it would save such an output, it saves the function and
-its inputs, which it keeps anyway. That works for every consumer, whether torch's own or a custom function.
+PyTorch's selective checkpoint runs a whole layer again, collectives included, and sends every operator through Python.
+Here autograd saves something else instead: where it would save such an output, it saves the function and its inputs,
+which it keeps anyway. That works for every consumer, whether torch's own or a custom function.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from shardwise.engine.torch_private import storage_id, version_of
 Function = Callable[..., Any]
 
 
-class Forgotten:
+class DiscardedOutputs:
     """The functions of one layer whose outputs are not kept.
 
-    ``forgetting`` wraps each of them, ``around`` the layer's forward pass. Any number of passes may wait for their
-    backward; nothing outlives the graph of its own pass.
+    ``discarding`` wraps each of them, ``around`` the layer's forward pass. Any number of passes may be waiting for
+    their backward pass; nothing outlives the graph of its own pass.
     """
 
     def __init__(self) -> None:
         self._outputs: dict[int, _Output] | None = None  # by the address of their storage; None outside the layer
 
     def around(self, forward: Function, compiled: Function | None = None) -> Function:
-        """``compiled`` stands for ``forward`` where the compiler takes the whole layer: it sees none of this."""
+        """``compiled`` replaces ``forward`` where a layer is compiled whole: the compiler sees none of this."""
 
         @wraps(forward)
-        def forward_forgetting(*arguments: Any, **named: Any) -> Any:
+        def forward_discarding(*arguments: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling():
                 return (compiled or forward)(*arguments, **named)
             if not torch.is_grad_enabled():
@@ -50,10 +50,10 @@ class Forgotten:
             finally:
                 self._outputs = None
 
-        return forward_forgetting
+        return forward_discarding
 
-    def forgetting(self, function: Function) -> Function:
-        """``function`` of tensors, of which the first tells the device; its outputs are tensors that it made.
+    def discarding(self, function: Function) -> Function:
+        """``function`` takes tensors, the first of which determines the device, and returns new tensors.
 
         What runs, and runs again, is the result's attribute ``again``: compiling replaces it.
         """
@@ -94,7 +94,7 @@ class _Output:
 
 
 class _Call:
-    """One call of a function, to be repeated for the first user of its outputs and kept until the last has come.
+    """One call of a function, repeated for the first user of its outputs and kept until the last one has read them.
 
     A split backward pass may come twice: then the function runs once more.
     """
@@ -132,7 +132,7 @@ class _Call:
 
 
 def _autocast_now(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A context with the automatic casts of this moment, which the thread of the backward pass does not have."""
+    """A context with the current autocast settings, which the thread of the backward pass does not have."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
     dtype = torch.get_autocast_dtype(device)

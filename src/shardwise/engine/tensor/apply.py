@@ -13,7 +13,7 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, has_note, note_part
 from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
 from shardwise.engine.tensor.collectives import copy, gather, narrow_move
-from shardwise.engine.tensor.linear import RowLinear, WideNorm, column_products, cut_columns, cut_fused
+from shardwise.engine.tensor.linear import RowLinear, WideNorm, column_matmuls, cut_columns, cut_fused
 from shardwise.engine.tensor.vocabulary import CutEmbedding, CutHead, cut_loss
 from shardwise.spec.model import Model
 
@@ -46,7 +46,7 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
             replace_module(root, name, RowLinear(linear, rank, group, sequence_parallel))
     for region in regions.values():
         if hasattr(region, "project"):
-            region.project = column_products(group, sequence_parallel)  # type: ignore[assignment]
+            region.project = column_matmuls(group, sequence_parallel)  # type: ignore[assignment]
             if hasattr(region, "every_head"):
                 region.every_head = narrow_move(group, sequence_parallel)  # type: ignore[assignment]
         else:  # it keeps the gathered states, where one that names its projections keeps only a part

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.engine.parameters import HeldPart, note_part
+from shardwise.engine.parameters import HeldPart, keep, note_part
 from shardwise.engine.tensor.collectives import copy, reduce, scatter, start_gather, start_scatter, start_sum
-from shardwise.engine.weight_gradients import are_put_off, later, may_be_put_off
+from shardwise.engine.weight_gradients import defer, is_deferring, may_defer
 from shardwise.layout.sharding import kv_copies, part_held
 
 
@@ -88,19 +88,10 @@ class RowLinear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias
 
 
-def keep(module: nn.Module, name: str, part: HeldPart) -> None:
-    """Replaces a whole parameter by its part, and writes down which."""
-    whole = getattr(module, name)
-    with torch.no_grad():
-        local = part.of(whole.detach()).clone(memory_format=torch.contiguous_format)
-    setattr(module, name, nn.Parameter(local, requires_grad=whole.requires_grad))
-    note_part(module, name, part)
-
-
 Project = Callable[..., tuple[Tensor, ...]]
 
 
-def column_products(group: dist.ProcessGroup, sequence_parallel: bool) -> Project:
+def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool) -> Project:
     """What stands for `project_each` in a region that is cut over ``group``."""
 
     def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
@@ -123,7 +114,7 @@ class _ColumnMatmuls(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, group: dist.ProcessGroup, sequence_parallel: bool, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_be_put_off()
+        ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_defer()
         ctx.weights, ctx.biases = tensors[::2], tensors[1::2]
         ctx.save_for_backward(hidden)
         whole = start_gather(hidden, group).wait() if sequence_parallel else hidden
@@ -133,11 +124,11 @@ class _ColumnMatmuls(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,), group = ctx.saved_tensors, ctx.group
         flat = [gradient.flatten(0, -2) for gradient in gradients]
-        waits = ctx.deferrable and are_put_off()
+        waits = ctx.deferrable and is_deferring()
         early = start_gather(hidden, group) if ctx.sequence_parallel and not waits else None
         pending = None
         if ctx.needs_input_grad[0]:
-            of_whole = torch.unflatten(sum_of_products(flat, ctx.weights), 0, gradients[0].shape[:-1])
+            of_whole = torch.unflatten(sum_of_matmuls(flat, ctx.weights), 0, gradients[0].shape[:-1])
             start = start_scatter if ctx.sequence_parallel else start_sum
             pending = start(of_whole, group)
 
@@ -146,13 +137,13 @@ class _ColumnMatmuls(torch.autograd.Function):
             whole = (gather.wait() if gather else hidden).flatten(0, -2)
             return [gradient.T @ whole for gradient in flat]
 
-        weight_gradients = later(of_weights, *ctx.weights) if waits else of_weights()
+        weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         bias_gradients = [None if bias is None else one.sum(0) for bias, one in zip(ctx.biases, flat)]
         of_maps = [one for pair in zip(weight_gradients, bias_gradients) for one in pair]
         return (pending.wait() if pending else None, None, None, *of_maps)
 
 
-def sum_of_products(gradients: list[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
+def sum_of_matmuls(gradients: list[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
     """The gradient of the common input [tokens, features], added up in place of separate tensors."""
     total = gradients[0] @ weights[0]
     for gradient, weight in zip(gradients[1:], weights[1:]):

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.engine.labels import Called
-from shardwise.engine.parameters import HeldPart
+from shardwise.engine.parameters import HeldPart, keep
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.tensor.collectives import copy, gather, join, reduce, scatter
-from shardwise.engine.tensor.linear import keep
 from shardwise.models import loss as whole_loss
 from shardwise.models.loss import IGNORED, LOGITS_AT_ONCE
 

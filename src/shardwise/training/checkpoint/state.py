@@ -158,7 +158,7 @@ def restore_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
     if not worker_of(trainer):  # others have their own
         for group in trainer.optimizer.param_groups:
             group["step"].fill_(found["optimizer_steps"])
-    trainer.steps_given()
+    trainer.reset_compression()
     if trainer.outer is not None:
         trainer.outer.steps = int(found.get("inner_steps", 0))
     if trainer.scaler is not None and "loss_scale" in found:
