@@ -1,4 +1,4 @@
-"""One step's data on a rank: whole sequences, cut into microbatches and, for context parallelism, along themselves."""
+"""One step's data on a rank: sequences, cut into microbatches and, for context parallelism, along the sequence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.models.loss import IGNORED
 
 @dataclass(frozen=True)
 class Batch:
-    """``tokens`` and ``labels`` [sequences, seq]; the label of a token is what follows it, -100 where none counts.
+    """``tokens`` and ``labels`` [sequences, seq]; the label of a token is the one after it, -100 where none counts.
 
-    ``positions`` count from 0 in every row unless given; ``documents`` number the documents packed into each row, of
-    which there are at most ``most_documents``, where that is known.
+    ``positions`` count from 0 in every row unless given; ``documents`` number the documents packed into each row, at
+    most ``most_documents``, where that is known.
     """
 
     tokens: Tensor
@@ -34,7 +34,7 @@ class Batch:
         return cls(tokens, labels, positions, documents)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same change of every tensor."""
+        """``change`` applied to every tensor."""
         documents = None if self.documents is None else change(self.documents)
         changed = change(self.tokens), change(self.labels), change(self.positions)
         return Batch(*changed, documents, self.most_documents)

@@ -63,7 +63,7 @@ class Engine(Trainer[Batch]):
     def microbatches(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         self.require_rows(batch.tokens.shape[0], exactly=True)
         balance = self.job.model.numerics.balance_loss / self.job.sequences
-        for mixture in self.mixtures:  # its loss does not go through the division of the other
+        for mixture in self.mixtures:  # its loss is not divided as the other is
             mixture.balance_scale = balance if self.scaler is None else balance * self.scaler.scale
         mine = self.own_tokens(batch)
         return mine.microbatches(self.job.microbatches), mine.counted.float()
@@ -121,7 +121,7 @@ def apply_compile(
     compiled, each as a whole: a graph break at a collective would leave no recompute and no overlap.
     """
     if torch.cuda.is_available():
-        # The compiler would do so in the middle of a pass, which checkpointing refuses.
+        # The compiler would do it in the middle of a pass, which checkpointing refuses.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     settings: dict[str, Any] = {"backend": backend, "fullgraph": True}
     for part in [stages] if isinstance(stages, nn.Module) else stages:
@@ -142,7 +142,7 @@ def _communicates(module: nn.Module, strategy: Strategy) -> bool:
 
 
 def _compile_parts(module: nn.Module, compiled: Any, strategy: Strategy) -> None:
-    """What of the module neither communicates nor has to be called by recompute, as large as it can be."""
+    """Compiles the largest parts of the module that neither communicate nor are called by recompute."""
     if not any(_communicates(one, strategy) or _recomputed(one) for one in module.modules()):
         module.forward = compiled(module.forward)
         return

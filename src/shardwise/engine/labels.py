@@ -1,7 +1,7 @@
-"""The names in a profile, written and read here and nowhere else.
+"""The names of ranges in a profile: written and read here and nowhere else.
 
-A profiler knows a range by one string. The engine says what a range is (a step, a layer, a pass, a collective) and this
-module makes the string; a reader of a profile gets it back as the fields of a `Label`, and parses nothing.
+A profiler identifies a range by one string. This module makes that string of what a range is (a step, a layer, a pass,
+a collective) and turns it back into the fields of a `Label`, so that a reader of a profile parses nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PASS_KINDS: tuple[PassKind, ...] = ("forward", "backward", "weight gradients")
 
 
 class Called:
-    """What the engine calls its collectives, for people who look at a profile: plain strings, which a compiled layer
-    takes as constants. `_PRICED_AS` says which collective each is."""
+    """The names of the engine's collectives in a profile: plain strings, which a compiled layer takes as constants.
+    `_PRICED_AS` has the kind of each."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -65,7 +65,7 @@ class Called:
 
 
 class StepPhase:
-    """What the engine calls a time that is neither a pass nor a collective."""
+    """The names of phases that are neither a pass nor a collective."""
 
     DATA = "data"
     OPTIMIZER = "optimizer"
@@ -114,7 +114,7 @@ _PARTS = {
     StepPhase.CHECKPOINT: "checkpoint",
     StepPhase.EVALUATION: "evaluation",
 }
-# Of those that say what the collectives inside are for.
+# Phases that tell what the collectives inside are for.
 _PURPOSES = {
     StepPhase.OFFLOADED_STATES: "optimizer",
     StepPhase.LAST_SUMS: "optimizer",
@@ -125,11 +125,11 @@ WHOLE_PHASES = ("checkpoint", "evaluation")  # parts whose time is all theirs, w
 
 @dataclass(frozen=True)
 class Label:
-    """``part`` is where the time of a range counts that no range inside takes; empty: where its surroundings count.
+    """``part`` is the part of a step to which the range's own time counts; empty: the same as its surroundings.
 
-    Of a collective (begin or wait), ``what`` tells it from others of its ``dimension`` and is not read further;
-    ``collective`` is its kind, where it has a price by itself. A message between pipeline stages carries ``message``,
-    which is what its receiver waits for.
+    ``what`` tells a collective (begin or wait) from others of its ``dimension`` and is not read further;
+    ``collective`` is its kind, if it has a price of its own. ``message`` is what the receiver of a message between
+    pipeline stages waits for.
     """
 
     kind: Kind
@@ -168,7 +168,7 @@ def pass_name(kind: PassKind, microbatch: int, stage: int | None = None) -> str:
 
 
 def sorting_name(dimension: str, what: str) -> str:
-    """The work on a device around an exchange of tokens."""
+    """The device's work around an exchange of tokens."""
     return f"{dimension}: {what}"
 
 
@@ -195,7 +195,7 @@ def stage_input_gradient(stage: int) -> str:
 
 
 def message_sent(message: str) -> str:
-    """What the sender calls it; its receiver waits for the ``message``."""
+    """The sender's name for it; its receiver waits for the ``message``."""
     return f"send {message}"
 
 
@@ -209,7 +209,7 @@ _PASS = re.compile(rf"({'|'.join(PASS_KINDS)}) (\d+)(?: of stage (\d+))?")
 _MESSAGE = re.compile(r"send (stage \d+'s (?:output|input gradient))")
 _BACKWARD = re.compile(r"(.+), backward")
 _SORTING = re.compile(r"(ep|expert_tp): (.+)")
-# Names that PyTorch gives, by how they begin; the first that fits says the part.
+# Names given by PyTorch, by prefix; the first match gives the part.
 _FOREIGN = (
     ("FSDP::all_gather_copy_out", "dp"),  # waits for the gather inside
     ("FSDP::post_backward_reduce", "dp"),
@@ -217,7 +217,7 @@ _FOREIGN = (
 )
 _RUNTIME = re.compile(r"PP:\d+(SEND|RECV)?_?[FBIWU]")  # the pipelining runtime's own actions
 _BACKENDS = ("gloo:", "nccl:")
-# What kind of collective the backend means by a name; the first word that is in it.
+# The kind of collective behind a backend's name: the first word found in it.
 _BACKEND_KINDS = (
     ("gather", CollectiveKind.ALL_GATHER),
     ("reduce_scatter", CollectiveKind.REDUCE_SCATTER),
@@ -280,12 +280,12 @@ def _part(dimension: str) -> str:
 
 
 def of_backend(name: str) -> bool:
-    """Whether the backend gave the name."""
+    """Whether the name comes from the backend."""
     return name.startswith(_BACKENDS)
 
 
 def backend_operation(profiling_name: str) -> str:
-    """What the backend's flight recorder calls a collective, without the backend and what follows."""
+    """The flight recorder's name of a collective, without the backend and what follows."""
     return profiling_name.partition(":")[2].partition(" ")[0]
 
 

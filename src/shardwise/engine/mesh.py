@@ -1,7 +1,7 @@
 """The process groups of a strategy's mesh.
 
-Not one `DeviceMesh` of all ranks, which cannot say that experts and dense parts are divided differently, and which
-makes a process group for every dimension, used or not, over one rank or the same ranks as another: each costs
+Not one `DeviceMesh` of all ranks, which cannot express that experts and dense parts are divided differently, and which
+makes a process group for every dimension, even unused, of one rank, or of the same ranks as another: each costs
 connections and, with gloo, a thread that wakes up a hundred times a second.
 """
 
@@ -62,7 +62,7 @@ class Mesh:
 
 
 def build_mesh(strategy: Strategy, device: str = "cpu", key_value_heads: int | None = None) -> Mesh:
-    """All groups; every rank of the world calls this, in the same order of its other calls."""
+    """Makes all groups; every rank of the world calls this, in the same order relative to its other calls."""
     divisions = mesh_divisions(strategy, key_value_heads)
     groups: dict[Division, dist.ProcessGroup] = {}
     for division in divisions.values():
@@ -78,6 +78,6 @@ def own(division: Division) -> tuple[int, ...]:
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group that its own ranks make; all ranks of the world make equally many groups, or names differ."""
+    """A process group made by its own ranks; all ranks of the world must make equally many, or names differ."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group

@@ -1,4 +1,4 @@
-"""The parameters of a rank: what it holds of each, their first values, and sums of gradients that are still missing.
+"""The parameters of a rank: which part it holds of each, their initial values, and partial gradients to be summed.
 
 Initial values, checkpoints, the gradient norm and `verify` need to know which elements of the undivided parameter a
 local tensor is; data parallelism (`fully_shard`) divides further what is described here.
@@ -23,13 +23,13 @@ from shardwise.models.initialise import initial_value, is_stack_of_experts
 from shardwise.spec.model import Model
 
 _NOTES = "_shardwise_parts"
-# What recompute and compilation put into the names of parameters.
+# What recompute and compilation insert into the names of parameters.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Runs of elements, each from a start to a stop, of one dimension; what lies beyond the whole is padding."""
+    """Runs of elements of one dimension, each from a start to a stop; beyond the whole tensor they are padding."""
 
     dimension: int
     runs: tuple[tuple[int, int], ...]
@@ -44,7 +44,7 @@ class HeldPart:
     """One rank's part of a parameter.
 
     ``copies``: ranks inside one data-parallel replica that hold the same elements (1 where each holds others).
-    ``partial``: the mesh group over whose ranks the gradient is still to be summed after the backward pass, since each
+    ``partial``: the mesh group over which the gradient has yet to be summed after the backward pass, since each rank
     has seen only some of the tokens or heads. ``counted`` is false for a second copy of a tied parameter.
     """
 
@@ -56,7 +56,7 @@ class HeldPart:
     counted: bool = True
 
     def cut(self, dimension: int, start: int, stop: int, blocks: int = 1) -> HeldPart:
-        """Elements ``start`` to ``stop`` of each of so many equal blocks that a dimension consists of."""
+        """Elements ``start`` to ``stop`` of each of the equal ``blocks`` that a dimension consists of."""
         each = self.shape[dimension] // blocks
         return self.take(dimension, [(block * each + start, block * each + stop) for block in range(blocks)])
 
@@ -91,7 +91,7 @@ class HeldPart:
 
 
 def _inside(size: int, start: int, stop: int) -> tuple[int, int]:
-    """Where the elements of a run that exist begin, and how many they are."""
+    """Where the existing elements of a run begin, and how many there are."""
     present = max(0, min(stop, size) - start)
     return min(start, size - present), present
 
@@ -187,7 +187,7 @@ def ranks_with_copy(part: HeldPart, mesh: Mesh) -> int:
 
 
 def sum_partial(parameters: Sequence[HeldParameter], mesh: Mesh) -> None:
-    """Completes the gradients of whole parameters of which each rank has seen some tokens or heads only."""
+    """Completes the gradients of whole parameters for which each rank has seen only some tokens or heads."""
     groups = sorted({one.part.partial for one in parameters if one.part.partial})
     for group in groups:
         mine = [one.gradient for one in parameters if one.part.partial == group]
@@ -211,7 +211,7 @@ Whole = Callable[[str, HeldPart], Tensor]
 
 
 def materialise(root: nn.Module, device: torch.device) -> None:
-    """Memory for parameters that have had none; those that are one stay one, which `nn.Module.to_empty` forgets."""
+    """Allocates parameters on the meta device; tied ones stay tied, which `nn.Module.to_empty` alone would undo."""
     names: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -224,7 +224,7 @@ def materialise(root: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> None:
-    """Fills parameters as `initialise` fills those of the whole model; buffers become zero. One tensor at a time."""
+    """Fills parameters as `initialise` fills those of the whole model, one at a time; buffers become zero."""
     chunks = list(chunks)
     for chunk in chunks:
         for buffer in chunk.buffers():
@@ -240,7 +240,7 @@ def fill(one: HeldParameter, part_value: Whole) -> None:
 
 
 def divided_as(tensor: Tensor, value: Tensor) -> Tensor:
-    """Of ``value``, which is as large as ``tensor``, what data parallelism gives to this rank of ``tensor``."""
+    """The part of ``value``, of the size of the whole ``tensor``, that data parallelism gives to this rank."""
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         for dimension, (start, length) in enumerate(zip(offset, shape)):
@@ -249,14 +249,14 @@ def divided_as(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def as_divided(values: Tensor, like: Tensor) -> Tensor:
-    """This rank's ``values`` as a tensor that is divided as ``like`` is."""
+    """This rank's ``values`` as a tensor divided like ``like``."""
     if not isinstance(like, DTensor):
         return values
     return DTensor.from_local(values, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def _drawn(name: str, part: HeldPart, seed: int, model: Model, device: torch.device) -> Tensor:
-    """The part's own values; of stacked experts only those that are here are drawn."""
+    """The part's initial values; of stacked experts only those held here are drawn."""
     first, rest = part.cuts[:1], part.cuts[1:]
     if is_stack_of_experts(name) and first and first[0].dimension == 0:
         here = range(*first[0].runs[0])

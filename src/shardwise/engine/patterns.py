@@ -1,4 +1,4 @@
-"""Which modules of a network play which role: the small table that tensor, context, expert and pipeline read.
+"""Which modules of a network play which role: the table that tensor, context, expert and pipeline parallelism read.
 
 A name may hold ``*`` for one word of a dotted path. Modules that no pattern names stay whole on every rank.
 """
@@ -27,17 +27,17 @@ class Patterns:
     maps, with the same values. ``headless`` modules of a region stand before its cut maps: heads of all ranks reach
     their gradients. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
 
-    What follows ``experts`` is for networks of others than ours. ``attention`` modules mix tokens by their attribute
+    What follows ``experts`` is for other networks than ours. ``attention`` modules mix tokens by their attribute
     ``attend`` (`models.dot_product`). ``experts`` hold parameters stacked along dimension 0 and map rows, the numbers
     of their experts and weights to rows; ``expert_features`` says which dimension of each runs over the features inside
     an expert, and of how many equal blocks it is made (gate and up in one are two). ``hidden``, ``positions`` and
     ``documents`` are names of arguments: of the regions' hidden states, and of the network's positions [batch, seq] and
     numbers of packed documents. ``constants`` are given with every call.
 
-    What a network keeps in attributes and reads while it runs is changed with it: ``divided`` names by modules the
-    attributes that count what tensor parallelism cuts, ``layer_lists`` those with an element for each layer, of which a
-    stage keeps its own. ``logit_cap`` names an attribute c of the network's config: it makes c·tanh(x/c) of what its
-    head gives. ``refused`` says of fields of a strategy why this network cannot have them.
+    Attributes that a network reads while it runs are changed with it: ``divided`` names by module those that count what
+    tensor parallelism cuts, ``layer_lists`` those with an element for each layer, of which a stage keeps its own.
+    ``logit_cap`` names an attribute c of the network's config, which turns its head's x into c·tanh(x/c). ``refused``
+    gives the reason why this network does not support a field of a strategy.
     """
 
     layers: str
@@ -97,7 +97,7 @@ DECODER = Patterns(
 
 
 def decoder_patterns(model: Model) -> Patterns:
-    """Those of our own decoder, with what only some models have."""
+    """The table of our own decoder, with what only some models have."""
     if not model.qk_norm_whole:
         return DECODER
     norms = {"layers.*.attention.query_norm": "", "layers.*.attention.key_norm": "key_value_heads"}
@@ -118,7 +118,7 @@ def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def change_attribute(module: nn.Module, path: str, change: Callable[[Any], Any]) -> None:
-    """Of what a network reads while it runs; a config on the way is copied first, since others read it too."""
+    """Changes what a network reads while it runs; a config on the path is copied first, since others read it too."""
     owner: Any = module
     *holders, name = path.split(".")
     for holder in holders:

@@ -12,9 +12,9 @@ from shardwise.engine.torch_private import profiler_enabled
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """A profiler's range; without a profiler nothing, which a hundred ranges a step would make 1% slower.
+    """A profiler's range, or nothing without a profiler: a hundred ranges would make a step 1% slower.
 
-    Compiled layers take it as it is: they leave it out by themselves.
+    In compiled layers always a range, which the compiler leaves out by itself.
     """
     if torch.compiler.is_compiling() or profiler_enabled():
         return record_function(name)
@@ -27,13 +27,13 @@ def named(phase: str) -> AbstractContextManager[object]:
 
 
 def sent(dimension: str, what: str, tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Marks a collective with its dimension and the bytes that this rank gives it."""
+    """Marks a collective with its dimension and the bytes that this rank contributes."""
     return marked(begin_name(dimension, what, tensor.numel() * tensor.element_size()))
 
 
 def waited(dimension: str, what: str) -> AbstractContextManager[object]:
     """Marks where this rank's host is blocked on a collective that it started before, or on another rank's message.
 
-    ``what`` is the collective's own name, or the message's; the waits of one name come in the order of its beginnings.
+    ``what`` is the name of the collective or message; waits of one name come in the order in which they began.
     """
     return marked(wait_name(dimension, what))

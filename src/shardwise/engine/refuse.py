@@ -1,4 +1,4 @@
-"""What does not run is refused before anything starts, by the same table that the planner prunes by."""
+"""Refuses what does not run before anything starts, by the same table that the planner prunes by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.spec.support import not_built, verdict
 def require_runs(job: Job, *, own_module: bool = False) -> None:
     """Raises SpecError for the worst finding of the support matrix about this job.
 
-    ``own_module``: the network is the user's, so that what our decoder does not build is no matter.
+    ``own_module``: the network is the user's, so that the limits of our decoder do not apply.
     """
     aside = not_built(job.model) if own_module else ()
     for worst in (one for one in verdict(job).findings if one not in aside):
@@ -21,7 +21,7 @@ def require_runs(job: Job, *, own_module: bool = False) -> None:
 
 def require_devices(device: str, ranks: int) -> None:
     """Raises SpecError if this machine has too few devices; on a CPU a rank is a process."""
-    import torch  # who only asks what runs does without
+    import torch  # not needed by callers of `require_runs` alone
 
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise SpecError("--on", f"cuda: {torch.cuda.device_count()} GPUs for {ranks} ranks", "use --on cpu")

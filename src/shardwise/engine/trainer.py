@@ -38,12 +38,11 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors on the device, equal on every rank: reading them waits for the step, so do it seldom. If workers do not
-    synchronise in every step, the loss is that of this worker's part of the batch, and the norm that of its own
-    gradient.
+    """Tensors on the device, equal on every rank: reading them waits for the step. If workers do not synchronise in
+    every step, the loss is that of this worker's part of the batch, and the norm that of its own gradient.
 
-    Where gradients were not finite anywhere, the norm is not finite on any rank, and minus infinity where the loss was
-    above its limit; then no weight has moved on any.
+    If a gradient was not finite on any rank, the norm is not finite on all; if the loss was above its limit, it is
+    minus infinity. In both cases no weight has moved on any rank.
     """
 
     loss: Tensor  # mean over the labels that count, of the whole batch
@@ -95,7 +94,7 @@ class Trainer(ABC, Generic[Given]):
     def step(self, batch: Given, *, loss_limit: float | None = None) -> StepResult:
         """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it.
 
-        A step whose loss is above ``loss_limit`` is left out.
+        A step whose loss is above ``loss_limit`` is skipped.
         """
         loss = self.forward_backward(batch)
         return StepResult(loss, self.update(None if loss_limit is None else loss > loss_limit))
@@ -121,10 +120,10 @@ class Trainer(ABC, Generic[Given]):
         return self.over_data(loss)
 
     def update(self, refused: Tensor | None = None) -> Tensor:
-        """Clips the gradients and moves the weights; the gradients' norm before that.
+        """Clips the gradients and updates the weights; returns the gradients' norm before clipping.
 
-        The norm is of the gradients of all ranks, so that all of them leave a step out where it is not finite, or
-        where one of them has ``refused`` it.
+        The norm is that of all ranks' gradients, so that all skip a step if it is not finite, or if one of them has
+        ``refused`` it.
         """
         if self.late is not None and not self.late.exchange():
             self._end_step()
@@ -133,7 +132,7 @@ class Trainer(ABC, Generic[Given]):
             self.tied.copy_of(self.tied.weight.grad)
         gradients, largest = [one.gradient for one in self.parameters], self.job.training.optimization.clip_norm
         if self.optimizer.learnt_steps is not None:
-            largest = None  # momentum was on its way before the whole gradient was there
+            largest = None  # the momentum was exchanged before the whole gradient was known
         elsewhere = self.data.settle_gradients(one.parameter for one in self.parameters)
         norm, scale = self.gradient_norm(gradients, refused, elsewhere), None
         bad = (~torch.isfinite(norm)).float()
@@ -158,7 +157,7 @@ class Trainer(ABC, Generic[Given]):
         self.optimizer.zero_grad()
 
     def reset_compression(self) -> None:
-        """After the count of steps got another value: they are exact until that is known to be over."""
+        """Call after the step count was set: steps are exact until the count says otherwise."""
         self.compress(not self.job.strategy.compression.exact_steps)
 
     def compress(self, now: bool) -> None:
@@ -187,11 +186,11 @@ class Trainer(ABC, Generic[Given]):
             self.outer.begin()
 
     def weight(self, one: HeldParameter) -> Tensor:
-        """The fp32 values that are trained, wherever they are, divided as the parameter is."""
+        """The fp32 values that are trained, wherever they are stored, divided like the parameter."""
         return as_divided(self.optimizer.read(one.parameter, MASTER).to(self.device), one.parameter)
 
     def gradient(self, one: HeldParameter) -> Tensor | None:
-        """As `forward_backward` left it, wherever it is, divided as the parameter is; None if there is none."""
+        """As `forward_backward` left it, wherever it is stored, divided like the parameter; None if there is none."""
         self.data.settle_gradients(())
         stored = self.optimizer.stored
         if stored is None or one.parameter not in stored.summed:
@@ -200,7 +199,7 @@ class Trainer(ABC, Generic[Given]):
         return as_divided(values.to(self.device), one.parameter)
 
     def offload_activations(self, patterns: Patterns) -> None:
-        """What the layers save for their backward passes leaves the device, as much of it as the strategy says."""
+        """Offloads the strategy's share of what the layers save for their backward passes."""
         share = self.job.strategy.offload.activations
         if self.store is not None and share:
             offload_activations(list(self.stages.values()), patterns, self.store, share)
@@ -213,9 +212,9 @@ class Trainer(ABC, Generic[Given]):
         )
 
     def offload_optimizer(self, share: float) -> None:
-        """Between two steps: another share of the optimizer's states is kept outside of the device's memory.
+        """Between two steps: changes the share of the optimizer's states kept outside of the device's memory.
 
-        For a job whose strategy offloads something: where there is nothing to offload to, nothing moves.
+        Does nothing for a job that offloads nothing.
         """
         if self.store is not None:
             self.optimizer.offload(share)
@@ -234,13 +233,13 @@ class Trainer(ABC, Generic[Given]):
 
     @abstractmethod
     def microbatches(self, batch: Given) -> tuple[Sequence[Any], Tensor]:
-        """What this rank computes of a step, and how much of it counts (a fresh fp32 scalar)."""
+        """This rank's microbatches of a step, and how many of their labels count (a fresh fp32 scalar)."""
 
     def after_update(self) -> None:
-        """What else moves with the weights."""
+        """Updates of anything beside the weights."""
 
     def own_tokens(self, batch: Batch) -> Batch:
-        """What context parallelism leaves of every sequence on this rank."""
+        """The part of every sequence that context parallelism gives to this rank."""
         rank, size, method = self.mesh.rank("cp"), self.mesh.size("cp"), self.job.strategy.context_method
         return batch.changed(lambda tensor: cut_sequence(tensor, rank, size, method))
 
@@ -253,7 +252,7 @@ class Trainer(ABC, Generic[Given]):
         return number
 
     def require_rows(self, rows: int, exactly: bool) -> None:
-        """A rank's share of a batch is whole microbatches; as many as the job says, where ``exactly``."""
+        """Refuses a share of a batch that is not whole microbatches, or, if ``exactly``, not as many as the job has."""
         each = self.job.strategy.microbatch
         wanted = each * self.job.microbatches
         if rows % each or (exactly and rows != wanted):
@@ -275,7 +274,7 @@ class Trainer(ABC, Generic[Given]):
         return total
 
     def _loss(self, microbatch: Any) -> Tensor:
-        """Summed over what counts, of a network that is not cut into stages."""
+        """The loss of a network that is not cut into stages, summed over what counts."""
         (stage,) = self.stages.values()
         inputs: Any = getattr(microbatch, "tokens", None)
         return self.call(stage, inputs, microbatch, True).float()

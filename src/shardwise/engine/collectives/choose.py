@@ -1,7 +1,7 @@
 """How gradients are summed: by the backend's own collective, or by the schedule that `strategy.collective` names.
 
-"auto" takes the backend's own unless the cluster's description says that one of our schedules is faster for this size
-on the network that the group spans.
+"auto" takes the backend's own unless, by the cluster's description, one of our schedules is faster for this size on the
+network that the group spans.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GradientSums:
             self._runs = {mesh.group(one.name): one.runs for one in gradient_groups(job) if mesh.size(one.name) > 1}
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> Pending | None:
-        """Begins to sum ``tensor`` in place."""
+        """Starts to sum ``tensor`` in place."""
         schedule = self._schedule(group, CollectiveKind.ALL_REDUCE, tensor)
         if schedule is None:
             return all_reduce_sum(tensor, group, async_op=True, in_fp32=True)
@@ -44,7 +44,7 @@ class GradientSums:
     def reduce_scatter(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False, *, in_fp32: bool = False
     ) -> Pending | None:
-        """As `reduce_scatter_sum`."""
+        """Like `reduce_scatter_sum`."""
         schedule = self._schedule(group, CollectiveKind.REDUCE_SCATTER, input)
         if schedule is None or output.dtype != input.dtype:
             return reduce_scatter_sum(output, input, group, async_op, in_fp32=in_fp32)
@@ -58,7 +58,7 @@ class GradientSums:
         return self._communicators[group]
 
     def _schedule(self, group: dist.ProcessGroup, kind: CollectiveKind, tensor: Tensor) -> Schedule | None:
-        """The same on all ranks: it depends on what all of them know."""
+        """The same on all ranks: it depends only on what all of them know."""
         runs = self._runs.get(group)
         if runs is None or self.job is None or backend_of(group, tensor.device.type) not in RUN_ON:
             return None

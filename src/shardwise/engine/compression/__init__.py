@@ -17,7 +17,7 @@ from shardwise.spec.less_communication import Compression
 
 
 class CompressedSum(Protocol):
-    """Sums the same bucket over a group again and again; see `ExchangedSum`."""
+    """Sums the same bucket over a group, step after step; see `ExchangedSum`."""
 
     states: dict[str, Tensor]
 
@@ -30,7 +30,7 @@ class CompressedSum(Protocol):
 def compressed_sum(
     compression: Compression, shapes: Sequence[torch.Size], group: dist.ProcessGroup, device: torch.device
 ) -> CompressedSum | None:
-    """For a bucket of tensors of these shapes, one after the other; None if they travel as they are."""
+    """For a bucket of tensors of these shapes, one after the other; None without compression."""
     if not compression.is_used:
         return None
     if compression.method == "powersgd":

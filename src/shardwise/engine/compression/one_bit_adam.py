@@ -1,9 +1,9 @@
-"""1-bit Adam: what travels is momentum, whose errors feed back into itself and never reach the second moments.
+"""1-bit Adam: ranks exchange momentum, whose errors feed back into itself and never reach the second moments.
 
-Tang et al. 2021, arXiv 2102.02888, algorithm 1: after some exact steps the second moments stay as they are, every rank
-moves the common momentum by its own gradient, and the mean of these, in signs, is the next momentum. Here the optimizer
-gets the gradient that moves its momentum there, so that all that is linear in gradients (sums over tensor-parallel
-ranks, tied ends) stays as it is.
+Tang et al. 2021, arXiv 2102.02888, algorithm 1: after some exact steps the second moments are frozen, every rank moves
+the common momentum by its own gradient, and the mean of these, as signs, is the next momentum. Here the optimizer gets
+the gradient that moves its momentum there, so that all that is linear in gradients (sums over tensor-parallel ranks,
+tied ends) needs no change.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardwise.engine.compression.quantised import ExchangedSum
 
 
 class MomentumSum:
-    """As `ExchangedSum`, of the momentum that the gradients of one bucket make.
+    """Like `ExchangedSum`, for the momentum that the gradients of one bucket make.
 
-    `follow` says where the momentum of the bucket's parameters is, before the first sum.
+    Call `follow` before the first sum.
     """
 
     def __init__(self, exchanged: ExchangedSum) -> None:

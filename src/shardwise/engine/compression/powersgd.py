@@ -1,7 +1,7 @@
-"""PowerSGD: every matrix as the product of two thin ones, by one step of power iteration from where the last ended.
+"""PowerSGD: every matrix as the product of two low-rank factors, by one power iteration from the last step's result.
 
-Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727, algorithm 1. All matrices of a bucket travel together; what is
-no matrix, or not smaller as two, travels whole with the first of the two sums.
+Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727, algorithm 1. All matrices of a bucket are summed together; what is
+not a matrix, or not smaller as two, is summed whole with the first factors.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class LowRankSum:
         del self.places, self.matrices, self.first, self.work
 
     def _keep(self, number: int, whole: Tensor, right: Tensor) -> None:
-        """Where the next iteration starts, and what this rank's share of the sum was off by; nothing of a step that is
-        left out."""
+        """The start of the next iteration, and the error of this rank's share; nothing from a skipped step."""
         self.states[f"right_{number}"].copy_(right.nan_to_num(0.0, 0.0, 0.0))
         error = self.states.get(f"error_{number}")
         if error is not None:

@@ -1,6 +1,6 @@
 """Sums of gradients as codes: fp32 blocks as bytes and back, and the exchange of a bucket in that form.
 
-A number that is not finite makes its block not finite, so that all ranks leave the step out.
+A number that is not finite makes its block not finite, so that all ranks skip the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.spec.less_communication import SCALE_BYTES, Compression
 
 
 class Codec(Protocol):
-    """``bytes_per_block`` are what a row of ``block`` elements takes."""
+    """A row of ``block`` elements takes ``bytes_per_block``."""
 
     block: int
     bytes_per_block: int
@@ -33,7 +33,7 @@ class Codec(Protocol):
 
 
 class Rounded:
-    """Every element in 16 bits, a block of its own: off by 2^-9 of itself in bf16, by 2^-12 in fp16 (above 6e-5)."""
+    """Each element in 16 bits, a block of its own: off by 2^-9 of itself in bf16, by 2^-12 in fp16 (above 6e-5)."""
 
     block = 1
 
@@ -48,7 +48,7 @@ class Rounded:
 
 
 class Scaled:
-    """Eight bits an element, as parts of the block's largest one.
+    """Eight bits per element, relative to the block's largest one.
 
     An element of int8 is off by at most 1/254 of the largest of its block; one of fp8 (e4m3) by 1/16 of itself, or
     where that is more by 2^-10/448 of the largest.
@@ -71,7 +71,7 @@ class Scaled:
 
 
 class Signs:
-    """One bit an element: the sign, times the mean size of the block's elements (Karimireddy et al. 2019)."""
+    """One bit per element: the sign, times the mean magnitude of the block's elements (Karimireddy et al. 2019)."""
 
     def __init__(self, block: int) -> None:
         self.block, self.bytes_per_block = block, block // 8 + SCALE_BYTES
@@ -105,7 +105,7 @@ def _with_scale(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _without_scale(encoded: Tensor) -> tuple[Tensor, Tensor]:
     codes = encoded[:, :-SCALE_BYTES].contiguous()
-    scale = encoded.new_empty(len(encoded), SCALE_BYTES).copy_(encoded[:, -SCALE_BYTES:])  # at an address of its own
+    scale = encoded.new_empty(len(encoded), SCALE_BYTES).copy_(encoded[:, -SCALE_BYTES:])  # aligned
     return codes, scale.view(torch.float32)
 
 
@@ -133,7 +133,7 @@ class ExchangedSum:
         self.sent_bytes = 0
 
     def start(self, flat: Tensor) -> Pending:
-        """``flat`` has to stay until `wait`, which makes it the sum over all ranks."""
+        """``flat`` has to stay allocated until `wait`, which makes it the sum over all ranks."""
         self.flat = flat
         values = flat.new_zeros(self.ranks * self.blocks_each * self.codec.block, dtype=torch.float32)
         values[: self.elements].copy_(flat.view(-1))
@@ -166,7 +166,7 @@ class ExchangedSum:
         values = values + error
         codes = self.codec.encode(values)
         torch.sub(values, self.codec.decode(codes), out=error)
-        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a step that is left out leaves nothing behind
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # a skipped step leaves no error
         return codes
 
     def _count(self, whole: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Data parallelism: the same parameters on several ranks, whole (ZeRO-0) or divided (ZeRO-1, 2, 3, hybrid).
 
-Applied last, around everything else. Gradients are sums over the ranks: what each differentiates is its share of the
+Applied last, around everything else. Gradients are sums over the ranks: each rank differentiates its share of the
 loss of the whole batch.
 """
 
@@ -39,13 +39,13 @@ class DataParallel:
         self.parts = parts
 
     def start(self) -> None:
-        """Once the parameters have their first values, before the optimizer is made."""
+        """Call once the parameters have values, before the optimizer is made."""
         for part in self.parts.values():
             part.start()
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """fp32 values of whole parameters that are computed with in 16 bits; divided parameters are fp32 themselves."""
+        """fp32 values of whole 16-bit parameters; divided parameters are fp32 themselves."""
         return {parameter: master for part in self.parts.values() for parameter, master in part.masters.items()}
 
     @property

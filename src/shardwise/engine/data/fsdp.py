@@ -14,7 +14,7 @@ from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.data.fsdp_collectives import Unfinished, install
 from shardwise.engine.data.units import Unit
 from shardwise.engine.mesh import Mesh
-from shardwise.engine.offload.shards import TravellingGradients, TravellingWeights
+from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
 from shardwise.engine.torch_private import (
@@ -29,7 +29,7 @@ class Sharded:
     """Parameters of ``root`` divided over the ranks of the mesh; each of ``units`` is gathered and reduced by itself.
 
     ZeRO-1: parameters are gathered once a step, gradients stay whole and are reduced with the last microbatch.
-    ZeRO-2: gradients are reduced with every microbatch, unless they accumulate locally. ZeRO-3: parameters are let go
+    ZeRO-2: gradients are reduced with every microbatch, unless they accumulate locally. ZeRO-3: parameters are freed
     after every use, unless they are kept. Hybrid: the all-reduce between shard groups comes with the last microbatch,
     whatever happens inside them. ``prefetch`` units are gathered ahead of the one that computes.
     """
@@ -50,7 +50,7 @@ class Sharded:
         self.units: list[Any] = [*(unit.module for unit in units), root]
         self._set_to: tuple[bool, bool, bool] | None = None
         self.masters: dict[nn.Parameter, Tensor] = {}  # the shards themselves are fp32
-        for unit in sorted(units, key=lambda one: not one.expert):  # what is inside comes first
+        for unit in sorted(units, key=lambda one: not one.expert):  # inner modules first
             self._shard(unit, mesh, precision)
         self._shard(Unit(root, at_the_end=True), mesh, precision, root=True)
         _loss_through_head(root, units)
@@ -58,8 +58,8 @@ class Sharded:
         self.reductions = [one for module in self.units for one in install(module, self.unfinished, sums)]
         self.passes = _passes(root, units)
         _prefetch(*self.passes, units, prefetch)
-        self.weights: TravellingWeights | None = None
-        self.gradients: TravellingGradients | None = None
+        self.weights: OffloadedWeights | None = None
+        self.gradients: OffloadedGradients | None = None
         if mesh.device == "cpu":
             gather_in_background(root)
 
@@ -73,8 +73,8 @@ class Sharded:
         again = not (self.keeps_parameters or unit.at_the_end)
         groups = ("expert_replicate", "expert_shard") if unit.expert else ("replicate", "shard")
         sharded = fully_shard(unit.module, mesh=mesh.sharding(*groups), reshard_after_forward=again, mp_policy=policy)
-        # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP ask
-        # for a reduction that scales, which gloo has not.
+        # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use a
+        # scaling reduction, which gloo does not have.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         if unit.by_index:
@@ -83,18 +83,18 @@ class Sharded:
     def offload(self, stored: StoredStates, stay: AbstractSet[nn.Parameter]) -> None:
         """Weights and gradients that are ``stored`` leave the device; not the gradients of those that ``stay``."""
         if stored.weights:
-            self.weights = TravellingWeights(*self.passes, stored)
+            self.weights = OffloadedWeights(*self.passes, stored)
         if stored.gradients:
-            self.gradients = TravellingGradients(self.units, stored, stay)
+            self.gradients = OffloadedGradients(self.units, stored, stay)
             for reduction in self.reductions:
                 if any(stored.has_gradients(one.sharded_param) for one in reduction.fsdp_parameters):
                     reduction.unfinished = None  # what leaves has to be complete
 
     def start(self) -> None:
-        """The shards are masters as they are."""
+        """Nothing to do: the shards are the masters."""
 
     def before_microbatch(self, last: bool) -> None:
-        """To be called before the forward pass; ``last``: of the step."""
+        """Call before the forward pass; ``last``: of the step."""
         self._set(last or self.reduces_always, last or not self.keeps_parameters, last)
 
     def after_step(self) -> None:
@@ -108,14 +108,12 @@ class Sharded:
         if self.gradients is not None:
             self.gradients.stored.summed.clear()
 
-    # For a pipeline: a module is given its settings between its passes.
-
     def before_input_gradients(self) -> None:
-        """Weight gradients that come later need inputs and output gradients, but no weights: these may go."""
+        """Deferred weight gradients need inputs and output gradients but no weights, which may be freed."""
         self._set(False, not self.keeps_parameters, False)
 
     def after_weight_gradients(self, last: bool) -> None:
-        """What FSDP's hooks would do, had they waited for the weight gradients (pytorch#144530)."""
+        """What FSDP's hooks would do if they waited for the weight gradients (pytorch#144530)."""
         self.before_microbatch(last)
         self.unfinished.will_finish = True
         for unit in reversed(self.units):
@@ -131,17 +129,17 @@ class Sharded:
         self._set_to = (reduce, reshard, last)
         for unit in self.units:
             unit.set_requires_gradient_sync(reduce, recurse=False)
-            # Between the shard groups once; in a pipeline each time, since of a tied embedding a pass may bring a part
-            # of the gradients only, and FSDP cannot add up what differs in size.
+            # Between the shard groups once; in a pipeline each time, since a pass may bring only some gradients of a
+            # tied embedding, and FSDP cannot add tensors of different sizes.
             unit.set_requires_all_reduce(last or self.in_pipeline, recurse=False)
             unit.set_reshard_after_backward(reshard, recurse=False)
         self.units[-1].set_is_last_backward(last)
 
 
 def _complete(group: Any) -> None:
-    """Gradients of zero where none is: what hybrid sharding adds up between microbatches has one place for each.
+    """Zeros for missing gradients: hybrid sharding accumulates all of them in one tensor between microbatches.
 
-    Two input gradients in a row leave those of norms for one reduction and none for the next.
+    Two input-gradient passes in a row leave those of norms for one reduction and none for the next.
     """
     for one in group.fsdp_params:
         if one.sharded_param.requires_grad and one.unsharded_accumulated_grad is None:
@@ -151,8 +149,8 @@ def _complete(group: Any) -> None:
 
 
 def _passes(root: nn.Module, units: Sequence[Unit]) -> tuple[list[Any], list[Any]]:
-    """What each pass gathers, in its order. That of the backward pass is reversed by layers only: a layer's begins
-    before that of the experts in it."""
+    """What each pass gathers, in order. The backward pass reverses layers only: it reaches a layer before the experts
+    inside it."""
     layers: list[list[Any]] = []
     for unit in units:
         if unit.expert:
@@ -165,7 +163,7 @@ def _passes(root: nn.Module, units: Sequence[Unit]) -> tuple[list[Any], list[Any
 
 
 def _prefetch(forward: Sequence[Any], backward: Sequence[Any], units: Sequence[Unit], depth: int) -> None:
-    """Every unit starts the gathers of the next ``depth``."""
+    """Every unit starts the all-gathers of the next ``depth`` units."""
     if depth == 0:
         return
     inside = {unit.module for unit in units if unit.expert}
@@ -179,7 +177,7 @@ def _prefetch(forward: Sequence[Any], backward: Sequence[Any], units: Sequence[U
 
 
 def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], None]:
-    """A recomputed layer calls its experts in the backward pass, which is done with what follows and has let it go."""
+    """A recomputed layer calls its experts in the backward pass, which has already freed what follows."""
 
     def choose(module: Any, _: Any) -> None:
         in_backward = current_graph_task_id() >= 0

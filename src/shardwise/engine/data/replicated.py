@@ -1,8 +1,8 @@
 """Everything whole on every rank (ZeRO-0): gradients are summed in a few large pieces while the backward pass runs.
 
 Not `DistributedDataParallel`, which is silently wrong with split backward passes (pytorch#144530) and copies every
-gradient into its bucket and back; nor `fully_shard` with shards of one, which keeps all weights twice. Here a node
-before each layer tells when the gradients of the layer are there; they move into a bucket once, and are summed there.
+gradient into its bucket and back; nor `fully_shard` with shards of one, which keeps all weights twice. Here a graph
+node before each layer runs once the layer's gradients are complete; they move into a bucket once and are summed there.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Replicated:
         self.last = last
 
     def after_step(self) -> None:
-        """Gradients are let go."""
+        """Frees the gradients."""
         self._open.clear()
         for parameter in self.root.parameters():
             parameter.grad = None
@@ -98,7 +98,7 @@ class Replicated:
             self.finish()
 
     def finish(self) -> None:
-        """Starts what was not started and waits for all sums; a whole last backward pass does it at its end."""
+        """Starts the remaining sums and waits for all; the last full backward pass calls this at its end."""
         self._will_finish = False
         for bucket in self.buckets:
             self._start(bucket)
@@ -124,7 +124,7 @@ class Replicated:
 
     @_out_of_graphs
     def _mark(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Sets a node before the layer, whose own backward comes when all gradients of the layer are there."""
+        """Puts a node before the layer, whose backward runs when all gradients of the layer are complete."""
         if not torch.is_grad_enabled() or _in_backward():  # the second forward pass of recompute is not counted
             return None
         values = [*arguments, *named.values()]
@@ -159,7 +159,7 @@ class Replicated:
             at_end_of_backward(self.finish if self.last else self._collect)
 
     def _collect(self) -> None:
-        """What no layer completes moves into its bucket too: gradients beside an empty bucket would be twice there."""
+        """Buckets that no layer completes: gradients beside an empty bucket would take memory twice."""
         self._will_finish = False
         for bucket in self.buckets:
             if bucket.complete_after is None and all(one.grad is not None for one in bucket.parameters):
@@ -179,7 +179,7 @@ class _Mark(torch.autograd.Function):
 
 
 def _buckets(root: nn.Module, units: Sequence[Unit], mesh: Mesh, sums: GradientSums) -> list[Bucket]:
-    """In the order in which the backward pass completes them; none for a group of one rank, or workers apart."""
+    """In the order in which the backward pass completes them; none for one rank, or for independent workers."""
     buckets: list[Bucket] = []
     if not mesh.strategy.synchronise.every_step:
         return buckets
@@ -210,7 +210,7 @@ def _completed(
         if not (unit.expert or unit.at_the_end):
             layer = None if unit.by_index else unit.module
         found.append((unit, parameters, layer))
-    # What has no layer after it in the backward pass is complete at its end: the embedding, and what belongs to none.
+    # The embedding, and what belongs to no layer, are complete at the end of the backward pass.
     return [*reversed(found), (None, rest, None)]
 
 
@@ -221,7 +221,7 @@ def _in_backward() -> bool:
 class Bucket:
     """Parameters whose gradients are summed together, once the backward pass has left ``complete_after`` (or ended).
 
-    The memory is taken once and for all; from the first backward pass of a step on the gradients are in it.
+    Memory is allocated once; from the first backward pass of a step on, the gradients are views of it.
     """
 
     def __init__(self, group: dist.ProcessGroup, sums: GradientSums) -> None:
@@ -243,12 +243,12 @@ class Bucket:
         return self.parameters[0].device
 
     def expect(self, compression: Compression) -> None:
-        """Before the first sum, if at all."""
+        """Sets up compression, before the first sum."""
         shapes = [one.shape for one in self.parameters]
         self.compressed = compressed_sum(compression, shapes, self.group, self.device)
 
     def reduce(self) -> Pending | None:
-        """Begins the sum of what was collected."""
+        """Starts the sum of what was collected."""
         flat = self.collect()
         if self.compressed is not None and self.compresses:
             return self.compressed.start(flat)
@@ -257,7 +257,7 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self) -> Tensor:
-        """All gradients in one tensor, which they are parts of from now on; zero where a parameter had none."""
+        """All gradients in one tensor, of which they are views from now on; zero where a parameter had none."""
         if self.flat is None:
             first = self.parameters[0]
             elements = sum(one.numel() for one in self.parameters)

@@ -1,4 +1,4 @@
-"""Parts of a network whose parameters data parallelism gathers and reduces together: the layers, and what is large."""
+"""Parts of a network whose parameters data parallelism gathers and reduces together: layers, experts, both ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardwise.engine.patterns import Patterns, matching
 
 @dataclass(frozen=True)
 class Unit:
-    """``expert``: its parameters are those of routed experts, which other ranks share than share the dense parts.
+    """``expert``: its parameters are those of routed experts, which other ranks hold than hold the dense parts.
 
-    ``at_the_end``: its backward pass follows its forward pass at once. ``by_index``: it looks rows up, for which a
+    ``at_the_end``: its backward pass directly follows its forward pass. ``by_index``: it looks rows up, so that its
     backward pass needs no parameters.
     """
 
@@ -25,9 +25,8 @@ class Unit:
 
 
 def units_of(root: nn.Module, layers: Sequence[nn.Module], patterns: Patterns, experts_apart: bool) -> list[Unit]:
-    """In the order of the forward pass; experts come after the layer that they are in. What is left is the root's.
-
-    An embedding that is the head's too stays with the root: both ends of the network need it.
+    """In the order of the forward pass; experts come after the layer that they are in. The root owns
+    the rest, a tied embedding included: both ends of the network need it.
     """
     units: list[Unit] = []
     ends = list(_ends(root, patterns))
@@ -53,7 +52,7 @@ def own_parameters(root: nn.Module, units: Sequence[Unit]) -> tuple[list[list[nn
 
 
 def find_layers(root: nn.Module) -> list[nn.Module]:
-    """The blocks of a network that names none: members of the largest list of modules of one kind."""
+    """The blocks of a network without a table: members of the largest list of modules of one kind."""
     candidates = [list(module.children()) for module in root.modules() if _is_list(module)]
     alike = [blocks for blocks in candidates if len({type(block) for block in blocks}) == 1]
     return max(alike, key=lambda blocks: sum(one.numel() for block in blocks for one in block.parameters()), default=[])

@@ -1,8 +1,8 @@
-"""Activations outside of the device's memory between the forward and the backward pass of their layer.
+"""Activations kept outside of the device's memory between the forward and the backward pass of their layer.
 
-What autograd saves in a layer leaves while the next one computes, and comes back while the backward pass of the next
-one runs. PyTorch's own `save_on_cpu` waits for every tensor, copies each view of a storage once more, takes parameters
-along, and knows no disk, no share and nothing ahead.
+What autograd saves in a layer is copied out while the next layer computes, and back while the backward pass of the
+next layer runs. PyTorch's own `save_on_cpu` waits for every tensor, copies each view of a storage again, includes
+parameters, and has no disk, no share and no prefetch.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.saved_views import SavedView, unpack
 from shardwise.engine.torch_private import storage_id, version_of
 
-SMALLEST_BYTES = 4096  # what is smaller stays: a transfer would cost more than its memory
+SMALLEST_BYTES = 4096  # smaller tensors stay: the transfer would cost more than the memory
 
 
 def offload_activations(stages: Sequence[nn.Module], patterns: Patterns, store: Store, share: float) -> None:
-    """Wraps the forward pass of every layer; ``share`` of the bytes that it saves leave the device."""
+    """Wraps the forward pass of every layer; ``share`` of the bytes that it saves are offloaded."""
     for stage in stages:
         layers = [layer for _, layer in matching(stage, patterns.layers)]
-        travel = _Travel(store, share)
+        offload = _StageOffload(store, share)
         for place, layer in enumerate(layers):
-            _wrap(layer, travel, first=place == 0)
+            _wrap(layer, offload, first=place == 0)
 
 
-def _wrap(layer: nn.Module, travel: _Travel, first: bool) -> None:
+def _wrap(layer: nn.Module, offload: _StageOffload, first: bool) -> None:
     forward = layer.forward
 
     @wraps(forward)
     def forward_saving_elsewhere(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        one = travel.begin(layer, first)
+        one = offload.begin(layer, first)
         with saved_tensors_hooks(one.pack, unpack):
             result = forward(*arguments, **named)
-        travel.end(one)
+        offload.end(one)
         return result
 
     layer.forward = forward_saving_elsewhere
 
 
-class _Travel:
-    """The layers of a stage, one after the other; of one at most something is still leaving when the next has run."""
+class _StageOffload:
+    """The layers of a stage in order; at most one of them is still being copied out when the next has run."""
 
     def __init__(self, store: Store, share: float) -> None:
         self.store, self.share = store, share
@@ -68,8 +68,8 @@ class _Travel:
         self._last = one
         one.close()
 
-    def goes(self, size: int) -> bool:
-        """Whether a storage goes, so that at any time about the share of all bytes has gone."""
+    def takes(self, size: int) -> bool:
+        """Whether to offload a storage, so that at any time about the share of all bytes is offloaded."""
         self.seen += size
         if self.sent + size / 2 > self.share * self.seen:
             return False
@@ -78,10 +78,10 @@ class _Travel:
 
 
 class _LayerPass:
-    """What one forward pass of a layer saves. Owned by what it has sent away, so that it goes with the graph."""
+    """What one forward pass of a layer saves. Owned by what it has offloaded, so that it is freed with the graph."""
 
-    def __init__(self, travel: _Travel, layer: nn.Module, before: _LayerPass | None) -> None:
-        self.travel = travel
+    def __init__(self, offload: _StageOffload, layer: nn.Module, before: _LayerPass | None) -> None:
+        self.offload = offload
         self._before = None if before is None else weakref.ref(before)
         self._sent: list[weakref.ref[_Sent]] = []
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, _Sent | None]] = {}
@@ -93,9 +93,9 @@ class _LayerPass:
         storage = tensor.untyped_storage()
         key, size = (storage_id(storage), version_of(tensor)), storage.nbytes()
         if key not in self._known:
-            goes = size >= SMALLEST_BYTES and not self._is_parameter(key[0]) and self.travel.goes(size)
+            taken = size >= SMALLEST_BYTES and not self._is_parameter(key[0]) and self.offload.takes(size)
             # The weak reference keeps the address from being used again, though not the memory.
-            self._known[key] = StorageWeakRef(storage), self._send(tensor) if goes else None  # type: ignore[no-untyped-call]
+            self._known[key] = StorageWeakRef(storage), self._send(tensor) if taken else None  # type: ignore[no-untyped-call]
         sent = self._known[key][1]
         if sent is None:
             return tensor.detach()  # the tensor itself could be an output of the very node that saves it: a cycle
@@ -103,23 +103,23 @@ class _LayerPass:
         return SavedView.of(tensor, sent.content)
 
     def close(self) -> None:
-        """Nothing is packed any more."""
+        """Nothing more will be packed."""
         self._known.clear()
         self._layer = None
 
     def _is_parameter(self, storage: int) -> bool:
-        """Asked when it is used: data parallelism gathers parts of a layer, such as experts, when they run."""
+        """Checked at use: data parallelism gathers parts of a layer, such as experts, when they run."""
         assert self._layer is not None
         return any(storage_id(one.untyped_storage()) == storage for one in self._layer.parameters())
 
     def leave(self) -> None:
-        """Waits until everything has left."""
+        """Waits until everything is copied out."""
         for copy in self._leaving:
             copy.wait()
         self._leaving = []
 
     def fetch(self) -> None:
-        """Starts to bring everything back."""
+        """Starts to copy everything back."""
         if self._is_fetched:
             return
         self._is_fetched = True
@@ -135,9 +135,9 @@ class _LayerPass:
             before.fetch()
 
     def _send(self, tensor: Tensor) -> _Sent:
-        """All of a tensor's storage."""
-        store = self.travel.store
-        # Not by `set_`, which keeps the storage of a fake tensor for ever.
+        """Offloads all of a tensor's storage."""
+        store = self.offload.store
+        # Not by `set_`, which keeps the storage of a fake tensor for good.
         first_bytes = tensor.detach().as_strided((1,), (1,), 0).view(torch.uint8)
         content = first_bytes.as_strided((tensor.untyped_storage().nbytes(),), (1,), 0)
         sent = _Sent(self, content.numel(), content.device)
@@ -148,25 +148,25 @@ class _LayerPass:
 
 
 class _Sent:
-    """One storage that went away; here again from `fetch` until the last of its users has come.
+    """One offloaded storage; on the device again from `fetch` until its last user has read it.
 
-    Autograd may ask twice for a tensor: then it is read once more. The region is free after the last use.
+    Autograd may ask twice for a tensor, which is then read again. The region is freed after the last use.
     """
 
     def __init__(self, layer: _LayerPass, size: int, device: torch.device) -> None:
         self.layer, self.size, self.device = layer, size, device
-        self.store = layer.travel.store
+        self.store = layer.offload.store
         self.region = self.store.region(size)
         self.users = 0
-        self._to_come = 0
+        self._readers_left = 0
         self._content: Tensor | None = None
-        self._coming: BackgroundCopy | None = None
+        self._incoming: BackgroundCopy | None = None
 
     def fetch(self) -> Tensor:
         if self._content is None:
             self._content = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-            self._coming = self.region.read(0, self._content)
-            self._to_come = self.users
+            self._incoming = self.region.read(0, self._content)
+            self._readers_left = self.users
             self.store.lanes.moved[sent_backward(Role.ACTIVATIONS_FROM_HOST)] += self.size
         return self._content
 
@@ -174,16 +174,16 @@ class _Sent:
         self.layer.fetch()
         content = self.fetch()
         self.layer.fetch_before()
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
-        self._to_come -= 1
-        if self._to_come <= 0:
+        if self._incoming is not None:
+            self._incoming.wait()
+            self._incoming = None
+        self._readers_left -= 1
+        if self._readers_left <= 0:
             self._content = None
         return content
 
     def __del__(self) -> None:
         self.layer.leave()
-        if self._coming is not None:
-            self._coming.wait()
+        if self._incoming is not None:
+            self._incoming.wait()
         self.store.take_back(self.region)

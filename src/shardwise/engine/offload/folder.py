@@ -1,4 +1,4 @@
-"""The file that offloading to a disk takes; it has no name, and so goes with the process that has it open."""
+"""The file that offloading to a disk uses; it has no name, and so disappears with the process that has it open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nameless_file(folder: Path) -> IO[bytes]:
 
 
 def may_offload(job: Job) -> bool:
-    """Whether ranks need a store: what is `auto` may come to it later."""
+    """Whether ranks need a store: `auto` may come to offload later."""
     return job.strategy.offload.any or "optimizer" in job.run.automatic
 
 

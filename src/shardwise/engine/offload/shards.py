@@ -1,8 +1,8 @@
-"""Shards of parameters and of their gradients outside of the device's memory, unit by unit.
+"""Shards of parameters and of their gradients kept outside of the device's memory, unit by unit.
 
-While a unit is gathered those of the next one come, so that one unit's shards at a time are on the device. That is
-ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). PyTorch's own `CPUOffloadPolicy` copies when it gathers, with
-nothing ahead, takes all of a unit, and knows no disk.
+While a unit is gathered the next one's shards are fetched, so that the device holds one unit's shards at a time, as in
+ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). PyTorch's own `CPUOffloadPolicy` copies when it gathers,
+without prefetch, offloads whole units only, and has no disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.engine.torch_private import (
 )
 
 
-class TravellingWeights:
+class OffloadedWeights:
     """``forward`` and ``backward`` are the units under `fully_shard`, in the order in which each pass gathers them."""
 
     def __init__(self, forward: Sequence[nn.Module], backward: Sequence[nn.Module], stored: StoredStates) -> None:
@@ -45,13 +45,13 @@ class TravellingWeights:
                 one.after[is_backward] = after
 
     def settle(self) -> None:
-        """Nothing is on the device that the optimizer would not see."""
+        """Frees what is on the device: the optimizer updates the store."""
         for one in self.shards.values():
-            one.let_go()
+            one.free()
 
 
 class _Shards:
-    """Those of a unit whose weights are in the store.
+    """The shards of a unit whose weights are in the store.
 
     FSDP has no public hook before it gathers, so two methods of its per-unit state are replaced.
     """
@@ -59,8 +59,8 @@ class _Shards:
     def __init__(self, group: Any, away: Sequence[Any], stored: StoredStates) -> None:
         self.group, self.away, self.stored = group, away, stored
         self.after: dict[bool, _Shards] = {}
-        self._is_here = True  # until they are gathered for the first time: FSDP may still move them before
-        self._coming: list[BackgroundCopy] = []
+        self._is_here = True  # until the first gather: FSDP may still move them before
+        self._incoming: list[BackgroundCopy] = []
         self._sizes = [0] * len(away)
         self._unshard, self._wait_for_unshard = group.unshard, group.wait_for_unshard
         group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
@@ -69,38 +69,38 @@ class _Shards:
         is_backward = gathers_for_backward(self.group)
         if not self._will_gather(is_backward):
             return self._unshard(async_op)  # type: ignore[no-any-return]
-        self.come(is_backward)
-        self._arrive()
+        self.fetch(is_backward)
+        self._wait()
         self._unshard(async_op)
         if gather_ranks(self.group) > 1:
-            self.let_go(gather_stream(self.group, async_op))
+            self.free(gather_stream(self.group, async_op))
         after = self.after.get(is_backward)
         if after is not None and after._will_gather(is_backward):
-            after.come(is_backward)
+            after.fetch(is_backward)
         return None
 
     def wait_for_unshard(self) -> None:
-        """A rank that shards with no other copies here what it would have gathered."""
+        """A rank that shards with no other copies here what others gather."""
         pending = is_gathering(self.group)
         self._wait_for_unshard()
         if pending and gather_ranks(self.group) == 1:
-            self.let_go()
+            self.free()
 
-    def come(self, is_backward: bool) -> None:
-        """Starts to bring them."""
-        if self._is_here or self._coming:
+    def fetch(self, is_backward: bool) -> None:
+        """Starts to fetch them."""
+        if self._is_here or self._incoming:
             return
         moved = self.stored.store.lanes.moved
         for one, size in zip(self.away, self._sizes):
             shard = local(one.sharded_param)
             shard.untyped_storage().resize_(size)
             if shard.numel():
-                self._coming.append(self.stored.bring_weights(one.sharded_param))
+                self._incoming.append(self.stored.bring_weights(one.sharded_param))
             moved[Payload(Role.WEIGHTS_FROM_HOST, Phase.BACKWARD if is_backward else Phase.FORWARD)] += shard.nbytes
 
-    def let_go(self, reader: Any = None) -> None:
+    def free(self, reader: Any = None) -> None:
         """``reader``: the GPU stream that reads them last."""
-        self._arrive()
+        self._wait()
         if not self._is_here:
             return
         self._is_here = False
@@ -111,10 +111,10 @@ class _Shards:
             self._sizes[place] = shard.untyped_storage().nbytes()
             shard.untyped_storage().resize_(0)
 
-    def _arrive(self) -> None:
-        for copy in self._coming:
+    def _wait(self) -> None:
+        for copy in self._incoming:
             copy.wait()
-        self._is_here, self._coming = self._is_here or bool(self._coming), []
+        self._is_here, self._incoming = self._is_here or bool(self._incoming), []
 
     def _will_gather(self, is_backward: bool) -> bool:
         group = self.group
@@ -122,7 +122,7 @@ class _Shards:
         return bool(needed and not is_gathering(group) and not group.is_unsharded)
 
 
-class TravellingGradients:
+class OffloadedGradients:
     """Gradients of the ``units`` under `fully_shard` leave the device once reduced, while the next unit computes.
 
     The host adds each microbatch to the sum and takes its norm, so that clipping reads only gradients on the device.
@@ -137,7 +137,7 @@ class TravellingGradients:
             parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
             away = {one for one in parameters if stored.has_gradients(one) and one not in stay}
             for one in parameters if away else ():
-                # FSDP calls it, when it has made the gradient of the shard.
+                # FSDP calls it once the gradient of the shard is complete.
                 one.register_post_accumulate_grad_hook(partial(self._leave, group) if one in away else _detach)
 
     def settle(self) -> None:
@@ -167,7 +167,7 @@ class TravellingGradients:
 
 
 def _detach(parameter: nn.Parameter) -> None:
-    """What stays of a unit is no longer a part of the tensor of all its gradients, which would stay with it."""
+    """Copies a gradient that stays out of the unit's tensor of all gradients, which it would keep alive."""
     assert parameter.grad is not None
     gradient = local(parameter.grad)
     if gradient.untyped_storage().nbytes() > gradient.nbytes:

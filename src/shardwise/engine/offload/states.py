@@ -1,4 +1,4 @@
-"""Optimizer states outside of the device's memory, updated there: gradients go down, new weights come up."""
+"""Optimizer states kept and updated outside of the device's memory: gradients go out, new weights come back."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def rows_of(groups: Sequence[dict[str, Any]]) -> list[FlatRow]:
 
 
 def whole_rows(rows: Sequence[FlatRow], share: float, most: int) -> int:
-    """How many first elements are nearest to a share of all: whole parameters, ``most`` elements at the most."""
+    """The number of leading elements nearest to a share of all: whole parameters, at most ``most`` elements."""
     wanted = share * sum(row.size for row in rows)
     ends = [0, *(row.begin + row.size for row in rows)]
     return min((end for end in ends if end <= most), key=lambda end: abs(end - wanted))
 
 
-# Updated at a time: 4 MiB of every state, which a disk reads at full speed; less where that is much of all.
+# Updated at a time: 4 MiB of every state, which a disk reads at full speed; fewer if there are few in all.
 CHUNK_ELEMENTS = 2**20
 FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 MASTER = "master"
@@ -77,7 +77,7 @@ class StoredStates:
         self.resize(elements)
 
     def count(self, parameter: nn.Parameter) -> int:
-        """Of how many of a parameter's first local elements the states are here."""
+        """How many of a parameter's first local elements have their states here."""
         return self._first(parameter, self.elements)
 
     def has_weights(self, parameter: nn.Parameter) -> bool:
@@ -96,9 +96,9 @@ class StoredStates:
         return dict.fromkeys(self.states, elements) | {name: size for name, size in apart.items() if size}
 
     def resize(self, elements: int) -> None:
-        """Room for ``elements``: what is in both stays, what is new is zero.
+        """Makes room for ``elements``: old states are kept, new ones are zero.
 
-        It is written at once: a disk that is too full says so before the first step.
+        All is written now, so that a full disk fails before the first step.
         """
         old, starts, had = self._region, self._starts, self._sizes(self.elements)
         sizes = self._sizes(elements)
@@ -116,7 +116,7 @@ class StoredStates:
             self.store.take_back(old)
 
     def read(self, parameter: nn.Parameter, name: str, start: int = 0) -> Tensor:
-        """The elements that are here from ``start`` on, as a copy in host memory."""
+        """A copy in host memory of the stored elements from ``start`` on."""
         count = self._row[parameter].size if name == MASTER and self.weights else self.count(parameter)
         values = torch.empty(count - start)
         if self._region is not None and values.numel():
@@ -139,9 +139,9 @@ class StoredStates:
         return self._region, self._place(GRADIENT, self._row[parameter].begin)
 
     def update(self, updates: Sequence[Update], factor: Tensor | None = None) -> None:
-        """One step of every group, in host memory: chunk k+1 comes and chunk k−1 leaves while k is computed.
+        """One step of every group, in host memory: chunk k+1 is read and chunk k−1 written while k is computed.
 
-        Gradients that are here are multiplied by ``factor``; those of the device were.
+        Stored gradients are multiplied by ``factor``; those on the device already were.
         """
         chunks = list(self._chunks())
         slots: list[_Slot] = []
@@ -149,13 +149,13 @@ class StoredStates:
             if number == 0:
                 slots.append(_Slot(self, chunk))
             if number + 1 < len(chunks):
-                # Three chunks at most are in memory: the one before the last has left when the next one comes.
+                # At most three chunks are in memory: the one before the last is written before the next is read.
                 if len(slots) > 1:
-                    slots.pop(0).left()
+                    slots.pop(0).wait()
                 slots.append(_Slot(self, chunks[number + 1]))
             (slots[-2] if number + 1 < len(chunks) else slots[-1]).update(updates[chunk.group], factor)
         for slot in slots:
-            slot.left()
+            slot.wait()
 
     def _place(self, name: str, element: int) -> int:
         return BYTES * (self._starts[name] + element)
@@ -171,11 +171,11 @@ class StoredStates:
                     yield _Chunk(begin, end, group, tuple(_pieces(rows, begin, end)))
 
     def _names(self, chunk: _Chunk) -> list[str]:
-        """What is here of a chunk."""
+        """The states of a chunk that are stored."""
         return [name for name, size in self._sizes(self.elements).items() if chunk.begin < size]
 
     def _fetch(self, name: str, begin: int, end: int) -> tuple[Tensor, Any]:
-        """States of some elements in host memory; those of a disk with the copy that brings them."""
+        """States of some elements in host memory; from a disk, with the copy that reads them."""
         assert self._region is not None
         place, size = self._place(name, begin), BYTES * (end - begin)
         there = self._region.in_memory(place, size)
@@ -221,7 +221,7 @@ class _Chunk:
 
 
 class _Slot:
-    """A chunk on its way: fetched when made, updated, sent back."""
+    """A chunk in flight: read when made, updated, written back."""
 
     def __init__(self, stored: StoredStates, chunk: _Chunk) -> None:
         self.stored, self.chunk = stored, chunk
@@ -238,7 +238,7 @@ class _Slot:
             self.values = self._down(Role.WEIGHTS_TO_HOST, [(one, one.of(one.parameter)) for one in self.pieces])
 
     def update(self, update: Update, factor: Tensor | None) -> None:
-        self._wait()
+        self.wait()
         if self.pieces:
             gradients, cut = self._gradients(factor), [one.inside for one in self.pieces]
             states = {name: [values[one] for one in cut] for name, values in self.states.items() if name != MASTER}
@@ -255,11 +255,7 @@ class _Slot:
             found.append(gradient * factor if here and factor is not None else gradient)
         return found
 
-    def left(self) -> None:
-        """Waits until everything is where it belongs."""
-        self._wait()
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         for copy in self.copies:
             copy.wait()
         self.copies = []

@@ -1,4 +1,4 @@
-"""AdamW and SGD on plain tensors, wherever these are: PyTorch's own fused kernels, one call for a list of tensors."""
+"""AdamW and SGD on plain tensors on any device: PyTorch's own fused kernels, one call for a list of tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ STATES: dict[str, tuple[str, ...]] = {
 class Update:
     """One step of a group of parameters.
 
-    ``step`` counts it; gradients are divided by ``divisor``, and nothing moves where ``bad`` is 1. All three are
-    scalars on the device of the tensors. With ``learnt_steps`` the second moments of AdamW are those of so many steps,
-    and stay.
+    ``step`` is its number; gradients are divided by ``divisor``, and nothing moves if ``bad`` is 1. All three are
+    scalars on the device of the tensors. With ``learnt_steps`` AdamW's second moments are frozen after so many steps.
     """
 
     kind: str
@@ -38,7 +37,7 @@ class Update:
     learnt_steps: int | None = None
 
     def on(self, device: torch.device) -> Update:
-        """The same step for tensors elsewhere, of a step that is known not to be left out."""
+        """The same step for tensors elsewhere, known not to be skipped."""
         divisor = None if self.divisor is None else self.divisor.to(device)
         return replace(self, step=self.step.to(device), bad=None, divisor=divisor)
 
@@ -68,14 +67,14 @@ class Update:
         fused_sgd_(
             list(values), list(gradients), lists["momentum_buffer"] if momentum else [],
             momentum=settings.momentum if momentum else 0.0, dampening=0.0, nesterov=False,
-            is_first_step=False,  # the buffers are zero, which comes to the same
+            is_first_step=False,  # the buffers are zero, which is equivalent
             **common,
         )  # fmt: skip
 
     def _with_fixed_moments(
         self, values: Sequence[Tensor], gradients: Sequence[Tensor], firsts: list[Tensor], seconds: list[Tensor]
     ) -> None:
-        """AdamW but for the second moments; no kernel of PyTorch leaves these alone."""
+        """AdamW with frozen second moments, for which PyTorch has no kernel."""
         assert self.learnt_steps is not None and self.divisor is None, "fp16 is refused"
         settings, moves = self.settings, torch.ones_like(self.step)
         if self.bad is not None:
@@ -88,5 +87,5 @@ class Update:
             first.lerp_(gradient, moves * (1 - settings.beta1))
             value.mul_(1 - rate * self.weight_decay)
             moved = corrected * first / (second.sqrt().div_(learnt).add_(settings.epsilon))
-            # What had no gradient in the exact steps would move by the mean of its block over epsilon.
+            # Without a gradient in the exact steps an element would move by its block's mean over epsilon.
             value.sub_(moved.masked_fill_(second == 0, 0.0))

@@ -1,4 +1,4 @@
-"""The norm of the gradients of the whole network, wherever its parameters are, and clipping by it."""
+"""The norm of the gradients of the whole network, however it is divided, and clipping by it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwise.engine.labels import Called, StepPhase
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.engine.torch_private import foreach_mul_, foreach_norm
 
-REFUSED = -torch.inf  # the norm of a step that a rank wants left out, whatever its gradients are
+REFUSED = -torch.inf  # the norm of a step that a rank wants skipped, whatever its gradients are
 
 
 class GradientNorm:
-    """Sums the squares of every element once: what ``copies`` ranks of the world hold each counts for a part.
+    """Sums the squares of every element once: a tensor that ``copies`` ranks hold counts for a part on each.
 
     One number is sent, over ``group`` (the world unless given); it equals `torch.nn.utils.clip_grad_norm_`'s of the
-    undivided network. Zero copies: a tensor that is not counted, being another one's twin.
+    undivided network. Zero copies: a tensor that is not counted, being the copy of a tied one.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024): the momentum of a matrix, made orthogonal by five Newton-Schulz steps.
 
 Matrices of one shape go through the matmuls together. A matrix that ZeRO-1 has cut into rows is gathered first, since
-orthogonal is a property of the whole (Liu et al. 2025, arXiv 2502.16982, section 2.3); every rank then computes all.
+orthogonality is a property of the whole (Liu et al. 2025, arXiv 2502.16982, section 2.3); every rank then computes all.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def muon_update(
     gradients: list[Tensor],
     momenta: Sequence[Tensor],
 ) -> None:
-    """One step of local ``values``; ``parameters`` tell how they are cut."""
+    """One step of local ``values``, cut like ``parameters``."""
     rate: float | Tensor = update.learning_rate
     if update.divisor is not None:
         gradients = list(foreach_div(gradients, update.divisor))
-    if update.bad is not None:  # no kernel of its own that could leave a step out: nothing is added to anything
+    if update.bad is not None:  # no kernel skips a step: zeros are added instead
         rate = rate * (1 - update.bad)
         for gradient in gradients:
             gradient.masked_fill_(update.bad.bool(), 0.0)
@@ -60,9 +60,9 @@ def _directions(
     momentum: float,
     bad: Tensor | None,
 ) -> list[Tensor]:
-    """Where each local tensor goes, with Nesterov's look ahead; ``momenta`` are updated in place.
+    """The direction of each local tensor, with Nesterov's look-ahead; ``momenta`` are updated in place.
 
-    They stay where ``bad`` is 1; gradients are zero then.
+    They keep their values if ``bad`` is 1; gradients are zero then.
     """
     if bad is None:
         foreach_lerp_(list(momenta), list(gradients), 1 - momentum)

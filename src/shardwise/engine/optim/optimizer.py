@@ -1,4 +1,4 @@
-"""The optimizer of a rank's own tensors: AdamW, SGD, Muon; a few calls for all parameters, no wait for the device.
+"""The optimizer of a rank's own tensors: AdamW, SGD, Muon, in a few calls for all parameters, without host syncs.
 
 PyTorch's optimizers take the divided parameters of FSDP as DTensors, at a price per operator and parameter, and update
 16-bit weights without fp32 masters. This one hands the local tensors to PyTorch's own fused kernels.
@@ -33,8 +33,8 @@ CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
 class LocalOptimizer(torch.optim.Optimizer):
     """Looks like any of `torch.optim`, so that schedules of the learning rate and checkpoints work.
 
-    All states are there from the beginning: memory does not grow with the first step. Those that ``offload`` says are
-    in a ``store``; of a parameter that is cut by it, what is left on the device is a flat tensor.
+    All states are allocated at the start: memory does not grow with the first step. ``offload`` says which are in the
+    ``store``; of a parameter that is split between both, the device keeps a flat tensor.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             self.stored.write(parameter, MASTER, local(parameter))
 
     def _push_out(self, parameter: nn.Parameter, before: int) -> None:
-        """Into the store what belongs there now, of which the first ``before`` elements are there."""
+        """Moves into the store what belongs there now; the first ``before`` elements are there already."""
         more = self._stored_of(parameter) - before
         if more <= 0 or self.stored is None:
             return
@@ -94,7 +94,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._tails[parameter] = state[MASTER]
 
     def _pull_in(self, parameter: nn.Parameter, after: int) -> None:
-        """Out of the store what is beyond the first ``after`` elements of a parameter."""
+        """Moves out of the store what is beyond the first ``after`` elements of a parameter."""
         if self.stored is None or self._stored_of(parameter) <= after:
             return
         state = self.state[parameter]
@@ -119,9 +119,9 @@ class LocalOptimizer(torch.optim.Optimizer):
         divisor: Tensor | None = None,
         stored_factor: Tensor | None = None,
     ) -> None:
-        """One update from the gradients divided by ``divisor``; none where ``bad`` is 1 (both are scalars).
+        """One update from the gradients divided by ``divisor``; none if ``bad`` is 1 (both are scalars).
 
-        Gradients in the store are multiplied by ``stored_factor`` before.
+        Gradients in the store are first multiplied by ``stored_factor``.
         """
         assert closure is None, "gradients are there already: nothing is evaluated again"
         stored = self.stored is not None and self.stored.elements > 0
@@ -160,7 +160,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the tensors that are there: PyTorch's own would turn the states of 16-bit parameters into 16 bits."""
+        """Into the existing tensors: PyTorch's own would turn the states of 16-bit parameters into 16 bits."""
         assert not self.cut, "states that are elsewhere are written by `write`"
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group["lr"] = saved["lr"]
@@ -171,17 +171,17 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._publish()
 
     def steps_taken(self) -> int:
-        """Without those that were left out; waits for the device."""
+        """Without skipped ones; waits for the device."""
         return max((int(group["step"].item()) for group in self.param_groups), default=0)
 
     @property
     def state_bytes(self) -> int:
-        """Of all states that may be offloaded, wherever they are."""
+        """Of all states that may be offloaded, wherever they are now."""
         return 0 if self.stored is None else BYTES * len(self.stored.states) * sum(row.size for row in self.stored.rows)
 
     @torch.no_grad()
     def offload(self, share: float) -> None:
-        """Between two steps: the states of this ``share`` of all elements are in the store from now on."""
+        """Between two steps: from now on this ``share`` of all elements has its states in the store."""
         assert self.stored is not None, "made without a store"
         stored = self.stored
         elements = round(share * sum(row.size for row in stored.rows))
@@ -207,7 +207,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
-        """What `read` gave, changed; the weights that are computed with follow their masters."""
+        """Writes what `read` returned, changed; the weights follow their masters."""
         stored = self._stored_of(parameter)
         if name == MASTER and self.stored is not None and self._is_away(parameter):
             self.stored.write(parameter, MASTER, values.flatten())
@@ -231,14 +231,14 @@ class LocalOptimizer(torch.optim.Optimizer):
         return self.values(parameter).dtype if name == MASTER and parameter not in self._tails else torch.float32
 
     def states(self, parameters: Iterable[nn.Parameter], name: str) -> list[Tensor]:
-        """What is on the device of them."""
+        """The parts on the device."""
         return [local(self.state[one][name]) for one in parameters]
 
     def _values(self, parameter: nn.Parameter) -> Tensor:
         return self.masters.get(parameter, parameter)
 
     def _is_away(self, parameter: nn.Parameter) -> bool:
-        """Whether the device keeps no weights of it."""
+        """Whether the device keeps none of its weights."""
         return self.stored is not None and self.stored.has_weights(parameter)
 
     def _stored_of(self, parameter: nn.Parameter) -> int:
@@ -253,7 +253,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         return tensor.reshape(-1)[stored:] if stored else tensor
 
     def _publish(self) -> None:
-        """The weights that are computed with follow their masters."""
+        """Copies masters into the weights."""
         if self.masters:
             foreach_copy_(list(self.masters), list(self.masters.values()))
         for parameter, tail in self._tails.items():
@@ -261,17 +261,17 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 
 def known_to_host(flag: Tensor) -> bool:
-    """Waits for the device: where the host updates, it has to know whether to."""
+    """Waits for the device: the host has to know whether to update."""
     return bool(flag.item())
 
 
 def _step_counter(parameters: list[nn.Parameter]) -> Tensor:
-    """On the device, where a fused kernel reads it and a step that is left out leaves it."""
+    """On the device, where a fused kernel reads it and a skipped step leaves it."""
     return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
 
 
 def _in_portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """All at once where the gradients are fp32; else as many as may have fp32 copies of them."""
+    """All at once if the gradients are fp32; else as many as may have fp32 copies at a time."""
     portion: list[nn.Parameter] = []
     converted = 0
     for one in parameters:
@@ -295,8 +295,8 @@ def build_optimizer(
 ) -> LocalOptimizer:
     """The optimizer of a job for the parameters of this rank, by their names in the whole model.
 
-    ``masters`` are the fp32 values of parameters that are computed with in 16 bits (`DataParallel.masters`). What
-    ``offload`` says of all states, weights and gradients is kept in the ``store``.
+    ``masters`` are the fp32 values of 16-bit parameters (`DataParallel.masters`). The share of states, weights and
+    gradients that ``offload`` names is kept in the ``store``.
     """
     settings = training.optimization
     if training.optimizer not in STATES:

@@ -1,4 +1,4 @@
-"""Number formats of a step: what is computed with, accumulated, reduced and kept; and loss scaling for fp16.
+"""Number formats of a step, for computing, accumulating, reducing and keeping; and loss scaling for fp16.
 
 The recipe of the job decides (`spec.training.RECIPES`). Gradients are summed over ranks in the format that they are
 accumulated in; sums of 16-bit numbers are themselves added in fp32 (`reductions`).
@@ -27,7 +27,7 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer updates other tensors than the weights that are computed with."""
+        """Whether the optimizer updates fp32 copies of the weights."""
         return self.compute != torch.float32
 
 
@@ -44,7 +44,7 @@ def precision_of(training: Training) -> Precision:
 
 
 class LossScaler:
-    """The scale and its history as tensors on the device, so that no step waits for the host.
+    """The scale and its history as tensors on the device, so that no step waits for the device.
 
     Every rank calls `update` with the same ``bad`` (a step whose summed gradients are not finite), and so all agree.
     """

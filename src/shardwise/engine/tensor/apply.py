@@ -1,4 +1,4 @@
-"""Cutting a network over the tensor-parallel ranks by its table of patterns."""
+"""Cuts a network over the tensor-parallel ranks by its table of patterns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Entry = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) -> None:
-    """Cuts ``root`` in place; with one rank there is nothing to do.
+    """Cuts ``root`` in place.
 
-    Under sequence parallelism hidden states between the regions hold a part of the sequence on every rank; a region
-    gathers them, and its last, row-parallel map scatters them again.
+    Under sequence parallelism each rank holds a part of the sequence between the regions; a region gathers the hidden
+    states, and its last, row-parallel layer scatters them again.
     """
     if mesh.size("tp") == 1:
         return
@@ -49,7 +49,7 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
             region.project = column_matmuls(group, sequence_parallel)  # type: ignore[assignment]
             if hasattr(region, "every_head"):
                 region.every_head = narrow_move(group, sequence_parallel)  # type: ignore[assignment]
-        else:  # it keeps the gathered states, where one that names its projections keeps only a part
+        else:  # keeps the gathered states; a region that names its projections keeps only a part
             region.register_forward_pre_hook(_entry(group, sequence_parallel, patterns.hidden), with_kwargs=True)
     for pattern, heads in patterns.wide_norms.items():
         for name, norm in list(matching(root, pattern)):
@@ -62,7 +62,7 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
 
 
 def _regions(root: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
-    """The modules that hold cut maps themselves: an MLP, but not a mixture of experts in its place."""
+    """The modules that hold cut layers themselves: an MLP, but not a mixture of experts in its place."""
     columns = (*patterns.columns, *patterns.fused)
     cut = {name.rpartition(".")[0] for pattern in columns for name, _ in matching(root, pattern)}
     return {
@@ -71,7 +71,7 @@ def _regions(root: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
 
 
 def _entry(group: dist.ProcessGroup, sequence_parallel: bool, keyword: str) -> Entry:
-    """What a region does with its hidden states before anything else."""
+    """A hook that gathers or copies a region's hidden states before its forward pass."""
     move = gather if sequence_parallel else copy
 
     def enter(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -113,7 +113,7 @@ def _cut_vocabulary(
 def _note_the_rest(
     root: nn.Module, regions: dict[str, nn.Module], patterns: Patterns, size: int, sequence_parallel: bool
 ) -> None:
-    """Whole parameters are copies; their gradients are partial where a rank sees not all tokens, or not all heads."""
+    """Notes whole parameters as copies; gradients are partial where a rank does not see all tokens or all heads."""
     inside = {id(module) for region in regions.values() for module in region.modules()}
     inside -= {id(module) for pattern in patterns.headless for _, module in matching(root, pattern)}
     experts = {id(module) for _, one in matching(root, patterns.experts) for module in one.modules()}

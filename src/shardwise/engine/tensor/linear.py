@@ -1,4 +1,4 @@
-"""Linear maps cut over the ranks, several of them in one region, and a norm over features that are cut."""
+"""Linear layers cut over the ranks, several of them in one region, and a norm over features that are cut."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def sizes(linear: Any) -> tuple[int, int]:
 
 
 def cut_columns(linear: nn.Module, rank: int, size: int, groups: int = 0) -> None:
-    """Keeps the outputs of one rank; what follows finds fewer of them.
+    """Keeps the outputs of one rank.
 
-    ``groups``: heads that the outputs are made of. Fewer heads than ranks are repeated: neighbours hold the same head,
+    ``groups``: the number of heads in the outputs. Fewer heads than ranks are repeated: neighbours hold the same head,
     each sees the gradients of its own queries only, and these are summed over the neighbours.
     """
     repeats = kv_copies(size, groups)
@@ -40,7 +40,7 @@ def cut_columns(linear: nn.Module, rank: int, size: int, groups: int = 0) -> Non
 
 
 def cut_fused(linear: nn.Module, rank: int, size: int, shares: Sequence[int]) -> None:
-    """The same of several maps in one: of each its own part; ``shares`` are their widths relative to each other."""
+    """The same for several layers fused in one; ``shares`` are their widths relative to each other."""
     unit, at, runs = sizes(linear)[1] // sum(shares), 0, []
     for share in shares:
         width = share * unit // size
@@ -58,13 +58,13 @@ def _keep_outputs(linear: Any, runs: Sequence[tuple[int, int]], repeats: int) ->
 
 
 def keep_runs(module: nn.Module, name: str, dimension: int, runs: Sequence[tuple[int, int]], repeats: int) -> None:
-    """Of a parameter with a dimension that runs over the outputs of all heads, these."""
+    """Keeps these runs of a parameter's dimension over the outputs of all heads."""
     part = HeldPart(tuple(getattr(module, name).shape), copies=repeats, partial="kv_copies" if repeats > 1 else None)
     keep(module, name, part.take(dimension, runs))
 
 
 class RowLinear(nn.Module):
-    """A linear layer that holds the weights of its own inputs: products are summed over the ranks, then the bias added.
+    """A linear layer that holds the weights of its own inputs: outputs are summed over the ranks, then the bias added.
 
     Under sequence parallelism each rank adds the bias to its own tokens, so that the bias's gradient is partial.
     """
@@ -92,7 +92,7 @@ Project = Callable[..., tuple[Tensor, ...]]
 
 
 def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool) -> Project:
-    """What stands for `project_each` in a region that is cut over ``group``."""
+    """Replaces `project_each` in a region that is cut over ``group``."""
 
     def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
         tensors = [tensor for one in maps for tensor in (one.weight, one.bias)]
@@ -144,7 +144,7 @@ class _ColumnMatmuls(torch.autograd.Function):
 
 
 def sum_of_matmuls(gradients: list[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
-    """The gradient of the common input [tokens, features], added up in place of separate tensors."""
+    """The gradient of the common input [tokens, features], accumulated in place."""
     total = gradients[0] @ weights[0]
     for gradient, weight in zip(gradients[1:], weights[1:]):
         total.addmm_(gradient, weight)

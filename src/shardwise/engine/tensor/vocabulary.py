@@ -50,7 +50,7 @@ class Slice:
 
 
 class CutEmbedding(nn.Module):
-    """Looks up the rows that are here; the sum over the ranks completes them."""
+    """Looks up the rows held here; the sum over the ranks completes them."""
 
     def __init__(self, embedding: nn.Embedding, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CutEmbedding(nn.Module):
         padding = embedding.padding_idx  # a row that learns nothing
         here = padding is not None and 0 <= padding - self.slice.start < self.slice.width
         self.padding = padding - self.slice.start if padding is not None and here else None
-        # Gemma's, under its own name: who fills a network without values knows it by that.
+        # Gemma's, under its own name, by which `initialise` asks for it.
         scale = getattr(embedding, "embed_scale", None)
         self.embed_scale: Tensor | None
         self.register_buffer("embed_scale", None if scale is None else torch.as_tensor(scale), persistent=False)
@@ -110,7 +110,7 @@ def cut_loss(
 
 
 class _CutCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy, a few tokens at a time; its gradient is computed on the way and scaled later.
+    """Sum of the cross entropy, a few tokens at a time; the forward pass computes the gradient, the backward scales it.
 
     Logits are made once and never kept. Ranks exchange three numbers per token: the largest logit, the sum of
     exponentials and the logit of the label (Shoeybi et al. 2019, section 3).
@@ -165,7 +165,7 @@ class _CutCrossEntropy(torch.autograd.Function):
 
 
 def _entropy(logits: Tensor, labels: Tensor, own: Slice, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy of some tokens, and its gradient for this rank's logits (which are overwritten)."""
+    """The summed cross entropy of some tokens, and its gradient for this rank's logits, which it overwrites."""
     counts = labels != IGNORED
     row, inside = own.local(labels)
     inside &= counts
