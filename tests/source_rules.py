@@ -212,15 +212,31 @@ def says_nothing(module: Module) -> Iterator[str]:
 
 
 def private_torch(module: Module) -> Iterator[str]:
-    """What torch names with a leading underscore comes through one module, with its version and the reason."""
+    """What torch names with a leading underscore, attributes included, comes through one module, each with a reason."""
     if module.name == "engine/torch_private.py":
         return
+    if packages().get(module.package):
+        yield from _private_attributes(module)
     names = set(imported(module))
     names |= {ast.unparse(node) for node in module.nodes if isinstance(node, ast.Attribute)}
     for name in sorted(one for one in names if re.fullmatch(r"[\w.]+", one)):
         top, *rest = name.split(".")
         if top in ("torch", "dist", "distributed_c10d") and any(re.fullmatch(r"_[A-Za-z]\w*", one) for one in rest):
             yield name
+
+
+def _private_attributes(module: Module) -> Iterator[str]:
+    """Attributes of other objects than ``self`` with a leading underscore that the module does not define itself."""
+    own = {"_exit", "_replace", "_attn_implementation"}  # of os, of named tuples, and of transformers' configs
+    others = []
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"_[A-Za-z]\w*", node.attr):
+            others.append(node)
+    yield from (f"{ast.unparse(node)} (line {node.lineno})" for node in others if node.attr not in own)
 
 
 def class_names(read: Iterable[Module]) -> dict[str, list[str]]:

@@ -28,6 +28,7 @@ from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
 from shardwise.engine.recompute.apply import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
+from shardwise.engine.torch_private import has_forward_pre_hooks
 from shardwise.engine.trainer import StepResult, Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import placement, stage_layers, stages_of_rank
@@ -135,7 +136,7 @@ def apply_compile(
 def _communicates(module: nn.Module, strategy: Strategy) -> bool:
     """Whether the module's own forward pass talks to other ranks. (Attention over ranks is an operator of its own.)"""
     over_tensor = strategy.tp > 1 and (
-        hasattr(module, "project") or hasattr(module, "join") or bool(module._forward_pre_hooks)
+        hasattr(module, "project") or hasattr(module, "join") or has_forward_pre_hooks(module)
     )
     over_experts = hasattr(module, "exchange") and max(strategy.tp, strategy.cp, strategy.ep) > 1
     return over_tensor or over_experts

@@ -118,8 +118,11 @@ profiler_enabled: Any = torch.autograd._profiler_enabled  # type: ignore[attr-de
 
 # Named ranges without all the operators, which torch.profiler cannot leave out; the flight recorder's entries (2.13).
 profiler_kinds: Any = _C._profiler
-profiler_autograd: Any = _C._autograd
-c10d: Any = _C._distributed_c10d
+prepare_profiler: Any = _C._autograd._prepare_profiler
+enable_profiler: Any = _C._autograd._enable_profiler
+DeviceType: Any = _C._autograd.DeviceType
+disable_profiler: Any = _C._autograd._disable_profiler
+flight_recorder: Callable[[], str] = _C._distributed_c10d._dump_fr_trace_json
 
 # Files of torch.save record by record, without unpickling them (2.13).
 PyTorchFileReader: Any = _C.PyTorchFileReader
@@ -128,6 +131,19 @@ PyTorchFileReader: Any = _C.PyTorchFileReader
 def process_groups() -> list[dist.ProcessGroup]:
     """All groups that this process is in; nothing public lists them (2.13)."""
     return [group for group in distributed_c10d._world.pg_map if group is not None]
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that an operator's argument names (2.13)."""
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
+def operator_name(operator: Any) -> str:
+    """An operator's name with its namespace, without its overload (2.13)."""
+    name: str = operator._schema.name
+    return name
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -139,6 +155,10 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place: the counter by which autograd notices it (2.13)."""
     return tensor._version
+
+
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks)
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from shardwise.collectives import CollectiveKind
 from shardwise.engine import profiler_ranges
 from shardwise.engine.labels import Label, label_of
-from shardwise.engine.torch_private import tree_iter
+from shardwise.engine.torch_private import group_named, operator_name, tree_iter
 from shardwise.measure.dryrun.result import RECEIVE
 from shardwise.measure.dryrun.world import replaced
 
@@ -99,9 +98,7 @@ def _group_of(args: Any) -> dist.ProcessGroup:
     for one in args:
         if not isinstance(one, (Tensor, list, tuple, str, int, float)) and "ProcessGroup" in str(type(one)) + str(one):
             return one if isinstance(one, dist.ProcessGroup) else dist.ProcessGroup.unbox(one)
-    named: Any = distributed_c10d
-    group: dist.ProcessGroup = named._resolve_process_group(args[-1])
-    return group
+    return group_named(args[-1])
 
 
 def _bytes(tensors: Any) -> int:
@@ -143,7 +140,7 @@ class FlopLog:
         self.flops = {"products": 0.0, "attention": 0.0}
 
     def __call__(self, operator: Any, args: Any, named: Any, result: Any) -> None:
-        name = operator._schema.name
+        name = operator_name(operator)
         if name in _MATMULS:
             left, right, dimension = _MATMULS[name]
             self.flops["products"] += 2.0 * float(args[left].numel()) * int(args[right].shape[dimension])

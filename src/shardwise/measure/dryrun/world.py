@@ -16,7 +16,14 @@ from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
 from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
 from shardwise.engine.offload.store import BackgroundCopy, Lanes, Store, StoredRegion
-from shardwise.engine.torch_private import FakeStore, FakeTensorMode, FakeWork, sharding_prop
+from shardwise.engine.torch_private import (
+    FakeStore,
+    FakeTensorMode,
+    FakeWork,
+    efficient_attention,
+    flash_attention,
+    sharding_prop,
+)
 from shardwise.models import dot_product, loss
 from shardwise.models.dot_product import shapes_taken
 from shardwise.models.norms import RMSNorm
@@ -140,13 +147,12 @@ def _attention(
     Heads that share keys are not repeated.
     """
     if attn_mask is None and query.shape[-1] == value.shape[-1]:
-        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        out = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     else:
         mask = attn_mask
         if mask is not None:
             mask = mask.to(query.dtype).expand(query.shape[0], query.shape[1], -1, -1)
-        attend = aten._scaled_dot_product_efficient_attention
-        out = attend(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+        out = efficient_attention(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
     result: Tensor = out
     return result
 

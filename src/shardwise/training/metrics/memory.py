@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from shardwise.engine.torch_private import TorchDispatchMode, tree_iter
+from shardwise.engine.torch_private import TorchDispatchMode, storage_id, tree_iter
 
 Witness = Callable[[Any, Any, Any, Any], None]  # operator, arguments by place and by name, result
 
@@ -89,7 +89,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def see(self, tensor: Tensor, operator: str = "") -> int:
         """Counts the tensor's storage, if it is new or has another size; its key."""
         storage = tensor.untyped_storage()
-        key: int = storage._cdata
+        key = storage_id(storage)
         size = storage.nbytes()
         known = self._known.get(key)
         if known is None:
@@ -112,10 +112,10 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resize(storage: UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            known = watching._known.get(storage._cdata)
+            known = watching._known.get(storage_id(storage))
             if known is not None and known.size != size:
                 difference, known.size = size - known.size, size
-                watching.changed(storage._cdata, difference, "resize")
+                watching.changed(storage_id(storage), difference, "resize")
             return result
 
         UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]

@@ -22,7 +22,15 @@ from shardwise.engine.labels import backend_operation, layer_name, of_backend, s
 from shardwise.engine.mesh import own
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import named
-from shardwise.engine.torch_private import c10d, process_groups, profiler_autograd, profiler_kinds
+from shardwise.engine.torch_private import (
+    DeviceType,
+    disable_profiler,
+    enable_profiler,
+    flight_recorder,
+    prepare_profiler,
+    process_groups,
+    profiler_kinds,
+)
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers
@@ -80,16 +88,15 @@ def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]
     # The public class knows no scopes; it makes the settings, which changed between versions.
     settings = autograd_profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None)
     config = settings.config(create_trace_id=False)  # type: ignore[no-untyped-call]
-    inner: Any = profiler_autograd
-    inner._prepare_profiler(config, activities)
-    inner._enable_profiler(config, activities, {kinds.RecordScope.USER_SCOPE})
+    prepare_profiler(config, activities)
+    enable_profiler(config, activities, {kinds.RecordScope.USER_SCOPE})
     found: list[Any] = []
     try:
         yield lambda zero_ns: _ranges(found, zero_ns)
     finally:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found += inner._disable_profiler().events()
+        found += disable_profiler().events()
 
 
 def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
@@ -111,7 +118,7 @@ class _Lanes:
         self._host = threading.get_native_id()
 
     def of(self, event: Any) -> int:
-        if event.device_type() != profiler_autograd.DeviceType.CPU:
+        if event.device_type() != DeviceType.CPU:
             return STREAMS + int(event.device_resource_id())
         thread = int(event.device_resource_id())
         # A send or a receive of gloo begins on the thread that trains and ends there much later: it lies beside.
@@ -138,8 +145,7 @@ def record_flights() -> None:
 
 def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
     """What began between two moments, in seconds since a third."""
-    backend: Any = c10d
-    recorded: list[dict[str, Any]] = json.loads(backend._dump_fr_trace_json()).get("entries", [])
+    recorded: list[dict[str, Any]] = json.loads(flight_recorder()).get("entries", [])
     members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in _groups()}
     return tuple(
         Flight(
