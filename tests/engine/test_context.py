@@ -183,7 +183,7 @@ def refusal(case: Case) -> str:
 @pytest.mark.parametrize(
     ("case", "problem"),
     [
-        (Case("ring", window=5), "strategy.context_method: ring does not cut a window of 5 keys"),
+        (Case("ring", window=5), "strategy.context_method: ring does not support a window of 5 keys"),
         (Case("ulysses", heads=6, key_heads=6), "strategy.cp: 4 does not divide 6 query heads"),
         (Case("ulysses", heads=12, key_heads=6), "strategy.cp: 4 neither divides 6 key-value heads nor repeats them"),
     ],

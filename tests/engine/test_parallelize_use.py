@@ -220,8 +220,8 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
         ("writer", {"dp": 2}, {"patterns": replace(WRITER, rows=("blocks.*.write",))},
          r"patterns.rows: 'blocks.\*.write' matches no module"),
         ("writer", {"dp": 2}, {"patterns": replace(WRITER, columns={"blocks.*.before": ""})},
-         r"patterns.columns: blocks.0.before is no Linear"),
-        ("writer", {"dp": 2}, {"patterns": replace(WRITER, head="words")}, r"patterns.head: words is no Linear"),
+         r"patterns.columns: blocks.0.before is not a Linear"),
+        ("writer", {"dp": 2}, {"patterns": replace(WRITER, head="words")}, r"patterns.head: words is not a Linear"),
         ("writer", {}, {"patterns": replace(WRITER, positions=""), "job": Case("writer", {"cp": 2}).job},
          r"strategy.cp: 2, but the table does not name positions"),
         ("writer", {}, {"patterns": replace(WRITER, attention="blocks.*.feed"), "job": Case("writer", {"cp": 2}).job},
@@ -292,7 +292,7 @@ def softened() -> str:
 
 
 def test_a_network_that_changes_its_logits_needs_its_own_loss() -> None:
-    assert on_ranks(1, softened)[0].startswith("patterns.head: the network changes what its head gives")
+    assert on_ranks(1, softened)[0].startswith("patterns.head: the network changes its head's output")
 
 
 def exported(strategy: Strategy, precision: str) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """A user's own network under any strategy, in the user's own loop.
 
-The order is the engine's: stages, tensor, context, experts, recompute, data. What is replaced or cut is replaced in the
-module that was given: it *is* the parallel module afterwards.
+The order is the engine's: stages, tensor, context, experts, recompute, data. The given module is changed in place: it
+*is* the parallel module afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.engine.offload.states import MASTER
 from shardwise.engine.optim.precision import precision_of
 from shardwise.engine.own_model.apply import Initialise, cut_stages, fill_stages, tie_stages
 from shardwise.engine.own_model.checks import (
-    drops,
+    has_dropout,
     is_cut,
     require_described,
     require_matching,
@@ -98,8 +98,8 @@ def parallelize(
         raise SpecError("training", "is part of the job already", "leave one of them out")
     strategy = job.strategy if isinstance(job, Job) else job
     table = patterns or (supplied_table(module) if call is None else None)
-    if patterns is None and loss is not None and not is_cut(strategy) and drops(module):
-        table = None  # a loss of the user's own and whole modules: numbers may be drawn as their author wants
+    if patterns is None and loss is not None and not is_cut(strategy) and has_dropout(module):
+        table = None  # the user's own loss and whole modules: dropout works as their author wants
     require_table(module, strategy, table)
     if isinstance(job, Strategy):
         require_described(module, job)
@@ -166,7 +166,7 @@ class Parallel(Trainer[Any]):
         return iter((self.module, self.optimizer, self.step))
 
     def share(self, batch: Any) -> Any:
-        """This rank's samples of a global batch that every rank has; a loader of one's own may give just these."""
+        """This rank's samples of a global batch that every rank has; a loader may also give just these."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
         each = rows_of(batch) // self.mesh.size("dp")
         return in_microbatches(batch, each)[self.mesh.rank("dp")]

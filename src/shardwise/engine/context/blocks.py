@@ -42,7 +42,7 @@ class WindowKernel:
 
 @dataclass(frozen=True)
 class Seen:
-    """Which keys a query sees, where neither all nor plain causal ones: by a window, or by packed documents.
+    """Which keys a query sees if it is neither all nor the plain causal ones: by a window, or by packed documents.
 
     Queries and keys are contiguous runs that start at ``first_query`` and ``first_key`` of one sequence;
     ``query_documents`` and ``key_documents`` [batch, seq] number their documents.
@@ -64,7 +64,7 @@ class Seen:
         return WindowKernel(before, behind) if min(before, behind) >= 0 else None
 
     def pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Runs of queries, the run of keys that they see any of, and the bias that hides the others."""
+        """Runs of queries, the run of keys that any of them sees, and the bias that masks the others."""
         queries, keys = query.shape[1], key.shape[1]
         rows = max(SHORTEST_PIECE, MASK_ELEMENTS // (query.shape[0] * keys))
         if self.window is not None:
@@ -75,7 +75,7 @@ class Seen:
             yield slice(start, stop), here, self._bias(start, stop, here, query)
 
     def _keys_of(self, start: int, stop: int, keys: int) -> slice:
-        """Of the queries from ``start`` to ``stop``; at least one key, as kernels ask."""
+        """The keys of queries ``start`` to ``stop``; at least one, which kernels require."""
         start, stop = start + self.first_query - self.first_key, stop + self.first_query - self.first_key
         first, end = 0, keys
         if self.window is not None:

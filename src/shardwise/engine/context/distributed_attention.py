@@ -1,7 +1,7 @@
-"""What the ring and the all-gather share: an ``attend`` whose forward and backward passes talk to other ranks.
+"""What the ring and the all-gather share: an ``attend`` whose forward and backward passes communicate.
 
-Eagerly it is one node of the autograd graph. `torch.compile` takes it as one operator of its own: messages between
-ranks, streams and buffers are nothing for a compiler, and the block around it stays in one graph.
+In eager mode it is one node of the autograd graph; for `torch.compile` one custom operator, so that the compiler sees
+no messages, streams or buffers, and the layer around it stays one graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Call(Protocol):
 
 
 class AcrossRanks:
-    """``overlap`` False waits for each message before it computes on; ``choose`` gives the kernel of the blocks."""
+    """Without ``overlap`` it waits for each message before it computes on; ``choose`` picks the kernel of a block."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class AcrossRanks:
         _known[self.handle] = self
 
     def call(self, seq: int, arguments: AttentionArguments) -> Call:
-        """For ``seq`` local tokens; refuses what it cannot do."""
+        """For ``seq`` local tokens; refuses what is not supported."""
         raise NotImplementedError
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:

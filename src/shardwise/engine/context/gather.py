@@ -1,9 +1,9 @@
 """Attention over gathered keys and values (Llama 3, arXiv 2407.21783, section 3.3.2).
 
-One all-gather brings the keys and values of all ranks, which then stand in the order of time, so that windows and
-packed documents are masks over contiguous runs. With the zig-zag cut (`sequence`) each half of a rank's queries sees a
-contiguous run of earlier chunks, and its own chunk causally; the own chunks are attended to while the gather is under
-way. The backward pass gathers again instead of keeping what was gathered, and sums the gradients by reduce-scatter.
+One all-gather brings the keys and values of all ranks into sequence order, so that windows and packed documents are
+masks over contiguous runs. With the zig-zag cut (`sequence`) each half of a rank's queries sees a
+contiguous run of earlier chunks, and its own chunk causally; the own chunks are computed during the all-gather. The
+backward pass gathers again instead of keeping the keys and values, and sums the gradients by reduce-scatter.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Gathered:
         return of_query.to(query.dtype), of_key, of_value
 
     def _runs(self, length: int) -> Iterator[tuple[slice, slice, Seen | None]]:
-        """Runs of the rank's queries, the keys of the whole sequence that they meet, and which of these are seen."""
+        """Runs of the rank's queries, the keys of the whole sequence for each, and which of these are seen."""
         rank, size, half = self.group.rank(), self.group.size(), length // 2
         total = length * size
         if not self.causal and not self.masked:
@@ -123,7 +123,7 @@ class _Gathered:
 class _GatherKeys:
     """The gather of keys and values of all ranks, and the way back of their gradients.
 
-    Both travel as [seq, batch, heads, features of key and value]: with the sequence first, what the ranks send lies
+    Both are sent as [seq, batch, heads, features of key and value]: with the sequence first, what the ranks send lies
     one behind the other, and key and value are views.
     """
 
@@ -135,7 +135,7 @@ class _GatherKeys:
             self.work = all_gather(self.stacked, self.packed, group, async_op=overlap)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, whole seq, heads, features] in the order of time."""
+        """Keys and values [batch, whole seq, heads, features] in sequence order."""
         if self.work is not None:
             with waited("cp", Called.KEYS_AND_VALUES):
                 self.work.wait()
@@ -145,7 +145,7 @@ class _GatherKeys:
         return self._views(in_time)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Zeros of the shape that `finish` gave, to be added to."""
+        """Zeros in the shapes of `finish`, to accumulate into."""
         self.summed = self.packed.new_zeros((self.size * self.packed.shape[0], *self.packed.shape[1:]))
         return self._views(self.summed)
 

@@ -74,7 +74,7 @@ KernelChoice = Callable[[Tensor, Tensor, bool], BlockKernel]
 
 
 def kernel_for(query: Tensor, value: Tensor, biased: bool) -> BlockKernel:
-    """The quickest kernel of ours that takes these tensors."""
+    """The fastest kernel that takes these tensors."""
     wide = max(query.shape[-1], value.shape[-1]) > WIDEST_FLASH
     narrow_numbers = query.dtype in (torch.bfloat16, torch.float16)
     if query.device.type == "cpu" and query.dtype.is_floating_point:
@@ -95,7 +95,7 @@ def _made_for_cudnn(device: int) -> bool:
 
 
 class Math:
-    """Written out, for everything that no fused kernel takes; the scores of the block are made in memory."""
+    """Unfused, for everything that no fused kernel takes; the scores of the block are materialised."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         products = self._products(query, key, scores)
@@ -189,7 +189,7 @@ class Flash(_Fused):
 
 
 class Cudnn(_Fused):
-    """cuDNN's attention, written for Hopper and Blackwell: there nearly twice as quick as FlashAttention 2."""
+    """cuDNN's attention, written for Hopper and Blackwell: there nearly twice as fast as FlashAttention 2."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         bias = _aligned(scores.bias, q)
@@ -222,7 +222,7 @@ class Efficient(_Fused):
 
     def differentiate(self, fitted: BackwardInputs, scores: Scores) -> Any:
         do, q, k, v, o, log_sum = fitted
-        # The kernel takes the output's strides for granted: dense, heads behind tokens (else it reads beyond it).
+        # The kernel assumes the output's strides: dense, heads behind tokens (else it reads beyond it).
         do, o = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (do, o))
         padded = F.pad(log_sum, (0, -log_sum.shape[-1] % 32), value=float("inf"))
         no_random = torch.empty((), dtype=torch.int64, device=q.device)
@@ -236,7 +236,7 @@ MATH, CPU_FLASH, FLASH, CUDNN, EFFICIENT = Math(), CpuFlash(), Flash(), Cudnn(),
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """The score of a pair that is not seen: finite, so that a row without any key gives no NaN.
+    """The score of a masked pair: finite, so that a row without any key gives no NaN.
 
     Such a row's log-sum-exp is so small that merging gives its block the weight zero, exactly.
     """
@@ -244,7 +244,7 @@ def hidden_score(dtype: torch.dtype) -> float:
 
 
 def _one_width(query: Tensor, key: Tensor, value: Tensor, multiple: int) -> list[Tensor]:
-    """Heads first, and zeros behind the features of the narrower, which change no product (MLA)."""
+    """Heads first, the narrower ones padded with zeros, which change no dot product (MLA)."""
     widest = max(query.shape[-1], value.shape[-1])
     width = -(-widest // multiple) * multiple
     return [_widened(tensor, width).transpose(1, 2) for tensor in (query, key, value)]
@@ -257,7 +257,7 @@ def _heads_first(query: Tensor, key: Tensor, value: Tensor, multiple: int) -> li
 
 
 def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    """[batch, heads, queries, keys], each row starting where GPUs like it, heads without a copy."""
+    """[batch, heads, queries, keys], with rows aligned for GPUs, heads without a copy."""
     if bias is None:
         return None
     keys = bias.shape[-1]

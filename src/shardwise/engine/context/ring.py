@@ -3,10 +3,10 @@
 With the zig-zag cut (`sequence`), every rank has the same work in every step under a causal mask: its own tokens
 first, then half a square either way (all queries with the early half of the keys, or the late half of the queries
 with all keys; Brandon et al. 2023, arXiv 2311.09431, balance by stripes, Megatron-LM by these pairs of chunks).
-PyTorch's own ring has no rule for CPUs and repeats key heads; hence this one.
+PyTorch's own ring does not run on CPUs and repeats key heads.
 
 The backward pass sends keys and values around again, and their gradients one step behind them; the part of a rank's
-own queries waits at home, so that both make cp−1 steps.
+own queries stays on that rank, so that both take cp−1 steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RingAttention(AcrossRanks):
         if arguments.window is not None and arguments.window < seq * self.size:
             raise SpecError(
                 "strategy.context_method",
-                f"ring does not cut a window of {arguments.window} keys out of its blocks",
+                f"ring does not support a window of {arguments.window} keys",
                 "use context_method: all-gather or ulysses",
             )
         documents = self.documents.of(arguments.documents)
@@ -106,7 +106,7 @@ class _Ring:
         return step == self.group.size() - 1
 
     def _halves(self, step: int, length: int) -> tuple[slice, slice, bool]:
-        """Queries and keys that meet in this step, and whether causally."""
+        """The queries and keys of this step, and whether they are masked causally."""
         whole, half = slice(0, length), length // 2
         if step == 0 or not self.causal:
             return whole, whole, self.causal
@@ -115,7 +115,7 @@ class _Ring:
         return slice(half, length), whole, False
 
     def _seen(self, step: int, queries: slice, keys: slice) -> Seen | None:
-        """Packed documents cut across blocks: every block masks by them."""
+        """Packed documents cross blocks: every block is masked by them."""
         if self.documents is None:
             return None
         rank, size = self.group.rank(), self.group.size()
@@ -170,7 +170,7 @@ class _RingExchange:
             self._wait()
 
     def finish(self) -> Tensor:
-        """What came; on a GPU only the stream waits for it."""
+        """What was received; on a GPU only the stream waits for it."""
         self._wait()
         return self.received[(self.started - 1) % 2]
 

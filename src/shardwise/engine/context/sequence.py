@@ -2,9 +2,9 @@
 
 - ring and all-gather: of 2·cp equal chunks, rank r holds chunks r and 2·cp−1−r (zig-zag). Under a causal mask a token
   sees all before it, so that a cheap early and an expensive late chunk balance the work of every rank. Without a mask
-  any cut is balanced, and this one no worse than another: one rule for all models.
+  any cut is balanced, this one included.
 - ulysses: one contiguous piece each. Attention runs on whole sequences by heads, so there is nothing to balance, and
-  the exchanged pieces stand in the order of time as they arrive.
+  the exchanged pieces arrive in order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def join_sequence(parts: Sequence[Tensor], method: str) -> Tensor:
 
 
 class WholeDocuments:
-    """Gathers document numbers [batch, local seq] once for all layers that are given the same tensor."""
+    """Gathers document numbers [batch, local seq] once for all layers that pass the same tensor."""
 
     def __init__(self, group: dist.ProcessGroup, method: str) -> None:
         self.group, self.method = group, method
@@ -69,7 +69,7 @@ class WholeDocuments:
         _known[self.handle] = self
 
     def of(self, documents: Tensor | None) -> Tensor | None:
-        """[batch, seq], in the order of time."""
+        """[batch, seq], in sequence order."""
         if documents is None:
             return None
         if torch.compiler.is_compiling():
@@ -101,7 +101,7 @@ _known: WeakValueDictionary[int, WholeDocuments] = WeakValueDictionary()
 def _whole(documents: Tensor, size: int, handle: int) -> Tensor:
     whole = _known[handle].of(documents)
     assert whole is not None
-    return whole.clone()  # the compiler may reuse the memory of what it is given
+    return whole.clone()  # the compiler may reuse the memory of what is returned
 
 
 @_whole.register_fake

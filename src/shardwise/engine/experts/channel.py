@@ -24,7 +24,7 @@ from shardwise.spec.errors import SpecError
 
 @dataclass
 class ExchangedBytes:
-    """Bytes that this rank has sent, by what was sent, since the last `clear`."""
+    """Bytes that this rank has sent since the last `clear`, by what was sent."""
 
     between_nodes: dict[str, int] = field(default_factory=dict)
     inside_node: dict[str, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Channel:
         return 0 if self.group is None else self.group.rank()
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], what: str) -> Tensor:
-        """``send[i]`` rows to member i, in this order; the result has ``receive[i]`` rows of each. No gradient."""
+        """Sends ``send[i]`` rows to member i, in this order; returns ``receive[i]`` rows of each. No gradient."""
         if self.group is None or self.size == 1:
             return rows
         self.note(what, send, rows)
@@ -71,7 +71,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Splits:
-    """How many rows go to each member of a channel and come from it; known on the host."""
+    """How many rows to send to and receive from each member of a channel; known on the host."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
@@ -153,14 +153,14 @@ def channel(mesh: Mesh, name: str, node_of_rank: NodeOfRank, traffic: ExchangedB
 
 
 def alone(traffic: ExchangedBytes) -> Channel:
-    """No other rank."""
+    """A channel of this rank alone."""
     return Channel("", None, (False,), traffic)
 
 
 def node_channels(mesh: Mesh, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> tuple[Channel, Channel]:
     """Of this rank's expert-parallel group: the ranks with its place on each node, and those on its own node.
 
-    New groups are made: every rank of the world calls this as often as the others.
+    New groups are made: all ranks of the world must call this equally often.
     """
     division = mesh.divisions["ep"]
     nodes = {len(_same_node(ranks, node_of_rank)) for ranks in division}
@@ -181,7 +181,7 @@ def _channel(name: str, group: dist.ProcessGroup, node_of_rank: NodeOfRank, traf
 
 
 def _same_node(ranks: Sequence[int], node_of_rank: NodeOfRank) -> list[list[int]]:
-    """The ranks node by node; equally many on each, and each node's together."""
+    """The ranks of each node; refuses unequal or interleaved nodes."""
     runs = [(node, list(members)) for node, members in groupby(ranks, node_of_rank)]
     if len({node for node, _ in runs}) < len(runs):
         raise _uneven("the ranks of an expert-parallel group go back and forth between nodes")

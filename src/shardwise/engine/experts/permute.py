@@ -1,7 +1,7 @@
-"""Rows copied to where they are wanted, and the copies summed again: gathers only, forward and backward.
+"""Rows copied to where they are needed, and the copies summed again: gathers only, forward and backward.
 
-No sum depends on the order of atomic additions, nothing reads a number on the host, and what is computed once for
-`spread` serves `collect` and both backward passes.
+No sum depends on the order of atomic additions, nothing is read on the host, and what is computed once for `spread`
+serves `collect` and both backward passes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Copies:
-    """``source`` [copies]: the row that each copy is of.
+    """``source`` [copies]: the row that each copy is made of.
 
     ``listed`` [copies]: the same copies row by row, those of row r from ``starts[r]`` [rows] on, or ``each`` of every
     row where they are equally many.
@@ -36,7 +36,7 @@ def sorted_copies(keys: Tensor) -> Copies:
 
 
 def some_sorted_copies(keys: Tensor, wanted: Tensor, total: int) -> tuple[Copies, Tensor]:
-    """`sorted_copies` for the ``total`` keys alone that ``wanted`` [rows, k] marks; and which those are, flattened."""
+    """`sorted_copies` for only the ``total`` keys that ``wanted`` [rows, k] marks; and which those are, flattened."""
     order = keys.masked_fill(~wanted, torch.iinfo(keys.dtype).max).flatten().argsort(stable=True)
     marked = torch.nonzero_static(wanted.flatten(), size=total)[:, 0]
     each = wanted.sum(1)
@@ -75,7 +75,7 @@ def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tens
 
 def _summed(rows: Tensor, listed: Tensor, starts: Tensor, each: int | None, weights: Tensor | None = None) -> Tensor:
     if each is None:
-        # A bag is one row's copies: PyTorch's kernel adds in fp32 and writes only the sum.
+        # A bag holds one row's copies: PyTorch's kernel adds in fp32 and writes only the sum.
         return F.embedding_bag(listed, rows.contiguous(), starts, mode="sum", per_sample_weights=weights)
     # Faster on a GPU than bags (H200, 8,192 x 8 rows of 2,048 bf16: 0.24 against 0.36 ms, weighted 0.40 against 0.49).
     apart = torch.unflatten(rows.index_select(0, listed), 0, (-1, each))

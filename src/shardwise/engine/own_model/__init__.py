@@ -1,1 +1,1 @@
-"""What `parallelize` needs to know of networks that others wrote: their tables, inputs, attention, experts, ends."""
+"""Networks that others wrote, as `parallelize` sees them: their tables, inputs, attention, experts and ends."""

@@ -1,8 +1,8 @@
-"""A user's network cut by everything but data parallelism: its attention, experts and stages, and its first values.
+"""A user's network cut by everything but data parallelism: attention, experts, stages, and initial values.
 
-Their masks are made from the length of the hidden states, which is a part of the sequence under sequence and context
-parallelism; an implementation that their registry of masks does not know gets none, and the rules of who sees whom
-come with the call instead.
+Transformers makes masks from the length of the hidden states, which is a part of the sequence under sequence and
+context parallelism. For an attention implementation that its registry does not know it makes none, and the rules of
+which token sees which come with the call instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IMPLEMENTATION = "shardwise"
 
 
 def route_attention(module: Any, patterns: Patterns) -> None:
-    """Gives every attention module of a Hugging Face network an ``attend``, which it calls from now on."""
+    """Makes every attention module of a Hugging Face network call an attribute ``attend``."""
     interface: Any = importlib.import_module("transformers").AttentionInterface
     interface.register(IMPLEMENTATION, _attend)
     module.config._attn_implementation = IMPLEMENTATION
@@ -59,23 +59,23 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Tensors come as [batch, heads, seq, features] and go as [batch, seq, heads, features]."""
+    """From [batch, heads, seq, features] to [batch, seq, heads, features]."""
     arguments = AttentionArguments(module.is_causal, sliding_window, scaling, documents, position_ids, softcap=softcap)
     heads_inside = [tensor.transpose(1, 2) for tensor in (query, key, value)]
     return module.attend(*heads_inside, arguments), None
 
 
 def dropout_of(module: nn.Module) -> float:
-    """The largest share of elements that anything in the network drops while it trains."""
+    """The largest dropout probability in the network."""
     attention = float(getattr(getattr(module, "config", None), "attention_dropout", 0.0) or 0.0)
     return max([attention, *(one.p for one in module.modules() if isinstance(one, Dropout))])
 
 
 def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank: NodeOfRank, number: int) -> None:
-    """Cuts the experts of every layer, and takes tokens to them and back. Every rank of the world calls this.
+    """Cuts the stacked experts of every layer, and sends tokens to them and back. Every rank of the world calls this.
 
-    An experts module maps (rows, numbers of their experts [rows, k], weights [rows, k]) to rows, and counts its
-    experts in ``num_experts``.
+    An experts module maps (rows, indices of their experts [rows, k], weights [rows, k]) to rows, and has its number
+    of experts in ``num_experts``.
     """
     exchange = exchange_of(number, mesh, mesh.strategy, node_of_rank)
     for _, experts in matching(root, patterns.experts):
@@ -108,7 +108,7 @@ def _send_through(experts: Any, exchange: TokenExchange, here: int) -> None:
         of_rows = torch.repeat_interleave(numbers, counts, output_size=arrived.shape[0])[:, None]
         results = plain(arrived, of_rows, arrived.new_ones((arrived.shape[0], 1)))
         combined: Tensor = exchange.combine(results, weights, handle)
-        return combined.clone() if is_view(combined) else combined  # FSDP warns of views that leave its modules
+        return combined.clone() if is_view(combined) else combined  # FSDP warns about views that its modules return
 
     experts.forward = forward
 
@@ -134,13 +134,13 @@ class Nothing(nn.Module):
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A second network with the same parameters and buffers, from which other parts can be taken away."""
+    """A second network with the same parameters and buffers, from which other parts can be removed."""
     shared: dict[int, Any] = {id(one): one for one in [*module.parameters(), *module.buffers()]}
     return copy.deepcopy(module, shared)
 
 
 def keep_part(root: nn.Module, patterns: Patterns, layers: range, *, first: bool, last: bool) -> Patterns:
-    """Takes away what belongs to other stages; returns the table of what is left. Parameters keep their names."""
+    """Removes what belongs to other stages; returns the table of what is left. Parameters keep their names."""
     container = root.get_submodule(patterns.layers.removesuffix(".*"))
     for number, name in enumerate([name for name, _ in container.named_children()]):
         if number not in layers:
@@ -164,7 +164,7 @@ Initialise = Callable[[str, tuple[int, ...]], Tensor]
 
 
 def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) -> dict[int, nn.Module]:
-    """The stages of this rank by their numbers; the first of them is the module itself."""
+    """The stages of this rank by number; the first of them is the module itself."""
     if table is None:
         return {0: module}
     if is_hugging_face(module):
@@ -188,7 +188,7 @@ def cut_stages(module: nn.Module, job: Job, mesh: Mesh, table: Patterns | None) 
 
 
 def _as_sequences(root: nn.Module, patterns: Patterns) -> None:
-    """Rows of tokens pass through a region as one sequence: tensor parallelism moves parts of sequences."""
+    """Passes rows of tokens through a region as one sequence: tensor parallelism moves parts of sequences."""
     for pattern in patterns.flat:
         for _, region in matching(root, pattern):
             region.register_forward_pre_hook(lambda module, arguments: (arguments[0][None], *arguments[1:]))
@@ -198,7 +198,7 @@ def _as_sequences(root: nn.Module, patterns: Patterns) -> None:
 def tie_stages(
     stages: Mapping[int, nn.Module], job: Job, mesh: Mesh, patterns: Patterns, second_names: Mapping[str, str]
 ) -> TiedEnds | None:
-    """Where embedding and head are one parameter and stand at two ends of a pipeline."""
+    """Ties embedding and head where they are one parameter at the two ends of a pipeline."""
     embedding, head = patterns.embedding, patterns.head
     tied = bool(head) and second_names.get(f"{head}.weight") == f"{embedding}.weight"
     if job.strategy.pp == 1 or not tied:
@@ -208,7 +208,7 @@ def tie_stages(
 
 @torch.no_grad()
 def fill_stages(stages: Mapping[int, nn.Module], initialise: Initialise, device: torch.device) -> None:
-    """Memory and values for a network that has had none, one tensor at a time."""
+    """Allocates and fills a network on the meta device, one tensor at a time."""
     for stage in stages.values():
         materialise(stage, device)
         for name, buffer in stage.named_buffers():

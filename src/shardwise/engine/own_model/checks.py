@@ -1,4 +1,4 @@
-"""What cannot be done correctly with a user's own network: one-line errors, before anything is sharded."""
+"""Refuses what cannot be done correctly with a user's own network, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DESCRIBED = ("layers", "hidden", "heads", "key_value_heads", "vocab", "moe")
 
 
 def require_table(module: nn.Module, strategy: Strategy, patterns: Patterns | None) -> None:
-    """Without a table only what treats all modules alike is possible."""
+    """Without a table only techniques that treat all modules alike are possible."""
     if patterns is not None:
         return
     for name in _NEED_A_TABLE:
@@ -38,16 +38,16 @@ def require_table(module: nn.Module, strategy: Strategy, patterns: Patterns | No
 
 
 def is_cut(strategy: Strategy) -> bool:
-    """Whether a network itself is taken apart, which data parallelism of any kind does not do."""
+    """Whether the network itself is cut, which no kind of data parallelism does."""
     return any(getattr(strategy, name) > 1 for name in _NEED_A_TABLE)
 
 
-def drops(module: nn.Module) -> bool:
+def has_dropout(module: nn.Module) -> bool:
     return module.training and dropout_of(module) > 0
 
 
 def require_described(module: nn.Module, strategy: Strategy) -> None:
-    """A strategy without a job is enough where the network describes itself, or nothing depends on its shape."""
+    """A strategy without a job is enough if the network describes itself, or nothing depends on its shape."""
     if not is_cut(strategy):
         return
     try:
@@ -67,7 +67,7 @@ def require_world(strategy: Strategy) -> None:
 
 
 def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bool) -> None:
-    """What depends on the modules alone."""
+    """Checks that depend on the modules, not on the table."""
     on_meta = next((name for name, one in _tensors(module) if one.is_meta), None)
     if on_meta and not initialised:
         raise SpecError("module", f"{on_meta} has no values (meta device)", "give it values, or pass initialise=")
@@ -75,7 +75,7 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
     if normed is not None:
         problem = f"{normed} takes its statistics from the samples of one rank and microbatch"
         raise SpecError("module", problem, "use LayerNorm or GroupNorm, or put it into eval mode")
-    if tabled and drops(module):
+    if tabled and has_dropout(module):
         problem = f"has dropout {dropout_of(module):g}, and split layers would draw different random masks"
         raise SpecError("module", problem, "set its dropout to 0")
     if job.training.compile:
@@ -99,14 +99,14 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
 
 
 def require_matching(module: nn.Module, patterns: Patterns, job: Job, own_loss: bool) -> None:
-    """Every pattern fits something of the right kind, and it divides as the strategy asks."""
+    """Every pattern matches a module of the right kind, which divides as the strategy needs."""
     for field, pattern, kind in _expected(patterns):
         found = list(matching(module, pattern))
         if not found:
             raise SpecError(f"patterns.{field}", f"{shown(pattern)} matches no module", "correct it, or leave it out")
         wrong = next((name for name, one in found if not _is_a(one, field, kind)), None)
         if wrong is not None:
-            raise SpecError(f"patterns.{field}", f"{wrong} is no {kind.__name__}", "name modules of that class")
+            raise SpecError(f"patterns.{field}", f"{wrong} is not a {kind.__name__}", "name modules of that class")
     _require_attributes(module, patterns)
     _require_supported(module, patterns, job.strategy)
     _require_plain(module, patterns, job.strategy, own_loss)
@@ -149,7 +149,7 @@ def _require_attributes(module: nn.Module, patterns: Patterns) -> None:
 
 
 def _require_plain(module: nn.Module, patterns: Patterns, strategy: Strategy, own_loss: bool) -> None:
-    """Others compute in the place of these modules, which therefore do what their class does and nothing else."""
+    """These modules are replaced, so they must do what their class does and nothing else."""
     places = [("embedding", patterns.embedding), *(("rows", one) for one in patterns.rows)] if strategy.tp > 1 else []
     places += [("head", patterns.head)] if strategy.tp > 1 or not own_loss else []
     for field, pattern in places:
@@ -161,7 +161,7 @@ def _require_plain(module: nn.Module, patterns: Patterns, strategy: Strategy, ow
 
 
 def _require_supported(module: nn.Module, patterns: Patterns, strategy: Strategy) -> None:
-    """The network itself can have what is asked for."""
+    """The network itself supports the strategy."""
     for name, why in patterns.refused.items():
         value = getattr(strategy, name)
         if name == "sequence_parallel" and strategy.tp > 1 and value:
@@ -174,7 +174,7 @@ def _require_supported(module: nn.Module, patterns: Patterns, strategy: Strategy
 
 
 def _require_roles(module: nn.Module, patterns: Patterns, job: Job) -> None:
-    """The table says what each dimension has to know."""
+    """The table names what each dimension needs."""
     strategy = job.strategy
     needed = {
         "tp": ("regions", "columns", "rows", "embedding", "head"),

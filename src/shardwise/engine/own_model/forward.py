@@ -1,4 +1,4 @@
-"""One pass of a microbatch through a network that somebody else wrote: the user's batch in, one tensor out."""
+"""One pass of a microbatch through a user's network: the user's batch in, one tensor out."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shardwise.models.loss import IGNORED, cross_entropy_sum
 from shardwise.spec.errors import SpecError, nearest_name
 
 KEYS = ("input_ids", "labels", "shift_labels", "position_ids", "documents", "attention_mask")
-LABELS = ("shift_labels", "labels")  # what a batch of any network calls the answers
+LABELS = ("shift_labels", "labels")  # names of the labels in a batch
 
 
 def token_batch(batch: Batch | Mapping[str, Any], device: torch.device) -> Batch:
     """This rank's sequences, on its device.
 
-    ``labels`` are Hugging Face's: the label of a place is its own token, and the place before predicts it;
-    ``shift_labels`` stand already where they are predicted. An ``attention_mask`` keeps padding and text apart as two
-    documents, and nothing that padding would predict counts. ``position_ids`` that do not go up by one start a new
+    ``labels`` are Hugging Face's: the label of a position is its own token, which the position before predicts;
+    ``shift_labels`` are already where they are predicted. An ``attention_mask`` separates padding and text as two
+    documents, and what padding would predict does not count. ``position_ids`` that do not go up by one start a new
     document, as in `transformers`.
     """
     if not isinstance(batch, Batch):
@@ -59,14 +59,14 @@ def _from_mapping(batch: Mapping[str, Any]) -> Batch:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Labels moved to the places that predict them; nothing is predicted behind the last."""
+    """Labels moved to the positions that predict them; the last position predicts nothing."""
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
 
 
 def as_mapping(batch: Batch, whole_rows: bool = True) -> dict[str, Tensor]:
-    """What a user's loss sees of a token batch: this rank's tokens, labels where they are predicted.
+    """A token batch as a user's loss sees it: this rank's tokens, with labels where they are predicted.
 
-    Of ``whole_rows`` also ``labels`` where the tokens themselves stand; the first, which nothing predicts, is -100.
+    With ``whole_rows`` also ``labels`` where the tokens themselves are; the first, which nothing predicts, is -100.
     """
     named = {"input_ids": batch.tokens, "shift_labels": batch.labels, "position_ids": batch.positions}
     if whole_rows:
@@ -97,7 +97,7 @@ def in_microbatches(batch: Any, rows: int) -> list[Any]:
 
 
 def usual_count(batch: Any) -> Tensor:
-    """Labels that are not -100, where they are whole numbers; else samples."""
+    """The number of labels that are not -100, if they are integers; else of samples."""
     labels: Any = None
     if isinstance(batch, Mapping):
         labels = next((batch[name] for name in LABELS if name in batch), None)
@@ -110,7 +110,7 @@ def usual_count(batch: Any) -> Tensor:
 
 
 def usual_call(module: nn.Module) -> Callable[[Callable[..., Any], Any], Any]:
-    """Of a mapping what the network's forward takes by name, without labels; of a tuple its first element."""
+    """Passes the entries of a mapping that the forward takes by name, without labels; of a tuple its first element."""
     parameters = inspect.signature(module.forward).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
@@ -131,7 +131,7 @@ Call = Callable[[Forward, Any], Any]
 
 @dataclass(frozen=True)
 class Pass:
-    """A microbatch on its way; ``last``: through the last stage, where the loss is."""
+    """A microbatch; ``last``: through the last stage, where the loss is."""
 
     batch: Any
     last: bool = True
@@ -176,8 +176,7 @@ def any_pass(call: Call, loss: Loss, dtype: torch.dtype) -> Callable[[Forward, P
 class TokenPass:
     """A pass of a network with a table: tokens or hidden states in, hidden states or the summed loss out.
 
-    Without a ``loss`` of the user's it is computed where the head is called, from hidden states: all logits together
-    never exist.
+    Without a user's ``loss`` it is computed where the head is called, from hidden states: the full logits never exist.
     """
 
     def __init__(self, root: nn.Module, patterns: Patterns, mesh: Mesh, loss: Loss | None) -> None:
@@ -220,7 +219,7 @@ class TokenPass:
             for end in self.ends:
                 end.seen = None
         if self.cap is not None and expected is not None:
-            return expected  # the network bounds what its head gives, which is in the loss already
+            return expected  # the network caps its logits, which the loss already does
         return _unchanged(outputs, expected)
 
     def _named(self, batch: Batch) -> dict[str, Any]:
@@ -235,14 +234,14 @@ class TokenPass:
 
 
 def _unchanged(outputs: Any, expected: Tensor | None) -> Tensor:
-    """What the network returns has to be what its last part gave: else that is not the loss, nor the hidden states."""
+    """Refuses a network that returns something else than its last module did: neither loss nor hidden states."""
     found: Any = outputs
     if isinstance(outputs, Mapping):
         found = outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
     elif isinstance(outputs, tuple):
         found = outputs[0]
     if expected is None or found is not expected:
-        problem = "the network changes what its head gives (or does not call it)"
+        problem = "the network changes its head's output (or does not call it)"
         raise SpecError("patterns.head", problem, "name the last module that does, or pass loss=")
     return expected
 

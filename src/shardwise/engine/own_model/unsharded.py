@@ -1,4 +1,4 @@
-"""The undivided network again: every tensor put together on rank 0, one at a time."""
+"""The undivided network: every tensor put together on rank 0, one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.engine.torch_private import persistent_buffers
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """What a rank has of a tensor: ``read`` gives it, which may be outside of the device's memory until then."""
+    """A rank's part of a tensor; ``read`` fetches it, wherever it is stored."""
 
     part: HeldPart
     dtype: torch.dtype

@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def schedule_of(job: Job) -> PipelineSchedule:
-    """The schedule that is simulated for a job, which is the one that runs: built without times."""
+    """The schedule that is simulated for a job is also the one that runs."""
     strategy = job.strategy
     require_runnable(strategy.schedule)
     return build(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank)
@@ -83,8 +83,8 @@ def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) ->
 class PipelineRunner:
     """Runs steps of ``schedule`` on this rank's ``modules`` (by the number of their stage) and its pipeline ``group``.
 
-    The rank's place in ``group`` is its number in the schedule. ``message`` is what hidden states are on this rank,
-    ``call`` how a stage is called.
+    A rank's place in ``group`` is its number in the schedule. ``message`` describes hidden states on this rank,
+    ``call`` runs a stage.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PipelineRunner:
 
 
 class _Runtime(PipelineScheduleRuntime):
-    """PyTorch's runtime with lists that are complete: nothing is added to gather, reduce or scale."""
+    """PyTorch's runtime with complete lists of actions: it adds nothing to gather, reduce or scale."""
 
     def __init__(self, stages: list[PipelineStage], schedule: PipelineSchedule, actions: RuntimeActions) -> None:
         super().__init__(stages, schedule.microbatches, loss_fn=_divided, scale_grads=False)  # type: ignore[no-untyped-call]
@@ -161,10 +161,10 @@ class _Runtime(PipelineScheduleRuntime):
         return losses
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to find out before the first step."""
+        """Nothing to do before the first step."""
 
     def _assert_unsharded(self, stage: Any) -> None:
-        """FSDP's own hooks see to it."""
+        """FSDP's own hooks take care of it."""
 
 
 def _divided(total: Tensor, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""One embedding at both ends of a pipeline: looked up in the first stage, multiplied with in the last.
+"""One embedding at both ends of a pipeline: a lookup in the first stage, a matmul in the last.
 
-Where the two stages live on different ranks each has a copy; both start equal, and the sum of their gradients keeps
-them so (Shoeybi et al. 2019). Where a folded pipeline brings them to one rank there is one parameter, the first
-stage's, which the last one borrows: data parallelism, the optimizer and a checkpoint find it once.
+If the two stages are on different ranks each has a copy; both start equal, and the sum of their gradients keeps them
+so (Shoeybi et al. 2019). If a folded pipeline puts them on one rank there is one parameter, the first stage's, which
+the last one borrows: data parallelism, the optimizer and a checkpoint see it once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardwise.engine.profiler_ranges import sent
 
 @dataclass(frozen=True)
 class TiedEnds:
-    """``embedding`` and ``head`` are the modules whose ``weight`` is tied, as far as they live on this rank."""
+    """``embedding`` and ``head`` are the modules whose ``weight`` is tied, if they are on this rank."""
 
     embedding: nn.Module | None
     head: nn.Module | None
-    group: dist.ProcessGroup | None  # of the two ranks, where they are two
+    group: dist.ProcessGroup | None  # of the two ranks, if they are two
 
     @property
     def borrowers(self) -> tuple[nn.Module, ...]:
@@ -34,23 +34,22 @@ class TiedEnds:
         return (self.head,) if self.embedding and self.head else ()
 
     def follow(self) -> None:
-        """Lets the head use what the embedding's parameter is now: FSDP exchanges whole and sharded ones."""
+        """Gives the head the embedding's current parameter: FSDP swaps whole and sharded ones."""
         for head in self.borrowers:
             assert self.embedding is not None
-            head.__dict__["weight"] = self.embedding.weight  # no parameter of the head in anybody's eyes
+            head.__dict__["weight"] = self.embedding.weight  # not registered as a parameter of the head
 
     def copy_of(self, tensor: Tensor) -> None:
-        """The last stage takes what the first one has in ``tensor``, of the weight's shape.
+        """Copies ``tensor``, of the weight's shape, from the first stage to the last.
 
-        Sums over more than two workers round by where a number lies in what is sent, which is not the same place at
-        both ends.
+        Sums over more than two workers round by the position of a number in the message, which differs at both ends.
         """
         if self.group is not None:
             with sent("pp", Called.TIED_WEIGHT, tensor):
                 dist.broadcast(local(tensor), group=self.group, group_src=0)
 
     def add_gradients(self) -> None:
-        """After the gradients were reduced over the data-parallel ranks, whose shards are the same at both ends."""
+        """Call after gradients were reduced over the data-parallel ranks, whose shards are the same at both ends."""
         if self.group is None:
             return
         weight = self.weight
@@ -78,8 +77,8 @@ def tie_ends(
 ) -> TiedEnds | None:
     """Ties the ends of a pipeline whose stages ``modules`` are here; None on ranks between them.
 
-    To be called when the parameters have their local shapes, after tensor and before data parallelism. A head with a
-    copy of its own notes it as not counted: the norm of the gradients is that of the embedding's.
+    Call when the parameters have their local shapes, after tensor and before data parallelism. A head's own copy is
+    noted as not counted: the norm of the gradients counts the embedding's.
     """
     last = len(placement) - 1
     first_part = modules[0].get_submodule(embedding) if 0 in modules else None
@@ -98,7 +97,7 @@ def tie_ends(
 
 
 def _pair(group: dist.ProcessGroup, first: int, last: int) -> dist.ProcessGroup:
-    """The two ends alone make this group; the ranks between them are not asked."""
+    """Only the two ends make this group; the ranks between them take no part."""
     ranks = [dist.get_global_rank(group, rank) for rank in (first, last)]
     pair: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return pair
