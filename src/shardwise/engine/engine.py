@@ -24,7 +24,7 @@ from shardwise.engine.parameters import initialise_parts, materialise
 from shardwise.engine.patterns import DECODER, Patterns, decoder_patterns, matching
 from shardwise.engine.pipeline.runner import call_decoder
 from shardwise.engine.pipeline.stage import keep_stage
-from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
+from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.engine.recompute.apply import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
@@ -50,7 +50,8 @@ class Engine(Trainer[Batch]):
         precision = precision_of(job.training)
         mesh = build_mesh(job.strategy, place.type, job.model.key_value_heads)
         stages = _cut_stages(job, mesh)
-        tied = _tied(job, mesh, stages)
+        ties = job.model.tied_embeddings and job.strategy.pp > 1
+        tied = tie_ends(stages, placement(job), mesh.group("pp")) if ties else None
         data = apply_data(list(stages.values()), mesh, precision, patterns=DECODER, job=job)
         for stage in stages.values():
             materialise(stage, place)
@@ -97,12 +98,6 @@ def _cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
     if job.training.compile:
         apply_compile(list(stages.values()), job.strategy, DECODER)
     return stages
-
-
-def _tied(job: Job, mesh: Mesh, stages: dict[int, nn.Module]) -> TiedEnds | None:
-    if not job.model.tied_embeddings or job.strategy.pp == 1:
-        return None
-    return tie_ends(stages, placement(job), mesh.group("pp"))
 
 
 __all__ = ["Engine", "StepResult"]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
 
 from shardwise.engine.labels import begin_name, wait_name
 from shardwise.engine.torch_private import profiler_enabled
+
+
+class Pending(Protocol):
+    """A collective in flight: its result is valid after ``wait``."""
+
+    def wait(self) -> Any: ...
 
 
 def marked(name: str) -> AbstractContextManager[object]:
@@ -29,6 +36,13 @@ def named(phase: str) -> AbstractContextManager[object]:
 def sent(dimension: str, what: str, tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Marks a collective with its dimension and the bytes that this rank contributes."""
     return marked(begin_name(dimension, what, tensor.numel() * tensor.element_size()))
+
+
+def wait_for(work: Pending | None, dimension: str, what: str) -> None:
+    """Waits for a collective that was started, if it was."""
+    if work is not None:
+        with waited(dimension, what):
+            work.wait()
 
 
 def waited(dimension: str, what: str) -> AbstractContextManager[object]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardwise.engine.profiler_ranges import Pending as Pending
 
 NARROW = (torch.bfloat16, torch.float16)
 TEMPORARY_BYTES = 64 * 2**20  # received pieces waiting to be added; a larger tensor is exchanged in parts
@@ -21,12 +23,6 @@ TEMPORARY_BYTES = 64 * 2**20  # received pieces waiting to be added; a larger te
 # The names of 2.13; the older ones warn there that they are deprecated.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-class Pending(Protocol):
-    """A collective in flight: its result is valid after ``wait``."""
-
-    def wait(self) -> Any: ...
 
 
 class Completed:

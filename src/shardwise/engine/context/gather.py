@@ -20,7 +20,7 @@ from shardwise.engine.context.blocks import Merged, Seen, attention_block, atten
 from shardwise.engine.context.distributed_attention import AcrossRanks, Call
 from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, Scores
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_ranges import sent, waited
+from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.models.dot_product import AttentionArguments
 
 
@@ -136,9 +136,7 @@ class _GatherKeys:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, whole seq, heads, features] in sequence order."""
-        if self.work is not None:
-            with waited("cp", Called.KEYS_AND_VALUES):
-                self.work.wait()
+        wait_for(self.work, "cp", Called.KEYS_AND_VALUES)
         halves = self.stacked.chunk(2 * self.size)
         in_time = torch.cat([*halves[0::2], *reversed(halves[1::2])])
         del self.stacked

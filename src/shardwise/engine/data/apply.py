@@ -137,25 +137,18 @@ def apply_data(
     by which collective gradients are summed, and on what network; without it, by the backend's own.
     """
     roots = [root] if isinstance(root, nn.Module) else list(root)
-    sums = GradientSums(mesh, job)
-    return DataParallel({one: _apply(one, mesh, precision, layers, patterns, prefetch, sums) for one in roots})
-
-
-def _apply(
-    root: nn.Module,
-    mesh: Mesh,
-    precision: Precision,
-    layers: Sequence[nn.Module] | None,
-    patterns: Patterns,
-    prefetch: int,
-    sums: GradientSums,
-) -> Sharded | Replicated:
-    if layers is None:
-        layers = [module for _, module in matching(root, patterns.layers)] or find_layers(root)
+    sums, strategy = GradientSums(mesh, job), mesh.strategy
     experts_apart = not (mesh.same("replicate", "expert_replicate") and mesh.same("shard", "expert_shard"))
-    units = units_of(root, layers, patterns, experts_apart)
     divided = mesh.size("shard") > 1 or (experts_apart and mesh.size("expert_shard") > 1)
-    offload = mesh.strategy.offload
-    if mesh.strategy.zero and (divided or offload.weights or offload.gradients):
-        return Sharded(root, units, mesh, precision, prefetch, sums)
-    return Replicated(root, units, mesh, precision, sums)
+    sharded = strategy.zero and (divided or strategy.offload.weights or strategy.offload.gradients)
+    parts: dict[nn.Module, Sharded | Replicated] = {}
+    for one in roots:
+        found = layers
+        if found is None:
+            found = [module for _, module in matching(one, patterns.layers)] or find_layers(one)
+        units = units_of(one, found, patterns, experts_apart)
+        if sharded:
+            parts[one] = Sharded(one, units, mesh, precision, prefetch, sums)
+        else:
+            parts[one] = Replicated(one, units, mesh, precision, sums)
+    return DataParallel(parts)

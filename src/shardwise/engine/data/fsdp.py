@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from shardwise.engine import torch_private
 from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.data.fsdp_collectives import Unfinished, install
 from shardwise.engine.data.units import Unit
@@ -17,12 +18,6 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.offload.shards import OffloadedGradients, OffloadedWeights
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.optim.precision import Precision
-from shardwise.engine.torch_private import (
-    current_graph_task_id,
-    finish_backward,
-    gather_in_background,
-    parameter_groups,
-)
 
 
 class Sharded:
@@ -61,7 +56,7 @@ class Sharded:
         self.weights: OffloadedWeights | None = None
         self.gradients: OffloadedGradients | None = None
         if mesh.device == "cpu":
-            gather_in_background(root)
+            torch_private.gather_in_background(root)
 
     def _shard(self, unit: Unit, mesh: Mesh, precision: Precision, root: bool = False) -> None:
         policy = MixedPrecisionPolicy(
@@ -117,10 +112,10 @@ class Sharded:
         self.before_microbatch(last)
         self.unfinished.will_finish = True
         for unit in reversed(self.units):
-            for group in parameter_groups(unit):
+            for group in torch_private.parameter_groups(unit):
                 _complete(group)
                 group.post_backward()
-        finish_backward(self.units[-1])
+        torch_private.finish_backward(self.units[-1])
         self.unfinished.finish()
 
     def _set(self, reduce: bool, reshard: bool, last: bool) -> None:
@@ -180,7 +175,7 @@ def _ahead_in_forward_only(following: Sequence[Any]) -> Callable[[Any, Any], Non
     """A recomputed layer calls its experts in the backward pass, which has already freed what follows."""
 
     def choose(module: Any, _: Any) -> None:
-        in_backward = current_graph_task_id() >= 0
+        in_backward = torch_private.current_graph_task_id() >= 0
         module.set_modules_to_forward_prefetch([] if in_backward else list(following))
 
     return choose

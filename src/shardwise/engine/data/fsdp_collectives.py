@@ -17,7 +17,7 @@ from shardwise.engine.collectives.choose import GradientSums
 from shardwise.engine.collectives.reductions import SCRATCH, Pending, all_gather, on_gloo
 from shardwise.engine.labels import Called
 from shardwise.engine.parameters import local
-from shardwise.engine.profiler_ranges import sent, waited
+from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, parameter_groups
 
 IN_FLIGHT = 2
@@ -123,8 +123,7 @@ class GradientReduceScatter:
             self.unfinished.add(_Reduction(work, input_tensor, output_tensor, self.total))
         else:
             self.unfinished.finish_started()
-            with waited("dp", Called.GRADIENT_SHARDS):
-                work.wait()
+            wait_for(work, "dp", Called.GRADIENT_SHARDS)
 
     def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
         """The output is needed at once where FSDP converts it, or nobody would wait for it later."""
@@ -146,7 +145,6 @@ class _Reduction:
         self.work, self.sent, self.output, self.total = work, sent, output, total
 
     def finish(self) -> None:
-        with waited("dp", Called.GRADIENT_SHARDS):
-            self.work.wait()
+        wait_for(self.work, "dp", Called.GRADIENT_SHARDS)
         if self.total is not None:
             self.total += self.output

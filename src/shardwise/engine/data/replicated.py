@@ -21,7 +21,7 @@ from shardwise.engine.data.units import Unit, own_parameters
 from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.optim.precision import Precision
-from shardwise.engine.profiler_ranges import sent, waited
+from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, foreach_copy_, foreach_zero_
 from shardwise.spec.less_communication import Compression
 
@@ -125,7 +125,9 @@ class Replicated:
     @_out_of_graphs
     def _mark(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Puts a node before the layer, whose backward runs when all gradients of the layer are complete."""
-        if not torch.is_grad_enabled() or _in_backward():  # the second forward pass of recompute is not counted
+        if (
+            not torch.is_grad_enabled() or current_graph_task_id() != -1
+        ):  # the second forward pass of recompute is not counted
             return None
         values = [*arguments, *named.values()]
         places = [place for place, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
@@ -214,10 +216,6 @@ def _completed(
     return [*reversed(found), (None, rest, None)]
 
 
-def _in_backward() -> bool:
-    return current_graph_task_id() != -1
-
-
 class Bucket:
     """Parameters whose gradients are summed together, once the backward pass has left ``complete_after`` (or ended).
 
@@ -276,10 +274,8 @@ class Bucket:
         return self.flat
 
     def wait(self) -> None:
-        if self.work is not None:
-            with waited("dp", Called.GRADIENTS):
-                self.work.wait()
-            self.work = None
+        wait_for(self.work, "dp", Called.GRADIENTS)
+        self.work = None
 
     def clear(self) -> None:
         self.collected, self.started, self.work = False, False, None

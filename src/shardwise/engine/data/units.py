@@ -34,7 +34,11 @@ def units_of(root: nn.Module, layers: Sequence[nn.Module], patterns: Patterns, e
     for layer in layers:
         units.append(Unit(layer))
         if experts_apart:
-            units += [Unit(module, expert=True) for name, module in layer.named_modules() if _is_experts(name)]
+            units += [
+                Unit(module, expert=True)
+                for name, module in layer.named_modules()
+                if name.rpartition(".")[2] == "experts"
+            ]
     units += [Unit(module, at_the_end=True) for module, name in ends if name == patterns.head]
     return units
 
@@ -60,10 +64,6 @@ def find_layers(root: nn.Module) -> list[nn.Module]:
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(list(module.children())) > 1
-
-
-def _is_experts(name: str) -> bool:
-    return name.rpartition(".")[2] == "experts"
 
 
 def _ends(root: nn.Module, patterns: Patterns) -> Iterator[tuple[nn.Module, str]]:

@@ -17,16 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.cost.traffic.traffic import Payload, Phase, Role, sent_backward
+from shardwise.engine import torch_private
 from shardwise.engine.offload.states import StoredStates
 from shardwise.engine.offload.store import BackgroundCopy
 from shardwise.engine.parameters import as_divided, local
-from shardwise.engine.torch_private import (
-    gather_ranks,
-    gather_stream,
-    gathers_for_backward,
-    is_gathering,
-    parameter_groups,
-)
 
 
 class OffloadedWeights:
@@ -35,7 +29,7 @@ class OffloadedWeights:
     def __init__(self, forward: Sequence[nn.Module], backward: Sequence[nn.Module], stored: StoredStates) -> None:
         self.shards: dict[nn.Module, _Shards] = {}
         for module in forward:
-            for group in parameter_groups(module):
+            for group in torch_private.parameter_groups(module):
                 away = [one for one in group.fsdp_params if stored.has_weights(one.sharded_param)]
                 if away:
                     self.shards[module] = _Shards(group, away, stored)
@@ -66,14 +60,14 @@ class _Shards:
         group.unshard, group.wait_for_unshard = self.unshard, self.wait_for_unshard
 
     def unshard(self, async_op: bool = False) -> None:
-        is_backward = gathers_for_backward(self.group)
+        is_backward = torch_private.gathers_for_backward(self.group)
         if not self._will_gather(is_backward):
             return self._unshard(async_op)  # type: ignore[no-any-return]
         self.fetch(is_backward)
         self._wait()
         self._unshard(async_op)
-        if gather_ranks(self.group) > 1:
-            self.free(gather_stream(self.group, async_op))
+        if torch_private.gather_ranks(self.group) > 1:
+            self.free(torch_private.gather_stream(self.group, async_op))
         after = self.after.get(is_backward)
         if after is not None and after._will_gather(is_backward):
             after.fetch(is_backward)
@@ -81,9 +75,9 @@ class _Shards:
 
     def wait_for_unshard(self) -> None:
         """A rank that shards with no other copies here what others gather."""
-        pending = is_gathering(self.group)
+        pending = torch_private.is_gathering(self.group)
         self._wait_for_unshard()
-        if pending and gather_ranks(self.group) == 1:
+        if pending and torch_private.gather_ranks(self.group) == 1:
             self.free()
 
     def fetch(self, is_backward: bool) -> None:
@@ -119,7 +113,7 @@ class _Shards:
     def _will_gather(self, is_backward: bool) -> bool:
         group = self.group
         needed = group.unshard_in_backward or not is_backward
-        return bool(needed and not is_gathering(group) and not group.is_unsharded)
+        return bool(needed and not torch_private.is_gathering(group) and not group.is_unsharded)
 
 
 class OffloadedGradients:
@@ -133,7 +127,7 @@ class OffloadedGradients:
         self.stored = stored
         self.leaving: list[BackgroundCopy] = []
         self._unit: Any = None
-        for group in (group for unit in units for group in parameter_groups(unit)):
+        for group in (group for unit in units for group in torch_private.parameter_groups(unit)):
             parameters = [one.sharded_param for one in group.fsdp_params if one.sharded_param.requires_grad]
             away = {one for one in parameters if stored.has_gradients(one) and one not in stay}
             for one in parameters if away else ():

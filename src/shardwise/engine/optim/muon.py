@@ -13,17 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine import torch_private
 from shardwise.engine.labels import Called
 from shardwise.engine.optim.elementwise import Update
+from shardwise.engine.parameters import as_divided, divided_as
 from shardwise.engine.profiler_ranges import sent
-from shardwise.engine.torch_private import (
-    compute_local_shape_and_global_offset,
-    foreach_add_,
-    foreach_div,
-    foreach_lerp,
-    foreach_lerp_,
-    foreach_mul_,
-)
 
 # The quintic whose slope at zero is as steep as convergence allows: kellerjordan.github.io/posts/muon
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -42,15 +36,15 @@ def muon_update(
     """One step of local ``values``, cut like ``parameters``."""
     rate: float | Tensor = update.learning_rate
     if update.divisor is not None:
-        gradients = list(foreach_div(gradients, update.divisor))
+        gradients = list(torch_private.foreach_div(gradients, update.divisor))
     if update.bad is not None:  # no kernel skips a step: zeros are added instead
         rate = rate * (1 - update.bad)
         for gradient in gradients:
             gradient.masked_fill_(update.bad.bool(), 0.0)
     directions = _directions(parameters, gradients, momenta, update.settings.momentum, update.bad)
-    foreach_mul_(list(values), 1 - rate * update.weight_decay)
-    foreach_mul_(directions, -rate)
-    foreach_add_(list(values), directions)
+    torch_private.foreach_mul_(list(values), 1 - rate * update.weight_decay)
+    torch_private.foreach_mul_(directions, -rate)
+    torch_private.foreach_add_(list(values), directions)
 
 
 def _directions(
@@ -65,11 +59,11 @@ def _directions(
     They keep their values if ``bad`` is 1; gradients are zero then.
     """
     if bad is None:
-        foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
+        torch_private.foreach_lerp_(list(momenta), list(gradients), 1 - momentum)
     else:
-        foreach_mul_(list(momenta), momentum + (1 - momentum) * bad)
-        foreach_add_(list(momenta), list(gradients), alpha=1 - momentum)
-    ahead = foreach_lerp(list(gradients), list(momenta), momentum)
+        torch_private.foreach_mul_(list(momenta), momentum + (1 - momentum) * bad)
+        torch_private.foreach_add_(list(momenta), list(gradients), alpha=1 - momentum)
+    ahead = torch_private.foreach_lerp(list(gradients), list(momenta), momentum)
     wholes = [_whole(parameter, one) for parameter, one in zip(parameters, ahead)]
     results: dict[int, Tensor] = {}
     by_shape: dict[torch.Size, list[int]] = {}
@@ -80,7 +74,7 @@ def _directions(
         found = orthogonal(stacked) * math.sqrt(max(1, rows / columns))
         sizes = [wholes[number].numel() // (rows * columns) for number in numbers]
         for number, part in zip(numbers, torch.split(found, sizes)):
-            results[number] = _own(parameters[number], part.view_as(wholes[number]))
+            results[number] = divided_as(parameters[number], part.view_as(wholes[number]))
     return [results[number] for number in range(len(wholes))]
 
 
@@ -103,18 +97,4 @@ def _whole(parameter: nn.Parameter, piece: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return piece
     with sent("dp", Called.MOMENTUM, piece):
-        return DTensor.from_local(
-            piece,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        ).full_tensor()
-
-
-def _own(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return whole
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return whole[offset[0] : offset[0] + shape[0]]
+        return as_divided(piece, parameter).full_tensor()  # type: ignore[no-any-return, attr-defined]

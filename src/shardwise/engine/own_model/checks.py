@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -68,10 +67,12 @@ def require_world(strategy: Strategy) -> None:
 
 def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bool) -> None:
     """Checks that depend on the modules, not on the table."""
-    on_meta = next((name for name, one in _tensors(module) if one.is_meta), None)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    on_meta = next((name for name, one in tensors if one.is_meta), None)
     if on_meta and not initialised:
         raise SpecError("module", f"{on_meta} has no values (meta device)", "give it values, or pass initialise=")
-    normed = next((name for name, one in module.named_modules() if _sees_the_batch(one)), None)
+    batch_norms = (name for name, one in module.named_modules() if isinstance(one, BatchNorm) and one.training)
+    normed = next(batch_norms, None)
     if normed is not None:
         problem = f"{normed} takes its statistics from the samples of one rank and microbatch"
         raise SpecError("module", problem, "use LayerNorm or GroupNorm, or put it into eval mode")
@@ -239,12 +240,3 @@ def _require_division(module: nn.Module, patterns: Patterns, job: Job) -> None:
         for name, one in matching(module, pattern):
             if sizes(one)[0] % tp:
                 raise SpecError("strategy.tp", f"{tp} does not divide the inputs of {name}", "use a divisor")
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _sees_the_batch(module: nn.Module) -> bool:
-    return isinstance(module, BatchNorm) and module.training

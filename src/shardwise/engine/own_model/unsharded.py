@@ -32,7 +32,9 @@ def whole_tensors(pieces: dict[str, HeldPiece], aliases: dict[str, str]) -> Iter
     described: list[dict[str, tuple[HeldPart, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(described, {name: (one.part, one.dtype) for name, one in pieces.items()})
     for name in dict.fromkeys(name for one in described for name in one):
-        mine = _undivided(pieces[name].read()) if name in pieces else None  # together with all that share it
+        mine = pieces[name].read().detach() if name in pieces else None
+        if isinstance(mine, DTensor):
+            mine = mine.full_tensor()  # together with all ranks that share it
         owners = _owners(name, described)
         if rank == 0:
             whole = _collected(name, owners, described, mine)
@@ -89,8 +91,3 @@ def second_names(module: nn.Module) -> dict[str, str]:
         if known != name:
             others[name] = known
     return others
-
-
-def _undivided(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach()

@@ -16,7 +16,7 @@ from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import ComputationType, PipelineScheduleRuntime, RuntimeAction, with_messages
 from shardwise.engine.weight_gradients import Deferrable
-from shardwise.pipeline import Action, ActionKind, PipelineSchedule, build
+from shardwise.pipeline import ActionKind, PipelineSchedule, build
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import schedule_record
@@ -58,7 +58,11 @@ def runtime_actions(schedule: PipelineSchedule, *, backward: bool = True) -> Run
     """
     require_runnable(schedule.name)
     passes = {
-        rank: [_translated(action) for action in actions if backward or action.kind is ActionKind.F]
+        rank: [
+            RuntimeAction(one.stage, _KINDS[one.kind], one.microbatch)
+            for one in actions
+            if backward or one.kind is ActionKind.F
+        ]
         for rank, actions in enumerate(schedule.actions)
     }
     return with_messages(passes, lambda stage: schedule.placement[stage], schedule.stages)
@@ -66,10 +70,6 @@ def runtime_actions(schedule: PipelineSchedule, *, backward: bool = True) -> Run
 
 def splits_backward(schedule: PipelineSchedule) -> bool:
     return any(action.kind is ActionKind.W for actions in schedule.actions for action in actions)
-
-
-def _translated(action: Action) -> RuntimeAction:
-    return RuntimeAction(action.stage, _KINDS[action.kind], action.microbatch)
 
 
 def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) -> Tensor:
@@ -147,7 +147,7 @@ class _Runtime(PipelineScheduleRuntime):
     """PyTorch's runtime with complete lists of actions: it adds nothing to gather, reduce or scale."""
 
     def __init__(self, stages: list[PipelineStage], schedule: PipelineSchedule, actions: RuntimeActions) -> None:
-        super().__init__(stages, schedule.microbatches, loss_fn=_divided, scale_grads=False)  # type: ignore[no-untyped-call]
+        super().__init__(stages, schedule.microbatches, loss_fn=torch.div, scale_grads=False)  # type: ignore[no-untyped-call]
         self.stage_index_to_group_rank = dict(enumerate(schedule.placement))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
@@ -165,7 +165,3 @@ class _Runtime(PipelineScheduleRuntime):
 
     def _assert_unsharded(self, stage: Any) -> None:
         """FSDP's own hooks take care of it."""
-
-
-def _divided(total: Tensor, tokens: Tensor) -> Tensor:
-    return total / tokens

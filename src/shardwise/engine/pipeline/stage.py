@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.engine.batch import Batch
 from shardwise.engine.labels import Called, message_sent, pass_name, stage_input_gradient, stage_output
-from shardwise.engine.profiler_ranges import named, sent, waited
+from shardwise.engine.profiler_ranges import named, sent, wait_for, waited
 from shardwise.engine.torch_private import PipelineStageBase
 from shardwise.engine.weight_gradients import Deferrable, Waiting, compute, deferring
 from shardwise.models import Decoder
@@ -87,9 +87,7 @@ class IncomingMessage:
     what: str = ""
 
     def wait(self) -> Tensor:
-        if self.work is not None:
-            with waited("pp", self.what):
-                self.work.wait()
+        wait_for(self.work, "pp", self.what)
         return self.tensor
 
 

@@ -17,15 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwise.engine import torch_private
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.recompute.discarded_outputs import DiscardedOutputs, Function
-from shardwise.engine.torch_private import (
-    cpu_flash_attention,
-    cudnn_attention,
-    efficient_attention,
-    flash_attention,
-    grouped_mm_operator,
-)
 from shardwise.engine.weight_gradients import not_deferring
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
@@ -35,11 +29,11 @@ aten: Any = torch.ops.aten
 Keeps = Callable[[int, torch.Size], bool]  # a matmul, by its number in the layer and the shape of its matrix?
 _MATMULS = (aten.mm.default, aten.addmm.default)
 _COSTLY = (
-    flash_attention.default,
-    cpu_flash_attention.default,
-    efficient_attention.default,
-    cudnn_attention.default,
-    grouped_mm_operator,
+    torch_private.flash_attention.default,
+    torch_private.cpu_flash_attention.default,
+    torch_private.efficient_attention.default,
+    torch_private.cudnn_attention.default,
+    torch_private.grouped_mm_operator,
     aten.topk.default,
     aten.sort.stable,
     aten.index_select.default,  # tokens on their way to experts and back

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.engine.autograd import same, with_gradient
 from shardwise.engine.collectives.reductions import Pending, all_gather, all_reduce_sum, reduce_scatter_sum
 from shardwise.engine.labels import Called
-from shardwise.engine.profiler_ranges import sent, waited
+from shardwise.engine.profiler_ranges import sent, wait_for
 
 SEQUENCE = 1  # of [batch, sequence, features]
 
@@ -72,9 +72,7 @@ class Started:
         self.what, self.work, self.source, self.result = what, work, source, result
 
     def wait(self) -> Tensor:
-        if self.work is not None:
-            with waited("tp", self.what):
-                self.work.wait()
+        wait_for(self.work, "tp", self.what)
         return self.result()
 
 
