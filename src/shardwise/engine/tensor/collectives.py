@@ -65,7 +65,7 @@ def narrow_move(group: dist.ProcessGroup, sequence_parallel: bool) -> Callable[.
     return moved
 
 
-class Started:
+class CollectiveInFlight:
     """A collective in flight; ``wait`` returns ``result()``. ``source`` stays allocated until then."""
 
     def __init__(self, what: str, work: Pending | None, source: Tensor, result: Callable[[], Tensor]) -> None:
@@ -76,14 +76,14 @@ class Started:
         return self.result()
 
 
-def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> Started:
+def start_sum(tensor: Tensor, group: dist.ProcessGroup) -> CollectiveInFlight:
     """An all-reduce in place."""
     with sent("tp", Called.ALL_REDUCE, tensor):
         work = all_reduce_sum(tensor, group, async_op=True)
-    return Started(Called.ALL_REDUCE, work, tensor, lambda: tensor)
+    return CollectiveInFlight(Called.ALL_REDUCE, work, tensor, lambda: tensor)
 
 
-def start_gather(tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQUENCE) -> Started:
+def start_gather(tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQUENCE) -> CollectiveInFlight:
     """The parts of all ranks, concatenated along ``dimension``."""
     tensor = tensor.contiguous()
     stacked = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
@@ -94,16 +94,16 @@ def start_gather(tensor: Tensor, group: dist.ProcessGroup, dimension: int = SEQU
         apart = torch.unflatten(stacked, 0, (group.size(), -1)).movedim(0, dimension)
         return apart.flatten(dimension, dimension + 1)
 
-    return Started(Called.ALL_GATHER, work, tensor, joined)
+    return CollectiveInFlight(Called.ALL_GATHER, work, tensor, joined)
 
 
-def start_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Started:
+def start_scatter(tensor: Tensor, group: dist.ProcessGroup) -> CollectiveInFlight:
     """The sum over all ranks, of which each keeps its part of the sequence."""
     parts = torch.unflatten(tensor, SEQUENCE, (group.size(), -1)).movedim(SEQUENCE, 0).flatten(0, 1).contiguous()
     mine = tensor.new_empty((tensor.shape[0], tensor.shape[SEQUENCE] // group.size(), *tensor.shape[2:]))
     with sent("tp", Called.REDUCE_SCATTER, parts):
         work = reduce_scatter_sum(mine, parts, group, async_op=True)
-    return Started(Called.REDUCE_SCATTER, work, parts, lambda: mine)
+    return CollectiveInFlight(Called.REDUCE_SCATTER, work, parts, lambda: mine)
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
