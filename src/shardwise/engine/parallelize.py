@@ -18,30 +18,8 @@ from shardwise.engine.data.apply import apply_data
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.offload.states import MASTER
 from shardwise.engine.optim.precision import precision_of
+from shardwise.engine.own_model import checks, forward
 from shardwise.engine.own_model.apply import Initialise, cut_stages, fill_stages, tie_stages
-from shardwise.engine.own_model.checks import (
-    has_dropout,
-    is_cut,
-    require_described,
-    require_matching,
-    require_table,
-    require_trainable,
-    require_world,
-)
-from shardwise.engine.own_model.forward import (
-    Call,
-    Loss,
-    TokenPass,
-    answer_passes,
-    any_pass,
-    call_stage,
-    in_microbatches,
-    on_device,
-    rows_of,
-    token_batch,
-    usual_call,
-    usual_count,
-)
 from shardwise.engine.own_model.tables import found_layers, job_for, supplied_table
 from shardwise.engine.own_model.unsharded import HeldPiece, kept_buffers, second_names, whole_tensors
 from shardwise.engine.patterns import Patterns
@@ -62,9 +40,9 @@ def parallelize(
     *,
     training: Training | None = None,
     patterns: Patterns | None = None,
-    loss: Loss | None = None,
+    loss: forward.Loss | None = None,
     count: Count | None = None,
-    call: Call | None = None,
+    call: forward.Call | None = None,
     initialise: Initialise | None = None,
     device: str | torch.device | None = None,
 ) -> Parallel:
@@ -98,23 +76,23 @@ def parallelize(
         raise SpecError("training", "is part of the job already", "leave one of them out")
     strategy = job.strategy if isinstance(job, Job) else job
     table = patterns or (supplied_table(module) if call is None else None)
-    if patterns is None and loss is not None and not is_cut(strategy) and has_dropout(module):
+    if patterns is None and loss is not None and not checks.is_cut(strategy) and checks.has_dropout(module):
         table = None  # the user's own loss and whole modules: dropout works as their author wants
-    require_table(module, strategy, table)
+    checks.require_table(module, strategy, table)
     if isinstance(job, Strategy):
-        require_described(module, job)
+        checks.require_described(module, job)
         job = job_for(module, job, training, dist.get_world_size() if dist.is_initialized() else 1)
-    require_world(job.strategy)
+    checks.require_world(job.strategy)
     require_runs(job, own_module=True)
-    require_trainable(module, job, table is not None, initialise is not None)
+    checks.require_trainable(module, job, table is not None, initialise is not None)
     if table is not None:
-        require_matching(module, table, job, loss is not None)
+        checks.require_matching(module, table, job, loss is not None)
     elif loss is None:
         problem = f"is not given, and {type(module).__name__} has no table that names its head"
         raise SpecError("loss", problem, "pass loss=, a function of outputs and batch that returns a sum")
     first = next(module.parameters(), torch.empty(0))
     place = torch.device(device or ("cpu" if first.is_meta else first.device))
-    return Parallel(module, job, table, place, loss, count, call or usual_call(module), initialise)
+    return Parallel(module, job, table, place, loss, count, call or forward.usual_call(module), initialise)
 
 
 class Parallel(Trainer[Any]):
@@ -129,12 +107,12 @@ class Parallel(Trainer[Any]):
         job: Job,
         table: Patterns | None,
         device: torch.device,
-        loss: Loss | None,
+        loss: forward.Loss | None,
         count: Count | None,
-        call: Call,
+        call: forward.Call,
         initialise: Initialise | None,
     ) -> None:
-        self.table, self.count = table, count or usual_count
+        self.table, self.count = table, count or forward.usual_count
         self.patterns = table or found_layers(module)
         self.aliases = second_names(module)
         mesh = build_mesh(job.strategy, device.type, job.model.key_value_heads)
@@ -143,8 +121,8 @@ class Parallel(Trainer[Any]):
         tied = tie_stages(stages, job, mesh, self.patterns, self.aliases)
         whole = job.strategy.cp == job.strategy.pp == 1
         for stage in stages.values():
-            run = any_pass(call, loss, precision.compute) if table is None and loss else None
-            answer_passes(stage, run or TokenPass(stage, self.patterns, mesh, loss), whole)
+            run = forward.any_pass(call, loss, precision.compute) if table is None and loss else None
+            forward.answer_passes(stage, run or forward.TokenPass(stage, self.patterns, mesh, loss), whole)
         apply_recompute(list(stages.values()), job, self.patterns)
         if initialise is None:
             for stage in stages.values():
@@ -154,7 +132,7 @@ class Parallel(Trainer[Any]):
             fill_stages(stages, initialise, device)
         if tied:
             tied.follow()
-        super().__init__(job, device, mesh, stages, tied, data, call_stage)
+        super().__init__(job, device, mesh, stages, tied, data, forward.call_stage)
         self.offload_activations(self.patterns)
 
     @property
@@ -168,8 +146,8 @@ class Parallel(Trainer[Any]):
     def share(self, batch: Any) -> Any:
         """This rank's samples of a global batch that every rank has; a loader may also give just these."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
-        each = rows_of(batch) // self.mesh.size("dp")
-        return in_microbatches(batch, each)[self.mesh.rank("dp")]
+        each = forward.rows_of(batch) // self.mesh.size("dp")
+        return forward.in_microbatches(batch, each)[self.mesh.rank("dp")]
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the undivided network on rank 0, one at a time; all ranks have to iterate to the end."""
@@ -185,11 +163,11 @@ class Parallel(Trainer[Any]):
     def microbatches(self, batch: Any) -> tuple[list[Any], Tensor]:
         rows = self.job.strategy.microbatch
         if self.table is None:
-            batch = on_device(batch, self.device)
-            self.require_rows(rows_of(batch), exactly=False)
-            counted, microbatches = self.count(batch), in_microbatches(batch, rows)
+            batch = forward.on_device(batch, self.device)
+            self.require_rows(forward.rows_of(batch), exactly=False)
+            counted, microbatches = self.count(batch), forward.in_microbatches(batch, rows)
         else:
-            tokens = self.own_tokens(token_batch(batch, self.device))
+            tokens = self.own_tokens(forward.token_batch(batch, self.device))
             number = tokens.tokens.shape[0]
             self.require_rows(number, exactly=self.pipeline is not None)
             counted, microbatches = tokens.counted, tokens.microbatches(number // rows)
