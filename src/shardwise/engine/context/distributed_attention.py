@@ -6,8 +6,10 @@ no messages, streams or buffers, and the layer around it stays one graph.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,16 +21,29 @@ from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.models.dot_product import AttentionArguments
 
 
-class Call(Protocol):
-    """One attention over the ranks."""
+@dataclass(frozen=True)
+class AttentionCall(ABC):
+    """One attention over the ranks; ``documents`` are those of whole sequences."""
 
+    group: dist.ProcessGroup
+    causal: bool
+    scale: float
+    window: int | None
+    documents: Tensor | None
+    overlap: bool
+    choose: KernelChoice
+
+    @abstractmethod
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
+    @abstractmethod
     def backward(self, saved: BackwardInputs) -> Gradients: ...
 
 
 class AcrossRanks:
     """Without ``overlap`` it waits for each message before it computes on; ``choose`` picks the kernel of a block."""
+
+    kind: type[AttentionCall]
 
     def __init__(
         self,
@@ -42,9 +57,13 @@ class AcrossRanks:
         self.handle = next(_numbers)
         _known[self.handle] = self
 
-    def call(self, seq: int, arguments: AttentionArguments) -> Call:
+    def call(self, seq: int, arguments: AttentionArguments) -> AttentionCall:
         """For ``seq`` local tokens; refuses what is not supported."""
-        raise NotImplementedError
+        window = arguments.window
+        if window is not None and window >= seq * self.size:
+            window = None
+        documents = self.documents.of(arguments.documents)
+        return self.kind(self.group, arguments.causal, arguments.scale, window, documents, self.overlap, self.choose)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
         if torch.compiler.is_compiling():
@@ -59,7 +78,7 @@ class AcrossRanks:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         out, log_sum = call.forward(query, key, value)
         ctx.call = call
         ctx.save_for_backward(query, key, value, out, log_sum)
@@ -77,7 +96,9 @@ _known: WeakValueDictionary[int, AcrossRanks] = WeakValueDictionary()
 _SEEN = "Tensor? documents, bool causal, int? window, float scale, int handle"
 
 
-def _call(query: Tensor, documents: Tensor | None, causal: bool, window: int | None, scale: float, handle: int) -> Call:
+def _call(
+    query: Tensor, documents: Tensor | None, causal: bool, window: int | None, scale: float, handle: int
+) -> AttentionCall:
     return _known[handle].call(query.shape[1], AttentionArguments(causal, window, scale, documents))
 
 

@@ -9,7 +9,6 @@ backward pass gathers again instead of keeping the keys and values, and sums the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,35 +16,14 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
-from shardwise.engine.context.distributed_attention import AcrossRanks, Call
-from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, Scores
+from shardwise.engine.context.distributed_attention import AcrossRanks, AttentionCall
+from shardwise.engine.context.kernels import BackwardInputs, Gradients, Scores
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, wait_for
-from shardwise.models.dot_product import AttentionArguments
 
 
-class GatheredAttention(AcrossRanks):
-    """An ``attend`` for tokens cut in zig-zag."""
-
-    def call(self, seq: int, arguments: AttentionArguments) -> Call:
-        window = arguments.window
-        if window is not None and window >= seq * self.size:
-            window = None
-        documents = self.documents.of(arguments.documents)
-        return _Gathered(self.group, arguments.causal, arguments.scale, window, documents, self.overlap, self.choose)
-
-
-@dataclass(frozen=True)
-class _Gathered:
-    """One call. Plain causal attention takes the own chunks apart (`_own`); all others see only runs (`_runs`)."""
-
-    group: dist.ProcessGroup
-    causal: bool
-    scale: float
-    window: int | None
-    documents: Tensor | None
-    overlap: bool
-    choose: KernelChoice
+class _Gathered(AttentionCall):
+    """Plain causal attention takes the own chunks separately (`own_apart`); all others see only runs (`_runs`)."""
 
     @property
     def masked(self) -> bool:
@@ -118,6 +96,12 @@ class _Gathered:
         """Keys that any query from ``first`` to ``end`` may see."""
         reach = total if self.window is None else self.window - 1
         return slice(max(0, first - reach), end if self.causal else min(total, end + reach))
+
+
+class GatheredAttention(AcrossRanks):
+    """An ``attend`` for tokens cut in zig-zag."""
+
+    kind = _Gathered
 
 
 class _GatherKeys:

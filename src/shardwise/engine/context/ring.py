@@ -18,41 +18,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
-from shardwise.engine.context.distributed_attention import AcrossRanks, Call
-from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, Scores
+from shardwise.engine.context.distributed_attention import AcrossRanks, AttentionCall
+from shardwise.engine.context.kernels import BackwardInputs, Gradients, Scores
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, waited
-from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.errors import SpecError
 
 KEYS_TAG, GRADIENTS_TAG = 1, 2  # gloo matches messages in flight by tag, NCCL by their order
 
 
-class RingAttention(AcrossRanks):
-    """An ``attend`` for tokens cut in zig-zag."""
+@dataclass(frozen=True)
+class _Ring(AttentionCall):
+    """What is seen in each step, and the two passes around the ring."""
 
-    def call(self, seq: int, arguments: AttentionArguments) -> Call:
-        if arguments.window is not None and arguments.window < seq * self.size:
+    def __post_init__(self) -> None:
+        if self.window is not None:
             raise SpecError(
                 "strategy.context_method",
-                f"ring does not support a window of {arguments.window} keys",
+                f"ring does not support a window of {self.window} keys",
                 "use context_method: all-gather or ulysses",
             )
-        documents = self.documents.of(arguments.documents)
-        return _Ring(self.group, arguments.causal, arguments.scale, documents, self.overlap, self.choose)
-
-
-@dataclass(frozen=True)
-class _Ring:
-    """One call: what is seen in each step, and the two passes around the ring."""
-
-    group: dist.ProcessGroup
-    causal: bool
-    scale: float
-    documents: Tensor | None
-    overlap: bool
-    choose: KernelChoice
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         layout = _Packed(key, value)
@@ -122,6 +108,12 @@ class _Ring:
         here = cut_sequence(self.documents, rank, size, "ring")[:, queries]
         there = cut_sequence(self.documents, (rank - step) % size, size, "ring")[:, keys]
         return Seen(self.causal and step == 0, query_documents=here, key_documents=there)
+
+
+class RingAttention(AcrossRanks):
+    """An ``attend`` for tokens cut in zig-zag."""
+
+    kind = _Ring
 
 
 class _Packed:
