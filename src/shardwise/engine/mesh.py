@@ -46,7 +46,7 @@ class Mesh:
         return self.divisions[one] == self.divisions[other]
 
     def sharding(self, replicate: str, shard: str) -> DeviceMesh:
-        """This rank's neighbours as `fully_shard` wants them: two dimensions where there are several shard groups."""
+        """This rank's neighbours as `fully_shard` takes them: two dimensions if there are several shard groups."""
         if self.size(replicate) == 1:
             return DeviceMesh.from_group(self.group(shard), self.device, mesh_dim_names=(shard,))
         columns = {rank: ranks for ranks in self.divisions[shard] for rank in ranks}

@@ -181,7 +181,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def ranks_with_copy(part: HeldPart, mesh: Mesh) -> int:
-    """Ranks of the world that hold the same elements of a gradient; 0 for the twin of a tied parameter."""
+    """Ranks of the world that hold the same elements of a gradient; 0 for the second copy of a tied parameter."""
     replicas = mesh.size("expert_replicate" if part.expert else "replicate")
     return part.copies * replicas if part.counted else 0
 

@@ -24,7 +24,7 @@ class Patterns:
     outputs (the value names the attribute of the job's model that counts the heads, "" where they divide freely),
     ``rows`` by their inputs. ``fused`` are columns that hold several maps one behind the other, as wide as the named
     attributes of the job's model are to each other. ``wide_norms`` are root-mean-square norms over the outputs of cut
-    maps, with the same values. ``headless`` modules of a region stand before its cut maps: heads of all ranks reach
+    maps, with the same values. ``headless`` modules of a region precede its cut layers: heads of all ranks reach
     their gradients. ``flat`` are regions whose hidden states are rows of tokens, without a batch.
 
     What follows ``experts`` is for other networks than ours. ``attention`` modules mix tokens by their attribute

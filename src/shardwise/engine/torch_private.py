@@ -65,7 +65,7 @@ def with_messages(
 ) -> dict[int, list[RuntimeAction]]:
     """The passes of every rank with sends and receives between them.
 
-    From 2.15 on the runtime wants a wait for every send; before, it waits for all of them at the end by itself.
+    From 2.15 on the runtime needs a wait for every send; before, it waits for all of them at the end by itself.
     """
     lists: dict[int, list[RuntimeAction]] = _schedules._add_send_recv(passes, rank_of_stage, stages)
     add_waits: Any = getattr(_schedules, "_add_wait_send", None)

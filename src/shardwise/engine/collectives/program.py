@@ -309,7 +309,7 @@ def ordered(program: Program) -> tuple[Step, ...]:
 
 
 class _Order:
-    """Rounds are no barriers: a message is sent as soon as its data is there, and the rank waits for a receive only
+    """Rounds are not barriers: a message is sent as soon as its data is there, and the rank waits for a receive only
     when something that depends on it is sent or written. All receives whose memory is free are posted first: gloo
     sends a message only once its receiver has named the buffer, so that a late receive costs a round trip."""
 

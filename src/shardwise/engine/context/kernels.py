@@ -98,37 +98,37 @@ class Math:
     """Unfused, for everything that no fused kernel takes; the scores of the block are materialised."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        products = self._products(query, key, scores)
-        log_sum = products.logsumexp(-1)
-        shares = (products - log_sum.unsqueeze(-1)).exp_()
-        out = torch.einsum("bhgqk,bkhd->bqhgd", shares, value.to(shares.dtype)).flatten(2, 3)
+        logits = self._logits(query, key, scores)
+        log_sum = logits.logsumexp(-1)
+        probabilities = (logits - log_sum.unsqueeze(-1)).exp_()
+        out = torch.einsum("bhgqk,bkhd->bqhgd", probabilities, value.to(probabilities.dtype)).flatten(2, 3)
         return out.to(query.dtype), log_sum.flatten(1, 2)
 
     def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients:
         query, key, value = saved.query, saved.key, saved.value
-        products = self._products(query, key, scores)
-        number, heads = products.dtype, key.shape[2]
-        shares = (products - torch.unflatten(saved.log_sum, 1, (heads, -1)).unsqueeze(-1)).exp_()
+        logits = self._logits(query, key, scores)
+        number, heads = logits.dtype, key.shape[2]
+        probabilities = (logits - torch.unflatten(saved.log_sum, 1, (heads, -1)).unsqueeze(-1)).exp_()
         gradient = saved.gradient.to(number)
         by_group = torch.unflatten(gradient, 2, (heads, -1))
         queries, keys = torch.unflatten(query.to(number), 2, (heads, -1)), key.to(number)
-        of_value = torch.einsum("bhgqk,bqhgd->bkhd", shares, by_group)
-        of_shares = torch.einsum("bqhgd,bkhd->bhgqk", by_group, value.to(number))
+        of_value = torch.einsum("bhgqk,bqhgd->bkhd", probabilities, by_group)
+        of_probabilities = torch.einsum("bqhgd,bkhd->bhgqk", by_group, value.to(number))
         mean = torch.unflatten((gradient * saved.out.to(number)).sum(-1).transpose(1, 2), 1, (heads, -1))
-        of_products = (of_shares - mean.unsqueeze(-1)).mul_(shares).mul_(scores.scale)
-        of_query = torch.einsum("bhgqk,bkhd->bqhgd", of_products, keys).flatten(2, 3)
-        of_key = torch.einsum("bhgqk,bqhgd->bkhd", of_products, queries)
+        of_logits = (of_probabilities - mean.unsqueeze(-1)).mul_(probabilities).mul_(scores.scale)
+        of_query = torch.einsum("bhgqk,bkhd->bqhgd", of_logits, keys).flatten(2, 3)
+        of_key = torch.einsum("bhgqk,bqhgd->bkhd", of_logits, queries)
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
-    def _products(self, query: Tensor, key: Tensor, scores: Scores) -> Tensor:
+    def _logits(self, query: Tensor, key: Tensor, scores: Scores) -> Tensor:
         """[batch, key heads, query heads of each, queries, keys]"""
         number = torch.promote_types(query.dtype, torch.float32)
         grouped = torch.unflatten(query.to(number), 2, (key.shape[2], -1))
-        products = torch.einsum("bqhgd,bkhd->bhgqk", grouped, key.to(number)) * scores.scale
+        logits = torch.einsum("bqhgd,bkhd->bhgqk", grouped, key.to(number)) * scores.scale
         if scores.causal:
-            later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu_(1)
-            products.masked_fill_(later, hidden_score(number))
-        return products if scores.bias is None else products + scores.bias.unsqueeze(1)
+            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu_(1)
+            logits.masked_fill_(later, hidden_score(number))
+        return logits if scores.bias is None else logits + scores.bias.unsqueeze(1)
 
 
 class _Fused(ABC):
@@ -158,7 +158,7 @@ class _Fused(ABC):
 
 
 class CpuFlash(_Fused):
-    """PyTorch's flash attention for CPUs; it wants keys and values of one width."""
+    """PyTorch's flash attention for CPUs; keys and values must have one width."""
 
     def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         return _one_width(query, key, value, multiple=1)

@@ -33,7 +33,7 @@ class UlyssesAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
         check_heads(query.shape[2], key.shape[2], self.group.size())
-        # Positions are in the rotation of queries and keys already, and the whole rows stand in the order of time.
+        # Queries and keys are already rotated by their positions, and the whole rows are in order.
         whole = replace(arguments, documents=self.documents.of(arguments.documents), positions=None, bounds=None)
         query, key, value = _to_heads((query, key, value), self.group)
         return _to_sequence(self.attend(query, key, value, whole), self.group)

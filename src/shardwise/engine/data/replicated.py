@@ -54,7 +54,7 @@ class Replicated:
         self._open: dict[nn.Module, int] = {}  # forward passes of a layer with a backward pass still to come
 
     def start(self) -> None:
-        """Once the parameters have their first values: those that are computed with in 16 bits get fp32 masters."""
+        """Call once the parameters have values; 16-bit ones get fp32 masters."""
         if self._has_started:
             return
         self._has_started = True

@@ -88,7 +88,7 @@ def _by_expert(blocks: Tensor, total: int) -> Tensor:
     ``blocks`` [sources, experts] counts the rows of each block. Nothing is sorted: a block moves as one.
     """
     ends = blocks.flatten().cumsum(0).view_as(blocks)
-    now = (ends - blocks).T.flatten()  # where each block stands, listed expert by expert
+    now = (ends - blocks).T.flatten()  # where each block begins, listed expert by expert
     sizes = blocks.T.flatten()
     then = sizes.cumsum(0) - sizes
     moved = torch.repeat_interleave(now - then, sizes, output_size=total)

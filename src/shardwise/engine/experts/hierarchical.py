@@ -109,7 +109,7 @@ class DeduplicatedExchange:
     def _count(self, indices: Tensor, wanted: Tensor, by_node: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of each local expert; and the numbers that the host needs.
 
-        A sender knows what its rows will become on every node, so the counts of all levels travel at once, ahead.
+        A sender knows where its rows go on every node, so the counts of all levels are sent together, in advance.
         """
         nodes, devices, local = self.nodes.size, self.devices.size, self.local
         per_expert = count_tokens(indices.reshape(1, -1), self.experts).view(nodes, -1)

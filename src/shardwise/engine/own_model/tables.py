@@ -96,7 +96,7 @@ _GPT_2 = replace(
     divided={f"{_GPT}.attn": ("split_size",)},
     refused={
         "sequence_parallel": "views the hidden states behind its last norm as whole sequences",
-        "pp": "views what stands in the place of its tokens as rows of tokens",
+        "pp": "reshapes its input as token ids, where later stages pass hidden states",
     },
 )
 

@@ -36,7 +36,7 @@ _COSTLY = (
     torch_private.grouped_mm_operator,
     aten.topk.default,
     aten.sort.stable,
-    aten.index_select.default,  # tokens on their way to experts and back
+    aten.index_select.default,  # tokens sent to experts and back
 )
 
 
