@@ -2,13 +2,13 @@
 
 ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): with N-way data parallelism stage 1 divides the
 optimizer states by N, stage 2 the gradients too, stage 3 the parameters too. Activations are never divided.
-Sending less keeps back, and moves in memory, some bytes for each parameter.
+Less communication (compression, seldom synchronisation) keeps and moves some extra bytes for each parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.collectives.arrays import select
@@ -22,19 +22,19 @@ from shardwise.spec.training import OPTIMIZERS, RECIPES, Recipe
 class Sharding:
     """How data parallelism divides the states: numbers of one strategy, or columns of a table of them.
 
-    The two flags say how often it communicates: gradients reduced to shards after every microbatch, and parameters
-    gathered once a step; all strategies of a table share them.
+    The two flags, shared by all strategies of a table, say how often it communicates: whether gradients are reduced to
+    shards after every microbatch, and whether parameters are gathered once a step.
     """
 
     zero: Any
-    shards: Any  # devices that share the states of the dense parts
+    shards: Any  # devices that divide the states of the dense parts
     expert_shards: Any
     gradients_sharded: bool
     gathers_once: bool
     keep_parameters: Any
     offload: Any  # shares per kind of state, as in `Offload`
     sums_once: Any = False  # copies of shards are summed after the last microbatch, where the stack does so
-    kept_bytes: Any = 0.0  # of each parameter, for sending less (`less_communication`)
+    kept_bytes: Any = 0.0  # of each parameter, for less communication (`less_communication`)
     moved_bytes: Any = 0.0
 
     @property
@@ -65,19 +65,9 @@ def stacked(shardings: Sequence[Sharding]) -> Sharding:
     def column(name: str) -> Any:
         return np.stack([getattr(one, name) for one in shardings], axis=-1)
 
-    first = shardings[0]
-    return Sharding(
-        column("zero"),
-        1.0 * column("shards"),
-        1.0 * column("expert_shards"),
-        first.gradients_sharded,
-        first.gathers_once,
-        column("keep_parameters"),
-        first.offload,
-        column("sums_once"),
-        column("kept_bytes"),
-        column("moved_bytes"),
-    )
+    names = ("zero", "keep_parameters", "sums_once", "kept_bytes", "moved_bytes")
+    shards = {name: 1.0 * column(name) for name in ("shards", "expert_shards")}
+    return replace(shardings[0], **{name: column(name) for name in names}, **shards)
 
 
 @dataclass(frozen=True)
@@ -177,14 +167,14 @@ def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
 
 
 def kept_bytes(strategy: Strategy) -> float:
-    """Bytes that a device keeps for each of its parameters from one step to the next.
+    """Extra bytes that a device keeps for each of its parameters from one step to the next.
 
-    Error feedback: what a rank's codes left out, and what the codes of the sum did of the piece that it adds up.
-    DiLoCo: the weights of the last synchronisation and the outer momentum. Asynchronous: fp32 sums in flight.
+    Error feedback: the rounding errors of a rank's codes, and of the codes of the piece that it sums. DiLoCo: the
+    weights of the last synchronisation and the outer momentum. Asynchronous: fp32 sums in flight.
     """
-    compression, ranks, meeting = strategy.compression, strategy.gradient_group, strategy.synchronise
-    if not meeting.every_step and ranks > 1:
-        return {"diloco": 8.0, "async": 4.0 * meeting.staleness}.get(meeting.method, 0.0)
+    compression, ranks, synchronise = strategy.compression, strategy.gradient_group, strategy.synchronise
+    if not synchronise.every_step and ranks > 1:
+        return {"diloco": 8.0, "async": 4.0 * synchronise.staleness}.get(synchronise.method, 0.0)
     if not compression.keeps_errors or ranks == 1:
         return 0.0
     return 4.0 if compression.method == "powersgd" else 4 + 4 / ranks
@@ -193,15 +183,16 @@ def kept_bytes(strategy: Strategy) -> float:
 def moved_bytes(strategy: Strategy) -> float:
     """Bytes read and written in a device's memory for each of its parameters in a step, to compress its gradient.
 
-    It is read into fp32, that is read, and the sum is written (16); what was left out is read and written (8); codes
-    are written, read to be added, written and read again. The products of powersgd read the matrix twice (8); 1-bit
-    Adam makes its momentum from the gradient, and a gradient from the sum (24). When workers meet, what they send is
-    made from their weights and put back (16), by an outer step that reads and writes two states (16); late sums are
-    copied once.
+    It is converted to fp32, read again, and the sum is written (16); the error is read and written (8); codes are
+    written, read to be added, written and read again. The matmuls of powersgd read the matrix twice (8); 1-bit Adam
+    computes its momentum from the gradient, and a gradient from the sum (24). At a synchronisation of workers, the
+    payload is computed from their weights and written back (16), by an outer step that reads and writes two states
+    (16); late sums are copied once.
     """
-    compression, meeting = strategy.compression, strategy.synchronise
-    if not meeting.every_step and strategy.gradient_group > 1:
-        return 8.0 if meeting.is_async else (32 if meeting.method == "diloco" else 16) / meeting.inner_steps
+    compression, synchronise = strategy.compression, strategy.synchronise
+    if not synchronise.every_step and strategy.gradient_group > 1:
+        outer = 32 if synchronise.method == "diloco" else 16
+        return 8.0 if synchronise.is_async else outer / synchronise.inner_steps
     if not compression.is_used or strategy.gradient_group == 1:
         return 0.0
     codes = 8.0 if compression.method == "powersgd" else 4 * compression.element_bytes

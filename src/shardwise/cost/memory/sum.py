@@ -1,14 +1,14 @@
-"""The memory of a device, added up once for all who ask: numbers for the rank of a job, columns for a sweep.
+"""The sum of a device's memory: numbers for one rank of a job, columns for a sweep.
 
-What a device holds comes from two sides. `HeldMemory` is what is there whatever its passes do: model states, gathered
-layers, the framework. `PassMemory` is what passes hold whatever data parallelism does: activations, transient tensors,
-a recomputed layer. `MomentMemory` adds the two at one moment of a pass, less what is not there yet (`Absent`).
+`HeldMemory` does not depend on the passes: model states, gathered layers, the framework. `PassMemory` does not depend
+on data parallelism: activations, transient tensors, a recomputed layer. `MomentMemory` is their sum at one moment of a
+pass, minus what does not exist yet (`Absent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from shardwise.spec.schedules import schedule_record
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """What a device holds at a moment whatever its passes do; ``job`` counts for all but its strategy.
+    """What a device holds at a moment, independent of its passes; of ``job`` everything but the strategy is used.
 
     ``replicated``: other devices compute gradients of the same parameters.
     """
@@ -50,7 +50,7 @@ class HeldMemory:
 
     @cached_property
     def left_over(self) -> Any:
-        """Of what is gathered at a loss, the gradient that an earlier backward pass has left."""
+        """The part of ``gathered`` at a loss that is a gradient left by an earlier backward pass."""
         if self.moment != "loss":
             return 0.0
         unit = divided_units(self.contents, self.sharding, tied=self.job.model.tied_embeddings)
@@ -63,12 +63,12 @@ class HeldMemory:
 
     @cached_property
     def unreplicated(self) -> Any:
-        """Gradients that no other device has; replicas without ZeRO keep the memory that they are summed in."""
+        """Gradients that no other device has; replicas without ZeRO keep the buffers that they are reduced in."""
         return 0.0 if self.replicated else _or_zero(self.states.gradients * (self.sharding.zero == 0))
 
     @cached_property
     def head_share(self) -> Any:
-        """Of a rank's gradients those of the head, which a backward pass makes first."""
+        """The head's share of a rank's gradients, which a backward pass computes first."""
         contents, tied = self.contents, self.job.model.tied_embeddings
         ends = contents.others / contents.total
         return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)
@@ -83,37 +83,21 @@ def held_at(
 
 @dataclass(frozen=True)
 class PassMemory:
-    """What passes hold on a device at their peak, whatever data parallelism does."""
+    """What passes hold on a device at their peak, independent of data parallelism."""
 
     activations: Mapping[Moment, Any]  # of all microbatches in flight
-    transient: Mapping[Moment, Any]  # buffers of communication, temporary tensors
-    recomputed: Any  # a layer that is brought back for its backward pass
-    late: Any  # the same, where it is back only when layers behind it, which are not recomputed, have gone
-    saved: Any  # activations of one microbatch, those that offload may send away
+    transient: Mapping[Moment, Any]  # communication buffers, temporary tensors
+    recomputed: Any  # a layer restored for its backward pass
+    late: Any  # the same, if it is restored only after the backward passes of layers that are not recomputed
+    saved: Any  # activations of one microbatch that offload may move
     in_flight: Any  # microbatches
-    alone: Any  # 1 where no microbatch has gone back before the peak
+    alone: Any  # 1 where no microbatch has run its backward pass before the peak
     in_turn: Any  # 1 where the only microbatch's gradients are reduced layer by layer
-    losses_before: Any  # 1 where a loss of another microbatch has gone back before a loss
+    losses_before: Any  # 1 where another microbatch has run its backward pass before a loss
 
     def others(self, moment: Moment) -> Any:
         """All but activations: at the loss no layer is recomputed."""
         return self.transient[moment] if moment == "loss" else self.transient[moment] + self.recomputed
-
-    def each(self, change: Callable[[Any], Any]) -> PassMemory:
-        """The same with every figure changed."""
-        return PassMemory.joined([self], lambda figures: change(figures[0]))
-
-    @staticmethod
-    def joined(memories: Sequence[PassMemory], join: Callable[[list[Any]], Any]) -> PassMemory:
-        """Every figure made from those of several."""
-
-        def of_all(name: str) -> Any:
-            figures = [getattr(memory, name) for memory in memories]
-            if isinstance(figures[0], Mapping):
-                return {moment: join([one[moment] for one in figures]) for moment in figures[0]}
-            return join(figures)
-
-        return PassMemory(**{field.name: of_all(field.name) for field in fields(PassMemory)})
 
 
 def pass_memory(
@@ -128,13 +112,13 @@ def pass_memory(
     forwards_first: Any,
     in_turn: Any,
 ) -> PassMemory:
-    """From what a microbatch keeps in the ``layers`` of a rank and at its ``head``.
+    """From what a microbatch saves in the ``layers`` of a rank and at its ``head``.
 
-    ``forwards_first`` is that of `kept_activations`, ``stay_whole`` that of `layers_stay_whole`, ``in_turn`` that of
+    For ``forwards_first`` see `kept_activations`, for ``stay_whole`` `layers_stay_whole`, for ``in_turn``
     `reduces_in_turn`.
     """
     kept = kept_activations(layers, head, in_flight, forwards_first)
-    # The inputs of a loss are gone in a layer of its microbatch.
+    # In the backward pass of a layer, the inputs of its microbatch's loss are already freed.
     activations = {moment: kept - head if moment == "layer" else kept for moment in transient}
     return PassMemory(
         activations,
@@ -152,24 +136,24 @@ def pass_memory(
 def kept_activations(layers: Any, head: Any, in_flight: Any, forwards_first: Any) -> Any:
     """Activations of all microbatches in flight.
 
-    ``forwards_first``: the schedule runs all losses before the first backward pass; else the backward pass of a
-    microbatch follows its loss, so that one head is there.
+    ``forwards_first``: the schedule runs all losses before the first backward pass; otherwise the backward pass of a
+    microbatch follows its loss, and only one head's activations are held.
     """
     return layers * in_flight + head * select(forwards_first, in_flight, 1)
 
 
 def reduces_in_turn(pp: int, schedule: str, microbatches: Any) -> Any:
-    """A schedule that makes weight gradients later reduces them later, all at once."""
+    """Whether gradients are reduced layer by layer; a schedule that defers weight gradients reduces them at the end."""
     return (microbatches == 1) & (pp == 1 or not schedule_record(schedule).splits_backward)
 
 
 class Absent(NamedTuple):
-    """Bytes that are not there when most else is, before a first microbatch has gone back.
+    """Bytes that do not exist yet at the peak, before the first backward pass has ended.
 
-    ``left_over`` of what is gathered. ``reduced``: ZeRO reduces the gradients of a single microbatch layer by layer:
-    they are never all there. ``growing``: other gradients grow as the activations of a microbatch shrink, and the
-    fuller end counts: ``not_yet`` are those of them, and of a recomputed layer that is back late, that are still to
-    come. The gradient of the head is there after a first loss.
+    ``left_over`` is part of what is gathered. ``reduced``: ZeRO reduces the gradients of a single microbatch layer by
+    layer, so they never exist all at once. ``growing``: other gradients grow while the activations of a microbatch are
+    freed; ``not_yet`` is the part of them, and of a recomputed layer that is restored late, still missing at the fuller
+    end. The gradient of the head exists after the first loss.
     """
 
     left_over: Any = 0.0
@@ -187,7 +171,7 @@ class Absent(NamedTuple):
 
     @property
     def total(self) -> Any:
-        """Of ``not_yet`` what is no gradient is of the recomputed layer."""
+        """The part of ``not_yet`` that is not gradients belongs to the recomputed layer."""
         return self.left_over + self.reduced + self.not_yet
 
 
@@ -197,7 +181,7 @@ def _as_it_is(figure: Any) -> Any:
 
 @dataclass(frozen=True)
 class MomentMemory:
-    """A device at one moment; ``spread`` makes what is held by blocks of a sweep into columns like those of passes."""
+    """A device at one moment; ``spread`` expands held figures, one per block of a sweep, to the columns of passes."""
 
     held: HeldMemory
     passes: PassMemory
@@ -209,7 +193,7 @@ class MomentMemory:
 
     @cached_property
     def activations(self) -> Any:
-        """What offload leaves of them on the device."""
+        """Those that offload leaves on the device."""
         activations, share = self.passes.activations[self.moment], self.held.sharding.offload.activations
         return self.offloaded.on_device(activations, share, self.moment) if share else activations
 
@@ -248,11 +232,11 @@ class MomentMemory:
 
     @property
     def host(self) -> Any:
-        """What offload has moved off the device."""
+        """Bytes that offload has moved off the device."""
         states, share = self.spread(self.held.states.offloaded), self.held.sharding.offload.activations
         return states + share * self.offloaded.away if share else states
 
 
 def _or_zero(figure: Any) -> Any:
-    """A plain 0 for columns of nothing else, which need not be spread."""
+    """A plain 0 for columns of zeros, which need not be spread."""
     return figure if some(figure) else 0.0

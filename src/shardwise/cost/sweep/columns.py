@@ -1,6 +1,6 @@
-"""The columns of a group's table: what ZeRO and its shard group make every kind of rank send.
+"""The columns of a group's table: the collectives of every kind of rank under each ZeRO stage and shard group.
 
-Collectives are asked for one by one, and priced by network as arrays of sizes.
+Collectives are requested one by one, and priced together for each network.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _CollectiveLine:
 
 
 class CollectiveBook:
-    """``tickets`` remembers collectives and ``price_all`` prices what was asked for since the last time.
+    """``tickets`` registers collectives and ``price_all`` prices those registered since the last time.
 
     Then ``seconds[tickets]`` and ``link_seconds[tickets]`` (one column per link of ``links``) are their prices.
     """
@@ -118,12 +118,12 @@ class ColumnBook:
     """Columns of groups; what groups of one layout share is worked out once."""
 
     def __init__(self, job: Job, collectives: CollectiveBook) -> None:
-        """``job`` says everything but the strategy."""
+        """``job`` has everything but the strategy."""
         self._job, self._collectives = job, collectives
         self._shardings: dict[tuple[Any, ...], list[_Shared]] = {}
 
     def classes(self, group: Group) -> list[ColumnClass]:
-        """The columns of ``group`` by how and how often they communicate; collectives are asked for, not yet priced."""
+        """The columns of ``group`` by how often they communicate; collectives are registered, not yet priced."""
         import numpy as np
 
         job, base = self._job, group.base

@@ -1,7 +1,7 @@
 """Strategies that share their degrees, as the axes of a table.
 
-Rows differ in what a layer and the pipeline do: sequence parallelism, context method, microbatch, schedule, recompute.
-Columns differ in what data parallelism does, ZeRO and its shard group; and every column may offload in several ways.
+Rows differ in sequence parallelism, context method, microbatch, schedule and recompute; columns in ZeRO and its shard
+group. Every column may offload in several ways.
 """
 
 from __future__ import annotations
@@ -107,17 +107,16 @@ class Group:
 
 
 def groups_alike(groups: Sequence[Group], cells: int) -> Iterator[list[int]]:
-    """Numbers of groups whose rows can be worked out together: the same ranks, schedules and kinds of traffic.
+    """Numbers of groups whose rows can be priced together: the same ranks, schedules and kinds of traffic.
 
-    Together they have about ``cells`` (kinds of rank × rows) at most, if there is more than one.
+    Unless it is a single group, together they have at most about ``cells`` (kinds of rank × rows).
     """
-    gathered: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for number, group in enumerate(groups):
         base = group.base
         dimensions = (base.tp > 1, base.cp > 1, base.ep > 1, base.overlap.ep)
         key = (group.members, group.ranks, group.schedules, group.recomputes, dimensions)
-        full = sum(groups[other].row_cells for other in gathered.get(key, ())) >= cells
-        if full:
-            yield gathered.pop(key)
-        gathered.setdefault(key, []).append(number)
-    yield from gathered.values()
+        if sum(groups[other].row_cells for other in alike.get(key, ())) >= cells:
+            yield alike.pop(key)
+        alike.setdefault(key, []).append(number)
+    yield from alike.values()

@@ -1,14 +1,14 @@
-"""What one layer, the embedding and the head cost, once per distinct key: a rank of any table is a sum of these.
+"""Costs of one layer, the embedding and the head, computed once per distinct key; every rank is a sum of these.
 
-The figures come from the functions that price a job (`stage_time`, `activations`, `traffic`), asked about a rank
-that holds nothing but the one part.
+The figures come from the functions that price a job (`stage_time`, `activations`, `traffic`), called for a rank that
+holds only the one part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.states import Sharding
@@ -24,7 +24,6 @@ from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_tr
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, sent_forward
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
-from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -33,8 +32,10 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
+Piece = TypeVar("Piece")
 MODES = ("none", "selective", "full")
-KINDS = ((), (False,), (True,), (False, True))  # of layer that a rank may have: dense, mixture of experts
+# The kinds of layer that a rank may have: dense, mixture of experts.
+KINDS: tuple[tuple[bool, ...], ...] = ((), (False,), (True,), (False, True))
 # A rank with one part: dense layer, mixture-of-experts layer, embedding, head.
 PROBES = (
     RankContents(0, 1, 0, False, False, 0.0, 0.0, 0.0),
@@ -46,17 +47,17 @@ FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD,
 
 
 class Probes:
-    """The job of one microbatch with a layer choice, under each recompute mode; made when asked for."""
+    """The job of one microbatch with a layer choice, under each recompute mode; created on first use."""
 
     def __init__(self, job: Job, base: Strategy, layer: LayerChoice) -> None:
-        self._job, self._base, self._layer = job, base, layer
+        self.job, self._base, self._layer = job, base, layer
         self._made: dict[str, Job] = {}
 
     def __getitem__(self, mode: str) -> Job:
         if mode not in self._made:
             strategy = self._base.unchecked(**vars(self._layer), recompute=mode, stage_layers="balanced")
-            training = self._job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
-            self._made[mode] = self._job.unchecked(strategy=strategy, training=training)
+            training = self.job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
+            self._made[mode] = self.job.unchecked(strategy=strategy, training=training)
         return self._made[mode]
 
 
@@ -78,17 +79,14 @@ class LineKey:
     """One kind of communication inside a layer, as far as all layers share it."""
 
     dimension: str
-    payload: Payload | None  # None for all that nothing hides
+    payload: Payload | None  # None for all that cannot be overlapped
     in_pass: Pass
     window: Window
 
 
 @dataclass(frozen=True)
 class PartLine:
-    """``seconds``: part × mode × (all of it, what nothing hides, what recompute repeats, on each link).
-
-    ``units_taken`` is the same for all.
-    """
+    """``seconds``: part × mode × (total, what cannot be overlapped, what recompute repeats, on each link)."""
 
     seconds: Array
     units_taken: float
@@ -110,9 +108,8 @@ class Parts:
 class PartStack:
     """The parts of several layer choices as one array.
 
-    ``figures``: figure × layer choice × part × mode: first those of `Parts`, then of every line its seconds, those of
-    them that nothing can hide, those that recompute repeats, and those on each link. A line that a choice does not have
-    takes no time there.
+    ``figures``: figure × layer choice × part × mode: first those of `Parts`, then for every line those of `PartLine`,
+    which are 0 for a choice without that line.
     """
 
     figures: Array
@@ -123,12 +120,12 @@ class PartStack:
 class PartBook:
     """Parts by what they depend on; each is priced once.
 
-    All groups that are asked for have the same ``overlap`` (but for that of experts) and ``dispatch``.
+    All groups have the same ``overlap`` (except for experts) and ``dispatch``.
     """
 
     def __init__(self, job: Job) -> None:
-        """``job`` says everything but the strategy."""
-        self._job = job
+        """``job`` has everything but the strategy."""
+        self.job = job
         self.links = tuple(dict.fromkeys(level.name for level in job.cluster.levels))
         self.line_width = 3 + len(self.links)
         self._parts: dict[tuple[Any, ...], Parts] = {}
@@ -145,7 +142,7 @@ class PartBook:
         return found
 
     def stack(self, parts: Sequence[Parts]) -> PartStack:
-        """The parts together; those of layouts that differ in their pipelines or data parallelism are the same."""
+        """The parts as one array; layouts that differ only in pipeline or data parallelism share it."""
         key = tuple(map(id, parts))
         if key not in self._stacks:
             self._stacks[key] = self._stacked(parts)
@@ -163,53 +160,40 @@ class PartBook:
         units = [np.array([line.units_taken for line in of_key]) for of_key in lines]
         return PartStack(together, tuple(keys), tuple(units))
 
-    @property
-    def stack_flags(self) -> Stack:
-        return self._job.stack
-
-    @property
-    def stage_call_seconds(self) -> float:
-        return self._job.cluster.device.efficiency.stage_call_seconds
-
     def message_seconds(self, group: Group, layer: LayerChoice) -> float:
         """One message to the neighbouring pipeline stage."""
         base = group.base
         if base.pp == 1:
             return 0.0
-        tokens = layer.microbatch * self._job.training.seq / base.cp
+        tokens = layer.microbatch * self.job.training.seq / base.cp
 
         def price() -> float:
-            traffic = message_traffic(Probes(self._job, base, layer)["none"], sent_forward(Role.ACTIVATIONS))
+            traffic = message_traffic(Probes(self.job, base, layer)["none"], sent_forward(Role.ACTIVATIONS))
             assert traffic is not None
             return float(traffic.cost.seconds)
 
         key = (tokens, base.tp, layer.sequence_parallel, group.places.tensor, group.places.pipeline)
-        seconds: float = self._piece("message", key, price)
-        return seconds
+        return self._piece("message", key, price)
 
     def once_seconds(self, group: Group, contents: RankContents, sequence_parallel: bool) -> float:
-        """What such a rank sends after the last microbatch, whatever data parallelism and the other end do."""
+        """Communication of such a rank after the last microbatch, without data parallelism and tied embeddings."""
         base, places = group.base, group.places
         ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding)
-        jobs = Probes(self._job, base, LayerChoice(sequence_parallel, "ring", 1))
+        jobs = Probes(self.job, base, LayerChoice(sequence_parallel, "ring", 1))
 
         def price() -> float:
             return sum(traffic.seconds for traffic in replicated_gradient_traffic(jobs["none"], contents))
 
-        unsplit = (base.tp, sequence_parallel, ends, places.tensor)
-        seconds: float = self._piece("unsplit", unsplit, price)
-        return seconds
+        return self._piece("unsplit", (base.tp, sequence_parallel, ends, places.tensor), price)
 
     def tied_seconds(self, group: Group, contents: RankContents, sharding: Sharding) -> list[float]:
-        """What such a rank sends to the other end of the pipeline, for every column of ``sharding``."""
+        """Exchange of such a rank with the other end of the pipeline, for every column of ``sharding``."""
         base, ends = group.base, (contents.has_embedding, contents.has_head)
-        job = Probes(self._job, base, LayerChoice(True, "ring", 1))["none"]
+        job = Probes(self.job, base, LayerChoice(True, "ring", 1))["none"]
 
         def price(size: float) -> float:
             key = (base.tp, ends, group.places.pipeline, base.schedule, size)
-            of_size = lambda: sum(one.seconds for one in tied_traffic(job, contents, size))  # noqa: E731
-            seconds: float = self._piece("tied", key, of_size)
-            return seconds
+            return self._piece("tied", key, lambda: sum(one.seconds for one in tied_traffic(job, contents, size)))
 
         return [price(tied_bytes(job, shards)) for shards in sharding.shards.tolist()]
 
@@ -218,13 +202,13 @@ class PartBook:
         import numpy as np
 
         base, places = group.base, group.places
-        jobs = Probes(self._job, base, layer)
-        tokens = layer.microbatch * self._job.training.seq / base.cp
+        jobs = Probes(self.job, base, layer)
+        tokens = layer.microbatch * self.job.training.seq / base.cp
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
         method = layer.context_method if base.cp > 1 else ""
         exchanged = method == "ulysses"  # up-projections of latent attention are not run again then
-        # Of a sliding window context ranks see unequal parts, of everything else equal ones.
-        windowed = base.cp if method and not exchanged and self._job.model.sliding_window is not None else 1
+        # Context ranks see unequal parts of a sliding window, and equal parts of everything else.
+        windowed = base.cp if method and not exchanged and self.job.model.sliding_window is not None else 1
         timed = (*common, exchanged, windowed)
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
@@ -242,22 +226,23 @@ class PartBook:
             (*common, base.cp, base.ep, base.pp > 1, method),
             lambda: {
                 (moment, kinds, has_head): sum(transient_bytes(jobs["none"], kinds, moment, has_head=has_head))
-                for moment in moments_of(self._job.stack)
+                for moment in moments_of(self.job.stack)
                 for kinds in KINDS
                 for has_head in (False, True)
             },
         )
         return Parts(np.concatenate([seconds, saved], axis=-1), lines, buffers)
 
-    def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Any]) -> Any:
+    def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Piece]) -> Piece:
         if (name, *key) not in self._pieces:
             self._pieces[name, *key] = price()
-        return self._pieces[name, *key]
+        found: Piece = self._pieces[name, *key]
+        return found
 
-    def _asked(self, jobs: Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
-        """Part, modes, and the job and rank to ask about: recompute changes layers, not the ends."""
+    def _probed(self, jobs: Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
+        """Part, modes, and the job and rank to price: recompute changes layers, not the ends."""
         for part, probe in enumerate(PROBES):
-            if probe.moe_layers and self._job.model.moe is None:
+            if probe.moe_layers and self.job.model.moe is None:
                 continue
             if not probe.layers:
                 yield part, slice(None), jobs["none"], probe
@@ -270,17 +255,17 @@ class PartBook:
         import numpy as np
 
         table = np.zeros((len(PROBES), len(MODES), width))
-        for part, modes, job, probe in self._asked(jobs):
+        for part, modes, job, probe in self._probed(jobs):
             table[part, modes] = of(job, probe)
         return table
 
     def _lines(self, jobs: Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, PartLine]:
-        """Lines of the four parts; those of a dimension that nothing hides are pooled, one for each pass."""
+        """Lines of the four parts; those of a dimension that cannot be overlapped are pooled, one for each pass."""
         import numpy as np
 
         lines: dict[LineKey, PartLine] = {}
         none = np.zeros((len(PROBES), len(MODES), self.line_width))
-        for part, modes, job, probe in self._asked(jobs):
+        for part, modes, job, probe in self._probed(jobs):
             for traffic in traffic_of(job, probe):
                 if not (traffic.in_layer and traffic.count):
                     continue
@@ -295,7 +280,7 @@ class PartBook:
 
 
 def _ordered(orders: Iterable[tuple[LineKey, ...]]) -> list[LineKey]:
-    """All keys: by dimension, what nothing hides last, and else each after those before it in its own layer choice."""
+    """All keys by dimension, those without overlap last, and otherwise in the order of their own layer choice."""
     ordered: list[LineKey] = []
     for order in dict.fromkeys(orders):
         place = 0

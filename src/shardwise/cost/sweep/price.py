@@ -1,4 +1,4 @@
-"""Step time and memory of every strategy of many groups: groups alike are priced together, rows × columns at a time."""
+"""Step time and memory of every strategy of many groups; similar groups are priced together, rows × columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass
 from shardwise.cost.sweep.group import Group
 from shardwise.cost.sweep.parts import PartBook
-from shardwise.cost.sweep.rows import RowTable, joined_rows, row_tables
+from shardwise.cost.sweep.rows import RowTable, changed, joined_rows, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
 from shardwise.cost.traffic.offload import OffloadLine, activation_lines, host_topology, state_lines
@@ -54,10 +54,10 @@ class RowsAtMoment:
 
 
 class Offloaded:
-    """One way to offload in a batch: what it leaves on the devices, and what it sends over the host's link."""
+    """One way to offload in a batch: its memory on the devices, and its traffic over the host's link."""
 
     def __init__(self, job: Job, base: Strategy, contents: RankContents, sharding: Sharding, offload: Offload) -> None:
-        """``contents`` and ``sharding`` are those of the whole batch; ``base`` counts for its degrees."""
+        """``contents`` and ``sharding`` are those of the whole batch; ``base`` has the degrees."""
         self.offload, self.overlapped = offload, base.overlap.offload
         self.contents, self.recipe = contents, job.recipe
         self.sharding = replace(sharding, offload=offload)
@@ -70,7 +70,7 @@ class Offloaded:
         self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
 
     def memory_bytes(self, moments: Sequence[RowsAtMoment]) -> tuple[Array, Any]:
-        """Of the fullest device, and what its host holds for it; every kind of rank has the last moment."""
+        """Memory of the fullest device, and its part of the host's; every kind of rank has the last moment."""
         each = [MomentMemory(self.held[one.moment], one.passes, one.spread) for one in moments]
         memory: Any = each[0].total.max(axis=0)
         for one in each[1:]:
@@ -80,7 +80,7 @@ class Offloaded:
     def waiting(
         self, rows: RowTable, part: slice, lengths: Array, tail: Array, left: dict[Pass, Waiting]
     ) -> tuple[Array, dict[Pass, Waiting]]:
-        """The ``tail`` of a step without offload and what is ``left`` to wait for of data parallelism, with offload."""
+        """``tail`` and ``left`` (what the step waits for of data parallelism) are without offload; returned with it."""
         if not self.offload.any:
             return tail, left
         transfers = self._transfers(rows, part, lengths)
@@ -109,7 +109,7 @@ class Offloaded:
         return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches)
 
     def _transfer(self, line: OffloadLine, seconds: Any, on_link: Any) -> OverlappedTransfer:
-        """``seconds`` of all that the step sends of it, ``on_link`` those that keep the link busy."""
+        """``seconds`` in the whole step, ``on_link`` those that keep the link busy."""
         return OverlappedTransfer(
             line.payload.in_pass,
             seconds,
@@ -292,10 +292,11 @@ class _Batch:
         kinds = has_head.any(axis=(1, 2)).nonzero()[0] if moment == "loss" else slice(None)
         if not isinstance(kinds, slice) and not len(kinds):
             return None
-        return RowsAtMoment(moment, self.rows.ranks.passes.each(lambda rows: rows[kinds, None, part]), kinds, lengths)
+        passes = changed(self.rows.ranks.passes, lambda rows: rows[kinds, None, part])
+        return RowsAtMoment(moment, passes, kinds, lengths)
 
     def _without_offload(self, part: slice, lengths: Array) -> tuple[Array, dict[Pass, Waiting]]:
-        """What every kind of rank adds to the pipeline: optimizer, slowed computation; and what it waits for."""
+        """Seconds that every kind of rank adds to the pipeline (optimizer, slowed computation), and its waits."""
         ranks = self.rows.ranks
         transfers = self._data_transfers(part, lengths)
         hidden = hidden_across_layers(transfers, *ranks.windows(part))
@@ -303,7 +304,7 @@ class _Batch:
         return added_seconds(transfers, hidden, tail), {which: waiting(transfers, hidden, which) for which in PASSES}
 
     def _data_transfers(self, part: slice, lengths: Array) -> list[OverlappedTransfer]:
-        """The lines of the dense parameters and of the experts; those that nowhere cost anything are left out."""
+        """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""
         lines = self._lines(self.rows.microbatches[part], self.rows.last_share[part])
         transfers = []
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):

@@ -1,10 +1,10 @@
-"""The rows of a group's table: what a layer choice, a schedule and a recompute choice make of every kind of rank."""
+"""The rows of a group's table: time and memory of every kind of rank by layer, schedule and recompute choice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.compute.operators import (
     blend,
@@ -49,34 +49,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankRows:
-    """What the columns build on: arrays of kind of rank × row."""
+    """What all columns need of the rows: arrays of kind of rank × row."""
 
-    lasting: dict[Pass, Array]  # seconds of a step's pass, exposed communication of its layers included
+    lasting: dict[Pass, Array]  # seconds of a step's pass, including exposed communication of its layers
     busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
     once_seconds: Array  # sent after the last microbatch
     passes: PassMemory
 
     def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
-        """``lasting`` and ``busy`` of some rows, to be held against columns: kind × 1 × row."""
-        lasting = {which: seconds[:, None, part] for which, seconds in self.lasting.items()}
-        busy = {which: {n: x[:, None, part] for n, x in links.items()} for which, links in self.busy.items()}
+        """``lasting`` and ``busy`` of some rows, to be combined with columns: kind × 1 × row."""
+        lasting, busy = changed((self.lasting, self.busy), lambda values: values[:, None, part])
         return lasting, busy
-
-    def each(self, change: Callable[[Array], Array]) -> RankRows:
-        """The same with every array changed."""
-        return RankRows(
-            {which: change(seconds) for which, seconds in self.lasting.items()},
-            {which: {name: change(x) for name, x in links.items()} for which, links in self.busy.items()},
-            change(self.once_seconds),
-            self.passes.each(change),
-        )
 
 
 @dataclass(frozen=True)
 class RowTable:
     """Columns over the valid rows of a group: layer × schedule × recompute choices, flattened."""
 
-    index: Array  # row → layer, schedule, recompute choice
+    index: Array  # layer, schedule and recompute choice × row
     sequences: Array
     microbatches: Array
     last_share: Array
@@ -88,20 +78,13 @@ class RowTable:
 
     def part(self, rows: slice, first_layer: int) -> RowTable:
         """Some of the rows, their layer choices numbered from ``first_layer``."""
-        index = self.index[rows]
-        index[:, 0] -= first_layer
-        return RowTable(
-            index,
-            self.sequences[rows],
-            self.microbatches[rows],
-            self.last_share[rows],
-            self.pipeline_seconds[rows],
-            self.ranks.each(lambda values: values[..., rows]),
-        )
+        part = changed(self, lambda values: values[..., rows])
+        part.index[0] -= first_layer
+        return part
 
     def row(self, group: Group, number: int) -> dict[str, Any]:
         """What a row sets in a strategy."""
-        layer, schedule, recompute = self.index[number].tolist()
+        layer, schedule, recompute = self.index[:, number].tolist()
         return {**vars(group.layers[layer]), **vars(group.schedules[schedule]), **vars(group.recomputes[recompute])}
 
 
@@ -111,41 +94,43 @@ def joined_rows(tables: list[RowTable]) -> RowTable:
 
     if len(tables) == 1:
         return tables[0]
+    links = {which: dict.fromkeys(name for one in tables for name in one.ranks.busy[which]) for which in PASSES}
 
-    def joined(arrays: list[Array]) -> Array:
-        return np.concatenate(arrays, axis=-1)
+    def with_all_links(table: RowTable) -> RowTable:
+        """A link that a table does not use is never busy there."""
+        ranks, idle = table.ranks, np.zeros_like(table.ranks.once_seconds)
+        busy = {which: {name: ranks.busy[which].get(name, idle) for name in links[which]} for which in PASSES}
+        return replace(table, ranks=replace(ranks, busy=busy))
 
-    return RowTable(
-        np.concatenate([table.index for table in tables]),
-        joined([table.sequences for table in tables]),
-        joined([table.microbatches for table in tables]),
-        joined([table.last_share for table in tables]),
-        joined([table.pipeline_seconds for table in tables]),
-        _joined_ranks([table.ranks for table in tables], joined),
-    )
+    return _joined([with_all_links(table) for table in tables], lambda arrays: np.concatenate(arrays, axis=-1))
 
 
-def _joined_ranks(ranks: list[RankRows], joined: Callable[[list[Array]], Array]) -> RankRows:
-    """A link that a table does not use is never busy there."""
-    import numpy as np
+Record = TypeVar("Record")
 
-    def busy(which: Pass, name: str) -> Array:
-        return joined([rank.busy[which].get(name, np.zeros_like(rank.once_seconds)) for rank in ranks])
 
-    links = {which: dict.fromkeys(name for rank in ranks for name in rank.busy[which]) for which in PASSES}
-    return RankRows(
-        {which: joined([rank.lasting[which] for rank in ranks]) for which in PASSES},
-        {which: {name: busy(which, name) for name in links[which]} for which in PASSES},
-        joined([rank.once_seconds for rank in ranks]),
-        PassMemory.joined([rank.passes for rank in ranks], joined),
-    )
+def changed(record: Record, change: Callable[[Any], Any]) -> Record:
+    """A record (dataclass, mapping or tuple of arrays, nested) with every array changed."""
+    return _joined([record], lambda arrays: change(arrays[0]))
+
+
+def _joined(records: Sequence[Record], join: Callable[[list[Any]], Any]) -> Record:
+    """One record whose every array is joined from those of several."""
+    first: Any = records[0]
+    if isinstance(first, tuple):
+        return tuple(_joined(items, join) for items in zip(*records))  # type: ignore[return-value]
+    if isinstance(first, Mapping):
+        return {key: _joined([one[key] for one in records], join) for key in first}  # type: ignore[index, return-value]
+    if is_dataclass(first):
+        return replace(first, **_joined([vars(one) for one in records], join))  # type: ignore[type-var, return-value]
+    joined: Record = join(list(records))
+    return joined
 
 
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows: what fits a processor's cache
 
 
 def row_tables(groups: Sequence[Group], book: PartBook) -> list[RowTable]:
-    """All valid rows of each group; those whose batch does not divide are left out."""
+    """All valid rows of each group, without those whose batch does not divide."""
     tables: dict[int, RowTable] = {}
     for numbers in groups_alike(groups, CELLS_AT_ONCE):
         made = _RowBuilder([groups[number] for number in numbers], book).tables()
@@ -197,12 +182,12 @@ class _RowBuilder:
             return whole.reshape(*kinds, -1) if every else whole[..., valid]
 
         table = RowTable(
-            np.argwhere(valid),
+            np.array(valid.nonzero()),
             flat(self.sequences[:, :, None]),
             flat(self.microbatches[:, :, None]),
             flat(last),
             flat(self._pipeline_seconds(passes)),
-            ranks.each(lambda values: flat(values, len(group.ranks))),
+            changed(ranks, lambda values: flat(values, len(group.ranks))),
         )
         return self._split(table, np.count_nonzero(valid, axis=(1, 2)))
 
@@ -243,7 +228,7 @@ class _RowBuilder:
         import numpy as np
 
         figures = self._mixed(self.stack.figures)
-        call = self.book.stage_call_seconds * np.array(self.chunks, dtype=float)[:, None]
+        call = self.book.job.cluster.device.efficiency.stage_call_seconds * np.array(self.chunks, dtype=float)[:, None]
         compute = Seconds(figures[FORWARD] + call, figures[INPUT_GRADIENT] + call, figures[WEIGHT_GRADIENT])
         under = (compute.forward, compute.backward, figures[ATTENTION_FORWARD], figures[ATTENTION_BACKWARD])
         windows = ComputeWindows(*(self.m * seconds for seconds in under))
@@ -277,14 +262,13 @@ class _RowBuilder:
 
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
         pp, names = self.group.base.pp, [one.schedule for one in self.group.schedules]
+        stay_whole = layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])
         passes = pass_memory(
-            {moment: self._transient(moment) for moment in moments_of(self.book.stack_flags)},
+            {moment: self._transient(moment) for moment in moments_of(self.book.job.stack)},
             saved_figures - head,
             head,
-            self._brought_back(),
-            stay_whole=layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])[
-                :, None
-            ],
+            self._restored(),
+            stay_whole=stay_whole[:, None],
             in_flight=self._in_flight(),
             microbatches=self.m,
             forwards_first=np.array([schedule_record(name).forwards_first for name in names])[:, None],
@@ -333,7 +317,7 @@ class _RowBuilder:
             held[[not one.has_head for one in self.group.ranks]] = -np.inf
         return held[:, :, None, None]
 
-    def _brought_back(self) -> Array:
+    def _restored(self) -> Array:
         """Kind × layer × 1 × recompute."""
         import numpy as np
 

@@ -83,7 +83,7 @@ class Mask:
         """Which rows and which columns of a block match their fields."""
         import numpy as np
 
-        group, index, base = block.group, block.rows.index, block.group.base
+        group, index, base = block.group, block.rows.index.T, block.group.base
         here = all(
             has(base, name, self._entry[name], idle=self._idle) for name in self._entry if name not in _CHOSEN_FIELDS
         )
@@ -198,7 +198,7 @@ class Supported:
     def _block_bits(self, block: TableBlock) -> tuple[Array, Array]:
         """Bits of the rows, and of the columns, of a block."""
         base, layers, schedules, recomputes = self._group_bits(block.group)
-        index = block.rows.index
+        index = block.rows.index.T
         rows = base | layers[index[:, 0]] | schedules[index[:, 1]] | recomputes[index[:, 2]]
         return rows, self._shard_bits(block.group)[block.columns.numbers]
 
