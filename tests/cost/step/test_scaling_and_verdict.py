@@ -145,7 +145,7 @@ BOTTLENECKS: dict[str, Job] = {
     "tensor-parallel": job(LLAMA, slow(8), dp=1, tp=8, training={"seq": 1024}),
     "context-parallel": job(LLAMA, slow(2), dp=1, cp=2, zero=0, training={"global_batch": 64}),
     "expert-parallel": job(MOE, slow(8), dp=8, ep=8, training={"global_batch": 512}),
-    "pipeline communication": job(LLAMA, slow(4), dp=1, pp=4, training={"global_batch": 8}),
+    "pipeline-parallel": job(LLAMA, slow(4), dp=1, pp=4, training={"global_batch": 8}),
     "the pipeline bubble": job(LLAMA, dp=1, pp=8, training={"seq": 65536}),
     "data-parallel": job(LLAMA, slow(8), dp=8),
     "offload": job(LLAMA, slow(1, host_link={"bandwidth": SLOW, "latency": 0}), dp=1, offload={"optimizer": 1}),
