@@ -208,7 +208,7 @@ def _refused(network: str, fields: dict[str, Any], arguments: dict[str, Any]) ->
          r"training.optimizer: muon, but GPT2LMHeadModel has no weight matrices below a module called layers"),
         ("gpt2", {"tp": 2}, {},
          r"strategy.sequence_parallel: true, but GPT2LMHeadModel views .* as whole sequences; set it to false"),
-        ("gpt2", {"pp": 2}, {}, r"strategy.pp: 2, but GPT2LMHeadModel reshapes its input as token ids, where .*; use tp, cp, dp or zero"),
+        ("gpt2", {"pp": 2}, {}, r"strategy.pp: 2, but GPT2LMHeadModel reshapes its input .*; use tp, cp, dp or zero"),
         ("gpt-drops", {"tp": 2, "sequence_parallel": False}, {}, r"module: has dropout 0.1"),
         ("writer", {"dp": 2}, {"patterns": replace(WRITER, logit_cap="cap")},
          r"patterns.logit_cap: Writer has no attribute config.cap"),
