@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_nothing(made: tuple[Path, dict[str, Any]], tmp_path:
     """The disk says no in the middle of a file, or has too little before it begins."""
     from unittest import mock
 
-    from shardwise.training.checkpoint import shards, whole
+    from shardwise.training.checkpoint import full_tensors, shards
 
     written = []
 
@@ -191,6 +191,6 @@ def test_a_full_disk_leaves_nothing(made: tuple[Path, dict[str, Any]], tmp_path:
         assert "No space left on device" in error_line(run(*arguments))
     assert len(written) == 2
     assert [path.name for path in out.iterdir()] == [".lock"]
-    with mock.patch.object(whole.shutil, "disk_usage", return_value=mock.Mock(free=1000)):
+    with mock.patch.object(full_tensors.shutil, "disk_usage", return_value=mock.Mock(free=1000)):
         assert "are to be written" in error_line(run(*arguments))
     assert json.loads(run(*arguments, "--json").out)["tensors"] > 0

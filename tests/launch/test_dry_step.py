@@ -42,7 +42,7 @@ def test_the_next_smaller_is_taken_where_a_step_does_not_fit(tmp_path: Path) -> 
 
 def test_a_job_without_auto_is_not_tried(tmp_path: Path) -> None:
     one = replace(job(), run=replace(job().run, automatic=()))
-    assert preflight.confirmed(one, RunFolder(tmp_path), print) is one
+    assert preflight.with_fitting_microbatch(one, RunFolder(tmp_path), print) is one
 
 
 def test_what_fails_for_another_reason_is_said(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_ranks_leave_no_rendezvous_and_without_room_for_one_a_line_says_so(
         assert str(memory) in (found.attempts[0].folder / "rank-0.log").read_text()
         (memory / "large").write_bytes(bytes(3 * 2**19))
         with pytest.raises(
-            SpecError, match="memory: has no room left: the processes of a run rendezvous there; free some"
+            SpecError, match="memory: has no space left: the processes of a run rendezvous there; free some"
         ):
             launch(tmp_path, "print(place.rendezvous)")
         assert [one.name for one in memory.iterdir()] == ["large"]
@@ -101,3 +101,12 @@ sys.stdin.read()
     assert Path(rendezvous).is_dir()
     clear_unowned(tmp_path)
     assert not Path(rendezvous).exists()
+
+
+def test_closing_twice_closes_nobody_elses_file(tmp_path: Path) -> None:
+    owned = OwnedFolder("pool", tmp_path)
+    owned.close()
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in range(3)]  # one of them has the lock's number
+    owned.close()
+    for other in others:
+        os.close(other)

@@ -79,7 +79,7 @@ def test_kernels_keep_what_a_gpu_keeps() -> None:
 def test_every_collective_is_noted_with_its_bytes_ranks_and_name() -> None:
     log = CollectiveLog()
     with posing_as(1, 4), fake_tensors(), TensorBytes() as memory, log.naming():
-        memory.witnesses.append(log)
+        memory.observers.append(log)
         pair = dist.new_group([1, 3])
         part, whole = torch.zeros(8), torch.zeros(32)
         with named("forward 0"), sent("tp", "all-gather", part):
@@ -108,7 +108,7 @@ def test_functional_collectives_are_noted_too() -> None:
 
     log = CollectiveLog()
     with posing_as(0, 4), fake_tensors(), TensorBytes() as memory:
-        memory.witnesses.append(log)
+        memory.observers.append(log)
         all_reduce(torch.zeros(4), "sum", list(range(4)))
         all_gather_tensor(torch.zeros(4), 0, list(range(4)))
         reduce_scatter_tensor(torch.zeros(16), "sum", 0, list(range(4)))
@@ -122,7 +122,7 @@ def test_functional_collectives_are_noted_too() -> None:
 def test_arithmetic_by_hand() -> None:
     log = FlopLog()
     with fake_tensors(), TensorBytes() as memory:
-        memory.witnesses.append(log)
+        memory.observers.append(log)
         rows, weight = torch.zeros(16, 32, requires_grad=True), torch.zeros(8, 32, requires_grad=True)
         F.linear(rows, weight).sum().backward()
         assert log.flops["products"] == 3 * 2 * 16 * 32 * 8

@@ -66,7 +66,7 @@ def test_a_file_of_an_unknown_kind_is_told_before_another_is_read(tmp_path: Path
     line = error_line(
         run("data", "build", str(tmp_path / "first.txt"), str(tmp_path / "last.doc"), "--out", str(tmp_path / "out"))
     )
-    assert "last.doc: has a suffix that is not known" in line
+    assert "last.doc: has an unknown suffix" in line
     assert not list(tmp_path.glob("out*"))
 
 

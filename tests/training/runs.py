@@ -17,7 +17,7 @@ from shardwise.engine.trainer import Trainer
 from shardwise.spec import Job
 from shardwise.training.attempt import Reporter, WorldPlace
 from shardwise.training.checkpoint.folder import CheckpointFolder
-from shardwise.training.checkpoint.state import kept
+from shardwise.training.checkpoint.state import state_tensors
 from shardwise.training.data.run_data import mixtures_of
 from shardwise.training.data.token_files import PairWriter
 from shardwise.training.loop import Loop, LoopParts
@@ -122,7 +122,7 @@ def train(job: Job, folder: str, spoilt: dict[str, Sequence[str]] | None = None)
 def boxes(engine: Trainer[Any]) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
     return [
         (one.key, one.shape, place.box.start, one.read()[place.local].detach().float().numpy().copy())
-        for one in kept(engine)
+        for one in state_tensors(engine)
         for place in one.places
     ]
 

@@ -24,7 +24,7 @@ from shardwise.models.huggingface import write_folder
 from shardwise.spec import Job
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import LazyTensor
+from shardwise.training.checkpoint.full_tensors import LazyTensor
 from shardwise.training.convert.sources import open_weights
 from shardwise.training.convert.write import write_file
 from shardwise.training.start import start_from

@@ -141,7 +141,7 @@ def test_a_full_disk_stops_a_run_or_does_not(tmp_path: Path, shards: str, undist
         with warm_ranks():
             found = command("train", *small, "--run-folder", str(tmp_path / "disk" / "other"))
         assert (found.status, found.err.count("started: ")) == (2, 1), found.err
-        assert found.err.endswith("has no room left; make room and start it again\n")
+        assert found.err.endswith("has no space left; make room and start it again\n")
         filler.unlink()
         shutil.rmtree(tmp_path / "disk" / "other")
 

@@ -62,9 +62,9 @@ def test_weights_come_into_any_layout_and_the_optimizer_is_new(tmp_path: Path) -
 def kept_names(job: Job) -> dict[str, Any]:
     """What this rank asks of a checkpoint."""
     from shardwise.engine.engine import Engine
-    from shardwise.training.checkpoint.state import kept
+    from shardwise.training.checkpoint.state import state_tensors
 
-    return {one.saved_as: one.shape for one in kept(Engine(job)) if not one.optional}
+    return {one.saved_as: one.shape for one in state_tensors(Engine(job)) if not one.optional}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_run_that_lacks_states_is_refused_before_a_process_starts(
 def test_a_run_does_not_go_on_from_weights_alone(saved: Path) -> None:
     folder = saved / "alone"
     assert run("convert", str(saved), "--to", "checkpoint", "--out", str(folder / "checkpoints")).status == 0
-    assert "holds weights alone" in refused(saved, "--run-folder", str(folder))
+    assert "holds weights only" in refused(saved, "--run-folder", str(folder))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

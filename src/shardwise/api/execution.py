@@ -17,7 +17,7 @@ from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.outcome import Event, Failure, Outcome
 from shardwise.launch.preflight import Preflight, preflight
-from shardwise.launch.resume import finished_at, folder_for, require_going_on, require_same_run
+from shardwise.launch.resume import finished_at, folder_for, require_same_run
 from shardwise.launch.run import Launch, prepare
 from shardwise.report.page import Page
 from shardwise.report.training import training_data, training_page
@@ -131,7 +131,9 @@ class ReadyRun:
         step = finished_at(self.job, self.folder)
         if step is None:
             if here:
-                require_going_on(self.job, self.folder)
+                from shardwise.training.checkpoint.expected import require_resumable  # imports torch
+
+                require_resumable(self.job, self.folder.checkpoints)
             prepare(self.job, self.folder, self.checked, folder_of_model(self.named_model))
         return step
 
@@ -172,9 +174,9 @@ def ready_run(
     job = _placed(job, given, go_on=go_on, note=note)
     folder = RunFolder(Path(str(job.run.folder)))
     if here:
-        from shardwise.launch.preflight import confirmed
+        from shardwise.launch.preflight import with_fitting_microbatch
 
-        found = confirmed(job, folder, note)
+        found = with_fitting_microbatch(job, folder, note)
         job, checked = found, checked if found == job else preflight(found)
     for text in (*checked.notes, *_weights_left(given.model, job)):
         note(text)

@@ -82,8 +82,8 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
     require_torch("checkpoint reshard", "safetensors")
     from shardwise.report.progress import bytes_progress
     from shardwise.training.checkpoint.folder import CheckpointFolder, newest_at
+    from shardwise.training.checkpoint.full_tensors import reshard
     from shardwise.training.checkpoint.manifest import contents_of
-    from shardwise.training.checkpoint.whole import reshard
 
     source = newest_at(path)
     total = sum(one.bytes for one in contents_of(source).tensors)

@@ -27,6 +27,7 @@ class OwnedFolder:
     def __init__(self, kind: str, root: Path | None = None) -> None:
         self.root = Path(tempfile.gettempdir()) if root is None else root
         clear_unowned(self.root)
+        self._lock: int | None
         self.path, self._lock = self._made(kind)
 
     def require_room(self, size: int, why: str) -> None:
@@ -37,8 +38,11 @@ class OwnedFolder:
             raise _refused(self.root, error, why) from None
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """A second call does nothing: by then the lock's file descriptor may be another file's."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(lock)
 
     def __enter__(self) -> Path:
         return self.path
@@ -84,5 +88,5 @@ def clear_unowned(root: Path) -> None:
 
 def _refused(root: Path, error: OSError, why: str) -> SpecError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    problem = "has no room left" if full else f"cannot be written ({error.strerror})"
+    problem = "has no space left" if full else f"cannot be written ({error.strerror})"
     return SpecError(str(root), f"{problem}: {why}", f"free some of it (df {root})" if full else "check it")

@@ -1,4 +1,4 @@
-"""Worker processes on this machine that are started once and given functions to run, each time as a new world."""
+"""Worker processes on this machine, started once, that run functions, each time as a new world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from shardwise.launch.owned import OwnedFolder
 
-MOST_CALLS = 12  # of one worker: PyTorch's caches keep some groups of earlier worlds, and their threads wake up
+MOST_CALLS = 12  # per worker: PyTorch's caches keep some groups of earlier worlds, whose threads wake up
 VICTIMS_SECONDS = 1.0  # how long others may take to fail after the first: their messages only repeat its
 
 
@@ -103,7 +103,7 @@ class Pool:
 
     def _collect(self, workers: list[_Worker], timeout_seconds: float) -> list[Any]:
         results: dict[int, Any] = {}
-        failures: list[tuple[float, WorkerError]] = []
+        failures: dict[float, WorkerError] = {}  # by when they happened
         pending: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout_seconds
         while pending:
@@ -111,28 +111,21 @@ class Pool:
             if not ready:
                 break
             for connection in ready:
-                failure = self._take(connection, pending, results)  # type: ignore[arg-type]
-                if failure:
-                    failures.append(failure)
+                rank = pending.pop(connection)
+                try:
+                    failed_at, value = workers[rank].connection.recv()
+                except (EOFError, ConnectionError):
+                    failed_at, value = 0.0, "the process ended"
+                if failed_at is None:
+                    results[rank] = value
+                else:
+                    failures.setdefault(failed_at, WorkerError(rank, value))
                     deadline = min(deadline, time.monotonic() + VICTIMS_SECONDS)
         if failures:
-            raise min(failures, key=lambda one: one[0])[1]
+            raise failures[min(failures)]
         if pending:
             raise WorkerError(min(pending.values()), f"no answer within {timeout_seconds:g} s")
         return [results[rank] for rank in range(len(workers))]
-
-    def _take(
-        self, connection: Connection, pending: dict[Any, int], results: dict[int, Any]
-    ) -> tuple[float, WorkerError] | None:
-        rank = pending.pop(connection)
-        try:
-            failed_at, value = connection.recv()
-        except (EOFError, ConnectionError):
-            return (0.0, WorkerError(rank, "the process ended"))
-        if failed_at is not None:
-            return (failed_at, WorkerError(rank, value))
-        results[rank] = value
-        return None
 
     def _end(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
@@ -142,10 +135,10 @@ class Pool:
         self._workers = {rank: one for rank, one in self._workers.items() if one not in workers}
 
 
-def _serve(connection: Connection, first: Callable[[], None] | None) -> None:
+def _serve(connection: Connection, initializer: Callable[[], None] | None) -> None:
     """The main loop of a worker: takes calls and answers them until the pipe closes."""
-    if first is not None:
-        first()
+    if initializer is not None:
+        initializer()
     gc.freeze()  # preloaded objects stay, so the collector need not scan them again
     while True:
         try:

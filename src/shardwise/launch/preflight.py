@@ -1,4 +1,4 @@
-"""Checks before a run starts: does the job fit its devices and this machine, what will a step take, does one run."""
+"""Checks before a run starts: whether the job fits its devices and this machine, and whether one step runs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from shardwise.training.data.run_data import check_data
 from shardwise.training.run_folder import RunFolder
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
+DRY_STEP = "shardwise.training.dry_step"
+_OUT_OF_MEMORY = ("OutOfMemory", "out of memory", "allocate memory", "MemoryError")
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,14 @@ class Preflight:
 
 
 def preflight(job: Job, *, here: bool = True) -> Preflight:
-    """Raises SpecError for a job that cannot run; ``here``: on this machine alone."""
+    """Raises SpecError for a job that cannot run; ``here``: all of it on this machine."""
     require_runs(job)
     try:
         job.run.data.check_vocabulary(job.model.vocab)
     except SpecError as error:
         raise error.under("run.data") from None
     if here:
-        _require_places(job)
+        _require_devices(job)
         require_packages("train", *TRAINING)
         require_folder(job)
         if job.run.logging.wandb is not None:
@@ -84,8 +86,8 @@ def _require_weights(job: Job, source: Path) -> None:
     require_weights(job.model, source)
 
 
-def _require_places(job: Job) -> None:
-    """A GPU for every rank; on a CPU a rank is a process."""
+def _require_devices(job: Job) -> None:
+    """A GPU for every rank, or cores for the processes of a CPU."""
     world = job.strategy.world
     if job.run_device == "cuda":
         try:
@@ -106,7 +108,7 @@ def require_cores(field: str, processes: int, remedy: str) -> None:
 
 
 def _require_host_memory(job: Job, needed_bytes: float) -> None:
-    """Processes of a CPU share its memory."""
+    """The processes of a CPU job share the memory of the machine."""
     if job.run_device == "cuda":
         return
     world, there = job.strategy.world, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -116,48 +118,40 @@ def _require_host_memory(job: Job, needed_bytes: float) -> None:
         raise DoesNotFit("cluster", problem, "a smaller model, batch or sequence")
 
 
-# -- one dry step ----------------------------------------------------------------------------------
-#
-# Before a run whose microbatch is `auto`: one step with the planner's choice, or with the next smaller if need be.
+def with_fitting_microbatch(job: Job, folder: RunFolder, report: Callable[[str], None]) -> Job:
+    """The job with the largest microbatch whose dry step fits; unchanged unless the microbatch is `auto`.
 
-
-MODULE = "shardwise.training.dry_step"
-_SHORT = ("OutOfMemory", "out of memory", "allocate memory", "MemoryError")
-
-
-def confirmed(job: Job, folder: RunFolder, tell: Callable[[str], None]) -> Job:
-    """The job with the largest microbatch of which one step fits; unchanged if none is `auto`. A resumed run keeps what
-    was found when it began.
+    A resumed run keeps what was found when it began.
     """
     if "microbatch" not in job.run.automatic:
         return job
     before = _found_before(job, folder)
     if before is not None:
         return before
-    return _first_that_fits(ways_to_fit(job), RunFolder(folder.path / "dry-step"), tell)
+    return _first_that_fits(ways_to_fit(job), RunFolder(folder.path / "dry-step"), report)
 
 
-def _first_that_fits(ways: Sequence[Job], folder: RunFolder, tell: Callable[[str], None]) -> Job:
+def _first_that_fits(ways: Sequence[Job], folder: RunFolder, report: Callable[[str], None]) -> Job:
     for job in ways:
-        problem = _short_of(job, folder)
+        problem = _why_not_fitting(job, folder)
         if problem is None:
-            tell(f"microbatch {job.strategy.microbatch}: a dry step fits")
+            report(f"microbatch {job.strategy.microbatch}: a dry step fits")
             return job
-        tell(f"microbatch {job.strategy.microbatch}: {problem}")
+        report(f"microbatch {job.strategy.microbatch}: {problem}")
     raise SpecError("strategy.microbatch", f"not even {job.strategy.microbatch} fits: {problem}", "`shardwise plan`")
 
 
-def _short_of(job: Job, folder: RunFolder) -> str | None:
+def _why_not_fitting(job: Job, folder: RunFolder) -> str | None:
     """Why one step of the job does not fit its devices."""
     shutil.rmtree(folder.path, ignore_errors=True)
     folder.path.mkdir(parents=True)
     folder.job.write_text(job.to_yaml(), encoding="utf-8")
-    command = [sys.executable, "-m", MODULE, str(folder.path.resolve())]
+    command = [sys.executable, "-m", DRY_STEP, str(folder.path.resolve())]
     outcome = supervise(command, job.strategy.world, folder.attempts, timeouts=job.run.timeouts, restarts=0)
     if outcome.stopped:
         raise SystemExit(outcome.status)
     if outcome.failure is not None:
-        if _is_short(outcome.failure):
+        if _ran_out_of_memory(outcome.failure):
             return f"out of memory, {outcome.failure}"
         raise SpecError("strategy.microbatch", f"the dry step failed: {outcome.failure}", f"see {outcome.failure.log}")
     peak = json.loads(folder.peak.read_text(encoding="utf-8"))["peak_bytes"]
@@ -166,9 +160,9 @@ def _short_of(job: Job, folder: RunFolder) -> str | None:
     return None if peak <= room else f"a step takes {readable_bytes(peak)} of {readable_bytes(room)}"
 
 
-def _is_short(failure: Failure) -> bool:
-    """Whether it ran out of memory: a system out of memory kills the process, or the allocator raises."""
-    return failure.cause == "killed" or any(words in failure.reason for words in _SHORT)
+def _ran_out_of_memory(failure: Failure) -> bool:
+    """The system kills the process, or the allocator raises."""
+    return failure.cause == "killed" or any(words in failure.reason for words in _OUT_OF_MEMORY)
 
 
 def _found_before(job: Job, folder: RunFolder) -> Job | None:

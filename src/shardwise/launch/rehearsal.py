@@ -34,11 +34,11 @@ class RehearsalCheck:
 
 
 def rehearse(
-    job: Job, folder: RunFolder, checked: Preflight, steps: int, tell: Callable[[Event], None] = lambda event: None
+    job: Job, folder: RunFolder, checked: Preflight, steps: int, on_event: Callable[[Event], None] = lambda event: None
 ) -> tuple[Outcome, list[RehearsalCheck]]:
     """Runs ``steps`` steps of the job in a folder of their own, stops, restores and runs one more.
 
-    The points are empty if the run itself failed.
+    There are no checks if the run itself failed.
     """
     if not LEAST_STEPS <= steps < job.run.steps:
         problem = f"{steps} steps of a run of {job.run.steps:,}"
@@ -51,7 +51,7 @@ def rehearse(
             run = replace(job.run, stop_at=stop_at, folder=str(here.path), logging=logging)
             shorter = replace(job, run=run)
             prepare(shorter, here, checked)
-            outcome = Launch(shorter, here).supervised(tell)
+            outcome = Launch(shorter, here).supervised(on_event)
             if outcome.status or outcome.stopped:
                 return outcome, []
     records = list(read_lines(here.metrics))
@@ -68,9 +68,8 @@ def points(job: Job, records: Sequence[Record], steps_after_restoring: int) -> I
     yield _growth(records)
     yield from _spread(job.strategy, records)
     yield from _beside_the_plan(found, bar)
-    yield RehearsalCheck(
-        "a checkpoint is saved and restored", f"{steps_after_restoring} step after it", steps_after_restoring == 1
-    )
+    figure = f"{steps_after_restoring} step after it"
+    yield RehearsalCheck("a checkpoint is saved and restored", figure, steps_after_restoring == 1)
     waited = found.data_wait_share or 0.0
     figure = f"{readable_share(waited)} of the time waited (at most {MOST_WAIT:.0%})"
     yield RehearsalCheck("data arrives in time", figure, waited <= MOST_WAIT)

@@ -19,14 +19,16 @@ from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.run_folder import RunFolder
 
-_DESCRIBING = ("name", "source", "published_parameters")  # of a model, no part of what is trained
+_DESCRIBING = ("name", "source", "published_parameters")  # of a model: they do not change what is trained
 _IDENTITY = (
     *("run.data.shards", "run.data.weights", "run.data.held_out", "run.start_from"),
     *("training.seq", "sequences", "training.optimizer"),
 )
 _SPELLED = {"sequences": "training.global_batch"}
-_TOLD = ("training.precision", "training.optimization", "run.schedule")
+_REPORTED = ("training.precision", "training.optimization", "run.schedule")
 _ANOTHER = "another folder (--run-folder)"
+_SUFFIXES = (".bin", ".idx", ".mask")
+_BLOCKS, _BLOCK_BYTES = 64, 2**16
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,14 @@ class JobDifference:
     always: bool = False
 
     def __str__(self) -> str:
-        return f"{self.field} is {self.now}, and was {self.before}"
+        return f"{self.field} is {self.now} and was {self.before}"
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The newest checkpoint of a run that can be read: its step, and the job as it was then."""
-
-    step: int
-    job: Job
-
-
-def saved_in(folder: CheckpointFolder) -> Saved | None:
+def _saved_job(folder: CheckpointFolder) -> Job | None:
+    """The job of the newest readable checkpoint."""
     for step in folder.committed():
         try:
-            return Saved(step, Job.from_dict(read_manifest(folder.of_step(step)).job))
+            return Job.from_dict(read_manifest(folder.of_step(step)).job)
         except SpecError:  # damaged: the ranks will report it and use the previous one
             continue
     return None
@@ -61,10 +56,8 @@ def saved_in(folder: CheckpointFolder) -> Saved | None:
 
 def differences(job: Job, folder: RunFolder) -> list[JobDifference]:
     """How ``job`` differs from the run saved in the folder; empty if there is none."""
-    saved = saved_in(folder.checkpoints)
-    if saved is None:
-        return []
-    return [*_of_model(job, saved.job), *_of_run(job, saved.job), *_of_data(job, folder)]
+    saved = _saved_job(folder.checkpoints)
+    return [] if saved is None else [*_of_model(job, saved), *_of_run(job, saved), *_of_data(job, folder)]
 
 
 def folder_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
@@ -88,22 +81,15 @@ def require_same_run(job: Job, folder: RunFolder, *, go_on: bool) -> list[str]:
             problem = f"is {one.now}, but {one.before} in the run in {folder.path}"
             way = "" if one.always else ", or continue with its weights as another job (--go-on)"
             raise SpecError(one.field, problem, f"train it in {_ANOTHER}{way}")
-    saved = saved_in(folder.checkpoints)
+    saved = _saved_job(folder.checkpoints)
     if saved is None:
         return []
-    changed = [one for path in _TOLD for one in _changed(path, _field(job, path), _field(saved.job, path))]
+    changed = [one for path in _REPORTED for one in _changed(path, _field(job, path), _field(saved, path))]
     return [f"{one} when this run was saved: it continues from there" for one in (*differences(job, folder), *changed)]
 
 
-def require_going_on(job: Job, folder: RunFolder) -> None:
-    """Raises SpecError if the run in the folder lacks states that the job would resume with."""
-    from shardwise.training.checkpoint.expected import require_resumable
-
-    require_resumable(job, folder.checkpoints)
-
-
 def finished_at(job: Job, folder: RunFolder) -> int | None:
-    """The step of a whole checkpoint with which the run has done all that the job asks for; None where steps are left.
+    """The step of an intact checkpoint with which the run has done all that the job asks for; None if steps are left.
 
     Raises SpecError if the run is beyond the job's last step.
     """
@@ -140,11 +126,11 @@ def _of_run(job: Job, saved: Job) -> Iterator[JobDifference]:
 
 
 def _of_data(job: Job, folder: RunFolder) -> Iterator[JobDifference]:
-    """Shards that have the name of those the run began with, and another content."""
+    """Shards with the same name as when the run began, and other content."""
     before = recorded_data(folder)
     for name, content in contents_of_data(job).items():
         if before.get(name, content) != content:
-            yield JobDifference("run.data.shards", f"{name} as it is now", "another content")
+            yield JobDifference("run.data.shards", f"{name} as it is now", "other content")
 
 
 def _changed(path: str, now: Any, before: Any) -> Iterator[JobDifference]:
@@ -171,17 +157,8 @@ def _spelled(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else shown(value)
 
 
-# -- the run's data --------------------------------------------------------------------------------
-#
-# A fingerprint of a run's data when it began, kept in its folder: shards of the same name may change.
-
-
-_SUFFIXES = (".bin", ".idx", ".mask")
-_BLOCKS, _BLOCK_BYTES = 64, 2**16
-
-
 def contents_of_data(job: Job) -> dict[str, str]:
-    """A checksum of each shard that is here: of its size and 64 blocks of 64 KiB, since all of it may be terabytes."""
+    """A checksum of each shard that is here, of its size and 64 blocks of 64 KiB: all of it may be terabytes."""
     found = {}
     for name in job.run.data.shards:
         files = [path for suffix in _SUFFIXES if (path := Path(f"{name}{suffix}")).is_file()]
@@ -195,7 +172,7 @@ def record_data(job: Job, folder: RunFolder) -> None:
 
 
 def recorded_data(folder: RunFolder) -> dict[str, str]:
-    """Nothing where nothing was recorded, or the record is damaged."""
+    """Empty if nothing was recorded, or the record is damaged."""
     try:
         found = json.loads(folder.data.read_text(encoding="utf-8"))["shards"]
         return {str(name): str(content) for name, content in found.items()}

@@ -18,7 +18,7 @@ from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import companions_at
-from shardwise.training.metrics.recorder import require_places, write_prediction
+from shardwise.training.metrics.recorder import require_writable, write_prediction
 from shardwise.training.run_folder import RunFolder
 
 
@@ -34,7 +34,7 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
         came_from = None if start is None else companions_at(Path(start))
         keep_companions(came_from or model_folder, folder.checkpoints.path)
     temporary = folder.job.with_suffix(".part")
-    # The tensors of a rank are measured; the framework's own memory is not.
+    # Runs measure the tensors of a rank, not the framework's own memory.
     tensors = checked.price.memory.total - checked.price.memory.allowance
     try:
         temporary.write_text(job.to_yaml(), encoding="utf-8")
@@ -44,7 +44,7 @@ def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path 
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
         raise SpecError(str(folder.path), problem, "make room, or choose another folder") from None
-    require_places(job, folder.path)
+    require_writable(job, folder.path)
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Launch:
     grace_seconds: float = 30
     debug: bool = False
 
-    def supervised(self, tell: Callable[[Event], None] = lambda event: None) -> Outcome:
+    def supervised(self, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
         """Trains until the run is done, was stopped, or has failed too often."""
         emulation = self.job.run.emulate
         with nullcontext() if emulation is None else emulated(emulation) as network:
-            return self.supervised_on(network, tell)
+            return self.supervised_on(network, on_event)
 
-    def supervised_on(self, network: Network | None, tell: Callable[[Event], None] = lambda event: None) -> Outcome:
+    def supervised_on(self, network: Network | None, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
         """Like `supervised`, on the virtual nodes of an existing network."""
         return supervise(
             [sys.executable, "-m", WORKER, str(self.folder.path.resolve())],
@@ -74,7 +74,7 @@ class Launch:
             last_commit=self._last_commit,
             network=network,
             debug=self.debug,
-            on_event=tell,
+            on_event=on_event,
         )
 
     def _last_commit(self) -> Commit:

@@ -14,6 +14,7 @@ from shardwise.training.attempt import integer_variable
 
 PORT = 29400  # torchrun's own default
 WORKER = "shardwise.training.worker"
+_HOW = "start all ranks by torchrun"
 
 
 def torchrun_commands(
@@ -27,9 +28,8 @@ def torchrun_commands(
 ) -> list[str]:
     """One command per host, the first of which hosts the rendezvous; ``arguments`` go to the worker after the job file.
 
-    Without ``hosts`` they are called host-0, host-1, ... and are to be replaced; one is this machine. torchrun numbers
-    hosts in the order of their addresses as text: ranks that the strategy counts as neighbours are so when these sort
-    as the cluster is wired.
+    Without ``hosts`` there are placeholders host-0, host-1, ...; a single one is this machine. torchrun numbers hosts
+    in the text order of their addresses, which should match how the cluster is wired.
     """
     world = job.strategy.world
     per_host = min(job.cluster.node_devices, world)
@@ -57,17 +57,9 @@ def _placeholders(count: int) -> list[str]:
     return ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
 
 
-# -- started by torchrun ---------------------------------------------------------------------------
-#
-# This process as one rank of a world started by torchrun, on one host or several (or by srun, with the same variables).
-
-
-_HOW = "start all ranks by torchrun"
-
-
 @dataclass(frozen=True)
 class Started:
-    """Ranks are numbered host by host."""
+    """This process as one rank of a world started by torchrun (or srun, with the same variables), host by host."""
 
     rank: int
     world: int
@@ -87,9 +79,8 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
     if not rank < world:
         raise SpecError("RANK", f"{rank} of a world of {world}", _HOW)
     if not here or world % here:
-        raise SpecError(
-            "LOCAL_WORLD_SIZE", f"{world} ranks do not fill hosts of {here}", "start as many ranks on every host"
-        )
+        problem = f"{world} ranks do not fill hosts of {here}"
+        raise SpecError("LOCAL_WORLD_SIZE", problem, "start as many ranks on every host")
     if not environment.get("MASTER_ADDR"):
         raise SpecError("MASTER_ADDR", "is not set", _HOW)
     integer_variable(environment, "MASTER_PORT", _HOW)

@@ -1,4 +1,4 @@
-"""What all ranks do at the same step though only one of them knows why: a signal came, time has passed."""
+"""What all ranks agree to do at the same step though only one of them knows why: a signal came, time has passed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+PERIOD_SECONDS = 0.2  # between two agreements: responsive enough for a waiting user, rare enough to cost nothing
+MOST_STEPS = 256
+
 
 class StopSignal:
-    """``asked`` becomes true with SIGTERM, once `listen` was called."""
+    """``requested`` becomes true with SIGTERM, once `listen` was called."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def listen(self) -> None:
         signal.signal(signal.SIGTERM, self._note)
@@ -25,16 +28,7 @@ class StopSignal:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _note(self, *_: Any) -> None:
-        self.asked = True
-
-
-# -- agreement -------------------------------------------------------------------------------------
-#
-# What all ranks do at the same step though only one of them knows why: a signal came, time has passed.
-
-
-PERIOD_SECONDS = 0.2  # between two agreements: responsive enough for a waiting user, rare enough to cost nothing
-MOST_STEPS = 256
+        self.requested = True
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ class RankRequests:
 
 
 class Agreement:
-    """`at_step`, called before each step, returns all ranks' wishes of an earlier step, ``requested_at``, or None.
+    """`at_step`, called before each step, returns all ranks' requests of an earlier step, ``requested_at``, or None.
 
     They are exchanged in the background, in a separate group, so that no rank waits for them.
     """
@@ -61,7 +55,7 @@ class Agreement:
         self._work: dist.Work | None = None
 
     def at_step(self, step: int, own: RankRequests) -> RankRequests | None:
-        """``own`` is what this rank asks for now; told to all at the next agreement."""
+        """``own`` is what this rank requests now; all ranks learn of it at the next agreement."""
         if step < self._next:
             return None
         agreed, self.requested_at = self._finish(), self._begun[0]
@@ -79,7 +73,7 @@ class Agreement:
         self._next, self._begun = step, (step, time.monotonic())
 
     def _begin(self, own: RankRequests, step: int) -> None:
-        steps = self._steps_of_a_period(step)
+        steps = self._steps_of_a_period(step)  # on all ranks: it also sets the period's begin
         steps = steps if self.rank == 0 else 0
         self._numbers = torch.tensor((*astuple(own)[:-1], steps), dtype=torch.int64)
         if self._group is not None:

@@ -1,7 +1,7 @@
-"""A worker's place among the others, and the files in which it says how far it is and why it failed.
+"""A worker's place among the others, and the files in which it reports its progress and why it failed.
 
-Progress is one small record that is overwritten in place, for one system call a step; a failure is a JSON file that
-appears whole. Times are of the machine's monotonic clock, which all its processes share.
+Progress is one small record that is overwritten in place, with one system call per step; a failure is a JSON file that
+appears complete. Times are of the machine's monotonic clock, which all its processes share.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ Phase = Literal["start", "data", "step", "evaluation", "checkpoint", "done", "fa
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in the order in which a rank passes them within a step
 BEAT_SECONDS = 0.5
 
-# A counter stands at both ends: a reader that meets a half-written record sees two numbers.
+# A counter stands at both ends: a reader of a half-written record sees two different numbers.
 _PROGRESS = struct.Struct("=QqqddQ")
 _BEAT = struct.Struct("=d")
 _BEAT_OFFSET = 64
 _FAILURE_BYTES = 16_384
-_MOST_WORDS = 6_000  # of a message, and of a traceback's end
+_MOST_CHARACTERS = 6_000  # of a message, and of a traceback's end
+STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to dump the stacks of its threads
+_STARTED_BY = "start workers by `shardwise train` or torchrun"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is: a phase of a step since a time; ``limit_seconds`` is what it asked for, 0 the usual."""
+    """Where a rank is: a phase of a step since a time; ``limit_seconds`` is what it requested, 0 the default."""
 
     phase: Phase
     step: int
@@ -49,7 +52,7 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Why a rank failed, in its own words; ``mistake`` says that the user can mend it and a restart cannot."""
+    """Why a rank failed, as it reported; ``mistake``: the user can fix it, a restart cannot."""
 
     rank: int
     at: float
@@ -74,7 +77,7 @@ def failure_path(folder: Path, rank: int) -> Path:
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Where a rank writes what its threads are doing, when it is asked to by `STACKS_SIGNAL`."""
+    """Where a rank dumps the stacks of its threads on `STACKS_SIGNAL`."""
     return folder / f"rank-{rank}.stacks"
 
 
@@ -107,7 +110,7 @@ def write_failure(folder: Path, record: FailureRecord) -> None:
     """Overwrites the reserved blanks; trailing blanks are valid JSON."""
     path = failure_path(folder, record.rank)
     part = path.with_suffix(".part")
-    short = replace(record, message=record.message[:_MOST_WORDS], traceback=record.traceback[-_MOST_WORDS:])
+    short = replace(record, message=record.message[:_MOST_CHARACTERS], traceback=record.traceback[-_MOST_CHARACTERS:])
     with part.open("r+b" if part.exists() else "wb") as file:
         file.write(json.dumps(asdict(short), indent=1).encode())
     part.rename(path)
@@ -118,16 +121,6 @@ def read_failure(folder: Path, rank: int) -> FailureRecord | None:
         return FailureRecord(**json.loads(failure_path(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # none, or invalid: then only the exit status is known
         return None
-
-
-# -- attempt ---------------------------------------------------------------------------------------
-#
-# What a worker process knows about its place among the others, and how it reports to whoever started it.
-
-
-STACKS_SIGNAL = signal.SIGUSR2  # asks a rank to dump the stacks of its threads
-_STARTED_BY = "start workers by `shardwise train` or torchrun"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -151,14 +144,14 @@ class WorldPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> WorldPlace:
-        rank, world = integer_variable(environment, "RANK"), integer_variable(environment, "WORLD_SIZE")
+        world = integer_variable(environment, "WORLD_SIZE")
         rendezvous, address = environment.get("SHARDWISE_RENDEZVOUS"), environment.get("MASTER_ADDR")
         if rendezvous is None and address is None and world > 1:
             raise SpecError("MASTER_ADDR", "is not set", _STARTED_BY)
         folder, launcher = environment.get("SHARDWISE_ATTEMPT_FOLDER"), environment.get("SHARDWISE_LAUNCHER")
         restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(
-            rank=rank,
+            rank=integer_variable(environment, "RANK"),
             world=world,
             local_rank=integer_variable(environment, "LOCAL_RANK"),
             rendezvous=Path(rendezvous) if rendezvous else None,
@@ -196,7 +189,7 @@ class Reporter:
         if place.folder is None:
             return
         if place.launcher is not None:
-            _end_with(place.launcher)
+            _die_with(place.launcher)
         stacks = stacks_path(place.folder, place.rank).open("w", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         self._file = os.open(progress_path(place.folder, place.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -240,8 +233,8 @@ class Reporter:
             write_beat(file, time.monotonic())
 
 
-def _end_with(launcher: int) -> None:
-    """Has the kernel kill this process when the launcher dies; where it cannot, the guard does."""
+def _die_with(launcher: int) -> None:
+    """Has the kernel kill this process when the launcher dies; elsewhere the guard does."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

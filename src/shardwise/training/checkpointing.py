@@ -1,4 +1,4 @@
-"""Checkpoints of a run: begun at the same step on all ranks, written while training goes on, settled later.
+"""Checkpoints of a run: begun at the same step on all ranks, written during training, settled later.
 
 The outcome is exchanged in a separate group with the time limit of a checkpoint: a slow disk of one rank must not break
 the others' communication. The rendezvous store would grow with every save.
@@ -53,11 +53,6 @@ class CheckpointManager:
         seconds = self.run.checkpoints.seconds
         return seconds is not None and self._unsettled is None and time.monotonic() - self._last_at > seconds
 
-    @property
-    def busy(self) -> bool:
-        """Whether this rank is still writing."""
-        return self.saver.busy
-
     def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
         """Keeps the state after ``step`` steps; returns when it is copied, or with ``wait`` when it is on disk."""
         self.settle()
@@ -86,25 +81,22 @@ class CheckpointManager:
             raise SpecError(str(self.folder.of_step(step)), "could not be written, so the run is not done", remedy)
 
     def _ended(self, step: int) -> str:
-        """Why the checkpoint of ``step`` was not written, as rank 0 has it; empty if it was."""
+        """Why the checkpoint of ``step`` was not written, according to rank 0; empty if it was."""
         problem = ""
         try:
             self.saver.finish()
         except SaveError as error:
             problem = str(error)
             _logger.warning("the checkpoint of step %d was not written: %s", step, problem)
-        if self._group is not None:  # what a rank still writes could not be cleared
+        if self._group is not None:  # a file that a rank still writes could not be cleared
             dist.barrier(self._group)
         if self.saver.rank == 0:
-            self._tidy(step, problem)
+            if problem:
+                self.folder.clear_unfinished()
+            else:
+                self.folder.retain(self.run.checkpoints.keep, self.run.checkpoints.keep_every, newest_step=step)
             self.on_settled(step, problem)
-        told: list[Any] = [problem]
+        of_rank_0: list[Any] = [problem]
         if self._group is not None:
-            dist.broadcast_object_list(told, group=self._group)
-        return str(told[0])
-
-    def _tidy(self, step: int, problem: str) -> None:
-        if problem:
-            self.folder.clear_unfinished()
-        else:
-            self.folder.retain(self.run.checkpoints.keep, self.run.checkpoints.keep_every, newest_step=step)
+            dist.broadcast_object_list(of_rank_0, group=self._group)
+        return str(of_rank_0[0])

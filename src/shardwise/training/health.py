@@ -1,4 +1,4 @@
-"""Steps that went wrong and memory that runs short, and what the run's policy says then.
+"""Bad steps and memory pressure, and what the run's policy does about them.
 
 All decisions use numbers that are equal on all ranks, so that all ranks decide the same.
 """
@@ -20,6 +20,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.run import NonFinite, Run, Spikes
 
 LEAST_LOSSES = 8  # before a median is meaningful
+STEP = 1 / 8
+SHORT, AMPLE = 0.95, 0.85  # of the memory that a device has for tensors
 
 
 class StepVerdict(Enum):
@@ -29,7 +31,7 @@ class StepVerdict(Enum):
 
 
 class Health:
-    """Judges every step in turn; ``losses`` are those of the last good ones, before a run went on."""
+    """Judges every step in turn; ``losses`` are those of the last good steps before the run was resumed."""
 
     def __init__(self, run: Run, *, scaled: bool, losses: Iterable[float] = ()) -> None:
         self.run, self.scaled = run, scaled
@@ -74,20 +76,12 @@ class Health:
         self.losses = deque(losses, maxlen=self.run.spikes.window)
 
 
-# -- pressure --------------------------------------------------------------------------------------
-#
-# Offload that adapts to measured memory: more optimizer states are offloaded when it is short, and come back later.
-#
-# The share moves by eighths, and back only where the next counted step would still be well below the limit, so that
-# it does not swing.
-
-
-STEP = 1 / 8
-SHORT, AMPLE = 0.95, 0.85  # of what a device has for tensors
-
-
 class MemoryPressure:
-    """One per rank; all ranks get the same peak and so make the same decision."""
+    """Offloads more optimizer states when measured memory is short, and brings them back later.
+
+    One per rank; all ranks get the same peak and so make the same decision. The share moves by eighths, and back only
+    where the next counted step would still be well below the limit, so that it does not oscillate.
+    """
 
     def __init__(self, trainer: Trainer[Any]) -> None:
         device, offload = trainer.job.cluster.device, trainer.job.strategy.offload
@@ -96,7 +90,7 @@ class MemoryPressure:
         self.limit_bytes = device.usable_memory - device.framework_memory
 
     def after(self, peak_bytes: int) -> float | None:
-        """The share from now on, where the fullest rank's ``peak_bytes`` of the last step move it."""
+        """The new share, if the fullest rank's ``peak_bytes`` of the last step change it."""
         share = self._wanted(peak_bytes)
         if share == self.share:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import Position, State, load_newest, state_numbers
 from shardwise.training.step_results import PendingResult, StepFigures, StepStart, Timestamp
 
-COLLECTED_STEPS = 200  # between two garbage collections, at the same step on all ranks: none waits for another's
-COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is there
+COLLECTED_STEPS = 200  # between two garbage collections, at the same step on all ranks so that none waits for another's
+COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is allocated
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Loop:
         self.loader = Loader(parts.training, *share, **settings)
         self.held_out = None if parts.validation is None else Loader(parts.validation, *share, workers=1, prefetch=1)
         self.health = Health(job.run, scaled=self.trainer.scaler is not None, losses=state.losses)
-        self.keeper = CheckpointManager(self.trainer, job.run, parts.folder, parts.attempt, self._checkpoint_ended)
-        self.keeper.last_begun = self.first_step if state.saved else None
+        self.checkpoints = CheckpointManager(self.trainer, job.run, parts.folder, parts.attempt, self._checkpoint_ended)
+        self.checkpoints.last_begun = self.first_step if state.saved else None
         self.agreement = Agreement(self.first_step)
         self.pressure = MemoryPressure(self.trainer) if "optimizer" in job.run.automatic else None
         self._late: PendingResult | None = None
-        self._since = Timestamp(self.trainer.device)  # when the step before ended, or what came between the two
+        self._since = Timestamp(self.trainer.device)  # when the previous step, or what came after it, ended
         optimization = job.training.optimization
         factor = job.run.schedule.batch_factor(job.sequences, job.training.optimizer)
         self._highest_rate = optimization.learning_rate * factor
@@ -89,15 +89,13 @@ class Loop:
         return self.position
 
     def advance(self) -> bool:
-        """One step; or, at the end of the run or where ranks agree to stop, its last figures: then false."""
+        """One step; at the end of the run, or once ranks agree to stop, reads the last figures and returns False."""
         if not self._agreed_to_stop() and self.position.step < self.run_spec.last_step:
-            with self._profiled():
+            profiler = self.parts.profiler
+            with nullcontext() if profiler is None else profiler.step(self.position.step + 1):
                 self._one_step()
             return True
         return self._read_last() is StepVerdict.ROLL_BACK
-
-    def _profiled(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.parts.profiler is None else self.parts.profiler.step(self.position.step + 1)
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -128,7 +126,7 @@ class Loop:
         evaluates = self.held_out is not None and (
             step % self.run_spec.evaluation_interval == 0 or step == self.run_spec.steps
         )
-        saves = self.keeper.due_at(step) and step < last
+        saves = self.checkpoints.due_at(step) and step < last
         if not (evaluates or saves) or self._read_last() is StepVerdict.ROLL_BACK:
             return
         if evaluates:
@@ -148,7 +146,7 @@ class Loop:
 
     @property
     def _first_step_seconds(self) -> float | None:
-        """Kernels are built in the first steps, which may take as long as starting does."""
+        """Kernels are built in the first steps, which may take as long as the start."""
         return self.run_spec.timeouts.start if self.position.step - self.first_step < 2 else None
 
     # -- figures and what follows from them ----------------------------------------------------------
@@ -175,7 +173,7 @@ class Loop:
         """Reloads the newest checkpoint and skips the bad batch."""
         self._late = None
         batch = figures.begun.position.batch
-        self.keeper.settle()
+        self.checkpoints.settle()
         self.parts.reporter.phase("checkpoint", self.position.step)
         left_out = self.position.left_out | {batch}
         state = load_newest(self.trainer, self.parts.folder)
@@ -211,13 +209,13 @@ class Loop:
     # -- memory --------------------------------------------------------------------------------------
 
     def _counts_memory(self, step: int) -> bool:
-        """Not in a step that is profiled, which it would slow."""
+        """Not in a profiled step, which it would slow down."""
         if self.parts.profiler is not None and self.parts.profiler.covers(step + 1):
             return False
         return (step - self.first_step) % self.run_spec.logging.memory == COUNTED_STEP % self.run_spec.logging.memory
 
     def _counted_step(self, batch: Any) -> tuple[StepResult, dict[str, Any]]:
-        """A step, and the memory of every rank: from its allocator, or on a CPU with its tensors counted."""
+        """A step, and the memory of every rank: from its allocator, or on a CPU by counting its tensors."""
         result, peak = peak_during(self.trainer.device, lambda: self._step(batch))
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
@@ -226,13 +224,13 @@ class Loop:
             self._record_event({"offload_optimizer": share, "memory_bytes": max(peaks)})
         return result, {"memory_bytes": max(peaks), "memory_bytes_of_ranks": peaks}
 
-    # -- the ends ------------------------------------------------------------------------------------
+    # -- begin and end --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """What comes before the first step."""
+        """A first checkpoint and evaluation, if needed, before the first step."""
         gc.collect()
-        gc.freeze()  # what is there stays, and need not be looked at again
-        if self.run_spec.rolls_back and self.keeper.last_begun is None:
+        gc.freeze()  # what exists now stays: no need to scan it again
+        if self.run_spec.rolls_back and self.checkpoints.last_begun is None:
             self._save(wait=True)
         if self.position.step == 0 and self.held_out is not None:
             self._evaluate()
@@ -240,10 +238,10 @@ class Loop:
 
     def _end(self) -> None:
         self.agreement.close()
-        self.keeper.settle()
-        if self.keeper.last_begun != self.position.step:
+        self.checkpoints.settle()
+        if self.checkpoints.last_begun != self.position.step:
             self._save(wait=True)
-            self.keeper.require(self.position.step)
+            self.checkpoints.require(self.position.step)
         self.parts.reporter.phase("done", self.position.step)
 
     def _evaluate(self) -> None:
@@ -257,7 +255,7 @@ class Loop:
         self.parts.reporter.phase("checkpoint", self.position.step)
         numbers = state_numbers(State(self.position, tuple(self.health.losses)), self.job)
         with named(StepPhase.CHECKPOINT):
-            self.keeper.save(self.position.step, numbers, wait=wait)
+            self.checkpoints.save(self.position.step, numbers, wait=wait)
 
     def _checkpoint_ended(self, step: int, problem: str) -> None:
         self._record_event({"checkpoint_failed": problem} if problem else {"checkpoint": step})
@@ -266,23 +264,20 @@ class Loop:
 
     def _agreed_to_stop(self) -> bool:
         """Acts on what all ranks have agreed on; returns whether to stop."""
-        own = RankRequests(int(self.parts.stop.asked), int(self.keeper.due_by_time), int(self.keeper.busy))
+        own = RankRequests(
+            int(self.parts.stop.requested), int(self.checkpoints.due_by_time), int(self.checkpoints.saver.busy)
+        )
         agreed = self.agreement.at_step(self.position.step, own)
         if agreed is None or agreed.stop:
             return agreed is not None
-        if self.keeper.last_begun is not None and self.keeper.last_begun >= self.agreement.requested_at:
-            return False  # what was said of checkpoints is not true any more
+        if self.checkpoints.last_begun is not None and self.checkpoints.last_begun >= self.agreement.requested_at:
+            return False  # the requests predate the newest checkpoint
         if not agreed.saving:
-            self.keeper.settle()
+            self.checkpoints.settle()
         if agreed.save and self._read_last() is not StepVerdict.ROLL_BACK:
             self._save()
             self._since = Timestamp(self.trainer.device)
         return False
-
-
-# -- evaluation ------------------------------------------------------------------------------------
-#
-# The loss on held-out data: the same batches each time.
 
 
 def batch_of(rows: Rows, device: torch.device) -> Batch:

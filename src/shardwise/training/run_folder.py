@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.training.checkpoint.folder import CheckpointFolder
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    path: Path
-
-    @property
-    def job(self) -> Path:
-        return self.path / "job.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def prediction(self) -> Path:
-        return self.path / "prediction.json"
-
-    @property
-    def data(self) -> Path:
-        """A fingerprint of the data when the run began."""
-        return self.path / "data.json"
-
-    @property
-    def peak(self) -> Path:
-        """The peak bytes of any rank, after a trial step."""
-        return self.path / "peak.json"
-
-    @property
-    def profile(self) -> Path:
-        """What every rank recorded of the steps that were profiled."""
-        return self.path / "profile"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts"
-
-    @property
-    def checkpoints(self) -> CheckpointFolder:
-        return CheckpointFolder(self.path / "checkpoints")
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job = path / "job.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.data = path / "data.json"  # a fingerprint of the data when the run began
+        self.peak = path / "peak.json"  # the peak bytes of any rank, after a trial step
+        self.profile = path / "profile"  # of every rank, the steps that were profiled
+        self.attempts = path / "attempts"
+        self.checkpoints = CheckpointFolder(path / "checkpoints")

@@ -1,4 +1,4 @@
-"""Where a run begins and how far it is: its newest whole checkpoint, another model's weights, or nothing."""
+"""Where a run begins: its newest intact checkpoint, another model's weights, or nothing; and how far it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder, require_same_shapes, start_at
 from shardwise.training.checkpoint.load import load, newest_intact, problems_of
-from shardwise.training.checkpoint.state import kept
+from shardwise.training.checkpoint.state import state_tensors
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Position:
         return replace(self, step=self.step + 1, batch=self._next(self.batch + 1))
 
     def without(self, batches: frozenset[int]) -> Position:
-        """The same place, with some more batches that are not trained on."""
+        """The same position, leaving out more batches."""
         wider = replace(self, left_out=self.left_out | batches)
         return replace(wider, batch=wider._next(self.batch))
 
@@ -49,15 +49,10 @@ class Position:
 
     @classmethod
     def from_numbers(cls, step: int, numbers: Mapping[str, Any], sequences: int) -> Position:
-        """Back from a checkpoint; with another size of batch, at the first whole one that was not begun."""
+        """From a checkpoint; with another batch size, the first whole batch that was not begun."""
         if numbers["sequences"] == sequences:
             return cls(step, int(numbers["batch"]), frozenset(numbers["left_out"]))
         return cls(step, -(-int(numbers["batch"]) * int(numbers["sequences"]) // sequences))
-
-
-# -- start -----------------------------------------------------------------------------------------
-#
-# Where a run begins: at its newest whole checkpoint, at another model's weights, or from nothing.
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ def start_from(trainer: Trainer[Any], source: Path) -> None:
 def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
     """Each rank reads the boxes it holds, one tensor at a time."""
     require_same_shapes(trainer.job.model, open_folder(folder).model, folder)
-    for one in kept(trainer):
+    for one in state_tensors(trainer):
         kind, _, name = one.key.partition("/")
         if kind not in ("weight", "buffer"):
             continue

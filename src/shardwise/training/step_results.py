@@ -1,4 +1,4 @@
-"""Results of a step, read when the next one is already under way: no step waits for the host."""
+"""Results of a step, read while the next one is already running: no step waits for the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.training.start import Position
 
 
 class Timestamp:
-    """When the work that was begun before is done; on a CPU, now."""
+    """When the work launched so far is done; on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
         self._host_seconds = time.perf_counter()
@@ -35,14 +35,9 @@ class Timestamp:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-# -- late ------------------------------------------------------------------------------------------
-#
-# Results of a step, read when the next one is already under way: no step waits for the host.
-
-
 @dataclass(frozen=True)
 class StepStart:
-    """What is known of a step when it is begun."""
+    """What is known when a step begins."""
 
     position: Position  # before it
     learning_rate: float

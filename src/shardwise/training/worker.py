@@ -44,34 +44,34 @@ def main(arguments: list[str], work: Work) -> int:
     reporter = Reporter(place)
     try:
         folder = RunFolder(Path(arguments[0]))
-        with _alone(folder, place):
+        with _exclusive(folder, place):
             work(folder, place, reporter, stop)
         return 0
     except SpecError as error:
-        return _mistaken(reporter, error)
+        return _user_error(reporter, error)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a restart would not help
             where = str(error.filename or arguments[0])
-            return _mistaken(reporter, SpecError(where, "has no room left", "make room and start it again"))
-        return _broken(reporter, error)
+            return _user_error(reporter, SpecError(where, "has no space left", "make room and start it again"))
+        return _crash(reporter, error)
     except BaseException as error:
-        return _broken(reporter, error)
+        return _crash(reporter, error)
 
 
-def _mistaken(reporter: Reporter, error: SpecError) -> int:
+def _user_error(reporter: Reporter, error: SpecError) -> int:
     reporter.failed(error)
     _logger.error("shardwise: error: %s", error)
     return 2
 
 
-def _broken(reporter: Reporter, error: BaseException) -> int:
+def _crash(reporter: Reporter, error: BaseException) -> int:
     reporter.failed(error)
     _logger.error("the rank failed", exc_info=error)
     return 1
 
 
 @contextlib.contextmanager
-def _alone(folder: RunFolder, place: WorldPlace) -> Iterator[None]:
+def _exclusive(folder: RunFolder, place: WorldPlace) -> Iterator[None]:
     """Ensures that a folder has one run: the launcher has locked it, or without one, rank 0 does.
 
     Unfinished checkpoints of earlier attempts are removed; nobody saves yet, since that takes all ranks.
@@ -92,7 +92,7 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
         damaged: list[str] = []
         state = _begun(engine, folder, damaged.append)
         for problem in damaged:
-            _logger.warning("a checkpoint was left out: %s", problem)
+            _logger.warning("skipped a damaged checkpoint: %s", problem)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
         if recorder:
             for problem in damaged:
@@ -108,7 +108,7 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
 
 @contextlib.contextmanager
 def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
-    """This rank's part of the job, in the process group of all."""
+    """This rank's part of the job, in the process group of all ranks."""
     device = job.run_device
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")

@@ -32,7 +32,7 @@ class Sent:
 
 
 class CollectiveLog:
-    """A witness of operators that records every collective in ``sent``, with the engine's labels during `naming`."""
+    """An observer of operators that records every collective in ``sent``, with the engine's labels during `naming`."""
 
     def __init__(self) -> None:
         self.sent: list[Sent] = []
@@ -134,7 +134,7 @@ _WINDOWED = {"aten::_flash_attention_forward": 0, "aten::_flash_attention_backwa
 
 
 class FlopLog:
-    """A witness of operators that adds up: ``flops["products"]`` (matmuls), ``flops["attention"]``."""
+    """An observer of operators that adds up: ``flops["products"]`` (matmuls), ``flops["attention"]``."""
 
     def __init__(self) -> None:
         self.flops = {"products": 0.0, "attention": 0.0}

@@ -177,7 +177,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
         self.places = places
         self.blocks: dict[int, Block] = {}  # the live ones, by the key of their storage
         self.changes: list[tuple[Block, int, StepPlace]] = []
-        self.witnesses.append(self._touched)
+        self.observers.append(self._touched)
 
     def claim(self, part: str, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -205,7 +205,7 @@ class MemoryLog(TensorBytes):  # type: ignore[no-untyped-call]
             block.died, block.died_pass = self.places.now, self.places.passes
 
     def _touched(self, operator: Any, args: Any, named: Any, result: Any) -> None:
-        """A witness: what collectives read and write."""
+        """An observer: what collectives read and write."""
         if operator.namespace in ("c10d", "_c10d_functional"):
             for one in tree_iter((args, result)):
                 block = self.blocks.get(self.see(one)) if isinstance(one, Tensor) else None

@@ -96,7 +96,7 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
         if engine.store is not None:
             engine.store.lanes.moved.clear()
         collectives, flops = CollectiveLog(), FlopLog()
-        memory.witnesses += [collectives, flops]
+        memory.observers += [collectives, flops]
         with collectives.naming():
             _step(engine, batch, places, memory)
         return _summed(engine, collectives, flops, memory)

@@ -1,43 +1,41 @@
-"""Which elements of a whole tensor a rank holds: boxes of it, and their offsets in the local tensor."""
+"""Which elements of a full tensor a rank holds: boxes of it, and their offsets in the local tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a whole tensor: its first element in every dimension, and its size."""
+    """A block of a full tensor: its first element in every dimension, and its size."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        number = 1
-        for size in self.shape:
-            number *= size
-        return number
+        return math.prod(self.shape)
 
     def common(self, other: Box) -> Box | None:
-        """What both hold."""
+        """The intersection."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start))
         stop = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape)]
         shape = tuple(last - first for first, last in zip(start, stop))
         return None if any(size <= 0 for size in shape) else Box(start, shape)
 
     def inside(self, outer: Box) -> Index:
-        """Where this lies in a tensor that holds just ``outer``."""
+        """The slices of this box in a tensor that holds just ``outer``."""
         return tuple(slice(a - b, a - b + size) for a, b, size in zip(self.start, outer.start, self.shape))
 
 
 @dataclass(frozen=True)
 class ContiguousRun:
-    """``size`` consecutive elements along one dimension, from ``start`` in the whole tensor; None: padding."""
+    """``size`` consecutive elements along one dimension, from ``start`` in the full tensor; None: padding."""
 
     start: int | None
     size: int
@@ -45,14 +43,14 @@ class ContiguousRun:
 
 @dataclass(frozen=True)
 class PlacedBox:
-    """A box of the whole tensor, and where it lies in the local one."""
+    """A box of the full tensor, and where it lies in the local one."""
 
     box: Box
     local: Index
 
 
 def taken(runs: Sequence[ContiguousRun], first: int, last: int) -> list[ContiguousRun]:
-    """Elements ``first`` to ``last`` of what the runs hold; padding where they end before."""
+    """Elements ``first`` to ``last`` of runs that lie end to end; padding beyond their end."""
     found, at = [], 0
     for run in runs:
         low, high = max(first, at), min(last, at + run.size)
@@ -71,13 +69,25 @@ def placed(dimensions: Sequence[Sequence[ContiguousRun]]) -> list[PlacedBox]:
             Box(tuple(run.start or 0 for run, _ in chosen), tuple(run.size for run, _ in chosen)),
             tuple(slice(at, at + run.size) for run, at in chosen),
         )
-        for chosen in product(*(list(_with_places(runs)) for runs in dimensions))
+        for chosen in product(*(zip(runs, accumulate((run.size for run in runs), initial=0)) for runs in dimensions))
         if all(run.start is not None for run, _ in chosen)
     ]
 
 
-def _with_places(runs: Iterable[ContiguousRun]) -> Iterable[tuple[ContiguousRun, int]]:
-    at = 0
-    for run in runs:
-        yield run, at
-        at += run.size
+def fill(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes lie within a tensor of that shape, do not overlap, and leave none of it out."""
+    if any(not len(box.start) == len(box.shape) == len(shape) for box in boxes):
+        return False
+    within = all(a + n <= size for box in boxes for a, n, size in zip(box.start, box.shape, shape))
+    return within and sum(box.elements for box in boxes) == math.prod(shape) and not _overlap(boxes)
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    ordered = sorted(boxes, key=lambda box: box.start)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if other.start[:1] >= tuple(first + size for first, size in zip(one.start[:1], one.shape[:1])):
+                break  # neither does any after it
+            if one.common(other) is not None:
+                return True
+    return False

@@ -1,4 +1,4 @@
-"""Checks before a process starts: whether the source of a run's weights has every tensor that its ranks will read.
+"""Checks before a process starts: whether a run's starting weights have every tensor that its ranks will read.
 
 Only the headers of files are read; contents and checksums are left to the ranks.
 """
@@ -88,7 +88,7 @@ def tensors_of(job: Job) -> Shapes:
 
 
 def weights_of(model: Model) -> Shapes:
-    """By their names in a checkpoint."""
+    """The shapes of the model's weights and buffers, by their names in a checkpoint."""
     decoder = _empty(model)
     weights = {f"{WEIGHT}/{name}": tuple(one.shape) for name, one in decoder.named_parameters()}
     return weights | {f"{BUFFER}/{name}": tuple(one.shape) for name, one in lasting_buffers(decoder)}
@@ -104,6 +104,6 @@ def _states(job: Job) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 @lru_cache(maxsize=1)
 def _empty(model: Model) -> Decoder:
-    """The whole model, without values."""
+    """The unsharded model, without values."""
     with torch.device("meta"):
         return Decoder(model)

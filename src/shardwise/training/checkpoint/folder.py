@@ -25,6 +25,7 @@ from shardwise.training.checkpoint.manifest import NAME, read_manifest
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.part-.*")
 LOCK = ".lock"
+_REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
 
 
 class CheckpointFolder:
@@ -39,14 +40,14 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}.part-{attempt}"
 
     def present(self) -> list[int]:
-        """Steps of which there is a folder, whole or damaged, the newest first."""
+        """Steps that have a folder, intact or damaged, the newest first."""
         if not self.path.is_dir():
             return []
         found = (_COMMITTED.fullmatch(one.name) for one in self.path.iterdir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def committed(self) -> list[int]:
-        """Steps of which there is a checkpoint, the newest first."""
+        """Steps that have a checkpoint, the newest first."""
         return [step for step in self.present() if (self.of_step(step) / NAME).is_file()]
 
     def written_ns(self, step: int) -> int:
@@ -56,32 +57,24 @@ class CheckpointFolder:
         except OSError:
             return 0
 
-    def commit(self, step: int, attempt: str, manifest: bytes) -> None:
-        """All shards are on disk: writes the manifest and gives the folder its name."""
-        part = self._sealed(step, attempt, manifest)
-        target = self.of_step(step)
-        if target.is_symlink():
-            target.unlink()
-        elif target.exists():  # of an earlier, damaged or undone attempt at the same step
-            shutil.rmtree(target)
-        part.rename(target)
-        sync_folder(self.path)
+    def commit(self, step: int, attempt: str, manifest: bytes, *, replace: bool = True) -> Path:
+        """All shards are on disk: writes the manifest and gives the folder its name.
 
-    def commit_new(self, step: int, attempt: str, manifest: bytes) -> Path:
-        """The same, but never replaces an existing checkpoint: the rename itself then fails (OSError)."""
-        part = self._sealed(step, attempt, manifest)
-        part.rename(self.of_step(step))
-        sync_folder(self.path)
-        return self.of_step(step)
-
-    def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
-        part = self.unfinished(step, attempt)
+        Without ``replace`` the rename fails (OSError) if there is a checkpoint of that step.
+        """
+        part, target = self.unfinished(step, attempt), self.of_step(step)
         with (part / NAME).open("wb") as file:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
         sync_folder(part)
-        return part
+        if replace and target.is_symlink():
+            target.unlink()
+        elif replace and target.exists():  # of an earlier, damaged or undone attempt at the same step
+            shutil.rmtree(target)
+        part.rename(target)
+        sync_folder(self.path)
+        return target
 
     def clear_unfinished(self) -> None:
         """Removes what earlier starts of the run left behind; the caller must hold the lock."""
@@ -120,10 +113,8 @@ class CheckpointFolder:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 other = os.read(handle, 32).decode(errors="replace").strip()
-                who = f"process {other}" if other else "another process"
-                raise SpecError(
-                    str(self.path), f"{who} is training in it", "wait for it, or choose another folder"
-                ) from None
+                problem = f"{f'process {other}' if other else 'another process'} is training in it"
+                raise SpecError(str(self.path), problem, "wait for it, or choose another folder") from None
             with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, str(os.getpid()).encode(), 0)
@@ -147,20 +138,10 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-# -- find ------------------------------------------------------------------------------------------
-#
-# Which checkpoints a path refers to: one, those of a folder, or those of a run.
-
-
-_REMEDY = "name a checkpoint (step-...), a folder of them, or a run's folder"
-
-
 def checkpoints_at(path: Path) -> list[Path]:
     """All checkpoints there, intact or damaged, the newest first; raises SpecError if there is none."""
-    if (path / NAME).is_file():
-        return [path]
-    folder = _folder_at(path)
-    found = [folder.of_step(step) for step in folder.present()]
+    folder = folder_at(path)
+    found = [path] if (path / NAME).is_file() else [folder.of_step(step) for step in folder.present()]
     if not found:
         raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is not a folder", _REMEDY)
     return found
@@ -168,15 +149,14 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 def newest_at(path: Path) -> Path:
     """The newest that was committed; raises SpecError if there is none."""
-    if (path / NAME).is_file():
-        return path
-    folder = _folder_at(path)
-    for step in folder.committed():
-        return folder.of_step(step)
-    raise SpecError(str(path), "holds no checkpoint" if path.is_dir() else "is not a folder", _REMEDY)
+    found = [one for one in checkpoints_at(path) if (one / NAME).is_file()]
+    if not found:
+        raise SpecError(str(path), "holds no checkpoint", _REMEDY)
+    return found[0]
 
 
-def _folder_at(path: Path) -> CheckpointFolder:
+def folder_at(path: Path) -> CheckpointFolder:
+    """A folder of checkpoints, or the one of a run's folder."""
     inner = path / "checkpoints"
     return CheckpointFolder(inner if inner.is_dir() else path)
 
@@ -193,7 +173,7 @@ def start_at(source: Path) -> Path:
 
 
 def require_start(model: Model, source: Path) -> None:
-    """Raises SpecError if a path holds nothing that a run of ``model`` can start from, by what it says of itself."""
+    """Raises SpecError if a path holds nothing that a run of ``model`` can start from, by its own description."""
     found = start_at(source)
     theirs = model_from_hf_config(found) if has_companions(found) else model_from(read_manifest(found).job.get("model"))
     require_same_shapes(model, theirs, source)
@@ -208,12 +188,12 @@ def require_same_shapes(mine: Model, theirs: Model, source: Path) -> None:
 
 
 def companions_at(source: Path) -> Path | None:
-    """The folder with the small files of the Hugging Face folder that weights to start from are, or came from."""
+    """The folder with the small Hugging Face files (config, tokenizer) that belong to weights to start from."""
     found = start_at(source)
     folder = found if has_companions(found) else kept_companions(found)
     return folder if has_companions(folder) else None
 
 
 def kept_companions(checkpoint: Path) -> Path:
-    """Where the small files are kept of the Hugging Face folder that the weights of a checkpoint once came from."""
+    """Where a checkpoint keeps the small files of the Hugging Face folder that its weights came from."""
     return checkpoint.absolute().parent / KEPT_IN

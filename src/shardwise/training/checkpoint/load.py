@@ -1,4 +1,4 @@
-"""Loading: each rank reads the boxes it holds out of whatever boxes were saved, after everything was checked."""
+"""Loading: each rank reads the boxes it holds out of whatever boxes were saved, once everything is checked."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ import torch.distributed as dist
 from shardwise.engine.trainer import Trainer
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.folder import CheckpointFolder, step_of
-from shardwise.training.checkpoint.manifest import NAME, TO_RESUME, Manifest, Shard, read_manifest
-from shardwise.training.checkpoint.shards import ShardReader, checked, mislabelled, shortened
-from shardwise.training.checkpoint.state import BUFFER, WEIGHT, StateTensor, expect, kept, restore_numbers
+from shardwise.training.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
+from shardwise.training.checkpoint.shards import ShardReader, content_problem, header_problem, size_problem
+from shardwise.training.checkpoint.state import (
+    BUFFER,
+    WEIGHT,
+    StateTensor,
+    prepare_to_load,
+    restore_numbers,
+    state_tensors,
+)
 
 _OF_MODEL = (WEIGHT, BUFFER)
 _WEIGHTS = tuple(f"{kind}/" for kind in _OF_MODEL)
@@ -44,16 +51,13 @@ def problems_of(
     if missing := _missing(manifest):
         return [f"{folder / NAME}: does not say where the run was: it has no {', '.join(missing)}"]
     mine = sorted(manifest.files)[rank::world]
-    entries = manifest.entries()
-    found = [
-        (name, _problem(folder / name, manifest.files[name], progress, contents) or mislabelled(folder / name, wanted))
-        for name, wanted in ((name, entries[name]) for name in mine)
-    ]
-    return [f"{folder / name}: {problem}" for name, problem in found if problem]
-
-
-def _problem(path: Path, wanted: Shard, progress: Callable[[int], None], contents: bool) -> str | None:
-    return checked(path, wanted, progress) if contents else shortened(path, wanted)
+    entries, found = manifest.entries(), []
+    for name in mine:
+        path, wanted = folder / name, manifest.files[name]
+        damaged = content_problem(path, wanted, progress) if contents else size_problem(path, wanted)
+        if problem := damaged or header_problem(path, entries[name]):
+            found.append(f"{path}: {problem}")
+    return found
 
 
 def _missing(manifest: Manifest) -> list[str]:
@@ -63,7 +67,7 @@ def _missing(manifest: Manifest) -> list[str]:
 
 
 def newest_intact(folder: CheckpointFolder, on_damaged: Callable[[str], None] = lambda text: None) -> int | None:
-    """The newest step whose checkpoint is whole, found by all ranks together; ``on_damaged`` gets every problem."""
+    """The newest step whose checkpoint is intact, found by all ranks together; ``on_damaged`` gets every problem."""
     rank, world = dist.get_rank(), dist.get_world_size()
     listed: list[Any] = [folder.committed()]
     dist.broadcast_object_list(listed)
@@ -86,16 +90,16 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     manifest = read_manifest(folder)
     if not weights_only:
         require_run(manifest, folder)
-        expect(trainer, manifest.numbers)
-    wanted = [one for one in kept(trainer) if not weights_only or one.key.startswith(_WEIGHTS)]
+        prepare_to_load(trainer, manifest.numbers)
+    wanted = state_tensors(trainer)
     if weights_only:
-        wanted = [replace(one, worker=0) for one in wanted]
+        wanted = [replace(one, worker=0) for one in wanted if one.key.startswith(_WEIGHTS)]
     wanted = [one for one in wanted if not one.optional or _is_there(one, manifest)]
     require_tensors(manifest, ((one.saved_as, one.shape) for one in wanted), folder)
     reader = ShardReader(folder)
     try:
         for one in wanted:
-            _read(one, manifest, reader, folder)
+            _read(one, manifest, reader)
     finally:
         reader.close()
     if weights_only:
@@ -106,40 +110,37 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
 
 
 def _is_there(one: StateTensor, manifest: Manifest) -> bool:
-    whole = manifest.tensors.get(one.saved_as)
-    return whole is not None and whole.shape == one.shape
+    full = manifest.tensors.get(one.saved_as)
+    return full is not None and full.shape == one.shape
 
 
 def require_run(manifest: Manifest, folder: Path) -> None:
     """Raises SpecError if a checkpoint holds weights only, so that no run can resume from it."""
     if not manifest.numbers:
         remedy = "start from them in another folder: run.start_from"
-        raise SpecError(str(folder), "holds weights alone: no run can resume from them", remedy)
+        raise SpecError(str(folder), "holds weights only: no run can resume from them", remedy)
 
 
 def require_tensors(manifest: Manifest, wanted: Iterable[tuple[str, tuple[int, ...]]], folder: Path) -> None:
     """Raises SpecError if one of ``wanted`` is missing from a checkpoint, or has another shape."""
     for key, shape in wanted:
-        whole = manifest.tensors.get(key)
-        if whole is None:
+        full = manifest.tensors.get(key)
+        if full is None:
             kind, _, name = key.partition("/")
             raise SpecError(str(folder), f"has no {kind} of {name}", _MISSING if kind not in _OF_MODEL else _TRAINED)
-        if whole.shape != shape:
-            problem = f"{key} has the shape {list(whole.shape)}, this model's is {list(shape)}"
+        if full.shape != shape:
+            problem = f"{key} has the shape {list(full.shape)}, this model's is {list(shape)}"
             raise SpecError(str(folder), problem, _TRAINED)
 
 
-def _read(one: StateTensor, manifest: Manifest, reader: ShardReader, folder: Path) -> None:
+def _read(one: StateTensor, manifest: Manifest, reader: ShardReader) -> None:
+    """From the pieces that overlap it; together they fill the tensor, as `read_manifest` has checked."""
     pieces, tensor = manifest.tensors[one.saved_as].pieces, one.read()
     for place in one.places:
-        found = 0
         for piece in pieces:
             common = place.box.common(piece.box)
             if common is None:
                 continue
             part = reader.slice_of(piece.file, piece.entry, piece.box.shape, common.inside(piece.box))
             tensor[place.local][common.inside(place.box)] = part.to(tensor.device, tensor.dtype)
-            found += common.elements
-        if found != place.box.elements:
-            raise SpecError(str(folder), f"lacks a part of {one.saved_as}", "take another checkpoint")
     one.write(tensor)

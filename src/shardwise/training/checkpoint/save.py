@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from shardwise.engine.trainer import Trainer
 from shardwise.training.checkpoint.boxes import Box, Index
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard
-from shardwise.training.checkpoint.shards import NAMES, Entry, shard_name, write_shard
-from shardwise.training.checkpoint.state import StateTensor, kept, numbers
+from shardwise.training.checkpoint.shards import NAMES, Entry, entry_name, shard_name, write_shard
+from shardwise.training.checkpoint.state import StateTensor, numbers, state_tensors
 
 POLL_SECONDS = 0.02
 
@@ -36,19 +36,21 @@ class SaveError(Exception):
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _OwnBox:
     """What this rank writes: a box of one of its tensors."""
 
-    name: str
-    shape: tuple[int, ...]
-    kept: StateTensor
+    entry: Entry
+    tensor: StateTensor
     local: Index
+
+    def read(self) -> Tensor:
+        return self.tensor.read()[self.local].detach()
 
 
 class Saver:
     """Saves a trainer's state into ``folder``; made on every rank together, since they agree on who writes what.
 
-    `save` returns when the tensors are copied, unless ``wait``; `finished` tells how the last one ended.
+    `save` returns when the tensors are copied, unless ``wait``; `finish` raises if the last one failed.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Saver:
     ) -> None:
         self.trainer, self.folder, self.attempt, self.timeout_seconds = trainer, folder, attempt, timeout_seconds
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.entries, self.tensors = _shared_out(kept(trainer), self.rank, self.world)
+        self.boxes, self.tensors = _assigned(state_tensors(trainer), self.rank, self.world)
         self._saves = 0  # a step may be saved again: after a failure, or a roll-back
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -74,7 +76,7 @@ class Saver:
         self._saves += 1
         written = {**numbers(self.trainer), **further}
         if wait:
-            self._guarded(step, (_read(one).to("cpu").contiguous() for one in self.entries), written)
+            self._guarded(step, (one.read().to("cpu").contiguous() for one in self.boxes), written)
             return
         self._thread = threading.Thread(target=self._guarded, args=(step, self._copied(), written), name="checkpoint")
         self._thread.start()
@@ -96,9 +98,9 @@ class Saver:
     def _copied(self) -> list[Tensor]:
         """Copies into CPU buffers that are reused: allocating new pages takes longer than copying."""
         if not self._copies:
-            self._copies = [torch.empty(one.shape, dtype=one.kept.dtype) for one in self.entries]
-        for copy, entry in zip(self._copies, self.entries):
-            copy.copy_(_read(entry))
+            self._copies = [torch.empty(one.entry.shape, dtype=one.entry.dtype) for one in self.boxes]
+        for copy, box in zip(self._copies, self.boxes):
+            copy.copy_(box.read())
         return self._copies
 
     def _guarded(self, step: int, tensors: Iterable[Tensor], written: dict[str, Any]) -> None:
@@ -112,8 +114,7 @@ class Saver:
         part = self.folder.unfinished(step, name)
         try:
             part.mkdir(parents=True, exist_ok=True)
-            entries = [Entry(one.name, one.kept.dtype, one.shape) for one in self.entries]
-            shard = write_shard(part / shard_name(self.rank), entries, tensors)
+            shard = write_shard(part / shard_name(self.rank), [one.entry for one in self.boxes], tensors)
             _announce(part / f"rank-{self.rank}", {"bytes": shard.size, "sha256": shard.checksum})
         except OSError as error:
             _announce_failure(part, self.rank, error)
@@ -141,21 +142,18 @@ class Saver:
             path = part / f"rank-{rank}"
             while not path.is_file():
                 for failed in part.glob(f"{path.name}.failed-*"):
-                    raise SaveError(f"rank {rank} could not write its part: {_reason_told(failed)}")
+                    reason = os.strerror(int(failed.name.rpartition("-")[2]))
+                    raise SaveError(f"rank {rank} could not write its part: {reason}")
                 if time.monotonic() > deadline:
                     raise SaveError(f"rank {rank} did not write its part within {self.timeout_seconds:g} s")
                 time.sleep(POLL_SECONDS)
-            told = json.loads(path.read_text(encoding="utf-8"))
-            files[shard_name(rank)] = Shard(told["bytes"], told["sha256"])
+            found = json.loads(path.read_text(encoding="utf-8"))
+            files[shard_name(rank)] = Shard(found["bytes"], found["sha256"])
         return files
 
 
-def _read(entry: _Entry) -> Tensor:
-    return entry.kept.read()[entry.local].detach()
-
-
 def _announce(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".telling")
+    temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.rename(path)
 
@@ -167,40 +165,36 @@ def _announce_failure(part: Path, rank: int, error: OSError) -> None:
         (part / shard_name(rank)).unlink()
 
 
-def _reason_told(failed: Path) -> str:
-    return os.strerror(int(failed.name.rpartition("-")[2]))
-
-
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _shared_out(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[_Entry], dict[str, FullTensor]]:
+def _assigned(mine: Sequence[StateTensor], rank: int, world: int) -> tuple[list[_OwnBox], dict[str, FullTensor]]:
     """What this rank writes, and where everything will be: each box once, by the least loaded rank that holds it."""
-    told = [(one.saved_as, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
+    own = [(one.saved_as, one.shape, NAMES[one.dtype], [place.box for place in one.places]) for one in mine]
     lists: list[Any] = [None] * world
-    dist.all_gather_object(lists, told)
+    dist.all_gather_object(lists, own)
     holders: dict[tuple[str, Box], list[int]] = {}
-    wholes: dict[str, tuple[tuple[int, ...], str]] = {}
+    tensors: dict[str, FullTensor] = {}
     for other, held in enumerate(lists):
         for key, shape, dtype, boxes in held:
-            wholes[key] = (shape, dtype)
+            tensors[key] = FullTensor(shape, dtype, ())
             for box in boxes:
                 holders.setdefault((key, box), []).append(other)
     load = [0] * world
-    pieces: dict[str, list[SavedPiece]] = {key: [] for key in wholes}
+    pieces: dict[str, list[SavedPiece]] = {key: [] for key in tensors}
     writes: set[tuple[str, Box]] = set()
     for (key, box), ranks in holders.items():
         writer = min(ranks, key=lambda one: load[one])
         load[writer] += box.elements
         if writer == rank:
             writes.add((key, box))
-        pieces[key].append(SavedPiece(shard_name(writer), f"{key}@{','.join(map(str, box.start))}", box))
-    entries = []
+        pieces[key].append(SavedPiece(shard_name(writer), entry_name(key, box), box))
+    found = []
     for one in mine:
         for place in one.places:
             if (one.saved_as, place.box) in writes:
                 writes.remove((one.saved_as, place.box))  # once, though a tied parameter may be here twice
-                name = f"{one.saved_as}@{','.join(map(str, place.box.start))}"
-                entries.append(_Entry(name, place.box.shape, one, place.local))
-    return entries, {key: FullTensor(shape, dtype, tuple(pieces[key])) for key, (shape, dtype) in wholes.items()}
+                entry = Entry(entry_name(one.saved_as, place.box), one.dtype, place.box.shape)
+                found.append(_OwnBox(entry, one, place.local))
+    return found, {key: replace(one, pieces=tuple(pieces[key])) for key, one in tensors.items()}

@@ -1,7 +1,9 @@
-"""The files of a checkpoint: safetensors, written by one stream with its checksum, read piece by piece.
+"""The files of a checkpoint: safetensors, written as one stream with its checksum, read piece by piece.
 
-The blocks bypass the page cache where the disk allows it (O_DIRECT). A checkpoint is not read again soon; in the cache
-it would evict training data, and copying it there costs more CPU time than its checksum.
+The format is https://huggingface.co/docs/safetensors: a JSON header and plain numbers; written here because the
+library computes no checksum while writing and needs all tensors of a file at once. The blocks bypass the page cache
+where the disk allows it (O_DIRECT): a checkpoint is not read again soon, would evict training data, and copying it
+there costs more CPU time than its checksum.
 """
 
 from __future__ import annotations
@@ -28,41 +30,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError
+from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.manifest import Shard
 
 BLOCK_BYTES = 8 * 2**20
-BLOCKS = 4  # in memory: one is gathered, the others wait to be summed and written
-ALIGNED_BYTES = 4096  # what O_DIRECT asks of a block's place in memory and in the file, and of its length
+BLOCKS = 4  # in memory: one is being filled, the others wait for checksum and disk
+ALIGNED_BYTES = 4096  # O_DIRECT: of a block's address in memory, its offset in the file, and its length
 _DIRECT = getattr(os, "O_DIRECT", 0)  # not on every system
 
 Bytes = NDArray[np.uint8]
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+CHUNK_BYTES = 8 * 2**20
 
 
 def write_stream(path: Path, content: Iterable[Bytes]) -> Shard:
     """Writes all of ``content``, each part requested when its turn comes, and syncs it to disk."""
     checksum = hashlib.sha256()  # CPUs have instructions for it: at least twice as fast as BLAKE2b
     size = 0
-    under_way: deque[tuple[Future[None], Future[None]]] = deque()
+    in_flight: deque[tuple[Future[None], Future[None]]] = deque()
     # Checksum, copying and writing all release the GIL.
     with _opened(path) as file, ThreadPoolExecutor(1) as summing, ThreadPoolExecutor(1) as writing:
-        for array, length in _gathered(content):
+        for array, length in _blocks(content):
             padded = -(-length // ALIGNED_BYTES) * ALIGNED_BYTES  # only of the last one; cut off below
             block = array.data
-            under_way.append(
+            in_flight.append(
                 (summing.submit(checksum.update, block[:length]), writing.submit(write_block, file, block[:padded]))
             )
             size += length
-            if len(under_way) == BLOCKS:  # the next one is gathered where the oldest lies
-                _wait_for(under_way.popleft())
-        while under_way:
-            _wait_for(under_way.popleft())
+            if len(in_flight) == BLOCKS:  # the next one reuses the oldest block
+                _wait_for(in_flight.popleft())
+        while in_flight:
+            _wait_for(in_flight.popleft())
         os.ftruncate(file, size)
         os.fsync(file)
     return Shard(size, checksum.hexdigest())
 
 
 def write_block(file: int, block: memoryview) -> None:
-    """Writes all of a block, through the page cache where the disk does not take it directly."""
+    """Writes all of a block, through the page cache where the disk does not support O_DIRECT."""
     while block:
         try:
             block = block[os.write(file, block) :]
@@ -73,8 +78,8 @@ def write_block(file: int, block: memoryview) -> None:
             fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
-def _gathered(content: Iterable[Bytes]) -> Iterator[tuple[Bytes, int]]:
-    """Blocks with the number of bytes in them, full but the last; the same few are filled again and again."""
+def _blocks(content: Iterable[Bytes]) -> Iterator[tuple[Bytes, int]]:
+    """Blocks with the number of bytes in them, full except the last; the same few are reused."""
     blocks: list[Bytes] = [np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8) for _ in range(BLOCKS)]
     number = filled = 0
     for part in content:
@@ -110,25 +115,18 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-# -- shards ----------------------------------------------------------------------------------------
-#
-# The files of a checkpoint: safetensors, written by one stream with its checksum, read piece by piece.
-#
-# The format is https://huggingface.co/docs/safetensors: a JSON header and plain numbers; written here because the
-# library computes no checksum while writing and needs all tensors of a file at once.
-
-
-NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-CHUNK_BYTES = 8 * 2**20
-
-
 def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
+def entry_name(key: str, box: Box) -> str:
+    """A box of a tensor is stored under the tensor's name and its first element."""
+    return f"{key}@{','.join(map(str, box.start))}"
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file, announced in its header before it is at hand."""
+    """A tensor of a file, as its header lists it."""
 
     name: str
     dtype: torch.dtype
@@ -164,9 +162,9 @@ def _content(
         yield tensor.flatten().view(torch.uint8).numpy()
 
 
-def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
+def content_problem(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda size: None) -> str | None:
     """What is wrong with a file; None if it is intact. ``progress`` gets the bytes read."""
-    if problem := shortened(path, wanted):
+    if problem := size_problem(path, wanted):
         return problem
     try:
         checksum = hashlib.sha256()
@@ -179,8 +177,8 @@ def checked(path: Path, wanted: Shard, progress: Callable[[int], None] = lambda 
     return None if checksum.hexdigest() == wanted.checksum else "is damaged: its checksum differs"
 
 
-def shortened(path: Path, wanted: Shard) -> str | None:
-    """What is wrong with a file by its length; None if that is right."""
+def size_problem(path: Path, wanted: Shard) -> str | None:
+    """What is wrong with a file, by its size alone; None if nothing is."""
     try:
         if path.is_symlink() or not path.is_file():
             return "is missing" if not path.is_symlink() else "is a link"
@@ -190,7 +188,7 @@ def shortened(path: Path, wanted: Shard) -> str | None:
     return None if size == wanted.size else f"has {size:,} bytes instead of {wanted.size:,}"
 
 
-def mislabelled(path: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
+def header_problem(path: Path, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
     """Entries of a file whose type or shape differs from the manifest, whatever the checksum; reads the header."""
     from safetensors import SafetensorError, safe_open
 
@@ -224,13 +222,9 @@ class ShardReader:
                 self._open[file] = safe_open(str(path), "pt")
             found = self._open[file].get_slice(entry)
             if tuple(found.get_shape()) != shape:
-                raise SpecError(
-                    str(path), f"{entry} has another shape than the manifest says", "take another checkpoint"
-                )
-            if not shape:
-                whole: Tensor = self._open[file].get_tensor(entry)
-                return whole
-            part: Tensor = found[index]
+                problem = f"{entry} has another shape than the manifest says"
+                raise SpecError(str(path), problem, "take another checkpoint")
+            part: Tensor = found[index] if shape else self._open[file].get_tensor(entry)
             return part
         except (SafetensorError, OSError) as error:
             raise SpecError(str(path), f"{entry} cannot be read ({error})", "take another checkpoint") from None

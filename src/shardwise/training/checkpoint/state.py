@@ -1,9 +1,9 @@
-"""The training state of a rank: tensors with their place in the whole model, and a few numbers."""
+"""The training state of a rank: tensors with their place in the unsharded model, and a few numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,11 +26,11 @@ OWN_STEPS = "steps/optimizer"
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of this rank: ``key`` names the whole one, of ``shape``; ``places`` are the boxes that are here.
+    """A tensor of this rank: ``key`` names the full one, of ``shape``; ``places`` are the boxes that are here.
 
-    ``read`` gives the tensor, or a copy of one that is kept outside of the device's memory; ``write`` takes it back.
-    ``optional``: starts from zero if a checkpoint has none of that shape (saved by another layout or method).
-    ``worker``: its owner, where data-parallel workers have their own weights; those of the first represent all.
+    ``read`` returns the tensor, or a copy of an offloaded one; ``write`` puts it back. ``optional``: starts from zero
+    if a checkpoint has none of that shape (saved by another layout or method). ``worker``: its owner, where
+    data-parallel workers have their own weights; those of the first represent all.
     """
 
     key: str
@@ -56,13 +56,10 @@ def late_name(age: int) -> str:
     return f"late_{age}"
 
 
-def kept(trainer: Trainer[Any]) -> list[StateTensor]:
-    """Weights (fp32 masters where there are), optimizer states, the buffers that balance experts, and what compression
-    has left out on this rank."""
+def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
+    """Weights (fp32 masters if any), optimizer states, buffers that balance experts, error feedback of compression."""
     tied, optimizer, worker = trainer.job.model.tied_embeddings, trainer.optimizer, worker_of(trainer)
     found = []
-    read: Callable[[], Tensor]
-    write: Callable[[Tensor], None]
     for one in trainer.parameters:
         name = _name(one, tied)
         places = tuple(places_of(one))
@@ -70,12 +67,9 @@ def kept(trainer: Trainer[Any]) -> list[StateTensor]:
             key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(one.parameter, state)
             read, write = partial(optimizer.read, one.parameter, state), partial(optimizer.write, one.parameter, state)
             found.append(StateTensor(key, one.part.shape, places, dtype, read, write, worker=worker))
-    for name, buffer in _buffers(trainer):
-        read, write = partial(_same, buffer), partial(_copy, buffer)
-        found.append(
-            StateTensor(f"{BUFFER}/{name}", tuple(buffer.shape), tuple(_all(buffer)), buffer.dtype, read, write)
-        )
-    return found + _feedback(trainer) + kept_by_meetings(trainer, lambda one: _name(one, tied))
+    for name, buffer in (one for stage in trainer.stages.values() for one in lasting_buffers(stage)):
+        found.append(_unsharded(f"{BUFFER}/{name}", buffer))
+    return found + _feedback(trainer) + _synchronisation_states(trainer, lambda one: _name(one, tied))
 
 
 def worker_of(trainer: Trainer[Any]) -> int:
@@ -83,7 +77,7 @@ def worker_of(trainer: Trainer[Any]) -> int:
     return 0 if trainer.outer is None else trainer.mesh.rank("dp")
 
 
-def kept_by_meetings(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[StateTensor]:
+def _synchronisation_states(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[StateTensor]:
     """For workers that do not synchronise every step: outer optimizer states, sums in flight, a worker's own count."""
     trained = [one for one in trainer.parameters if one.parameter.requires_grad]
     found = []
@@ -102,12 +96,8 @@ def kept_by_meetings(trainer: Trainer[Any], name: Callable[[HeldParameter], str]
             found.append(StateTensor(f"{state}/{name(one)}", one.part.shape, places, read().dtype, read, write))
     if worker_of(trainer):
         counts = [group["step"] for group in trainer.optimizer.param_groups]
-        step = counts[0].view(1)
-        write = partial(_fill, counts)
-        found.append(
-            StateTensor(OWN_STEPS, (1,), tuple(_all(step)), step.dtype, partial(_same, step), write,
-                 worker=worker_of(trainer))
-        )  # fmt: skip
+        own = _unsharded(OWN_STEPS, counts[0].view(1), worker=worker_of(trainer))
+        found.append(replace(own, write=partial(_fill, counts)))
     return found
 
 
@@ -121,14 +111,13 @@ def _fill(counts: list[Tensor], values: Tensor) -> None:
 
 
 def _feedback(trainer: Trainer[Any]) -> list[StateTensor]:
-    """Error feedback is per rank, and only meaningful to the same rank of the same layout."""
+    """Error feedback belongs to a rank, and only means something to the same rank of the same layout."""
     strategy = trainer.job.strategy
     layout = "x".join(str(strategy.degree(name)) for name in strategy.order)
     found = []
     for name, state in trainer.data.feedback.items():
         key = f"feedback/{strategy.compression.method}.{layout}.{dist.get_rank()}.{name}"
-        read, write = partial(_same, state), partial(_copy, state)
-        found.append(StateTensor(key, tuple(state.shape), tuple(_all(state)), state.dtype, read, write, optional=True))
+        found.append(_unsharded(key, state, optional=True))
     return found
 
 
@@ -146,7 +135,7 @@ def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
     return found
 
 
-def expect(trainer: Trainer[Any], found: dict[str, Any]) -> None:
+def prepare_to_load(trainer: Trainer[Any], found: dict[str, Any]) -> None:
     """Called before the tensors of a checkpoint are read: resizes states whose number varies."""
     if trainer.late is not None:
         trainer.late.expect(int(found.get("late_sums", 0)))
@@ -168,7 +157,7 @@ def restore_numbers(trainer: Trainer[Any], found: dict[str, Any]) -> None:
 
 
 def places_of(one: HeldParameter) -> list[PlacedBox]:
-    """The boxes of the whole parameter that the local tensor is."""
+    """The boxes of the full parameter that make up the local tensor."""
     dimensions = _runs(one.part)
     if isinstance(one.parameter, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
@@ -187,7 +176,7 @@ def _runs(part: HeldPart) -> list[list[ContiguousRun]]:
 
 
 def _name(one: HeldParameter, tied: bool) -> str:
-    """A tied head on a stage of its own is the embedding of the whole model."""
+    """A tied head on a stage of its own is the model's embedding."""
     return "embedding.weight" if tied and one.name == "head.weight" else one.name
 
 
@@ -196,26 +185,21 @@ def _states(parameter: nn.Parameter, optimizer: LocalOptimizer) -> Iterator[str]
     yield from (name for name in optimizer.state[parameter] if name != MASTER)
 
 
+def _unsharded(key: str, tensor: Tensor, *, optional: bool = False, worker: int = 0) -> StateTensor:
+    """A tensor that is here in full."""
+    shape = tuple(tensor.shape)
+    places = tuple(placed([[ContiguousRun(0, size)] for size in shape]))
+    read = partial(_same, tensor)
+    return StateTensor(key, shape, places, tensor.dtype, read, partial(_copy_into, read), optional, worker)
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _copy(target: Tensor, values: Tensor) -> None:
-    target.copy_(values)
-
-
-def _buffers(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:
-    for stage in trainer.stages.values():
-        yield from lasting_buffers(stage)
-
-
 def lasting_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that are learned, by their names in the whole model."""
+    """Buffers that are learned, by their names in the unsharded model."""
     lasting = set(module.state_dict(keep_vars=True))
     for name, buffer in module.named_buffers():
         if name in lasting and buffer.is_floating_point():
             yield plain_name(name), buffer
-
-
-def _all(tensor: Tensor) -> list[PlacedBox]:
-    return placed([[ContiguousRun(0, size)] for size in tensor.shape])

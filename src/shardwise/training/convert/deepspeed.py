@@ -1,8 +1,8 @@
 """DeepSpeed folders: fp32 weights from the flat partitions that ZeRO keeps on every rank.
 
-The format is the one that DeepSpeed's own ``zero_to_fp32.py`` describes. Stages 1 and 2 lay all parameters of a group
-end to end and cut the whole into one piece per rank, with padding at its end (to 2·ranks elements). Stage 3 cuts each
-parameter for itself, padded to a multiple of the ranks; what a rank holds of them lies end to end in its groups.
+The format is the one that DeepSpeed's own ``zero_to_fp32.py`` describes. Stages 1 and 2 flatten all parameters of a
+group and split them into one piece per rank, padded at the end (to 2·ranks elements). Stage 3 splits each parameter by
+itself, padded to a multiple of the ranks; a rank's pieces lie end to end in its groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.units import counted
-from shardwise.training.checkpoint.whole import LazyTensor
+from shardwise.training.checkpoint.full_tensors import LazyTensor
 from shardwise.training.convert.state_dict import Description, named_weights, tensors_in
 from shardwise.training.convert.torch_file import read_torch_file
 from shardwise.training.convert.weights import Weights, lazily
@@ -89,7 +89,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 @dataclass(frozen=True)
 class _Zero:
-    """``groups``: of each rank, its flat fp32 partitions."""
+    """``groups`` are the flat fp32 partitions of each rank."""
 
     stage: int
     groups: list[list[Tensor]]
@@ -164,16 +164,16 @@ def _other_count(zero: _Zero, stored: int, needed: int) -> SpecError:
 
 
 def _cut(shape: tuple[int, ...], dtype: torch.dtype, ranges: Sequence[tuple[list[Tensor], int, int]]) -> LazyTensor:
-    """A tensor of stretches, each ``size`` elements from ``first`` on of parts that lie end to end."""
+    """A tensor made of ranges, each ``size`` elements from ``first`` of parts that lie end to end."""
 
     def read() -> Tensor:
-        pieces = [piece for parts, first, size in ranges for piece in _stretch(parts, first, size)]
+        pieces = [piece for parts, first, size in ranges for piece in _range(parts, first, size)]
         return torch.cat(pieces)[: math.prod(shape)].view(shape)
 
     return LazyTensor(shape, dtype, read)
 
 
-def _stretch(parts: list[Tensor], first: int, size: int) -> list[Tensor]:
+def _range(parts: list[Tensor], first: int, size: int) -> list[Tensor]:
     found, at = [], 0
     for part in parts:
         low, high = max(first - at, 0), min(first + size - at, part.numel())
@@ -184,7 +184,7 @@ def _stretch(parts: list[Tensor], first: int, size: int) -> list[Tensor]:
 
 
 def _frozen(zero: _Zero, models: Sequence[Path], state: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """Parameters that were not trained: whole, or with stage 3 a piece of each on every rank."""
+    """Parameters that were not trained: in full, or with stage 3 a piece of each on every rank."""
     shapes = _shapes(state.get("frozen_param_shapes") or {}, models[0])
     if not shapes:
         return {}

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError, shown
-from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.whole import LazyTensor
+from shardwise.training.checkpoint.boxes import Box, fill
+from shardwise.training.checkpoint.full_tensors import LazyTensor
 from shardwise.training.convert.torch_file import fields_of, read_pickle, read_torch_bytes
 
 METADATA = ".metadata"
@@ -96,13 +96,19 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def model_tensors(folder: Path) -> dict[str, LazyTensor]:
     """The model's tensors, whatever their prefix, without optimizer and run states."""
     held = {name: one.whole() for name, one in stored_tensors(folder).items() if not _NO_WEIGHTS.match(name)}
-    while prefix := next((one for one in _PREFIXES if held and all(name.startswith(one) for name in held)), None):
-        held = {name.removeprefix(prefix): one for name, one in held.items()}
-    return held
+    return without_prefixes(held, _PREFIXES)
+
+
+def without_prefixes(held: Mapping[str, LazyTensor], prefixes: Sequence[str]) -> dict[str, LazyTensor]:
+    """Without the prefixes that all names have in common."""
+    names = dict(held)
+    while prefix := next((one for one in prefixes if names and all(name.startswith(one) for name in names)), None):
+        names = {name.removeprefix(prefix): one for name, one in names.items()}
+    return names
 
 
 def _places(storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
-    """What ``storage_data`` says, by the tensor's name and the start of the box."""
+    """``storage_data`` by the tensor's name and the start of the box."""
     places = {}
     for index, where in storage.items():
         about = fields_of(index)
@@ -121,7 +127,8 @@ def _tensor(folder: Path, name: str, about: Mapping[str, Any], places: Mapping[A
     for chunk in map(fields_of, about["chunks"]):
         box = Box(_sizes(chunk.get("offsets"), name, folder), _sizes(chunk.get("sizes"), name, folder))
         boxes.append(_stored_box(folder, name, box, places.get((name, box.start))))
-    _require_whole(name, shape, [one.box for one in boxes], folder)
+    if not fill(shape, [one.box for one in boxes]):
+        raise SpecError(name, f"in {folder / METADATA} is not whole", _AGAIN)
     return StoredTensor(shape, dtype, tuple(boxes))
 
 
@@ -132,7 +139,7 @@ def _stored_box(folder: Path, name: str, box: Box, place: Mapping[str, Any] | No
         raise SpecError(name, f"in {folder} is compressed or encrypted", "save it without extensions")
     file, offset, length = (place.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or Path(file).name != file:
-        raise SpecError(str(folder / METADATA), f"names {shown(file)}, which leads out of it", "do not trust it")
+        raise SpecError(str(folder / METADATA), f"names {shown(file)}, which is outside the folder", "do not trust it")
     path = folder / file
     if not path.is_file():
         raise SpecError(str(path), "is missing", _AGAIN)
@@ -145,13 +152,3 @@ def _sizes(sizes: Any, name: str, folder: Path) -> tuple[int, ...]:
     if not isinstance(sizes, tuple) or any(type(one) is not int or one < 0 for one in sizes):
         raise SpecError(name, f"in {folder / METADATA} has an impossible shape", _AGAIN)
     return tuple(sizes)
-
-
-def _require_whole(name: str, shape: tuple[int, ...], boxes: list[Box], folder: Path) -> None:
-    """Checks that the boxes lie within the tensor, do not overlap, and fill it."""
-    whole = Box((0,) * len(shape), shape)
-    inside = all(len(box.start) == len(box.shape) == len(shape) for box in boxes)
-    inside = inside and all(not box.elements or box.common(whole) == box for box in boxes)
-    meet = inside and any(a.common(b) for number, a in enumerate(boxes) for b in boxes[:number])
-    if not inside or meet or sum(box.elements for box in boxes) != whole.elements:
-        raise SpecError(name, f"in {folder / METADATA} is not whole", _AGAIN)

@@ -1,4 +1,4 @@
-"""Folders of Megatron-LM, with the names of Megatron core; the weights are in the type that was trained in.
+"""Megatron-LM folders, with the names of Megatron core; weights keep the type they were trained in.
 
 ``--ckpt-format torch``: ``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` holds what one rank has in ``model``, its
 layers counted from 0; tensor and pipeline ranks are put together. ``torch_dist``: a distributed checkpoint of whole
@@ -23,7 +23,7 @@ from shardwise.interop.keys import unflatten
 from shardwise.models import Decoder
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import LazyTensor
+from shardwise.training.checkpoint.full_tensors import LazyTensor
 from shardwise.training.convert.distributed import is_distributed, stored_tensors
 from shardwise.training.convert.torch_file import fields_of, read_torch_file
 from shardwise.training.convert.weights import Weights, complete, lazily
@@ -41,10 +41,12 @@ _NOT_READ = {
     "apply_layernorm_1p": "norms around one", "mtp_num_layers": "multi-token prediction",
     "heterogeneous_layers_config_path": "layers of several shapes", "is_hybrid_model": "layers without attention",
 }  # fmt: skip
-# Switches whose attribute says the contrary.
-_CONTRARY = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
+# Switches whose attribute is the negation.
+_NEGATED = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 
 Stored = dict[str, list[LazyTensor]]
+# Beside the weights, or a copy of them: the tied embedding on the last stage is left out as well.
+_LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 
 def is_megatron(folder: Path) -> bool:
@@ -102,8 +104,8 @@ def _require_layers(layers: int, model: Model, folder: Path) -> None:
         raise SpecError(str(folder), f"has {layers} layers, {model.name} has {model.layers}", "name the right model")
 
 
-def _iteration(told: Any) -> int:
-    return told if type(told) is int and told >= 0 else 0
+def _iteration(value: Any) -> int:
+    return value if type(value) is int and value >= 0 else 0
 
 
 def _iteration_folder(source: Path) -> Path:
@@ -112,9 +114,8 @@ def _iteration_folder(source: Path) -> Path:
     if latest.is_file():
         text = latest.read_bytes()[:100].decode(errors="replace").strip()
         if not (text.isascii() and text.isdigit()) and text != "release":
-            raise SpecError(
-                str(latest), f"says {shown(text)}, which is not an iteration", "name the iteration's folder"
-            )
+            problem = f"says {shown(text)}, which is not an iteration"
+            raise SpecError(str(latest), problem, "name the iteration's folder")
         folder = source / (text if text == "release" else f"iter_{int(text):07d}")
         if not folder.is_dir():
             raise SpecError(str(folder), "is missing", "name the folder of an iteration that is there")
@@ -149,7 +150,8 @@ def _require_readable(arguments: Mapping[str, Any], folder: Path, version: Any) 
         if arguments.get(name):
             raise SpecError(str(folder), f"has {what}, which are not read ({name})", "convert it with its own tools")
     if arguments.get("rotary_percent", 1.0) != 1.0:
-        raise SpecError(str(folder), "turns a part of each head only (rotary_percent)", "all of it is turned here")
+        problem = "applies rope to a part of each head (rotary_percent)"
+        raise SpecError(str(folder), problem, "only rope on whole heads is supported")
     if isinstance(version, (int, float)) and version < 3:
         raise SpecError(str(folder), f"is of checkpoint version {version}", "versions from 3 on are read")
 
@@ -157,7 +159,8 @@ def _require_readable(arguments: Mapping[str, Any], folder: Path, version: Any) 
 def _stages(states: Mapping[tuple[int, int], dict[Any, Any]], folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     """Along the pipeline the number of layers and each tensor rank's tensors; all first chunks stand first."""
     tp, pp = (max(rank[axis] for rank in states) + 1 for axis in (0, 1))
-    chunks = ["model"] if "model" in states[0, 0] else [key for key in _chunk_names() if key in states[0, 0]]
+    several = [f"model{number}" for number in range(100)]  # with interleaved stages
+    chunks = [key for key in (["model"] if "model" in states[0, 0] else several) if key in states[0, 0]]
     found = []
     for chunk in chunks:
         for pipeline in range(pp):
@@ -174,10 +177,6 @@ def _stages(states: Mapping[tuple[int, int], dict[Any, Any]], folder: Path) -> l
     if not found:
         raise SpecError(str(folder), "holds no model", "name the folder that Megatron-LM has saved")
     return found
-
-
-def _chunk_names() -> Sequence[str]:
-    return [f"model{number}" for number in range(100)]
 
 
 def _joined(stages: Sequence[tuple[int, list[dict[str, Any]]]]) -> Stored:
@@ -200,8 +199,8 @@ def _model_of(arguments: Mapping[str, Any], folder: Path) -> Model:
     """The model in the arguments that a checkpoint was trained with."""
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in _CONTRARY:
-            settings[_CONTRARY[name]] = not value
+        if name in _NEGATED:
+            settings[_NEGATED[name]] = not value
         elif isinstance(value, (bool, int, float, str)):
             settings[f"--{name.replace('_', '-')}"] = value
         elif name == "window_size" and isinstance(value, tuple):
@@ -217,20 +216,13 @@ def _model_of(arguments: Mapping[str, Any], folder: Path) -> Model:
         raise SpecError(str(folder), problem, "name it: --model") from None
 
 
-# -- megatron tensors ------------------------------------------------------------------------------
-#
-# How the tensors of Megatron core's tensor ranks make those of a `Decoder`.
-
-
 Merge = Callable[[Sequence[Tensor]], Tensor]
-# Beside the weights, or a copy of them: the tied embedding on the last stage is left out as well.
-_LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 
 def merged(model: Model, stored: Mapping[str, Sequence[LazyTensor]], origin: str) -> dict[str, LazyTensor]:
-    """Our tensors out of theirs, of which each name has one of every tensor rank.
+    """The tensors of a `Decoder` from theirs, of which each name has one per tensor rank.
 
-    Raises SpecError for what is missing, does not fit or belongs to nothing.
+    Raises SpecError for tensors that are missing, do not fit or belong to nothing.
     """
     with torch.device("meta"):
         names = [name for name, _ in Decoder(model).named_tensors()]
@@ -260,25 +252,25 @@ def _lazy(theirs: str, parts: Sequence[LazyTensor], merge: Merge, origin: str) -
 
 
 def _source(name: str, model: Model) -> tuple[list[str], Merge]:
-    """What a tensor of ours is called there, and how the ranks' parts make it."""
+    """The possible names of a tensor there, and how the ranks' parts are merged."""
     module, _, kind = name.rpartition(".")
     if not name.startswith("layers."):
         vocabulary: Merge = partial(_rows, first=model.vocab)
-        outside: dict[str, tuple[list[str], Merge]] = {
-            "embedding": (["embedding.word_embeddings"], vocabulary),
-            "position_embedding": (["embedding.position_embeddings"], _equal),
-            "norm": (["decoder.final_layernorm"], _equal),
-            "head": (["output_layer"], vocabulary),
+        outside: dict[str, tuple[str, Merge]] = {
+            "embedding": ("embedding.word_embeddings", vocabulary),
+            "position_embedding": ("embedding.position_embeddings", _equal),
+            "norm": ("decoder.final_layernorm", _equal),
+            "head": ("output_layer", vocabulary),
         }
         theirs, merge = outside[module]
-        return [f"{one}.{kind}" for one in theirs], merge
+        return [f"{theirs}.{kind}"], merge
     _, index, inner = module.split(".", 2)
     before = f"decoder.layers.{index}."
     return [before + one for one in _inside(inner, kind)], _merge(inner, kind, model)
 
 
 def _inside(inner: str, kind: str) -> Iterator[str]:
-    """The names of a layer's tensor, of which one is there: norms may be fused into the map that follows them."""
+    """Possible names of a layer's tensor: norms may be fused into the linear layer that follows them."""
     fused = {"attention_norm": ("input_layernorm", "self_attention.linear_qkv"),
              "mlp_norm": ("pre_mlp_layernorm", "mlp.linear_fc1")}  # fmt: skip
     if inner in fused:
@@ -326,7 +318,7 @@ def _equal(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _half(parts: Sequence[Tensor], second: bool) -> Tensor:
-    """Gate and up stand on top of each other on every rank."""
+    """Every rank stacks its part of gate on its part of up."""
     return torch.cat([torch.unflatten(part, 0, (2, -1))[int(second)] for part in parts])
 
 

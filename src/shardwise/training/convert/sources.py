@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from shardwise.interop.companions import folder_of_model, has_companions
@@ -17,18 +16,18 @@ from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
 from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions, newest_at
+from shardwise.training.checkpoint.folder import folder_at, kept_companions, newest_at
+from shardwise.training.checkpoint.full_tensors import LazyTensor, full_tensors
 from shardwise.training.checkpoint.load import problems_of
 from shardwise.training.checkpoint.manifest import NAME as MANIFEST
 from shardwise.training.checkpoint.manifest import read_manifest, weight_keys
-from shardwise.training.checkpoint.whole import LazyTensor, full_tensors
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
 from shardwise.training.convert.distributed import is_distributed, model_tensors
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
 from shardwise.training.convert.state_dict import Description, described, files_of_folder, named_weights, torch_files
 from shardwise.training.convert.weights import Weights, complete
 
-MODEL_KEY = "shardwise.model"  # where a file that we write says of which model it is
+MODEL_KEY = "shardwise.model"  # the metadata entry that describes the model of a file that we write
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _READ = (
     "name a checkpoint or run of ours, a Hugging Face folder, a .safetensors or torch (.pt, .pth, .bin) file, or a "
@@ -37,9 +36,9 @@ _READ = (
 
 
 def open_weights(source: Path, given: str | None = None) -> Weights:
-    """The weights that are at a path, complete and of the right shapes; their numbers are not read yet.
+    """The weights at a path, complete and of the right shapes; their values are not read yet.
 
-    ``given`` names the model where the source does not say it. Raises SpecError for what is damaged or unknown.
+    ``given`` names the model if the source does not. Raises SpecError for what is damaged or unknown.
     """
     return replace(_opened(source, given), companions=_companions_of(source, given))
 
@@ -72,12 +71,11 @@ def _opened(source: Path, given: str | None) -> Weights:
         return _from_huggingface(source, given)
     if files := files_of_folder(source):
         return named_weights(torch_files(files), described(given, source), f"the folder {source}")
-    raise SpecError(str(source), "holds no weights that are known here", _READ)
+    raise SpecError(str(source), "holds no weights in a known format", _READ)
 
 
 def _is_ours(source: Path) -> bool:
-    inner = source / "checkpoints"
-    return (source / MANIFEST).is_file() or bool(CheckpointFolder(inner if inner.is_dir() else source).committed())
+    return (source / MANIFEST).is_file() or bool(folder_at(source).committed())
 
 
 def _from_checkpoint(folder: Path, given: str | None) -> Weights:
@@ -106,15 +104,15 @@ def _from_file(source: Path, given: str | None) -> Weights:
     if source.suffix.lower() in _TORCH:
         return named_weights(torch_files([source]), about, f"the file {source}")
     if source.suffix.lower() != ".safetensors":
-        raise SpecError(str(source), f"has the suffix {shown(source.suffix)}, which is not known", _READ)
+        raise SpecError(str(source), f"has the suffix {shown(source.suffix)}, which is not supported", _READ)
     try:
         file: Any = safe_open(str(source), "pt")
-        told = (file.metadata() or {}).get(MODEL_KEY)
+        described_model = (file.metadata() or {}).get(MODEL_KEY)
         stored = {name: _of_file(file, name, source) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise SpecError(str(source), f"cannot be read ({shown(str(error))})", "get another copy") from None
-    if given is None and told is not None:
-        about = Description(_told_model(told, source))
+    if given is None and described_model is not None:
+        about = Description(_model_of(described_model, source))
     return named_weights(stored, about, f"the file {source}")
 
 
@@ -123,15 +121,10 @@ def _of_file(opened: Any, name: str, source: Path) -> LazyTensor:
     dtype = part.get_dtype()
     if dtype not in DTYPES:
         raise SpecError(name, f"in {source} is stored as {dtype}", "convert the weights to bf16 first")
-
-    def read() -> torch.Tensor:
-        tensor: torch.Tensor = opened.get_tensor(name)
-        return tensor
-
-    return LazyTensor(tuple(part.get_shape()), DTYPES[dtype], read)
+    return LazyTensor(tuple(part.get_shape()), DTYPES[dtype], lambda: opened.get_tensor(name))
 
 
-def _told_model(text: str, source: Path) -> Model:
+def _model_of(text: str, source: Path) -> Model:
     try:
         return model_from(json.loads(text))
     except ValueError as error:  # SpecError is one

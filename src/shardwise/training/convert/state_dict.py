@@ -16,7 +16,8 @@ from shardwise.interop.jobs import model_from
 from shardwise.models.huggingface.tensors import Naming
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import LazyTensor
+from shardwise.training.checkpoint.full_tensors import LazyTensor
+from shardwise.training.convert.distributed import without_prefixes
 from shardwise.training.convert.torch_file import read_torch_file
 from shardwise.training.convert.weights import Weights, complete, from_family, lazily
 
@@ -25,18 +26,26 @@ _WITHIN = ("model", "state_dict", "module", "model_state_dict")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _MOST_NESTED = 4
 _MOST_JSON_BYTES = 64 * 2**20
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+_ENDS = {"tok_embeddings.weight": "embedding.weight", "norm.weight": "norm.weight", "output.weight": "head.weight"}
+_INSIDE = {
+    "attention_norm": "attention_norm", "ffn_norm": "mlp_norm", "attention.wq": "attention.query",
+    "attention.wk": "attention.key", "attention.wv": "attention.value", "attention.wo": "attention.output",
+    "feed_forward.w1": "mlp.gate", "feed_forward.w2": "mlp.down", "feed_forward.w3": "mlp.up",
+}  # fmt: skip
+_CONSTANTS = ("rope.freqs", "freqs_cis")
 
 
 @dataclass(frozen=True)
 class Description:
-    """Of which model some weights are; ``config`` is the content of a config.json where that says it."""
+    """The model that weights belong to; ``config`` is the content of its config.json, if there is one."""
 
     model: Model
     config: Mapping[str, Any] | None = None
 
 
 def described(given: str | None, beside: Path) -> Description | None:
-    """The model that the user named, or that a config.json beside the weights describes; None if neither is."""
+    """The model that the user named, or that a config.json beside the weights describes; None if there is neither."""
     path = Path(given) if given is not None else beside
     path = path / "config.json" if path.is_dir() else path
     if path.suffix.lower() == ".json" and path.is_file():
@@ -47,13 +56,13 @@ def described(given: str | None, beside: Path) -> Description | None:
 def named_weights(stored: Mapping[str, LazyTensor], about: Description | None, origin: str, step: int = 0) -> Weights:
     """Tensors under our names, those of a Hugging Face family, or Meta's of Llama."""
     if about is None:
-        remedy = f"name one, or a config.json: {origin} does not say of which model its tensors are"
+        remedy = f"name one, or a config.json: {origin} does not name the model of its tensors"
         raise SpecError("--model", "is missing", remedy)
-    stored = without_wrappers(stored)
+    stored = without_prefixes(stored, _WRAPPERS)  # of DDP, torch.compile or an engine
     if "embedding.weight" in stored:
         return complete(about.model, stored, origin, step)
-    if has_meta_names(stored):
-        return from_meta(about.model, stored, origin, step)
+    if "tok_embeddings.weight" in stored:
+        return _from_meta(about.model, stored, origin, step)
     naming = Naming.of_model(about.model) if about.config is None else Naming.of_config(about.config, about.model)
     return from_family(naming, stored, origin, step)
 
@@ -79,14 +88,6 @@ def tensors_in(content: Any, where: str) -> dict[str, LazyTensor]:
     raise SpecError(where, "holds no state dict", f"it should have names of tensors, or have them in {_WITHIN[0]!r}")
 
 
-def without_wrappers(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Without the prefix that DDP, torch.compile or an engine puts before every name."""
-    names = dict(stored)
-    while prefix := next((one for one in _WRAPPERS if names and all(key.startswith(one) for key in names)), None):
-        names = {key.removeprefix(prefix): one for key, one in names.items()}
-    return names
-
-
 def files_of_folder(folder: Path) -> list[Path]:
     """The files of a Hugging Face folder that was saved without safetensors; none if there are none."""
     if not (folder / INDEX).is_file():
@@ -97,7 +98,7 @@ def files_of_folder(folder: Path) -> list[Path]:
         raise SpecError(str(folder / INDEX), "is not an index of weights", "download it again") from None
     for name in names:
         if Path(name).name != name:
-            raise SpecError(str(folder / INDEX), f"names {shown(name)}, which leads out of it", "do not trust it")
+            raise SpecError(str(folder / INDEX), f"names {shown(name)}, which is outside the folder", "do not trust it")
     return [folder / name for name in names]
 
 
@@ -113,29 +114,8 @@ def read_json(path: Path) -> Any:
         raise SpecError(str(path), "is not JSON", "correct the file") from None
 
 
-# -- meta names ------------------------------------------------------------------------------------
-#
-# Llama under the names that Meta published it with, which TorchTitan keeps; rope turns neighbouring numbers there.
-#
-# ``consolidated.00.pth`` of the published models, and the checkpoints of TorchTitan.
-
-
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
-_ENDS = {"tok_embeddings.weight": "embedding.weight", "norm.weight": "norm.weight", "output.weight": "head.weight"}
-_INSIDE = {
-    "attention_norm": "attention_norm", "ffn_norm": "mlp_norm", "attention.wq": "attention.query",
-    "attention.wk": "attention.key", "attention.wv": "attention.value", "attention.wo": "attention.output",
-    "feed_forward.w1": "mlp.gate", "feed_forward.w2": "mlp.down", "feed_forward.w3": "mlp.up",
-}  # fmt: skip
-_CONSTANTS = ("rope.freqs", "freqs_cis")
-
-
-def has_meta_names(stored: Mapping[str, LazyTensor]) -> bool:
-    return "tok_embeddings.weight" in stored
-
-
-def from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
-    """The same weights by our names, with the rows of queries and keys in the order of rope here."""
+def _from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
+    """Weights under Meta's names (``consolidated.00.pth``, TorchTitan), with query and key rows in our rope's order."""
     found = {}
     for name, one in stored.items():
         if name in _CONSTANTS:
@@ -146,16 +126,15 @@ def from_meta(model: Model, stored: Mapping[str, LazyTensor], origin: str, step:
             problem = f"in {origin} is not part of a Llama in Meta's naming"
             raise SpecError(name, problem, "convert it with its own tools")
         ours = _ENDS[name] if match is None else f"layers.{match[1]}.{inner}.weight"
-        found[ours] = _turned(one, model, name) if inner in ("attention.query", "attention.key") else one
+        found[ours] = _reordered(one, model, name) if inner in ("attention.query", "attention.key") else one
     return complete(model, found, origin, step)
 
 
-def _turned(one: LazyTensor, model: Model, name: str) -> LazyTensor:
-    """Of each head the rows 0, 2, 4, ... and then 1, 3, 5, ...: a pair is turned as one number and that half on."""
+def _reordered(one: LazyTensor, model: Model, name: str) -> LazyTensor:
+    """The rows 0, 2, 4, ... of each head, then 1, 3, 5, ...: Meta rotates neighbouring pairs, we rotate the halves."""
     if one.shape[0] % model.head_size or model.head_size % 2:
-        raise SpecError(
-            name, f"has {one.shape[0]} rows, not a whole number of heads of {model.head_size}", "name the right --model"
-        )
+        problem = f"has {one.shape[0]} rows, not a whole number of heads of {model.head_size}"
+        raise SpecError(name, problem, "name the right --model")
 
     def read() -> Tensor:
         pairs = torch.unflatten(one.read(), 0, (-1, model.head_size // 2, 2))

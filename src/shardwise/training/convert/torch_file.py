@@ -26,8 +26,7 @@ from shardwise.spec.errors import SpecError, shown
 MOST_PICKLE_BYTES = 2**30
 _CHUNK_BYTES = 8 * 2**20
 _TRUST = "take the file from someone you trust"
-# What no weights need: a file that names it is rejected outright. (commands: subprocess, by the name
-# that old protocols give it.)
+# Modules that no weights need: a file that names one is rejected. (commands: subprocess in old protocols.)
 _HARMFUL = frozenset(
     {
         "_posixsubprocess", "asyncio", "bdb", "cProfile", "code", "codeop", "commands", "ctypes", "doctest", "ftplib",
@@ -47,7 +46,7 @@ _PLAIN = frozenset(
 
 
 class Inert:
-    """What stands for an object of a class that was not loaded: its arguments and its state, and no behaviour."""
+    """Stands for an object of a class that was not loaded: its arguments and its state, and no behaviour."""
 
     __slots__ = ("arguments", "items", "state")
     qualified = ""
@@ -86,7 +85,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_torch_bytes(content: bytes, where: Path) -> Any:
-    """The same of bytes that ``torch.save`` wrote into the midst of the file ``where``."""
+    """The same for bytes that ``torch.save`` wrote into the middle of the file ``where``."""
     return _read(io.BytesIO(content), where, mmap=False)
 
 
@@ -130,7 +129,7 @@ def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
             names = [record.filename.rpartition("/")[2] for record in records]
-            # Asked of torch's own reader: by what that sees torch.load decides whether to run the file's code.
+            # By torch's own reader, which decides whether torch.load runs the file's code.
             reader: Any = PyTorchFileReader
             is_script = "constants.pkl" in reader(_from_its_start(file)).get_all_records()
             if names.count("data.pkl") != 1 or is_script:
@@ -141,7 +140,7 @@ def _require_sound_archive(file: str | io.BytesIO, path: Path) -> None:
                 raise SpecError(str(path), "describes its tensors in more than 1 GiB", _TRUST)
             for record in records:
                 with archive.open(record) as content:
-                    while content.read(_CHUNK_BYTES):  # compares the checksum when it comes to the end
+                    while content.read(_CHUNK_BYTES):  # the checksum is compared at the end
                         pass
     except SpecError:
         raise
@@ -182,13 +181,13 @@ def _is_harmful(module: str, name: str) -> bool:
     top = module.partition(".")[0]
     if top in ("builtins", "__builtin__"):
         return name not in _PLAIN
-    if top in ("torch", "io", "_io"):  # classes may stand there; a function that rebuilds no tensor has no business
+    if top in ("torch", "io", "_io"):  # classes may be named; functions other than those known rebuild no tensor
         return name[:1].islower() and name != "device"
     return top in _HARMFUL
 
 
 class _Mapping(dict[Any, Any]):
-    """An OrderedDict; the attributes that modules hang on theirs are left out."""
+    """An OrderedDict, without the attributes that modules attach to theirs."""
 
     __slots__ = ()
 
@@ -197,7 +196,7 @@ class _Mapping(dict[Any, Any]):
 
 
 class _Function:
-    """A function of ours under the name that files call: it has no attributes to change."""
+    """One of our functions under the name that files call: it has no attributes to change."""
 
     __slots__ = ("_call",)
 
@@ -237,7 +236,7 @@ def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any, 
 
 
 def _rebuilt_with_type(storage: Any, offset: Any, shape: Any, stride: Any, *further: Any) -> Tensor:
-    """As `_rebuilt`, of a storage without a type: it stands in the third place after the strides."""
+    """As `_rebuilt`, for a storage without a type: the type is the third argument after the strides."""
     dtype = further[2] if len(further) > 2 and isinstance(further[2], torch.dtype) else None
     return _rebuilt(storage, offset, shape, stride, dtype=dtype)
 

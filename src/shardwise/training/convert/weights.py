@@ -1,11 +1,10 @@
-"""The weights of a model, wherever they come from: by the names of a `Decoder`, each read when it is asked for."""
+"""The weights of a model, wherever they come from: by the names of a `Decoder`, each read on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from shardwise.models import Decoder
 from shardwise.models.huggingface.tensors import Naming, TensorPlace
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
-from shardwise.training.checkpoint.whole import LazyTensor
+from shardwise.training.checkpoint.full_tensors import LazyTensor
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OTHER_MODEL = "name the model that was trained (--model)"
@@ -24,7 +23,7 @@ _OTHER_MODEL = "name the model that was trained (--model)"
 class Weights:
     """All tensors of ``model``: parameters in ``tensors``, and in ``buffers`` what balances experts.
 
-    ``origin`` says in words where they come from; ``step`` is how long they were trained, where that is known.
+    ``origin`` describes where they come from; ``step`` is how long they were trained, if known.
     ``companions`` is a folder with the small files of the Hugging Face folder that they once came from.
     """
 
@@ -51,7 +50,7 @@ class Weights:
 
 
 def complete(model: Model, found: Mapping[str, LazyTensor], origin: str, step: int = 0) -> Weights:
-    """The weights, once every tensor of the model was found to be there, none too many, all of the right shape."""
+    """Weights that have every tensor of the model, no other, all of the right shape; else raises SpecError."""
     model = replace(model, mtp_layers=0)
     with torch.device("meta"):
         decoder = Decoder(model)
@@ -77,7 +76,7 @@ def from_family(naming: Naming, stored: Mapping[str, LazyTensor], origin: str, s
 
 
 def lazily(tensor: Tensor) -> LazyTensor:
-    """A tensor whose numbers are in a mapped file."""
+    """A tensor that exists already: in memory, or in a mapped file."""
     return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
@@ -103,15 +102,12 @@ def _cast(name: str, one: LazyTensor, wanted: torch.dtype | None) -> LazyTensor:
         raise SpecError(name, f"is stored as {one.dtype}", f"choose a type: --dtype {', '.join(DTYPES)}")
     if wanted is None or wanted == one.dtype:
         return one
-    return LazyTensor(one.shape, wanted, _casting(name, one.read, wanted))
 
-
-def _casting(name: str, read: Callable[[], Tensor], wanted: Any) -> Callable[[], Tensor]:
     def cast() -> Tensor:
-        before = read()
+        before = one.read()
         after = before.to(wanted)
         if wanted == torch.float16 and bool(after.isinf().any()) and not bool(before.isinf().any()):
             raise SpecError(name, "holds numbers that are too large for fp16", "use --dtype bf16 or fp32")
         return after
 
-    return cast
+    return LazyTensor(one.shape, wanted, cast)

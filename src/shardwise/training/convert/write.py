@@ -1,4 +1,4 @@
-"""Weights written as one safetensors file, a Hugging Face folder or a checkpoint; a name appears when complete."""
+"""Weights written as one safetensors file, a Hugging Face folder or a checkpoint; paths appear once complete."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from shardwise.models.huggingface.writer import stored_tensors, write_folder
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
 from shardwise.training.checkpoint.folder import CheckpointFolder, sync_folder
+from shardwise.training.checkpoint.full_tensors import read_in_turn, require_space, write_checkpoint
+from shardwise.training.checkpoint.manifest import Manifest
 from shardwise.training.checkpoint.shards import Entry, write_shard
-from shardwise.training.checkpoint.whole import Described, read_in_turn, require_space, write_checkpoint
 from shardwise.training.convert.sources import MODEL_KEY
 from shardwise.training.convert.weights import Weights
 
@@ -36,7 +37,7 @@ def write_file(weights: Weights, path: Path, progress: Progress, *, family_names
     with _new(path, weights.size) as part:
         if family_names:
             naming = Naming.of_model(weights.model, weights.companions)
-            # The same steps on tensors without numbers say what the header has to announce.
+            # The same on meta tensors gives the names, types and shapes of the header.
             empty = ((n, torch.empty(one.shape, dtype=one.dtype, device="meta")) for n, one in weights.tensors.items())
             entries = [Entry(n, one.dtype, tuple(one.shape)) for n, one in stored_tensors(naming, empty)]
             tensors = (one.contiguous() for _, one in stored_tensors(naming, _in_turn(weights, progress)))
@@ -59,11 +60,11 @@ def write_huggingface(weights: Weights, path: Path, progress: Progress) -> Path:
 
 
 def write_as_checkpoint(weights: Weights, path: Path, progress: Progress) -> Path:
-    """A checkpoint of weights alone in the folder ``path``: `run.start_from` takes it in any layout."""
+    """A weights-only checkpoint in the folder ``path``: `run.start_from` takes it in any layout."""
     keyed = {
         f"{'buffer' if name in weights.buffers else 'weight'}/{name}": one for name, one in weights.tensors.items()
     }
-    about = Described(weights.step, {"model": presets.shorten(weights.model)}, {})
+    about = Manifest(weights.step, {"model": presets.shorten(weights.model)}, {}, {})
     shards = max(1, min(len(keyed), -(-weights.size // SHARD_BYTES)))
     if weights.companions is not None:
         require_companions(weights.companions, path)

@@ -1,11 +1,11 @@
-"""From documents to a pair of token files: tokenizers, and several processes that never hold more than a portion."""
+"""From documents to a pair of token files: tokenizers, and several processes that hold a few documents at a time."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 from shardwise.training.data.sources import Document, read_documents, require_readable
 from shardwise.training.data.token_files import PairWriter, Tokens, token_dtype
+
+PORTION = 64  # documents handed to a process at a time
 
 
 class Tokenizer(Protocol):
@@ -27,7 +29,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> Tokens: ...
 
 
-class Bytes:
+class ByteTokenizer:
     """Every byte of UTF-8 is a token; 256 ends a document."""
 
     vocab = 257
@@ -68,15 +70,9 @@ class HuggingFaceTokenizer:
 
 def tokenizer_from(name: str) -> Tokenizer:
     """``bytes``, or the path of a Hugging Face tokenizer."""
-    return Bytes() if name == "bytes" else HuggingFaceTokenizer(Path(name))
+    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(Path(name))
 
 
-# -- build -----------------------------------------------------------------------------------------
-#
-# From documents to a pair of token files, with several processes and never more than a chunk in memory.
-
-
-PORTION = 64  # documents handed to a process at a time
 Encoded = tuple[Tokens, Tokens | None]
 
 
@@ -105,13 +101,14 @@ def build(
         require_readable(path)
     chosen = tokenizer_from(tokenizer)
     documents = (document for path in files for document in read_documents(path, field))
-    first, rest = _peek(documents)
+    first = list(islice(documents, PORTION))
     masked = any(not span.counted for document in first for span in document)
     count = tokens = counted = 0
     with PairWriter(prefix, token_dtype(chosen.vocab), masked=masked) as writer:
-        for encoded, mask in _encoded(rest, tokenizer, workers):
+        for encoded, mask in _encoded(chain(first, documents), tokenizer, workers):
             if mask is not None and not masked:
-                raise SpecError("files", "some records mark what the loss counts, the first ones do not", "build apart")
+                problem = "some records mark what the loss counts, the first ones do not"
+                raise SpecError("files", problem, "build them separately")
             writer.add(encoded, mask)
             count, tokens = count + 1, tokens + len(encoded)
             counted += len(encoded) if mask is None else int(mask.sum())
@@ -120,23 +117,13 @@ def build(
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> Encoded:
-    """Tokens of all spans and the end of the document; with a mask where not everything counts."""
+    """Tokens of all spans and the end-of-document token; with a mask if the loss does not count all of them."""
     pieces = [tokenizer.encode(span.text) for span in document]
     tokens = np.concatenate([*pieces, np.array([tokenizer.end], np.int32)])
     if all(span.counted for span in document):
         return tokens, None
     flags = [np.full(len(piece), span.counted, np.uint8) for piece, span in zip(pieces, document)]
     return tokens, np.concatenate([*flags, np.array([document[-1].counted], np.uint8)])
-
-
-def _peek(documents: Iterator[Document]) -> tuple[list[Document], Iterator[Document]]:
-    first = list(islice(documents, PORTION))
-
-    def all_of_them() -> Iterator[Document]:
-        yield from first
-        yield from documents
-
-    return first, all_of_them()
 
 
 def _portions(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -157,7 +144,7 @@ def _encoded(documents: Iterable[Document], tokenizer: str, workers: int) -> Ite
             yield from portion
 
 
-_TOKENIZER: list[Tokenizer] = []  # of a worker process, made once when it starts
+_TOKENIZER: list[Tokenizer] = []  # of a worker process, created once when it starts
 
 
 def _prepare(tokenizer: str) -> None:

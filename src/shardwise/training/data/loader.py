@@ -1,4 +1,4 @@
-"""Batches of a rank, made ahead by threads: step s is samples s·B to (s+1)·B of the mixture, in every layout."""
+"""Batches of a rank, prefetched by threads: step s is samples s·B to (s+1)·B of the mixture, in every layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of(mixture: Mixture, step: int, batch: int, rank: int, ranks: int) -> R
 
 
 class Loader:
-    """``loader.take(step)``: the rows of that step; the next ``prefetch`` are made meanwhile by ``workers`` threads.
+    """``loader.take(step)``: the rows of that step; ``workers`` threads prepare the next ``prefetch`` steps.
 
     Reading a mapped file and copying arrays release the GIL, so threads are enough. ``waited_seconds`` counts how long
     the loop was blocked on data; an ``auto`` loader then prefetches more.
@@ -67,7 +67,8 @@ class Loader:
             ahead = step in self._made
             for number in wanted:
                 if number not in self._made:
-                    self._made[number] = self._threads.submit(self._make, number)
+                    share = (self.batch, self.rank, self.ranks)
+                    self._made[number] = self._threads.submit(rows_of, self.mixture, number, *share)
             for number in [one for one in self._made if one not in wanted]:
                 self._made.pop(number).cancel()
             future = self._made.pop(step)
@@ -81,6 +82,3 @@ class Loader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _make(self, step: int) -> Rows:
-        return rows_of(self.mixture, step, self.batch, self.rank, self.ranks)

@@ -1,4 +1,4 @@
-"""Which tokens are sample i: shuffled samples of a stream, and several streams mixed by weight.
+"""Which tokens make up sample i: shuffled samples of a stream, and several streams mixed by weight.
 
 A Feistel network over the next even number of bits, walked again for what falls outside (Black and Rogaway 2002,
 "Ciphers with arbitrary finite domains"). The state of a shuffle is its key.
@@ -21,6 +21,8 @@ from shardwise.training.data.token_files import TokenFiles, Tokens
 ROUNDS = 6  # four mix well for statistics (Luby and Rackoff 1988); two more cost little
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # the golden ratio in 64 bits (Knuth, multiplicative hashing)
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
+IGNORED = -100  # as in `models.loss`, which imports torch: data is built without it
+_SAMPLES_PER_STREAM = 1024
 
 
 class Permutation:
@@ -53,14 +55,6 @@ class Permutation:
             mixed *= _MULTIPLIER
             left, right = right, left ^ ((mixed >> np.uint64(32)) & low)
         return (left << bits) | right
-
-
-# -- samples ---------------------------------------------------------------------------------------
-#
-# Samples of a stream of tokens: sequence i of an epoch is one place of the stream; document boundaries are kept.
-
-
-IGNORED = -100  # as in `models.loss`, which imports torch: data is built without it
 
 
 @dataclass(frozen=True)
@@ -99,15 +93,14 @@ class Stream:
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             order = Permutation(self.per_epoch, self.seed, int(epoch))
-            shift = (
-                int(Permutation(self.seq, self.seed, int(epoch), -1)(np.zeros(1, np.int64))[0]) if self.shifts else 0
-            )
+            first = Permutation(self.seq, self.seed, int(epoch), -1)(np.zeros(1, np.int64))
+            shift = int(first[0]) if self.shifts else 0
             starts[chosen] = self.begin + shift + order(numbers[chosen] % self.per_epoch) * self.seq
         return starts
 
     def sample(self, start: int) -> Sample:
         pair, stop = self.pair, start + self.seq + 1
-        window = self.known(start, stop)
+        window = self.checked(start, stop)
         document = np.searchsorted(pair.starts, np.arange(start, stop), "right")
         labels = window[1:].copy()
         labels[document[1:] != document[:-1]] = IGNORED
@@ -116,8 +109,8 @@ class Stream:
         _, inside = np.unique(document[:-1], return_inverse=True)
         return Sample(window[:-1], labels, inside.astype(np.int64))
 
-    def known(self, start: int, stop: int) -> Tokens:
-        """The tokens there; raises SpecError if the vocabulary does not have one of them."""
+    def checked(self, start: int, stop: int) -> Tokens:
+        """The tokens there; raises SpecError if one is not in the vocabulary."""
         window: Tokens = np.asarray(self.pair.tokens[start:stop]).astype(np.int64)
         if len(window) and (int(window.min()) < 0 or int(window.max()) >= self.vocab):
             bad = int(np.flatnonzero((window < 0) | (window >= self.vocab))[0])
@@ -130,24 +123,15 @@ def positions_in(documents: Tokens) -> Tokens:
     """How far each token is from the first of its document in the same row."""
     steps = np.arange(documents.shape[-1])
     begins = np.concatenate([np.ones((*documents.shape[:-1], 1), bool), np.diff(documents, axis=-1) != 0], axis=-1)
-    first: Any = np.maximum.accumulate(np.where(begins, steps, 0), axis=-1)
-    distances: Tokens = steps - first
+    distances: Tokens = steps - np.maximum.accumulate(np.where(begins, steps, 0), axis=-1)
     return distances
 
 
-# -- mixture ---------------------------------------------------------------------------------------
-#
-# Several streams by weight: which one gives sample i, and which of its own samples, is a function of i alone.
-
-
-_SAMPLES_PER_STREAM = 1024
-
-
 class Mixture:
-    """``samples(numbers)``: those global samples, whatever rank asks and whenever.
+    """``samples(numbers)``: those global samples, a function of their numbers alone.
 
-    Samples come in blocks. After any number of blocks a stream has given its share of them, rounded down, and the
-    heaviest what is left; inside a block the order is drawn from (seed, block).
+    Samples come in blocks. After any number of blocks a stream has contributed its share of them, rounded down, and
+    the heaviest the rest; inside a block the order is drawn from (seed, block).
     """
 
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
@@ -155,7 +139,7 @@ class Mixture:
         assert all(weight > 0 for weight in weights)
         self.streams, self.seed = list(streams), seed
         self.shares = np.array(weights, float) / sum(weights)
-        self.block = _SAMPLES_PER_STREAM * len(streams)  # so that what the heaviest takes is never negative
+        self.block = _SAMPLES_PER_STREAM * len(streams)  # so that the heaviest one's share is never negative
         self._slots = lru_cache(maxsize=4)(self._draw)
 
     def chosen(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
@@ -177,15 +161,15 @@ class Mixture:
                 found[int(place)] = stream.sample(int(start))
         return [found[place] for place in range(len(numbers))]
 
-    def _given(self, blocks: int) -> Numbers:
-        """How many samples each stream has given in the first blocks."""
-        given = np.floor(self.shares * (self.block * blocks)).astype(np.int64)
-        given[np.argmax(self.shares)] += self.block * blocks - given.sum()
-        return given
+    def _contributed(self, blocks: int) -> Numbers:
+        """How many samples each stream contributes to the first blocks."""
+        counts = np.floor(self.shares * (self.block * blocks)).astype(np.int64)
+        counts[np.argmax(self.shares)] += self.block * blocks - counts.sum()
+        return counts
 
     def _draw(self, block: int) -> tuple[Numbers, Numbers]:
-        before = self._given(block)
-        in_turn = np.repeat(np.arange(len(self.shares)), self._given(block + 1) - before)
+        before = self._contributed(block)
+        in_turn = np.repeat(np.arange(len(self.shares)), self._contributed(block + 1) - before)
         streams = in_turn[Permutation(self.block, self.seed, block)(np.arange(self.block))]
         numbers = np.empty(self.block, np.int64)
         for stream in range(len(self.shares)):

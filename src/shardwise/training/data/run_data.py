@@ -21,8 +21,10 @@ from shardwise.training.data.sources import standard_library
 from shardwise.training.data.token_files import TokenFiles, Tokens, open_pair
 
 CORPUS = "corpus"
-_PROBED_TOKENS = 2**16  # of each part, read before a run starts: whether the vocabulary has them
-_EVALUATION_SEED = 1  # is added to the run's: another order, and the same one at every evaluation
+_PROBED_TOKENS = 2**16  # of each part, checked against the vocabulary before a run starts
+_EVALUATION_SEED = 1  # added to the run's: another order, the same at every evaluation
+_SUFFIXES = (".bin", ".mask", ".idx")  # the index last: it makes the pair
+_MEMORY = Path("/dev/shm")
 
 
 def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
@@ -34,7 +36,7 @@ def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
 
 
 def check_data(job: Job) -> list[str]:
-    """Before a process starts: what a user should know of a run's data; raises SpecError for data it cannot use."""
+    """Before a process starts: notes on a run's data for the user; raises SpecError for unusable data."""
     data = job.run.data
     trained = [open_pair(name) for name in data.shards] or [_to_be_built()]
     others = [open_pair(name) for name in data.validation]
@@ -42,7 +44,7 @@ def check_data(job: Job) -> list[str]:
     built = 0 if data.shards else trained[0].tokens.nbytes
     require_staging([Path(one) for one in (*data.shards, *data.validation)], built, data.stage, data.stage_limit)
     for stream in [*training.streams, *(evaluated.streams if evaluated else [])]:
-        stream.known(stream.begin, stream.begin + min(stream.tokens, _PROBED_TOKENS))
+        stream.checked(stream.begin, stream.begin + min(stream.tokens, _PROBED_TOKENS))
     if evaluated is None or others:
         return []
     return [
@@ -54,7 +56,7 @@ def check_data(job: Job) -> list[str]:
 
 
 def builtin_corpus(folder: Path) -> Path:
-    """The corpus that needs no download, built by whichever process comes first; the others wait for it."""
+    """The corpus that needs no download, built by the first process; the others wait for it."""
     prefix = folder / CORPUS
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{CORPUS}.lock").open("w") as lock:
@@ -65,18 +67,17 @@ def builtin_corpus(folder: Path) -> Path:
 
 
 def _to_be_built() -> TokenFiles:
-    """The built-in corpus as it will be: where its documents begin, and tokens that take no memory."""
+    """The built-in corpus as it will be: its document boundaries, and tokens that take no memory."""
     starts = np.cumsum([0, *(path.stat().st_size + 1 for path in standard_library())])
-    return TokenFiles(
-        Path("the built-in corpus"), np.broadcast_to(np.zeros(1, np.uint16), int(starts[-1])), starts, None
-    )
+    tokens = np.broadcast_to(np.zeros(1, np.uint16), int(starts[-1]))
+    return TokenFiles(Path("the built-in corpus"), tokens, starts, None)
 
 
 def held_out_begin(starts: Tokens, share: float, seq: int) -> int:
-    """The token with which the last ``share`` of a corpus begins, whose documents begin at ``starts``.
+    """The first token of the last ``share`` of a corpus whose documents begin at ``starts``.
 
-    That is the first token of a document, unless less than a sequence would be left on one side: with few documents
-    the cut is within one of them, and what is held out is a sequence at the least.
+    It begins a document, unless that leaves less than a sequence on one side: then the cut is inside a document, and
+    at least one sequence is held out.
     """
     total, document = int(starts[-1]), _first_document_held_out(starts, share)
     if min(document, total - document) > seq:
@@ -89,7 +90,7 @@ def _first_document_held_out(starts: Tokens, share: float) -> int:
 
 
 def _training_end(job: Job, pair: TokenFiles) -> int:
-    """The token before which training stays."""
+    """The first token that is not trained on."""
     share, seq = job.run.data.held_out, job.training.seq
     if job.run.data.validation:
         return len(pair.tokens)
@@ -121,19 +122,10 @@ def _mixture(job: Job, parts: Sequence[tuple[TokenFiles, int, int]], weights: Se
     return Mixture(streams, weights or [float(one.tokens) for one in streams], seed)
 
 
-# -- stage -----------------------------------------------------------------------------------------
-#
-# Shards copied to fast storage before training: to memory, or from a shared disk to a local one.
-
-
-_SUFFIXES = (".bin", ".mask", ".idx")  # the index last: it makes the pair
-_MEMORY = Path("/dev/shm")
-
-
 def staged(prefixes: Sequence[Path], where: str, limit_bytes: float) -> list[Path]:
-    """The same pairs at the location that ``where`` names; copied by the first process that asks.
+    """The same pairs on fast storage (``where``: memory or a local disk); copied by the first process.
 
-    Copies stay for the next start of the run: they are found again as long as the original does not change.
+    Copies stay for the next start of the run, and are valid as long as the original does not change.
     """
     if where == "none":
         return list(prefixes)
@@ -142,7 +134,7 @@ def staged(prefixes: Sequence[Path], where: str, limit_bytes: float) -> list[Pat
 
 
 def require_staging(prefixes: Sequence[Path], built_bytes: int, where: str, limit_bytes: float) -> None:
-    """Before a process starts: raises SpecError for shards, with ``built_bytes`` not built yet, that have no room."""
+    """Before a process starts: raises SpecError if shards, and ``built_bytes`` still to be built, do not fit there."""
     if where == "none":
         return
     _require_limit(_bytes_of(prefixes) + built_bytes, limit_bytes)

@@ -1,4 +1,4 @@
-"""Documents out of files: plain text, JSON lines, Parquet, WebDataset tars; and text that is on every machine."""
+"""Documents read from files: plain text, JSON lines, Parquet, WebDataset tars; and a text on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages
 
 _PARQUET = (".parquet",)
-TEXT_BYTES = 2**20  # of one piece of a text file without blank lines
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def read_documents(path: Path, field: str = "text") -> Iterator[Document]:
 
 
 def require_readable(path: Path) -> None:
-    """Raises SpecError if a file is not there, is of no known kind, or of one whose package is not installed."""
+    """Raises SpecError if a file is missing, of an unknown kind, or its kind needs a package that is not installed."""
     if not path.is_file():
         raise SpecError(str(path), "is not there", "name files, or a pattern that your shell expands")
     name = path.name.lower()
@@ -54,16 +53,15 @@ def require_readable(path: Path) -> None:
 
 def _unknown(path: Path) -> SpecError:
     known = ", ".join(suffix for suffixes, _ in _READERS for suffix in suffixes)
-    return SpecError(str(path), "has a suffix that is not known", f"use {known}")
+    return SpecError(str(path), "has an unknown suffix", f"use {known}")
 
 
 def _text(path: Path, field: str) -> Iterator[Document]:
-    """The whole file is one document, in pieces that end with a line."""
+    """The whole file is one document."""
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        pieces = list(iter(lambda: file.read(TEXT_BYTES), ""))
-    if pieces:
-        yield (Span("".join(pieces)),)
+        if text := file.read():
+            yield (Span(text),)
 
 
 def _json_lines(path: Path, field: str) -> Iterator[Document]:
@@ -84,11 +82,9 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
     from pyarrow import parquet
 
     file: Any = parquet.ParquetFile(path)
-    row = 0
-    for batch in file.iter_batches(batch_size=1024):
-        for record in batch.to_pylist():
-            yield _record(record, field, f"{path}, row {row}")
-            row += 1
+    records = (record for batch in file.iter_batches(batch_size=1024) for record in batch.to_pylist())
+    for row, record in enumerate(records):
+        yield _record(record, field, f"{path}, row {row}")
 
 
 def _tar(path: Path, field: str) -> Iterator[Document]:
@@ -141,13 +137,8 @@ _READERS: tuple[tuple[tuple[str, ...], Callable[[Path, str], Iterator[Document]]
 )
 
 
-# -- corpus ----------------------------------------------------------------------------------------
-#
-# Text that is on every machine: the sources of Python's own standard library.
-
-
 def standard_library() -> list[Path]:
-    """Its Python files in a fixed order, without tests and installed packages."""
+    """The built-in corpus: Python files of the standard library in a fixed order, without tests and packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "idlelib"}
     files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]

@@ -2,7 +2,7 @@
 
 The format is that of `megatron/core/datasets/indexed_dataset.py`; Megatron-LM reads what is written here. Two files
 that it does not know may stand beside a pair: ``NAME.sums.json`` with checksums, and ``NAME.mask`` with one byte for
-every token, 1 where the loss counts it.
+every token, 1 if the loss counts it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -26,7 +25,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES: dict[int, Any] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-CHUNK_BYTES = 16 * 2**20  # of which each has its own checksum: damage is found to within one
+CHUNK_BYTES = 16 * 2**20  # each has its own checksum, which locates damage
 LONGEST_SEQUENCE = 2**30  # tokens; an index counts those of a sequence with 31 bits, and a document may have several
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -38,7 +37,7 @@ def token_dtype(vocab: int) -> type:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """An open pair, mapped into memory: ``tokens`` of all documents on end, document i starts at ``starts[i]``."""
+    """An open pair, mapped into memory: ``tokens`` of all documents end to end, document i starts at ``starts[i]``."""
 
     prefix: Path
     tokens: Tokens
@@ -51,7 +50,7 @@ class TokenFiles:
 
 
 def open_pair(prefix: Path | str) -> TokenFiles:
-    """Maps a pair and checks that it is complete; raises SpecError that names the file and what is wrong with it."""
+    """Maps a pair and checks that it is complete; raises SpecError naming the file and the problem."""
     prefix = Path(prefix)
     index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
     for path in (index, tokens):
@@ -78,16 +77,14 @@ def _read_index(path: Path) -> tuple[Any, Tokens, Tokens, Tokens]:
     """Data type, length and place of every sequence, and the sequences with which documents begin."""
     raw = path.read_bytes()
     if len(raw) < _HEADER.size or raw[: len(MAGIC)] != MAGIC:
-        raise SpecError(
-            str(path), "is not an index of token shards (its first bytes differ)", "build it again: data build"
-        )
+        problem = "is not an index of token shards (its first bytes differ)"
+        raise SpecError(str(path), problem, "build it again: data build")
     _, version, code, sequences, documents = _HEADER.unpack_from(raw)
     if version != VERSION:
         raise SpecError(str(path), f"has version {version}", f"this reads version {VERSION}")
     if code not in _DTYPES:
-        raise SpecError(
-            str(path), f"has tokens of the unknown type {code}", "use one of " + ", ".join(map(str, _DTYPES))
-        )
+        known = ", ".join(map(str, _DTYPES))
+        raise SpecError(str(path), f"has tokens of the unknown type {code}", f"use one of {known}")
     wanted = _HEADER.size + 12 * sequences + 8 * documents
     if len(raw) not in (wanted, wanted + sequences):  # the second has a mode for every sequence
         raise SpecError(str(path), f"has {len(raw):,} bytes, its header says {wanted:,}", "copy it again")
@@ -159,7 +156,7 @@ class PairWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        for suffix in (".bin", *([".mask"] if self._mask else []), ".idx"):  # the index last: it makes the pair
+        for suffix in (".bin", *([".mask"] if self._mask else []), ".idx"):  # the index last: it completes the pair
             _path(self.prefix, suffix + ".part").replace(_path(self.prefix, suffix))
         write_checksums(self.prefix)
 
@@ -174,13 +171,10 @@ class PairWriter:
 
 
 def write_checksums(prefix: Path) -> None:
-    found = {
-        suffix: _sums(_path(prefix, suffix)) for suffix in (".bin", ".idx", ".mask") if _path(prefix, suffix).exists()
-    }
-    sidecar = _path(prefix, ".sums.json")
-    sidecar.write_text(
-        json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, "files": found}, indent=1), encoding="utf-8"
-    )
+    paths = {suffix: _path(prefix, suffix) for suffix in (".bin", ".idx", ".mask")}
+    files = {suffix: _sums(path) for suffix, path in paths.items() if path.exists()}
+    content = json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, "files": files}, indent=1)
+    _path(prefix, ".sums.json").write_text(content, encoding="utf-8")
 
 
 def check_sums(prefix: Path | str) -> bool:
@@ -204,9 +198,5 @@ def check_sums(prefix: Path | str) -> bool:
 
 def _sums(path: Path) -> list[str]:
     with path.open("rb") as file:
-        return [hashlib.blake2b(chunk, digest_size=16).hexdigest() for chunk in _chunks(file)]
-
-
-def _chunks(file: BinaryIO) -> Iterable[bytes]:
-    while chunk := file.read(CHUNK_BYTES):
-        yield chunk
+        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+        return [hashlib.blake2b(chunk, digest_size=16).hexdigest() for chunk in chunks]

@@ -1,4 +1,4 @@
-"""The metrics of a run as lines of JSON, one file for all its starts, and the run in figures out of them.
+"""The metrics of a run as lines of JSON, one file for all its starts, and a summary of the run from them.
 
 A line that cannot be written waits for space. A broken one stays where it is; readers skip it, and `missing_steps`
 lists what is missing.
@@ -20,12 +20,13 @@ from shardwise.spec.errors import SpecError
 
 NAME = "metrics.jsonl"
 REPEATED_BYTES = 16_384
-MOST_WAITING = 10_000  # lines that a full disk does not take
-# What is computed with by those who read; a line that has anything else there is broken.
+MOST_WAITING = 10_000  # lines held back while the disk is full
+# Numbers that readers compute with; a line with anything else there is broken.
 _AMOUNTS = (
     *("loss", "validation_loss", "seconds", "tokens_per_second", "mfu", "data_wait_seconds"),
     *("memory_bytes", "predicted_seconds", "predicted_memory_bytes", "interval", "checkpoint"),
 )
+WARM_UP = 3  # steps after a start that take longer than others
 
 
 class MetricLines:
@@ -35,7 +36,7 @@ class MetricLines:
         self.path = folder / NAME
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=MOST_WAITING)
         self._file = open_lines(self.path)
-        cut_after(self.path, step or -1)  # what comes before the first step comes again
+        cut_after(self.path, step or -1)  # what precedes the first step is written again
 
     def cut_after(self, step: int) -> None:
         """Drops later steps: the run has rolled back."""
@@ -77,7 +78,7 @@ def open_lines(path: Path) -> FileIO:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, as far as they are whole."""
+    """The complete records of a file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -85,10 +86,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Follower:
-    """`new`: the records that have come since it was last asked.
-
-    If the file was truncated meanwhile, the last records are returned again.
-    """
+    """`new` returns the records since its last call; after a truncation, the last ones again."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, path.stat().st_size if path.is_file() else 0
@@ -109,7 +107,7 @@ class Follower:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Ends a file before the lines of later steps, or a last one that is not whole; who follows it can go on."""
+    """Truncates a file before the lines of later steps or an incomplete last one; followers can continue."""
     if not path.is_file():
         return
     end = at = 0
@@ -126,9 +124,9 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def missing_steps(records: Iterable[Mapping[str, Any]], reached: float | None = None) -> list[tuple[int, int]]:
-    """The first and last of the steps in a row that should have a line and have none, where ``reached`` are done.
+    """Ranges of steps (first, last) without a line though they are done; ``reached``: the last step that is.
 
-    A line says by ``interval`` how many steps lie between two of them, where these are several.
+    ``interval`` of a line is the number of steps between two lines, if more than one.
     """
     found = []
     last, apart = 0, 1
@@ -150,18 +148,14 @@ def spelled_ranges(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """None for a line that is not whole, or not what is written here: a process that is killed writes half of one."""
+    """None for a line that is incomplete (its writer was killed) or not written by `MetricLines`."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not _is_count(record.get("step")):
+    if not isinstance(record, dict) or not all(_is_amount(record.get(name)) for name in ("step", *_AMOUNTS)):
         return None
-    return record if all(_is_amount(record.get(name)) for name in _AMOUNTS) else None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return record if isinstance(record.get("step"), int) and record["step"] >= 0 else None
 
 
 def _is_amount(value: Any) -> bool:
@@ -171,14 +165,6 @@ def _is_amount(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """JSON has no NaN and no infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# -- summary ---------------------------------------------------------------------------------------
-#
-# A run in figures, out of its metrics.
-
-
-WARM_UP = 3  # steps after a start that take longer than others
 
 
 @dataclass(frozen=True)
@@ -201,7 +187,7 @@ class RunSummary:
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> RunSummary:
-    """Of the records of metrics.jsonl; steps whose memory was counted are slow on a CPU, and not timed."""
+    """From the records of metrics.jsonl; steps whose memory was counted are slow on a CPU, and not timed."""
     everything = list(records)
     steps = [one for one in everything if one.get("seconds") is not None]
     timed = [one for one in steps[WARM_UP:] if "memory_bytes_of_ranks" not in one] or steps

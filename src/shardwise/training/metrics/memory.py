@@ -1,8 +1,7 @@
-"""Memory of this rank: on a GPU what its allocator has, on a CPU the bytes in tensors; never the process's own size.
+"""Memory of this rank: from the allocator on a GPU, the bytes in tensors on a CPU; never the size of the process.
 
-Every storage is counted once, from the operator that makes it until nobody holds it any more, whatever the device and
-whether it has values or is fake. What a kernel takes for itself inside, and what an allocator rounds up or keeps back,
-is not in it.
+Every storage is counted once, from the operator that creates it until it is freed, on any device, real or fake. The
+workspace of kernels, and what an allocator rounds up or caches, is not counted.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from torch import Tensor, UntypedStorage
 
 from shardwise.engine.torch_private import TorchDispatchMode, storage_id, tree_iter
 
-Witness = Callable[[Any, Any, Any, Any], None]  # operator, arguments by place and by name, result
+Observer = Callable[[Any, Any, Any, Any], None]  # operator, arguments by place and by name, result
 
 
 def is_wrapper(kind: type) -> bool:
-    """Tensors that hold others: their operators are looked at when they have become those of what they hold."""
+    """Tensors that wrap others: their operators are counted once they reach the inner tensors."""
     return kind.__name__ in ("DTensor", "AsyncCollectiveTensor")
 
 
 class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered; ``watch`` adds tensors that were there before.
+    """Counts while it is entered; ``watch`` adds tensors that existed before.
 
-    ``witnesses`` are shown every operator that runs, with its arguments and its result.
+    ``observers`` are called with every operator that runs, its arguments and its result.
 
     >>> with TensorBytes() as memory:
     ...     kept = torch.zeros(256) + torch.ones(256)  # two terms and their sum
@@ -43,22 +42,21 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self.witnesses: list[Witness] = []
+        self.observers: list[Observer] = []
         self._known: dict[int, _KnownStorage] = {}
         self._resize: Callable[..., Any] | None = None
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors that were made before."""
         for tensor in tensors:
             self.see(tensor)
 
     def reset_peak(self) -> None:
         self.peak = self.live
 
-    # -- what may be told more of by a subclass -------------------------------------------------------
+    # -- hooks for subclasses -------------------------------------------------------------------------
 
     def changed(self, key: int, difference: int, operator: str) -> None:
-        """The storage ``key`` has grown or shrunk; a new one from nothing, a freed one to nothing."""
+        """The storage ``key`` has grown (a new one from 0) or shrunk (a freed one to 0)."""
         self.live += difference
         self.peak = max(self.peak, self.live)
 
@@ -71,19 +69,19 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_wrapper(one) for one in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # questions, asked before every operator on a fake tensor
+        if func.namespace == "prim":  # queries before every operator on a fake tensor
             return result
         name = func.name()
         for one in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(one, Tensor):
                 self.see(one, name)
-        for witness in self.witnesses:
-            witness(func, args, kwargs or {}, result)
+        for observer in self.observers:
+            observer(func, args, kwargs or {}, result)
         return result
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; to tell the compiler so costs more than to count."""
+        """Nothing is compiled here; telling the compiler so costs more than counting."""
         return False
 
     def see(self, tensor: Tensor, operator: str = "") -> int:
@@ -94,10 +92,13 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(key)
         if known is None:
             self._known[key] = known = _KnownStorage(weakref.ref(storage, lambda _: self._freed(key)))
+        self._resized(key, known, size, operator)
+        return key
+
+    def _resized(self, key: int, known: _KnownStorage, size: int, operator: str) -> None:
         if known.size != size:
             difference, known.size = size - known.size, size
             self.changed(key, difference, operator)
-        return key
 
     def _freed(self, key: int) -> None:
         size = self._known.pop(key).size
@@ -106,16 +107,15 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.gone(key)
 
     def __enter__(self) -> TensorBytes:
-        # FSDP frees and takes back gathered parameters by resizing their storages, which is no operator.
+        # FSDP frees and reallocates gathered parameters by resizing their storages, which is not an operator.
         original = self._resize = UntypedStorage.resize_
         watching = self
 
         def resize(storage: UntypedStorage, size: int) -> Any:
             result = original(storage, size)
             known = watching._known.get(storage_id(storage))
-            if known is not None and known.size != size:
-                difference, known.size = size - known.size, size
-                watching.changed(storage_id(storage), difference, "resize")
+            if known is not None:
+                watching._resized(storage_id(storage), known, size, "resize")
             return result
 
         UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
@@ -128,7 +128,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _KnownStorage:
-    """A storage that is counted: its bytes, and the reference that tells when it is gone."""
+    """A counted storage: its bytes, and the reference whose callback reports that it is freed."""
 
     __slots__ = ("reference", "size")
 
@@ -136,19 +136,14 @@ class _KnownStorage:
         self.reference, self.size = reference, 0
 
 
-# -- memory ----------------------------------------------------------------------------------------
-#
-# Memory of this rank: on a GPU what its allocator has, on a CPU the bytes in tensors; never the process's own size.
-
-
 Result = TypeVar("Result")
 
 
 @contextmanager
 def tensors_counted() -> Iterator[TensorBytes]:
-    """Counts the bytes in all tensors of this process, those that are there already too; slows every operator."""
+    """Counts the bytes in all tensors of this process, existing ones included; slows every operator."""
     memory = TensorBytes()
-    gc.unfreeze()  # what is frozen is not found
+    gc.unfreeze()  # frozen objects are not listed
     memory.watch([one for one in gc.get_objects() if _holds_storage(type(one))])
     gc.freeze()
     memory.reset_peak()
@@ -157,10 +152,9 @@ def tensors_counted() -> Iterator[TensorBytes]:
 
 
 def peak_during(device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-    """What ``work`` gives, and the most bytes while it ran; on a GPU since the start, or the last time it was reset."""
+    """The result of ``work`` and its peak bytes; on a GPU the peak since the start or the last reset."""
     if device.type == "cuda":
-        result = work()
-        return result, torch.cuda.max_memory_allocated(device)
+        return work(), torch.cuda.max_memory_allocated(device)
     with tensors_counted() as memory:
         result = work()
     return result, memory.peak
@@ -177,7 +171,7 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """The process in physical memory, with everything that it shares; logged beside the rest, compared with nothing."""
+    """The resident set size of the process, shared pages included; logged only, compared with nothing."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

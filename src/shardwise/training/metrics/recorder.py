@@ -1,4 +1,4 @@
-"""What rank 0 records: a line for every step, to all places that the run asks for, beside what was predicted."""
+"""What rank 0 records: a line per step, with the prediction, to every sink that the run asks for."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shardwise.training.metrics.lines import NAME, MetricLines, missing_steps, o
 from shardwise.training.metrics.tensorboard import EventFile, make_folder
 
 PREDICTION = "prediction.json"
+TENSORBOARD = "tensorboard"
 
 
 def write_prediction(folder: Path, step_seconds: float, memory_bytes: float) -> None:
@@ -24,20 +25,12 @@ def write_prediction(folder: Path, step_seconds: float, memory_bytes: float) -> 
 
 
 def read_prediction(folder: Path) -> dict[str, float]:
-    """Nothing where nobody has priced the job, or the file is not what was written."""
+    """Empty if the job was not priced, or the file is damaged."""
     try:
         found = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
         return {name: float(found[name]) for name in ("predicted_seconds", "predicted_memory_bytes")}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
-
-
-# -- recorder --------------------------------------------------------------------------------------
-#
-# What rank 0 records: a line for every step, to all places that the run asks for, beside what was predicted.
-
-
-TENSORBOARD = "tensorboard"
 
 
 class Sink(Protocol):
@@ -93,7 +86,7 @@ class Recorder:
             sink.close()
 
 
-def require_places(job: Job, folder: Path) -> None:
+def require_writable(job: Job, folder: Path) -> None:
     """Before a process starts: raises SpecError if rank 0 could not record."""
     open_lines(folder / NAME).close()
     if job.run.logging.tensorboard:
@@ -117,12 +110,12 @@ class _WeightsAndBiases:
             wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise SpecError("run.logging.wandb", "the package is not installed", "pip install wandb") from None
-        # The same identity after every restart, so that curves go on.
+        # The same identity after every restart, so that curves continue.
         identity = folder.resolve().as_posix().strip("/").replace("/", "-")[-64:]
         self._run: Any = wandb.init(project=project, id=identity, resume="allow", dir=str(folder), config=job.to_dict())
 
     def forget_after(self, step: int) -> None:
-        """It takes no step twice: the first of them stays."""
+        """Weights & Biases accepts every step once: the first record stays."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -1,4 +1,4 @@
-"""Scalars in TensorBoard's own files, written without it: a dozen packages for two small messages.
+"""Scalars as TensorBoard event files, written without its dozen packages.
 
 A file is records of length, checksum, message, checksum (tensorflow/core/lib/io/record_writer.h); a message is a
 protocol buffer `Event` (tensorflow/core/util/event.proto).
@@ -46,7 +46,7 @@ class EventFile:
         self._write(_bytes(3, b"brain.Event:2"))
 
     def forget_after(self, step: int) -> None:
-        """Later steps come once more: what readers have of them is not true any more."""
+        """Later steps will be written again: readers drop what they have of them."""
         self._write(_number(2, step + 1) + _bytes(7, _number(1, _START)))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -60,7 +60,7 @@ class EventFile:
         event = struct.pack("<Bd", 1 << 3 | 1, time.time()) + message
         length = struct.pack("<Q", len(event))
         record = length + _checksum(length) + event + _checksum(event)
-        with contextlib.suppress(OSError):  # a disk that is full costs the record, never the run
+        with contextlib.suppress(OSError):  # a full disk loses the record, never the run
             written = self._file.write(record)
             if written < len(record):  # readers would stop at half a record
                 self._file.truncate(self._file.tell() - written)

@@ -1,4 +1,4 @@
-"""Records a few steps of a run on this rank: every phase, layer and collective, on a clock that all ranks share."""
+"""Records a few steps of a run on this rank: every phase, layer and collective, on a clock shared by all ranks."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
-_MEETINGS = 11
+_BARRIERS = 11
+_BUFFER, _ENTRIES = "TORCH_FR_BUFFER_SIZE", "20000"  # the newest of the run
+_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # others take 1
 
 
 def clock_offset() -> tuple[int, int]:
-    """This rank's wall clock minus rank 0's, and how much it may be wrong, in nanoseconds; all ranks call it together.
+    """This rank's wall clock minus rank 0's, and its possible error, in nanoseconds; all ranks call it together.
 
-    Ranks on one machine have one clock. All others leave a barrier at nearly the same moment; of several the median,
-    for a rank may be late to notice.
+    Ranks on one machine have one clock. Others leave a barrier at nearly the same moment: the median of several.
     """
-    left, world = [], dist.get_world_size()
-    for _ in range(_MEETINGS):
+    left = []
+    for _ in range(_BARRIERS):
         dist.barrier()
         left.append(time.time_ns())
-    said: list[Any] = [None] * world
-    dist.all_gather_object(said, (_machine(), left))
-    machine, first = said[0]
+    clocks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(clocks, (_machine(), left))
+    machine, first = clocks[0]
     if machine and machine == _machine():
         return 0, 0
     offsets = [mine - other for mine, other in zip(left, first)]
@@ -69,18 +70,13 @@ def _machine() -> str:
         return ""
 
 
-# -- ranges ----------------------------------------------------------------------------------------
-#
-# Named ranges of this process as PyTorch's profiler sees them, and nothing else of what it could see.
-#
-# Operators are left out: to record each of them takes about as long as a small one runs. What is left are the names
-# that the engine gives to passes, layers and collectives, and those that the backend gives to what it does on its own
-# threads.
-
-
 @contextmanager
 def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]]:
-    """Records until the end of the block; then the ranges can be had, in seconds since a moment in nanoseconds."""
+    """Records the named ranges of a block; then returns them, in seconds since a moment in nanoseconds.
+
+    These are the engine's names of passes, layers and collectives, and the backend's names of its own work. Operators
+    are left out: recording one takes about as long as a small one runs.
+    """
     kinds: Any = profiler_kinds
     activities = {kinds.ProfilerActivity.CPU}
     if device.type == "cuda":
@@ -111,7 +107,7 @@ def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
 
 
 class _Lanes:
-    """Small numbers for threads: the one that asks, which trains, is the host's."""
+    """Small numbers for threads; the calling one, which trains, is the host's."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
@@ -121,32 +117,24 @@ class _Lanes:
         if event.device_type() != DeviceType.CPU:
             return STREAMS + int(event.device_resource_id())
         thread = int(event.device_resource_id())
-        # A send or a receive of gloo begins on the thread that trains and ends there much later: it lies beside.
+        # A send or receive of gloo begins on the training thread and ends there much later: it gets its own lane.
         if thread == self._host and not of_backend(event.name()):
             return HOST
         return self._known.setdefault((thread, of_backend(event.name())), len(self._known) + 1)
 
 
-# -- flights ---------------------------------------------------------------------------------------
-#
-# Collectives as logged by the backend itself, in PyTorch's flight recorder, next to the engine's own names.
-#
-# gloo's has collectives only, and not how long they took; NCCL's has messages too.
-
-
-_BUFFER, _ENTRIES = "TORCH_FR_BUFFER_SIZE", "20000"  # the newest of the run
-_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # others take 1
-
-
 def record_flights() -> None:
-    """Before the process group is made: from then on the backend records."""
+    """Called before the process group is created, so that the backend records."""
     os.environ.setdefault(_BUFFER, _ENTRIES)
 
 
 def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
-    """What began between two moments, in seconds since a third."""
+    """The backend's log (PyTorch's flight recorder) between two moments, in seconds since a third.
+
+    gloo logs collectives only, without durations; NCCL logs messages, too.
+    """
     recorded: list[dict[str, Any]] = json.loads(flight_recorder()).get("entries", [])
-    members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in _groups()}
+    members = {group.group_name: tuple(dist.get_process_group_ranks(group)) for group in process_groups()}
     return tuple(
         Flight(
             backend_operation(one["profiling_name"]),
@@ -159,28 +147,18 @@ def flights(begin_ns: int, end_ns: int, zero_ns: int) -> tuple[Flight, ...]:
     )
 
 
-def _groups() -> list[dist.ProcessGroup]:
-    """This rank's."""
-    return process_groups()
-
-
-# -- profiler --------------------------------------------------------------------------------------
-#
-# Records a few steps of a run on this rank: every phase, layer and collective, on a clock that all ranks share.
-
-
 class Profiler:
-    """`step` goes around every step of a run; those of ``asked`` are recorded and written to ``folder``."""
+    """`step` wraps every step of a run; those of ``window`` are recorded and written to ``folder``."""
 
-    def __init__(self, trainer: Trainer[Any], asked: Profile, folder: Path) -> None:
-        self.trainer, self.asked, self.folder = trainer, asked, folder
+    def __init__(self, trainer: Trainer[Any], window: Profile, folder: Path) -> None:
+        self.trainer, self.window, self.folder = trainer, window, folder
         self._open: ExitStack | None = None
         self._ranges: Callable[[int], list[NamedRange]] = lambda zero_ns: []
         self._offset_ns = self._error_ns = 0
 
     def covers(self, number: int) -> bool:
         """Whether the step, counted from 1, is recorded: none if a run begins in the middle of the window."""
-        return number == self.asked.first or (self._open is not None and number <= self.asked.last)
+        return number == self.window.first or (self._open is not None and number <= self.window.last)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -191,13 +169,13 @@ class Profiler:
             self._begin()
         with named(step_name(number)):
             yield
-        if number == self.asked.last:
+        if number == self.window.last:
             self._end()
 
     def _begin(self) -> None:
         self._offset_ns, self._error_ns = clock_offset()
         self._open = ExitStack()
-        if not self.trainer.job.training.compile:  # a hook would make a compiled layer another one
+        if not self.trainer.job.training.compile:  # a hook would change a compiled layer
             self._open.enter_context(layers_named(self.trainer.stages.values()))
         self._ranges = self._open.enter_context(recorded(self.trainer.device))
 
@@ -211,7 +189,7 @@ class Profiler:
         zero_ns = int(zero[0] * 1e9) + self._offset_ns
         begin, end = (int(1e9 * moment) for moment in (ranges[0].start, max(one.end for one in ranges)))
         self._record(self._ranges(zero_ns), flights(begin, end, zero_ns)).write(self.folder)
-        dist.barrier()  # the folder is whole when any rank goes on
+        dist.barrier()  # the folder is complete when any rank continues
 
     def _record(self, ranges: list[NamedRange], backend: tuple[Flight, ...]) -> RankRecord:
         trainer, rank = self.trainer, dist.get_rank()
@@ -241,7 +219,7 @@ def layers_named(stages: Any) -> Iterator[None]:
         layers: Any = getattr(stage, "layers", None)
         for index, layer in layers.items() if isinstance(layers, nn.ModuleDict) else ():
             inside = _Inside(layer_name(index))
-            # Data parallelism gathers before the layer begins and lets go after it has ended.
+            # Data parallelism gathers before the layer begins and frees after it has ended.
             hooks.append(layer.register_forward_pre_hook(inside.enter))
             hooks.append(layer.register_forward_hook(inside.leave, prepend=True))
     try:
@@ -267,7 +245,7 @@ class _Inside:
 
 
 def state_bytes(trainer: Trainer[Any]) -> dict[str, int]:
-    """What this rank's device holds between two steps: weights, and the optimizer's states."""
+    """Bytes on this rank's device between two steps: weights and optimizer states."""
     weights = [local(one.parameter) for one in trainer.parameters]
     # Sharded weights are fp32 masters too, and counted once.
     known = {one.untyped_storage().data_ptr() for one in weights}
@@ -277,6 +255,6 @@ def state_bytes(trainer: Trainer[Any]) -> dict[str, int]:
         for value in (local(one) for one in of_parameter.values() if isinstance(one, torch.Tensor))
     }
     return {
-        "weights": sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in weights),  # none of those offloaded
+        "weights": sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in weights),  # offloaded ones have none
         "optimizer": sum(one.nbytes for place, one in states.items() if place not in known),
     }

@@ -1,4 +1,4 @@
-"""A rank's record of the profiled steps: named time ranges on a clock that all ranks share."""
+"""A rank's record of the profiled steps: named time ranges on a clock shared by all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from shardwise.spec.errors import SpecError
 
 HOST = 0  # the lane of the thread that trains
 STREAMS = 1000  # lanes from here on are streams of a GPU
+_PLAIN = ("rank", "node", "device", "clock_error", "groups", "stages", "memory")  # fields written as they are
 
 
 @dataclass(frozen=True)
 class NamedRange:
-    """``lane`` tells threads (or streams of a GPU) apart; on one lane ranges lie inside or beside each other."""
+    """``lane`` is a thread or a GPU stream; on one lane ranges are nested or disjoint."""
 
     name: str
     start: float  # seconds since the first rank's record began
@@ -29,7 +30,7 @@ class NamedRange:
 
 @dataclass(frozen=True)
 class Flight:
-    """A collective as the backend recorded it: ``bytes`` are what this rank gave, to all ``members``."""
+    """A collective as the backend recorded it: ``bytes`` are this rank's input."""
 
     name: str
     members: tuple[int, ...]
@@ -56,13 +57,7 @@ class RankRecord:
 
     def write(self, folder: Path) -> None:
         content = {
-            "rank": self.rank,
-            "node": self.node,
-            "device": self.device,
-            "clock_error": self.clock_error,
-            "groups": self.groups,
-            "stages": self.stages,
-            "memory": self.memory,
+            **{name: getattr(self, name) for name in _PLAIN},
             "ranges": [(one.name, round(one.start, 7), round(one.end, 7), one.lane) for one in self.ranges],
             "flights": [(one.name, one.members, one.bytes, round(one.start, 7)) for one in self.flights],
         }
@@ -92,16 +87,12 @@ def read_records(folder: Path, world: int) -> tuple[RankRecord, ...]:
 def _read(path: Path) -> RankRecord:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return RankRecord(
-            content["rank"],
-            content["node"],
-            content["device"],
-            content["clock_error"],
-            {name: tuple(ranks) for name, ranks in content["groups"].items()},
-            {int(stage): tuple(layers) for stage, layers in content["stages"].items()},
-            content["memory"],
-            tuple(NamedRange(*one) for one in content["ranges"]),
-            tuple(Flight(name, tuple(ranks), size, at) for name, ranks, size, at in content.get("flights", ())),
-        )
+        converted = {
+            "groups": {name: tuple(ranks) for name, ranks in content["groups"].items()},
+            "stages": {int(stage): tuple(layers) for stage, layers in content["stages"].items()},
+            "ranges": tuple(NamedRange(*one) for one in content["ranges"]),
+            "flights": tuple(Flight(name, tuple(ranks), *rest) for name, ranks, *rest in content.get("flights", ())),
+        }
+        return RankRecord(**{**content, **converted})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(str(path), f"is not a record of a rank ({error})", "profile the run again") from None

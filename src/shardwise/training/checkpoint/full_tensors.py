@@ -1,13 +1,12 @@
-"""FullTensor tensors of a checkpoint, read one by one; a checkpoint of whole tensors; the same state in other files."""
+"""Full tensors of a checkpoint, read one by one; consolidated checkpoints; the same state in other files."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions
 from shardwise.training.checkpoint.load import problems_of
 from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, read_manifest, weight_keys
-from shardwise.training.checkpoint.shards import NAMES, Entry, ShardReader, shard_name, write_shard
+from shardwise.training.checkpoint.shards import NAMES, Entry, ShardReader, entry_name, shard_name, write_shard
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _ATTEMPT = "whole"
@@ -40,47 +39,36 @@ class LazyTensor:
 
 
 def full_tensors(folder: Path, manifest: Manifest, keys: Sequence[str]) -> dict[str, LazyTensor]:
-    """Tensors of a checkpoint whatever pieces they were saved in; a piece is read from a mapped file."""
+    """Tensors of a checkpoint, however they were split; pieces are read from mapped files."""
     reader = ShardReader(folder)
 
-    def lazily(whole: FullTensor, key: str) -> LazyTensor:
-        return LazyTensor(whole.shape, _DTYPES[whole.dtype], lambda: _joined(whole, key, reader))
+    def lazily(full: FullTensor) -> LazyTensor:
+        return LazyTensor(full.shape, _DTYPES[full.dtype], lambda: _assembled(full, reader))
 
-    return {key: lazily(manifest.tensors[key], key) for key in keys}
+    return {key: lazily(manifest.tensors[key]) for key in keys}
 
 
-def _joined(whole: FullTensor, key: str, reader: ShardReader) -> Tensor:
-    tensor = torch.empty(whole.shape, dtype=_DTYPES[whole.dtype])
-    found = 0
-    for piece in whole.pieces:
+def _assembled(full: FullTensor, reader: ShardReader) -> Tensor:
+    """From all its pieces, which fill it: `read_manifest` has checked that."""
+    tensor = torch.empty(full.shape, dtype=_DTYPES[full.dtype])
+    for piece in full.pieces:
         everything = tuple(slice(0, size) for size in piece.box.shape)
         part = reader.slice_of(piece.file, piece.entry, piece.box.shape, everything)
-        tensor[piece.box.inside(Box((0,) * len(whole.shape), whole.shape))] = part
-        found += piece.box.elements
-    if found != tensor.numel():
-        raise SpecError(str(reader.folder), f"lacks a part of {key}", "take another checkpoint")
+        tensor[piece.box.inside(Box((0,) * len(full.shape), full.shape))] = part
     return tensor
-
-
-@dataclass(frozen=True)
-class Described:
-    """What a checkpoint says beside its tensors."""
-
-    step: int
-    job: dict[str, Any]
-    numbers: dict[str, Any]
 
 
 def write_checkpoint(
     folder: CheckpointFolder,
-    about: Described,
+    about: Manifest,
     tensors: Mapping[str, LazyTensor],
     shards: int,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Writes a checkpoint of whole tensors in ``shards`` files of about equal size, one tensor in memory at a time.
+    """Writes a checkpoint of full tensors in ``shards`` files of about equal size, one tensor in memory at a time.
 
-    Raises SpecError, and leaves nothing behind, where there is one of that step, no space, or no right to write.
+    Step, job and numbers are those of ``about``. Raises SpecError, and leaves nothing behind, if there is a checkpoint
+    of that step, no space, or no right to write.
     """
     if shards > len(tensors):
         raise SpecError("--shards", f"{shards} files for {len(tensors)} tensors", "use fewer: a tensor stays whole")
@@ -88,12 +76,12 @@ def write_checkpoint(
         raise SpecError(str(folder.of_step(about.step)), "is already there", "name another folder")
     require_space(folder.path, sum(one.size for one in tensors.values()))
     with folder.locked():
-        folder.clear_unfinished()  # of an earlier try that was killed
+        folder.clear_unfinished()  # of an earlier attempt that was killed
         part = folder.unfinished(about.step, _ATTEMPT)
         try:
             part.mkdir()
-            manifest = _write_files(part, about, tensors, _shared_out(tensors, shards), progress)
-            return folder.commit_new(about.step, _ATTEMPT, manifest.to_bytes())
+            manifest = _write_files(part, about, tensors, _balanced(tensors, shards), progress)
+            return folder.commit(about.step, _ATTEMPT, manifest.to_bytes(), replace=False)
         except OSError as error:
             raise SpecError(str(folder.path), f"cannot be written ({error.strerror})", "free space there") from None
         finally:
@@ -109,8 +97,8 @@ def require_space(folder: Path, needed: int) -> None:
         raise SpecError(str(existing), problem, "free space, or choose another disk")
 
 
-def _shared_out(tensors: Mapping[str, LazyTensor], shards: int) -> list[list[str]]:
-    """The largest first, each to the file with the least; within a file in the order they were given."""
+def _balanced(tensors: Mapping[str, LazyTensor], shards: int) -> list[list[str]]:
+    """Which tensors go into each file: the largest first, to the smallest file; in their order within a file."""
     files: list[list[str]] = [[] for _ in range(shards)]
     sizes = [0] * shards
     for key in sorted(tensors, key=lambda one: -tensors[one].size):
@@ -123,37 +111,30 @@ def _shared_out(tensors: Mapping[str, LazyTensor], shards: int) -> list[list[str
 
 def _write_files(
     part: Path,
-    about: Described,
+    about: Manifest,
     tensors: Mapping[str, LazyTensor],
     files: Sequence[Sequence[str]],
     progress: Callable[[int], None],
 ) -> Manifest:
     written: dict[str, Shard] = {}
-    wholes: dict[str, FullTensor] = {}
+    saved: dict[str, FullTensor] = {}
     for number, keys in enumerate(files):
         name = shard_name(number)
         entries = []
         for key in keys:
             one = tensors[key]
-            start = (0,) * len(one.shape)
-            entries.append(Entry(f"{key}@{','.join(map(str, start))}", one.dtype, one.shape))
-            piece = SavedPiece(name, entries[-1].name, Box(start, one.shape))
-            wholes[key] = FullTensor(one.shape, NAMES[one.dtype], (piece,))
+            box = Box((0,) * len(one.shape), one.shape)
+            entries.append(Entry(entry_name(key, box), one.dtype, one.shape))
+            saved[key] = FullTensor(one.shape, NAMES[one.dtype], (SavedPiece(name, entries[-1].name, box),))
         written[name] = write_shard(part / name, entries, read_in_turn([tensors[key] for key in keys], progress))
-    ordered = {key: wholes[key] for key in tensors}
-    return Manifest(about.step, about.job, about.numbers, ordered, written)
+    return replace(about, tensors={key: saved[key] for key in tensors}, files=written)
 
 
 def read_in_turn(tensors: Sequence[LazyTensor], progress: Callable[[int], None]) -> Iterator[Tensor]:
-    """Each tensor when the one before it is done with."""
+    """Each tensor once the one before it has been used."""
     for one in tensors:
         yield one.read().contiguous()
         progress(one.size)
-
-
-# -- reshard ---------------------------------------------------------------------------------------
-#
-# The same state in another number of files.
 
 
 def reshard(
@@ -164,7 +145,7 @@ def reshard(
     weights_only: bool = False,
     progress: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Writes the checkpoint's state as whole tensors into ``shards`` files.
+    """Writes the checkpoint's state as full tensors into ``shards`` files.
 
     With ``weights_only`` a run can start from it, but none can resume. Raises SpecError for a damaged
     source before anything is written.
@@ -173,7 +154,7 @@ def reshard(
         raise SpecError("", problem, "take another checkpoint")
     manifest = read_manifest(source)
     keys = weight_keys(manifest) if weights_only else list(manifest.tensors)
-    about = Described(manifest.step, manifest.job, {} if weights_only else manifest.numbers)
+    about = replace(manifest, numbers={} if weights_only else manifest.numbers)
     made = write_checkpoint(out, about, full_tensors(source, manifest, keys), shards, progress)
     if has_companions(kept_companions(source)):
         keep_companions(kept_companions(source), out.path)
