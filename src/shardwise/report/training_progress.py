@@ -25,8 +25,8 @@ from shardwise.training.metrics.lines import Follower
 
 POLL_SECONDS = 0.3
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
-_EVENTS = {"checkpoint_damaged": "skipped a damaged checkpoint: ", "checkpoint_failed": "no checkpoint: ", "bad": "bad, ",
-         "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
+_EVENTS = {"checkpoint_damaged": "skipped a damaged checkpoint: ", "checkpoint_failed": "no checkpoint: ",
+           "bad": "bad, ", "steps_missing": "metrics.jsonl has no line for step "}  # fmt: skip
 RECENT = 20  # steps whose median predicts the remaining time
 _BAR, _LEAST_BAR = 40, 8
 
