@@ -155,7 +155,7 @@ def test_folders_that_are_not_whole(tmp_path: Path) -> None:
     assert ".metadata: is missing" in line(lambda folder: (folder / ".metadata").unlink())
     assert "distcp: is missing" in line(lambda folder: data(folder).unlink())
     assert "is too short to hold" in line(lambda folder: data(folder).write_bytes(data(folder).read_bytes()[:-5000]))
-    assert "leads out of it" in line(every_place("relative_path", "../good/x.distcp"))
+    assert "is outside the folder" in line(every_place("relative_path", "../good/x.distcp"))
     assert "compressed" in line(every_place("transform_descriptors", ["zstd"]))
     assert "is too short to hold" in line(every_place("offset", -4))
     assert "is not whole" in line(lambda folder: changed(folder, chunk_elsewhere))
