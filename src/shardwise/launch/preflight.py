@@ -169,8 +169,7 @@ def _found_before(job: Job, folder: RunFolder) -> Job | None:
     if not folder.job.exists() or not folder.checkpoints.committed():
         return None
     before = Job.from_dict(read_yaml(folder.job, "job file"))
-    found = {"microbatch": before.strategy.microbatch, "offload": before.strategy.offload}
     same = replace(before.strategy, microbatch=job.strategy.microbatch, offload=job.strategy.offload) == job.strategy
     if not same or before.run.automatic != job.run.automatic or before.cluster != job.cluster:
         return None
-    return job.with_strategy(**found)
+    return job.with_strategy(microbatch=before.strategy.microbatch, offload=before.strategy.offload)

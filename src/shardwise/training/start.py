@@ -12,10 +12,9 @@ import torch
 from shardwise.engine.trainer import Trainer
 from shardwise.interop.companions import has_companions
 from shardwise.models.huggingface import open_folder
-from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder, require_same_shapes, start_at
-from shardwise.training.checkpoint.load import load, newest_intact, problems_of
+from shardwise.training.checkpoint.load import load, newest_intact, require_intact
 from shardwise.training.checkpoint.state import state_tensors
 
 
@@ -87,12 +86,11 @@ def load_newest(
 def start_from(trainer: Trainer[Any], source: Path) -> None:
     """The weights of a Hugging Face folder, of a checkpoint, or of the newest in a folder, into any layout."""
     source = start_at(source)
-    if not has_companions(source):
-        for problem in problems_of(source):
-            raise SpecError("run.start_from", problem, "take another checkpoint")
-        load(trainer, source, weights_only=True)
-    else:
+    if has_companions(source):
         _load_huggingface(trainer, source)
+    else:
+        require_intact(source, "run.start_from")
+        load(trainer, source, weights_only=True)
 
 
 @torch.no_grad()

@@ -69,16 +69,6 @@ class Network:
         """Ends all partitions."""
         self._request({"heal": True})
 
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_ANSWER_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
     def _request(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: there will be no answer
@@ -111,14 +101,18 @@ def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Networ
     )  # fmt: skip
     with holder:
         try:
-            network = Network(emulation, holder)
-        except BaseException:
-            holder.kill()
-            raise
-        try:
-            yield network
+            yield Network(emulation, holder)
         finally:
-            network.close()
+            _end(holder)
+
+
+def _end(holder: subprocess.Popen[bytes]) -> None:
+    assert holder.stdin is not None
+    holder.stdin.close()
+    try:
+        holder.wait(_ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        holder.kill()
 
 
 def require_emulation() -> None:

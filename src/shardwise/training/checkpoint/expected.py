@@ -19,7 +19,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.folder import CheckpointFolder, start_at
-from shardwise.training.checkpoint.load import problems_of, require_run, require_tensors
+from shardwise.training.checkpoint.load import problems_of, require_intact, require_run, require_tensors
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.checkpoint.state import (
     BUFFER,
@@ -52,9 +52,8 @@ def require_weights(model: Model, source: Path) -> None:
     if has_companions(found):
         _require_huggingface(model, found)
         return
-    for problem in problems_of(found, contents=False):
-        raise SpecError("run.start_from", problem, "take another checkpoint")
-    require_tensors(read_manifest(found), weights_of(model).items(), found)
+    manifest = require_intact(found, "run.start_from", contents=False)
+    require_tensors(manifest, weights_of(model).items(), found)
 
 
 def _require_huggingface(model: Model, path: Path) -> None:

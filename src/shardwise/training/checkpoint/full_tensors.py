@@ -16,8 +16,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
 from shardwise.training.checkpoint.boxes import Box
 from shardwise.training.checkpoint.folder import CheckpointFolder, kept_companions
-from shardwise.training.checkpoint.load import problems_of
-from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, read_manifest, weight_keys
+from shardwise.training.checkpoint.load import require_intact
+from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, weight_keys
 from shardwise.training.checkpoint.shards import NAMES, Entry, ShardReader, entry_name, shard_name, write_shard
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -150,9 +150,7 @@ def reshard(
     With ``weights_only`` a run can start from it, but none can resume. Raises SpecError for a damaged
     source before anything is written.
     """
-    for problem in problems_of(source):
-        raise SpecError("", problem, "take another checkpoint")
-    manifest = read_manifest(source)
+    manifest = require_intact(source)
     keys = weight_keys(manifest) if weights_only else list(manifest.tensors)
     about = replace(manifest, numbers={} if weights_only else manifest.numbers)
     made = write_checkpoint(out, about, full_tensors(source, manifest, keys), shards, progress)

@@ -60,6 +60,13 @@ def problems_of(
     return found
 
 
+def require_intact(folder: Path, field: str = "", *, contents: bool = True) -> Manifest:
+    """The manifest of a checkpoint; raises SpecError with the first problem of its files."""
+    for problem in problems_of(folder, contents=contents):
+        raise SpecError(field, problem, "take another checkpoint")
+    return read_manifest(folder)
+
+
 def _missing(manifest: Manifest) -> list[str]:
     """The numbers that a run needs but does not find; weights-only checkpoints have none, and are complete."""
     alone = not manifest.numbers and all(key.startswith(_WEIGHTS) for key in manifest.tensors)

@@ -18,9 +18,9 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 from shardwise.training.checkpoint.folder import folder_at, kept_companions, newest_at
 from shardwise.training.checkpoint.full_tensors import LazyTensor, full_tensors
-from shardwise.training.checkpoint.load import problems_of
+from shardwise.training.checkpoint.load import require_intact
 from shardwise.training.checkpoint.manifest import NAME as MANIFEST
-from shardwise.training.checkpoint.manifest import read_manifest, weight_keys
+from shardwise.training.checkpoint.manifest import weight_keys
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
 from shardwise.training.convert.distributed import is_distributed, model_tensors
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
@@ -79,9 +79,7 @@ def _is_ours(source: Path) -> bool:
 
 
 def _from_checkpoint(folder: Path, given: str | None) -> Weights:
-    for problem in problems_of(folder):
-        raise SpecError("", problem, "take another checkpoint")
-    manifest = read_manifest(folder)
+    manifest = require_intact(folder)
     model = model_from(given if given is not None else manifest.job.get("model"))
     keys = weight_keys(manifest)
     found = {key.partition("/")[2]: one for key, one in full_tensors(folder, manifest, keys).items()}
