@@ -29,7 +29,6 @@ from shardwise.training.convert.torch_file import fields_of, read_torch_file
 from shardwise.training.convert.weights import Weights, complete, lazily
 
 LATEST = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_(\d{7,})|release")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _FILE = "model_optim_rng.pt"
