@@ -67,12 +67,12 @@ def test_layout_and_length_may_change(changes: dict[str, Any], folder: Checkpoin
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"training": {**SHORT, "precision": "bf16"}}, "training.precision is 'bf16' and was 'fp32'"),
+        ({"training": {**SHORT, "precision": "bf16"}}, "training.precision is 'bf16', and was 'fp32'"),
         (
             {"training": {**SHORT, "optimization": {"learning_rate": 1e-5}}},
-            "training.optimization.learning_rate is 1e-05 and was 0.0003",
+            "training.optimization.learning_rate is 1e-05, and was 0.0003",
         ),
-        ({"run": {"schedule": {"kind": "linear"}}}, "run.schedule.kind is 'linear' and was 'cosine'"),
+        ({"run": {"schedule": {"kind": "linear"}}}, "run.schedule.kind is 'linear', and was 'cosine'"),
     ],
 )
 def test_how_it_is_learned_may_change_and_is_told(changes: dict[str, Any], said: str, folder: CheckpointFolder) -> None:
@@ -123,7 +123,7 @@ def test_going_on_as_another_job_is_shown_and_the_run_made_ready(folder: Checkpo
     told = ("--set", "run.data.held_out=10%", "--print-torchrun", "--go-on")
     found = run("train", *FLAGS, "--run-folder", str(path), *told)
     assert found.status == 0, found.err
-    assert "note: run.data.held_out is 0.1 and was 0.02 when this run was saved" in found.err
+    assert "note: run.data.held_out is 0.1, and was 0.02 when this run was saved" in found.err
     assert Job.from_yaml((path / "job.yaml").read_text()).run.data.held_out == 0.1
 
 
@@ -186,7 +186,7 @@ def test_another_job_gets_another_folder_where_none_was_named(tmp_path: Path, mo
     for _ in range(2):  # until it has saved something the folder is free
         found = run(*flags, "--seq", "64")
         said = (
-            "note: runs/tiny has the run of another job (training.seq is 64 and was 32): this one is in runs/tiny-2\n"
+            "note: runs/tiny has the run of another job (training.seq is 64, and was 32): this one is in runs/tiny-2\n"
         )
         assert found.err == said
         assert Job.from_yaml(Path("runs/tiny-2/job.yaml").read_text()).training.seq == 64

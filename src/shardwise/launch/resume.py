@@ -41,7 +41,7 @@ class JobDifference:
     always: bool = False
 
     def __str__(self) -> str:
-        return f"{self.field} is {self.now} and was {self.before}"
+        return f"{self.field} is {self.now}, and was {self.before}"
 
 
 def _saved_job(folder: CheckpointFolder) -> Job | None:
