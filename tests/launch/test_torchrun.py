@@ -84,11 +84,14 @@ def test_rank_0_takes_the_folder_where_no_launcher_has(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     left = folder.checkpoints.unfinished(3, "restart-0-1")
     left.mkdir(parents=True)
-    with worker._alone(folder, WorldPlace(0, 2, 0)):
+    with worker._exclusive(folder, WorldPlace(0, 2, 0)):
         assert not left.exists()  # of a start before, by the name that this one's will have
-        with pytest.raises(SpecError, match="is training in it"), worker._alone(folder, WorldPlace(0, 2, 0)):
+        with pytest.raises(SpecError, match="is training in it"), worker._exclusive(folder, WorldPlace(0, 2, 0)):
             pass
-        with worker._alone(folder, WorldPlace(1, 2, 1)), worker._alone(folder, WorldPlace(0, 2, 0, folder=tmp_path)):
+        with (
+            worker._exclusive(folder, WorldPlace(1, 2, 1)),
+            worker._exclusive(folder, WorldPlace(0, 2, 0, folder=tmp_path)),
+        ):
             pass
 
 
