@@ -82,7 +82,7 @@ def test_a_run_sits_out_a_short_cut_and_ends_with_the_same_bits(
         ended = train(small_job(shards, run={"steps": 4}), folder, arguments=LINK)
     ended.require(0)
     assert "failed" not in ended.said
-    assert "what is predicted is not for 2x1,1Gbit,1ms" in ended.said
+    assert "the prediction is not for 2x1,1Gbit,1ms" in ended.said
     assert final_state(folder, 4) == on_one_machine
     assert slowest_step(ended) > CUT_SECONDS
     assert read_yaml(folder / "job.yaml", "job file")["run"]["emulate"] == "2x1,1Gbit,1ms"
