@@ -55,7 +55,7 @@ def test_a_real_job_is_rehearsed(tmp_path: Path) -> None:
     one = job_of(write_shards(tmp_path / "words"), 2, run={"steps": 1000}, dp=2)
     (tmp_path / "job.yaml").write_text(one.to_yaml(), encoding="utf-8")
     command = [sys.executable, "-m", "shardwise", "train", str(tmp_path / "job.yaml"), "--rehearse", "12"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(
         [*command, "--run-folder", str(tmp_path / "run")], env=environment, capture_output=True, text=True, check=False
     )
