@@ -36,7 +36,7 @@ VERBS = {
         "measure this machine as a cluster to plan with; rebalance the stages of a profiled run",
     ),
     "doctor": ("doctor", "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce"),
-    "list": ("listing", "show the catalogue: models, devices, links, clusters, collectives"),
+    "list": ("listing", "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives"),
 }
 
 _HELP = """usage: shardwise VERB [options]

@@ -130,7 +130,7 @@ class Analysis:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for what is predicted, be it tight."""
+        """Whether the prediction fits, even if tightly."""
         return self.fit != "does not fit"
 
     @property

@@ -12,8 +12,8 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
 FILE = Path(__file__).with_name("residuals.csv")
-COVERAGE = 0.8  # share of the rows that a band holds
-ONE_JOB = "one job"  # what a "ratio" line is of: two strategies of the same job, on any device
+COVERAGE = 0.8  # share of the rows within a band
+ONE_JOB = "one job"  # key of "ratio" lines: two strategies of the same job, on any device
 _KINDS = {"dense": "dense models", "moe": "mixtures of experts"}
 
 
@@ -21,7 +21,7 @@ _KINDS = {"dense": "dense models", "moe": "mixtures of experts"}
 class Residuals:
     """Relative errors of the rows of one device (``what`` is time) or software stack (memory), or of two rows' ratio.
 
-    An error is predicted / reported − 1. ``band`` is the size that a share of COVERAGE of them does not pass, with the
+    An error is predicted / reported − 1. A share of COVERAGE of them is at most ``band``, with the
     row's own model left out of the fit where ``left_out_mape`` is given.
     """
 

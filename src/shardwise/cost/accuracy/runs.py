@@ -29,7 +29,7 @@ TIME_COLUMNS = (
 
 
 def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float, str]:
-    """The step time and where it comes from; the first of ``TIME_COLUMNS`` that says something."""
+    """The step time and where it comes from; the first of ``TIME_COLUMNS`` that is filled in."""
     devices = job.cluster.devices
     for column in TIME_COLUMNS:
         value = row.number(column)
@@ -73,11 +73,11 @@ def reported_memory(row: TableRow, source: Source) -> tuple[float | None, str]:
 
 
 def counts_reserved(kind: str, source: Source) -> bool:
-    """Whether a figure is what the allocator reserved; what stands in brackets is said of another one."""
+    """Whether a figure is what the allocator reserved; text in brackets is about another figure."""
     return source.memory != "as printed" or "reserved" in kind.partition("(")[0].lower()
 
 
-# Columns that change a prediction wherever their cells say something: a table without one would be misread.
+# Columns that change a prediction wherever they are filled in: a table without one would be misread.
 COLUMNS = (
     *("row_id", "source", "arch", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "gated_mlp", "vocab"),
     *("seq", "n_experts", "topk", "moe_ffn", "n_shared", "n_dense_layers", "gpu", "gpus"),
@@ -216,7 +216,7 @@ def _strategy(row: TableRow, source: Source, stack: Stack) -> dict[str, Any]:
 
 
 def _sequence_parallel(row: TableRow) -> bool:
-    """As printed; where it is not, with tensor parallelism, as every framework recommends it."""
+    """As printed; if it is not, on with tensor parallelism, as every framework recommends."""
     printed = None if "sp" in row.assumed else row.flag("sp")
     return row.whole("tp") > 1 if printed is None else printed
 

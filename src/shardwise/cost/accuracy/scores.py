@@ -1,4 +1,4 @@
-"""Reported against predicted, row by row, by device and of all."""
+"""Reported against predicted: row by row, by device, and overall."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.cost.step.prediction import predict
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """Of absolute errors, as shares."""
+    """Mean and worst absolute error, as fractions."""
 
     rows: int
     mean: float
@@ -21,7 +21,7 @@ class ErrorSummary:
 
 
 def summarize_errors(errors: Iterable[tuple[str, float]]) -> dict[str, ErrorSummary]:
-    """Of pairs of a group and an error: every group in its order, then ``all``."""
+    """Summaries of (group, error) pairs: every group in order of appearance, then ``all``."""
     groups: dict[str, list[float]] = {}
     every = []
     for name, error in errors:

@@ -191,7 +191,7 @@ SOURCES = (
     Source(
         "huggingface/nanotron", "nanotron|ultra-?scale", "nanotron",
         "scaling-benchmark scripts: SP with TP, no recompute, MFU over full attention and 989 TFLOP/s; 8 H100 per node "
-        "and paths under Amazon's /fsx: P5 nodes; stages cut by the cost of their products; memory is what the first "
+        "and paths under Amazon's /fsx: P5 nodes; stages cut by the cost of their matmuls; memory is what the first "
         "rank's allocator reserved, in GiB under the label GB (helpers.py, create_table_log)",
         convention="full-attention", peak=989e12, machines={"dgx-h100": "p5-h100"}, stages_by_cost=True,
         memory="reserved, first rank",

@@ -1,4 +1,4 @@
-"""A table of measurements as it lies on disk: rows of cells, each read with one clear line for a mistake."""
+"""A table of measurements on disk: rows of cells; a bad cell is reported in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.spec.files import bounded_text
 FOLDER = Path(__file__).with_name("tables")
 SCORED = ("training_runs", "collectives", "pipeline_bubble")
 _MOST_CHARACTERS = 16 * 2**20
-# What people write into a cell that has nothing to say.
+# What people write into an empty cell.
 _BLANK = ("", "-", "—", "?", "na", "n/a", "nan", "none", "null", "unknown")
 
 

@@ -1,6 +1,7 @@
 """What the words in a table mean: machine, precision, recompute, schedule, sharding, context parallelism, units.
 
-Tables name one thing in many ways; every reader here takes all of them, and says nothing (None) where the cell does.
+Tables name one thing in many ways; every reader here accepts all of them, and returns None
+for an empty cell.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def counted(text: str) -> Counted:
     return Counted(convention, recomputed, value)
 
 
-# The first name that occurs decides, so the particular stands before the general.
+# The first match decides, so specific names come before general ones.
 _MACHINES = (
     ("gb300", "gb300-nvl72"),
     ("gb200", "gb200-nvl72"),

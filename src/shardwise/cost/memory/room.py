@@ -61,7 +61,7 @@ def fit_of(job: Job, cap_bytes: float | None = None) -> Fit:
 
 
 def tight_words(job: Job) -> str:
-    """What is said of a job that fits without the margin that plans keep."""
+    """The note on a job that fits only without the margin that plans keep."""
     room = room_of(job)
     needed, usable = readable_bytes(peak_memory(job).total), readable_bytes(room.usable_bytes)
     kept = f"plans leave {readable_bytes(room.margin_bytes)} free, for the error bar of memory"

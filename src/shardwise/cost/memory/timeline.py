@@ -153,7 +153,7 @@ class _Parts:
 
 
 class _PartsAtMoments(_Parts):
-    """Of a stack that makes gradients as they come."""
+    """For a stack that allocates gradients during the backward pass."""
 
     def __init__(self, job: Job, rank: int, stages: int) -> None:
         super().__init__(job, rank, stages)

@@ -153,7 +153,7 @@ class GradientWire(NamedTuple):
 
     ``ends_once``: embedding and head are gathered once for both passes. ``sums_once``: copies of gradient shards are
     summed once a step, however often they are made. ``compression`` is that of whole gradients, ``synchronise`` says
-    when workers meet.
+    when workers synchronise.
     """
 
     gradient: float
@@ -264,7 +264,7 @@ def _sums(unit: SentParameters, part: Any, compression: Compression) -> list[tup
 
 
 def _meeting(unit: SentParameters, part: Any, synchronise: Synchronise) -> DataLine:
-    """What workers send that do not sum their gradients in every step.
+    """What workers send if they do not sum their gradients in every step.
 
     Weights after every so many steps, which nothing hides; or gradients, under all of the next steps (a forward pass
     takes about half as long as a backward pass).
