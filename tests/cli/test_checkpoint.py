@@ -166,6 +166,13 @@ def test_mistakes_are_one_line(run_folder: Path, tmp_path: Path) -> None:
     assert "holds no checkpoint" in error_line(run("checkpoint", "inspect", str(tmp_path)))
     assert "is not a folder" in error_line(run("checkpoint", "verify", str(tmp_path / "absent")))
     assert "is not a path" in error_line(run("checkpoint", "verify", "x" * 4000))
+    for what, flag in (
+        ("verify", "--csv"),
+        ("verify", "--tensors"),
+        ("inspect", "--weights-only"),
+        ("reshard", "--csv"),
+    ):
+        assert f"{flag}: is for checkpoint" in error_line(run("checkpoint", what, str(tmp_path), flag))
     shard = run_folder / "checkpoints" / "step-00000002" / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "bytes instead of" in error_line(run(*reshard, "--out", out + "3", "--shards", "2"))

@@ -80,6 +80,7 @@ def test_what_is_no_cluster(value: Any) -> None:
         ("dgx-h100", 512, [8, 64]),
         ("gb200-nvl72", 36, [36, 1]),
         ("gb200-nvl72", 144, [72, 2]),
+        ("two-datacenters", 4, [4, 1, 1]),
     ],
 )
 def test_a_number_of_devices_is_part_of_a_node_or_whole_nodes(name: str, devices: int, expected: list[int]) -> None:

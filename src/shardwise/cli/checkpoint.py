@@ -22,6 +22,15 @@ shardwise checkpoint verify runs/job
 shardwise checkpoint reshard runs/job --shards 1 --out /tmp/small --weights-only
 """
 
+_ONLY_FOR = {
+    "tensors": "inspect",
+    "markdown": "inspect",
+    "csv": "inspect",
+    "out": "reshard",
+    "shards": "reshard",
+    "weights_only": "reshard",
+}
+
 
 def run(arguments: list[str]) -> int:
     parser = Parser("checkpoint", _DOES, _EXAMPLE)
@@ -36,6 +45,9 @@ def run(arguments: list[str]) -> int:
     paths = [path_from(text) for text in parsed.paths]
     if len(paths) > 1 and parsed.what != "verify":
         raise SpecError("", f"{parsed.what} takes one PATH, {len(paths)} are given", "give one")
+    for flag, owner in _ONLY_FOR.items():
+        if getattr(parsed, flag) and parsed.what != owner:
+            raise SpecError(f"--{flag.replace('_', '-')}", f"is for checkpoint {owner}", "leave it out")
     try:
         if parsed.what == "verify":
             return _verify(paths, as_json=parsed.json)
