@@ -17,7 +17,7 @@ from shardwise.report.checkpoint import contents_page
 from shardwise.spec import Job
 from shardwise.training.checkpoint.folder import CheckpointFolder
 from shardwise.training.checkpoint.load import load
-from shardwise.training.checkpoint.manifest import Contents, read_manifest
+from shardwise.training.checkpoint.manifest import Manifest, contents_of, read_manifest
 from shardwise.training.checkpoint.save import Saver
 from shardwise.training.start import start_from
 from training.runs import boxes, whole
@@ -86,11 +86,12 @@ def test_inspect(made: tuple[Path, dict[str, Any]]) -> None:
         assert words in text
 
 
-def test_inspect_shows_what_the_layout_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_the_layout_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = {"dp": 2, "tp": 1, "zero": 1, "order": ["tp", "dp"], "offload": {"optimizer": 0.5}}
     scale = {"scale": 1024.0, "growth_tracker": 3.0}
-    found = Contents("x", 1, "tiny", layout, "fp16", {"loss_scale": scale}, {}, ())
-    contents_page(found, each_tensor=False).print()
+    job = {"model": "tiny", "strategy": layout, "training": {"precision": "fp16"}}
+    (tmp_path / "manifest.json").write_bytes(Manifest(1, job, {"loss_scale": scale}, {}).to_bytes())
+    contents_page(contents_of(tmp_path), each_tensor=False).print()
     text = capsys.readouterr().out
     assert "dp 2, zero 1, order tp,dp, offload {optimizer: 0.5}" in text
     assert "scale 1024, growth_tracker 3" in text

@@ -150,14 +150,14 @@ def _measured() -> None:
 def _inspected() -> None:
     from shardwise.report.checkpoint import contents_page
 
-    tensor = SimpleNamespace(kind="weight", name="layers.11.attention.project_queries_keys_values.weight", dtype="bf16",
-                             shape=(4096, 12288), pieces=16, bytes=100_663_296)  # fmt: skip
-    found: Any = SimpleNamespace(
-        path="/data/runs/llama3-8b/checkpoints/step-00012000", step=12000, model="llama3-8b",
-        layout={"tp": 8, "zero": 1}, precision="bf16",
-        numbers={"optimizer_steps": 12000, "data": {"batch": 12000, "sequences": 1024}, "losses": [2.5]},
-        file_bytes={"shard-00000": 2**33}, tensors=(tensor,), bytes_of_kinds=lambda: {"weight": 100_663_296},
-    )  # fmt: skip
+    tensor = {"kind": "weight", "name": "layers.11.attention.project_queries_keys_values.weight", "dtype": "bf16",
+              "shape": (4096, 12288), "pieces": 16, "bytes": 100_663_296}  # fmt: skip
+    found: dict[str, Any] = {
+        "path": "/data/runs/llama3-8b/checkpoints/step-00012000", "step": 12000, "model": "llama3-8b",
+        "layout": {"tp": 8, "zero": 1}, "precision": "bf16",
+        "numbers": {"optimizer_steps": 12000, "data": {"batch": 12000, "sequences": 1024}, "losses": [2.5]},
+        "files": {"shard-00000": 2**33}, "tensors": [tensor], "bytes": {"weight": 100_663_296},
+    }  # fmt: skip
     contents_page(found, each_tensor=True).print()
 
 

@@ -15,7 +15,7 @@ from cli.running import run
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
 from shardwise.training.checkpoint.boxes import Box
-from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, contents_of, read_manifest
+from shardwise.training.checkpoint.manifest import FullTensor, Manifest, SavedPiece, Shard, read_manifest
 from training.sealed import seal
 
 JOB = {"model": "tiny", "cluster": "laptop:1", "training": {"global_batch": 8, "seq": 32, "precision": "fp32"}}
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_written_is_read(folder: Path) -> None:
     assert read_manifest(folder) == sound()
-    assert contents_of(folder).numbers == NUMBERS
+    assert read_manifest(folder).numbers == NUMBERS
 
 
 def test_no_flipped_bit_and_no_lost_byte_goes_unnoticed(folder: Path) -> None:

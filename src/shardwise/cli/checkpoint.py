@@ -57,12 +57,13 @@ def run(arguments: list[str]) -> int:
 
 
 def _inspect(path: Path, parsed: argparse.Namespace) -> int:
-    from shardwise.report.checkpoint import contents_data, contents_page
+    from shardwise.report.checkpoint import contents_page
     from shardwise.training.checkpoint.folder import newest_at
     from shardwise.training.checkpoint.manifest import contents_of
 
-    found, tensors = contents_of(newest_at(path)), parsed.tensors
-    show(parsed, lambda: contents_page(found, each_tensor=tensors), lambda: contents_data(found, each_tensor=tensors))
+    found, each_tensor = contents_of(newest_at(path)), parsed.tensors
+    plain = found if each_tensor else {**found, "tensors": len(found["tensors"])}
+    show(parsed, lambda: contents_page(found, each_tensor=each_tensor), lambda: plain)
     return 0
 
 
@@ -98,12 +99,12 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
     from shardwise.training.checkpoint.manifest import contents_of
 
     source = newest_at(path)
-    total = sum(one.bytes for one in contents_of(source).tensors)
+    total = sum(contents_of(source)["bytes"].values())
     with bytes_progress("writing", total, quiet=parsed.json) as progress:
         made = reshard(source, CheckpointFolder(out), shards, weights_only=parsed.weights_only, progress=progress)
     found = contents_of(made)
     if parsed.json:
-        print(json.dumps({"path": str(made), "files": found.file_bytes, "tensors": len(found.tensors)}))
+        print(json.dumps({"path": str(made), "files": found["files"], "tensors": len(found["tensors"])}))
     else:
-        print(f"{made}: {counted(len(found.tensors), 'tensor')} in {counted(shards, 'file')}")
+        print(f"{made}: {counted(len(found['tensors']), 'tensor')} in {counted(shards, 'file')}")
     return 0

@@ -87,14 +87,14 @@ def supervise(
             on_event(Event("failed", len(attempts) - 1, f"{failure}; {next_step}"))
 
 
+@dataclass(frozen=True)
 class _Supervision:
     """One attempt, from the start of its ranks to the end of the last of them."""
 
-    def __init__(self, ranks: RankProcesses, timeouts: Timeouts, grace_seconds: float, stop: _Stop) -> None:
-        self._ranks = ranks
-        self._timeouts = timeouts
-        self._grace_seconds = grace_seconds
-        self._stop = stop
+    _ranks: RankProcesses
+    _timeouts: Timeouts
+    _grace_seconds: float
+    _stop: _Stop
 
     def run(self, report: Callable[[EventKind, str], None]) -> tuple[int, Failure | None]:
         """The exit status and, unless all succeeded, what happened."""

@@ -15,7 +15,6 @@ from shardwise.cost.memory.room import fit_of, room_of, tight_words
 from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.launch.local import supervise
-from shardwise.launch.outcome import Failure
 from shardwise.planner.advice.remedy import what_would_fit
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.planner.candidate import Candidate, candidate
@@ -56,7 +55,10 @@ def preflight(job: Job, *, here: bool = True) -> Preflight:
         if job.run.logging.wandb is not None:
             require_packages("run.logging.wandb", "wandb")
         if job.run.start_from is not None:
-            _require_weights(job, Path(job.run.start_from))
+            from shardwise.training.checkpoint.expected import require_weights  # imports torch
+
+            require_start(job.model, Path(job.run.start_from))
+            require_weights(job.model, Path(job.run.start_from))
     notes = check_data(job) if here else []
     price = candidate(job)
     require_fits(job)
@@ -77,13 +79,6 @@ def require_fits(job: Job) -> None:
     needed, there = readable_bytes(peak_memory(job).total), readable_bytes(room_of(job).usable_bytes)
     problem = f"a device needs {needed}, {job.cluster.device.name} has {there}"
     raise DoesNotFit("strategy", problem, what_would_fit(job))
-
-
-def _require_weights(job: Job, source: Path) -> None:
-    from shardwise.training.checkpoint.expected import require_weights  # imports torch
-
-    require_start(job.model, source)
-    require_weights(job.model, source)
 
 
 def _require_devices(job: Job) -> None:
@@ -151,18 +146,14 @@ def _why_not_fitting(job: Job, folder: RunFolder) -> str | None:
     if outcome.stopped:
         raise SystemExit(outcome.status)
     if outcome.failure is not None:
-        if _ran_out_of_memory(outcome.failure):
+        # The system kills the process, or the allocator raises.
+        if outcome.failure.cause == "killed" or any(words in outcome.failure.reason for words in _OUT_OF_MEMORY):
             return f"out of memory, {outcome.failure}"
         raise SpecError("strategy.microbatch", f"the dry step failed: {outcome.failure}", f"see {outcome.failure.log}")
     peak = json.loads(folder.peak.read_text(encoding="utf-8"))["peak_bytes"]
     device = job.cluster.device
     room = device.usable_memory - device.framework_memory
     return None if peak <= room else f"a step takes {readable_bytes(peak)} of {readable_bytes(room)}"
-
-
-def _ran_out_of_memory(failure: Failure) -> bool:
-    """The system kills the process, or the allocator raises."""
-    return failure.cause == "killed" or any(words in failure.reason for words in _OUT_OF_MEMORY)
 
 
 def _found_before(job: Job, folder: RunFolder) -> Job | None:

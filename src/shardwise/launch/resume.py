@@ -57,7 +57,22 @@ def _saved_job(folder: CheckpointFolder) -> Job | None:
 def differences(job: Job, folder: RunFolder) -> list[JobDifference]:
     """How ``job`` differs from the run saved in the folder; empty if there is none."""
     saved = _saved_job(folder.checkpoints)
-    return [] if saved is None else [*_of_model(job, saved), *_of_run(job, saved), *_of_data(job, folder)]
+    if saved is None:
+        return []
+    mine, theirs, found = job.model.to_dict(), saved.model.to_dict(), []
+    for name in sorted({*mine, *theirs} - set(_DESCRIBING)):
+        if mine.get(name) != theirs.get(name):
+            now, before = _spelled(mine.get(name)), _spelled(theirs.get(name))
+            found.append(JobDifference(f"model.{name}", now, before, always=True))
+    if job.run.seed != saved.run.seed:
+        found.append(JobDifference("run.seed", str(job.run.seed), str(saved.run.seed), always=True))
+    for path in _IDENTITY:
+        found += _changed(_SPELLED.get(path, path), _field(job, path), _field(saved, path))
+    recorded = recorded_data(folder)
+    for name, content in contents_of_data(job).items():
+        if recorded.get(name, content) != content:  # of a shard with the same name as when the run began
+            found.append(JobDifference("run.data.shards", f"{name} as it is now", "other content"))
+    return found
 
 
 def folder_for(job: Job, folder: Path) -> tuple[Path, list[JobDifference]]:
@@ -108,29 +123,6 @@ def finished_at(job: Job, folder: RunFolder) -> int | None:
             raise SpecError(name, problem, f"raise the steps to continue it; {_ANOTHER} starts a new one")
         return step
     return None
-
-
-def _of_model(job: Job, saved: Job) -> Iterator[JobDifference]:
-    mine, theirs = job.model.to_dict(), saved.model.to_dict()
-    for name in sorted({*mine, *theirs} - set(_DESCRIBING)):
-        if mine.get(name) != theirs.get(name):
-            now, before = _spelled(mine.get(name)), _spelled(theirs.get(name))
-            yield JobDifference(f"model.{name}", now, before, always=True)
-
-
-def _of_run(job: Job, saved: Job) -> Iterator[JobDifference]:
-    if job.run.seed != saved.run.seed:
-        yield JobDifference("run.seed", str(job.run.seed), str(saved.run.seed), always=True)
-    for path in _IDENTITY:
-        yield from _changed(_SPELLED.get(path, path), _field(job, path), _field(saved, path))
-
-
-def _of_data(job: Job, folder: RunFolder) -> Iterator[JobDifference]:
-    """Shards with the same name as when the run began, and other content."""
-    before = recorded_data(folder)
-    for name, content in contents_of_data(job).items():
-        if before.get(name, content) != content:
-            yield JobDifference("run.data.shards", f"{name} as it is now", "other content")
 
 
 def _changed(path: str, now: Any, before: Any) -> Iterator[JobDifference]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.interop.companions import keep_companions
-from shardwise.launch.emulate.network import Network, emulated
+from shardwise.launch.emulate.network import emulated
 from shardwise.launch.local import supervise
 from shardwise.launch.outcome import Commit, Event, Outcome
 from shardwise.launch.preflight import Preflight
@@ -59,23 +59,13 @@ class Launch:
     def supervised(self, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
         """Trains until the run is done, was stopped, or has failed too often."""
         emulation = self.job.run.emulate
+        command = [sys.executable, "-m", WORKER, str(self.folder.path.resolve())]
         with nullcontext() if emulation is None else emulated(emulation) as network:
-            return self.supervised_on(network, on_event)
-
-    def supervised_on(self, network: Network | None, on_event: Callable[[Event], None] = lambda event: None) -> Outcome:
-        """Like `supervised`, on the virtual nodes of an existing network."""
-        return supervise(
-            [sys.executable, "-m", WORKER, str(self.folder.path.resolve())],
-            self.job.strategy.world,
-            self.folder.attempts,
-            timeouts=self.job.run.timeouts,
-            restarts=self.job.run.restarts,
-            grace_seconds=self.grace_seconds,
-            last_commit=self._last_commit,
-            network=network,
-            debug=self.debug,
-            on_event=on_event,
-        )
+            return supervise(
+                command, self.job.strategy.world, self.folder.attempts,
+                timeouts=self.job.run.timeouts, restarts=self.job.run.restarts, grace_seconds=self.grace_seconds,
+                last_commit=self._last_commit, network=network, debug=self.debug, on_event=on_event,
+            )  # fmt: skip
 
     def _last_commit(self) -> Commit:
         found = self.folder.checkpoints

@@ -13,17 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shardwise.launch.emulate.namespace import (
-    INTERFACE,
-    MTU,
-    address,
-    configure,
-    disable_ipv6,
-    enter_open,
-    new_namespace,
-    returning,
-    tune_tcp,
-)
+from shardwise.launch.emulate import namespace
+from shardwise.launch.emulate.namespace import INTERFACE, MTU
 from shardwise.launch.emulate.switch import ACKNOWLEDGED_SECONDS, QUEUE_BYTES
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
@@ -38,8 +29,8 @@ class KernelSwitch:
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation
-        with returning():
-            self._hub = new_namespace()
+        with namespace.returning():
+            self._hub = namespace.new_namespace()
             self._has_netem = _has_netem()
             _ip("link", "add", "hub", "mtu", str(MTU), "type", "bridge")
             _ip("link", "set", "hub", "up")
@@ -58,9 +49,9 @@ class KernelSwitch:
             for here, there in ((one, other), (other, one)):
                 _inside(self.namespaces[here], partial(_black_hole, there))
         if "heal" in request:
-            for namespace in self.namespaces:
+            for inside in self.namespaces:
                 for node in range(self._emulation.nodes):
-                    _inside(namespace, partial(_restore_route, node))
+                    _inside(inside, partial(_restore_route, node))
 
     def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
         """Waits until ``controlled`` returns False; it is called when ``control`` is readable."""
@@ -69,30 +60,30 @@ class KernelSwitch:
 
     def _add_node(self, node: int) -> int:
         """A namespace with an interface whose other end is a port of the hub, in whose namespace this thread is."""
-        made = new_namespace()
-        disable_ipv6()
-        enter_open(self._hub)
+        made = namespace.new_namespace()
+        namespace.disable_ipv6()
+        namespace.enter_open(self._hub)
         where = f"/proc/{os.getpid()}/fd/{made}"
         port = f"port{node}"
         _ip("link", "add", port, "mtu", str(MTU), "type", "veth", "peer", "name", INTERFACE, "netns", where)
         _ip("link", "set", port, "master", "hub", "up")
-        enter_open(made)
-        configure(node)
-        enter_open(self._hub)
+        namespace.enter_open(made)
+        namespace.configure(node)
+        namespace.enter_open(self._hub)
         return made
 
     def _shape(self, wanted: Emulation) -> None:
         if not self._has_netem and (wanted.delay or wanted.loss):
             raise SpecError("emulate", "this kernel has no netem, and so neither delay nor loss", "shaping='switch'")
         self._emulation = wanted
-        for node, namespace in enumerate(self.namespaces):
-            _inside(namespace, self._shape_sending)
+        for node, inside in enumerate(self.namespaces):
+            _inside(inside, self._shape_sending)
             # What a node receives shares its port, too.
             _inside(self._hub, partial(_limit, f"port{node}", wanted.rate))
 
     def _shape_sending(self) -> None:
         wanted = self._emulation
-        tune_tcp(wanted.rate * (2 * wanted.delay + ACKNOWLEDGED_SECONDS))
+        namespace.tune_tcp(wanted.rate * (2 * wanted.delay + ACKNOWLEDGED_SECONDS))
         # Packets are lost one by one: TCP must not hand over several as one.
         _ip("link", "set", INTERFACE, "gso_max_segs", "1" if wanted.loss else "65535")
         if not self._has_netem:
@@ -104,8 +95,8 @@ class KernelSwitch:
 
 def kernel_has_netem() -> bool:
     """Whether this machine's kernel can enforce rate, delay and loss by itself."""
-    with returning():
-        probed = new_namespace()
+    with namespace.returning():
+        probed = namespace.new_namespace()
         try:
             return _has_netem()
         finally:
@@ -120,9 +111,9 @@ def _has_netem() -> bool:
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
-def _inside(namespace: int, do: Callable[[], None]) -> None:
-    with returning():
-        enter_open(namespace)
+def _inside(handle: int, do: Callable[[], None]) -> None:
+    with namespace.returning():
+        namespace.enter_open(handle)
         do()
 
 
@@ -132,11 +123,11 @@ def _limit(interface: str, rate: float) -> None:
 
 
 def _black_hole(node: int) -> None:
-    _ip("neighbour", "replace", address(node), "lladdr", _UNUSED_MAC, "dev", INTERFACE, "nud", "permanent")
+    _ip("neighbour", "replace", namespace.address(node), "lladdr", _UNUSED_MAC, "dev", INTERFACE, "nud", "permanent")
 
 
 def _restore_route(node: int) -> None:
-    _ip("neighbour", "flush", "to", address(node), "dev", INTERFACE, "nud", "permanent")
+    _ip("neighbour", "flush", "to", namespace.address(node), "dev", INTERFACE, "nud", "permanent")
 
 
 def _tc(interface: str, *arguments: str) -> None:

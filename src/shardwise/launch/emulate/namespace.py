@@ -1,6 +1,7 @@
 """Network namespaces without names: each lives as long as a process is in it or holds it open.
 
-So nothing is left behind, however the processes end, and no two runs interfere.
+So nothing is left behind, however the processes end, and no two runs interfere. As a script (`python -I`) it runs a
+command inside a namespace, replacing this process: its arguments are a path to the namespace and the command.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,3 +104,13 @@ def _call(name: str, *arguments: int) -> None:
     if getattr(library, name)(*arguments):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+if __name__ == "__main__":
+    try:
+        enter(sys.argv[1])
+    except FileNotFoundError:
+        sys.exit("the emulated network is gone")
+    except OSError:
+        sys.exit(f"cannot enter the network namespace {sys.argv[1]}")
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -13,8 +13,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from shardwise.launch.emulate import enter_script, process, tap
-from shardwise.launch.emulate.namespace import INTERFACE, enter
+from shardwise.launch.emulate import namespace, process
+from shardwise.launch.emulate.switch import DEVICE
 from shardwise.launch.pool import Pool
 from shardwise.layout.ranks import local_rank, node_of
 from shardwise.spec.emulation import Emulation
@@ -42,13 +42,13 @@ class Network:
         per_node = self.emulation.ranks_per_node
         # NCCL would notice that all nodes are one machine, and bypass the link between them.
         node = {"NCCL_HOSTID": f"node-{node_of(rank, per_node)}", "NCCL_IB_DISABLE": "1"}
-        interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), INTERFACE)
+        interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), namespace.INTERFACE)
         place = {"LOCAL_RANK": str(local_rank(rank, per_node)), "LOCAL_WORLD_SIZE": str(per_node)}
         return {**interfaces, **node, **place}
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """``command`` wrapped so that, started outside, it runs inside the node in the same process."""
-        return [sys.executable, "-I", "-S", enter_script.__file__, self.namespace(node), *command]
+        return [sys.executable, "-I", "-S", namespace.__file__, self.namespace(node), *command]
 
     def reshape(
         self,
@@ -121,8 +121,8 @@ def require_emulation() -> None:
         raise SpecError("emulate", f"needs Linux, this is {sys.platform}", "emulate in a virtual machine")
     if os.geteuid() != 0:
         raise SpecError("emulate", "needs root to create network namespaces", "run the command with sudo")
-    if not os.access(tap.DEVICE, os.R_OK | os.W_OK):
-        raise SpecError("emulate", f"there is no {tap.DEVICE}", "modprobe tun, or give the container that device")
+    if not os.access(DEVICE, os.R_OK | os.W_OK):
+        raise SpecError("emulate", f"there is no {DEVICE}", "modprobe tun, or give the container that device")
 
 
 def why_not() -> str | None:
@@ -160,7 +160,7 @@ class EmulatedPool(Pool):
         return partial(_enter_node, self.network.namespace(node), self.network.environment_of_rank(rank))
 
 
-def _enter_node(namespace: str, environment: Mapping[str, str]) -> None:
+def _enter_node(path: str, environment: Mapping[str, str]) -> None:
     """Runs before gloo creates anything: threads and sockets stay in the namespace they were created in."""
-    enter(namespace)
+    namespace.enter(path)
     os.environ.update(environment)

@@ -4,31 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import heapq
 import os
 import select
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from shardwise.launch.emulate import tap
-from shardwise.launch.emulate.namespace import (
-    configure,
-    disable_ipv6,
-    enter_open,
-    new_namespace,
-    returning,
-    tune_tcp,
-)
+from shardwise.launch.emulate import namespace
 from shardwise.spec.emulation import Emulation
 
 ACKNOWLEDGED_SECONDS = 1e-3  # on top of the delay, until a sender knows that a packet has arrived
 QUEUE_BYTES = 32 * 2**20  # in one node's port before it drops packets: more than TCP has in flight
 _EARLY_SECONDS = 30e-6  # a packet may arrive early by less than it takes to sleep and wake
 _PR_SET_TIMERSLACK = 29
+
+# -- the far end of a node's interface: a TUN device, whose packets this process reads and writes ----
+
+DEVICE = "/dev/net/tun"
+_MOST_BYTES = 65536 + 64
+_HEADER = 10  # virtio header before each packet: how the kernel may segment it, and where its checksum goes
+_SET_INTERFACE, _SET_OFFLOAD = 0x400454CA, 0x400454D0
+_TUN, _WITHOUT_PROTOCOL, _WITH_HEADER = 0x0001, 0x1000, 0x4000
+_CHECKSUMS, _SEGMENTS = 0x1, 0x2
+_SEGMENT_HEADERS = 52  # IPv4 and TCP with time stamps
+
+
+def _open_interface() -> int:
+    """Creates the interface of this thread's namespace; it exists until the file descriptor is closed."""
+    handle = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = _TUN | _WITHOUT_PROTOCOL | _WITH_HEADER
+    fcntl.ioctl(handle, _SET_INTERFACE, struct.pack("16sH22x", namespace.INTERFACE.encode(), flags))
+    return handle
+
+
+def _destination(packet: bytes) -> int:
+    """The node that a packet goes to; -1 for a packet that is not IPv4."""
+    if len(packet) < _HEADER + 20 or packet[_HEADER] >> 4 != 4:
+        return -1
+    return packet[_HEADER + 19] - 1
+
+
+def _wire_bytes(packet: bytes) -> int:
+    """Its size on the wire: every segment that the kernel splits it into has its own headers."""
+    size = len(packet) - _HEADER
+    segment = packet[4] | packet[5] << 8
+    return size + (size // segment) * _SEGMENT_HEADERS if segment else size
+
+
+# -- the switch --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -112,15 +141,15 @@ class PacketSwitch:
     def __init__(self, emulation: Emulation) -> None:
         self.wires = Wires(emulation.nodes, emulation.rate, emulation.delay, emulation.loss)
         self.namespaces: list[int] = []
-        self._taps: list[int] = []
+        self._interfaces: list[int] = []
         self._in_flight: list[tuple[float, int, int, int, int, bytes]] = []  # by arrival, then in the order received
         self._received = 0
-        with returning():
+        with namespace.returning():
             for node in range(emulation.nodes):
-                self.namespaces.append(new_namespace())
-                disable_ipv6()
-                self._taps.append(tap.open_tap())
-                configure(node)
+                self.namespaces.append(namespace.new_namespace())
+                namespace.disable_ipv6()
+                self._interfaces.append(_open_interface())
+                namespace.configure(node)
         self._adapt()
 
     def change(self, request: dict[str, Any]) -> None:
@@ -136,8 +165,8 @@ class PacketSwitch:
     def forward(self, control: int, controlled: Callable[[int], bool]) -> None:
         """Forwards packets until ``controlled`` returns False; it is called when ``control`` is readable."""
         _raise_priority()
-        node_of = {handle: node for node, handle in enumerate(self._taps)}
-        watched = [control, *self._taps]
+        node_of = {handle: node for node, handle in enumerate(self._interfaces)}
+        watched = [control, *self._interfaces]
         while True:
             for handle in select.select(watched, (), (), self._deliver())[0]:
                 if handle != control:
@@ -147,9 +176,9 @@ class PacketSwitch:
 
     def _receive(self, source: int, handle: int) -> None:
         """Accepts one packet: one at a time, so that a busy node cannot starve the others."""
-        packet = os.read(handle, tap.MOST_BYTES)
-        destination, size = tap.destination(packet), tap.wire_bytes(packet)
-        if 0 <= destination < len(self._taps) and destination != source:
+        packet = os.read(handle, _MOST_BYTES)
+        destination, size = _destination(packet), _wire_bytes(packet)
+        if 0 <= destination < len(self._interfaces) and destination != source:
             at = self.wires.arrival(source, destination, size, time.monotonic())
             if at is not None:
                 self._received += 1
@@ -163,18 +192,20 @@ class PacketSwitch:
             _, _, source, destination, size, packet = heapq.heappop(in_flight)
             self.wires.arrived(source, size)
             try:
-                os.write(self._taps[destination], packet)
+                os.write(self._interfaces[destination], packet)
             except OSError:  # its interface is down: lost, as on any wire
                 continue
         return max(0.0, in_flight[0][0] - time.monotonic()) if in_flight else None
 
     def _adapt(self) -> None:
         """Makes the nodes fit their wires: packets are lost one by one; a full pipe needs its buffers."""
-        with returning():
-            for namespace, handle in zip(self.namespaces, self._taps):
-                enter_open(namespace)
-                tune_tcp(self.wires.most_in_flight + self.wires.port_rate * ACKNOWLEDGED_SECONDS)
-                tap.set_segmentation_offload(handle, not self.wires.lossy)
+        # Whether TCP hands over up to 64 KiB at once, as it does to a network card; else every packet by itself.
+        offload = _CHECKSUMS if self.wires.lossy else _CHECKSUMS | _SEGMENTS
+        with namespace.returning():
+            for node, handle in zip(self.namespaces, self._interfaces):
+                namespace.enter_open(node)
+                namespace.tune_tcp(self.wires.most_in_flight + self.wires.port_rate * ACKNOWLEDGED_SECONDS)
+                fcntl.ioctl(handle, _SET_OFFLOAD, offload)
 
 
 def _raise_priority() -> None:

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if document["format"] is True or document["format"] != FORMAT:
             raise SpecError(str(path), f"has format {document['format']!r}", f"this reads format {FORMAT}")
-        files = {_file(name): _shard(one) for name, one in document["files"].items()}
+        files = dict(starmap(_file, document["files"].items()))
         tensors = {key: _full_tensor(one, files) for key, one in document["tensors"].items()}
-        numbers = _numbers(document["numbers"])
-        return Manifest(_count(document["step"]), _dict(document["job"]), numbers, tensors, files)
+        for name, value in _dict(document["numbers"]).items():
+            _CHECKS[name](value)
+        return Manifest(_count(document["step"]), _dict(document["job"]), document["numbers"], tensors, files)
     except SpecError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -131,14 +133,9 @@ def _require_seal(raw: bytes, path: Path) -> None:
         raise SpecError(str(path), "is damaged: its checksum differs", _ANOTHER)
 
 
-def _file(name: Any) -> str:
-    _require(isinstance(name, str) and _FILE.fullmatch(name) is not None)
-    return str(name)
-
-
-def _shard(one: Any) -> Shard:
-    _require(_CHECKSUM.fullmatch(one["sha256"]) is not None)
-    return Shard(_count(one["bytes"]), one["sha256"])
+def _file(name: Any, one: Any) -> tuple[str, Shard]:
+    _require(_FILE.fullmatch(name) is not None and _CHECKSUM.fullmatch(one["sha256"]) is not None)
+    return name, Shard(_count(one["bytes"]), one["sha256"])
 
 
 def _full_tensor(one: Any, files: Mapping[str, Shard]) -> FullTensor:
@@ -152,23 +149,12 @@ def _full_tensor(one: Any, files: Mapping[str, Shard]) -> FullTensor:
     return FullTensor(shape, one["dtype"], tuple(pieces))
 
 
-def _numbers(found: Any) -> dict[str, Any]:
-    """The state beside the tensors, as `start.state_numbers` and `state.numbers` write it."""
-    for name, value in _dict(found).items():
-        _CHECKS[name](value)
-    return dict(found)
-
-
 def _position(value: Any) -> None:
     """As `Position.to_numbers` writes it."""
     _require(_dict(value).keys() == {"batch", "left_out", "sequences"} and isinstance(value["left_out"], list))
     _count(value["sequences"], 1)
     for one in (value["batch"], *value["left_out"]):
         _count(one)
-
-
-def _losses(values: Any) -> None:
-    _require(isinstance(values, list) and all(map(_is_number, values)))
 
 
 def _count(value: Any, least: int = 0) -> int:
@@ -190,76 +176,44 @@ def _require(condition: bool) -> None:
         raise ValueError
 
 
-# optimizer_steps: optimizers count in floating point.
+# The state beside the tensors, as `start.state_numbers` and `state.numbers` write it; optimizers count their steps in
+# floating point.
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "optimizer_steps": lambda value: _require(_is_number(value) and 0 <= value < math.inf),
     "loss_scale": lambda value: _require(all(map(_is_number, _dict(value).values()))),
     "inner_steps": _count,
     "late_sums": _count,
     "data": _position,
-    "losses": _losses,
+    "losses": lambda values: _require(isinstance(values, list) and all(map(_is_number, values))),
 }
 
 
-@dataclass(frozen=True)
-class CheckpointTensor:
-    """A full tensor: ``kind`` is weight, buffer or a state of the optimizer."""
+def contents_of(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, from its manifest alone; raises SpecError if that is damaged.
 
-    kind: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    pieces: int
-
-
-@dataclass(frozen=True)
-class Contents:
-    """``layout`` is the strategy that the checkpoint was saved under, as its job file had it."""
-
-    path: str
-    step: int
-    model: str
-    layout: dict[str, Any]
-    precision: str | None
-    numbers: dict[str, Any]
-    file_bytes: dict[str, int]
-    tensors: tuple[CheckpointTensor, ...]
-
-    def bytes_of_kinds(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for one in self.tensors:
-            found[one.kind] += one.bytes
-        return dict(found)
-
-
-def contents_of(path: Path) -> Contents:
-    """What a checkpoint holds, from its manifest alone; raises SpecError if that is damaged."""
-    manifest = read_manifest(path)
-    tensors = []
-    for key, full in manifest.tensors.items():
+    ``layout`` is the strategy that it was saved under, as its job file had it.
+    """
+    found = read_manifest(path)
+    model, layout, training = (found.job.get(name) for name in ("model", "strategy", "training"))
+    tensors, sizes = [], Counter[str]()
+    for key, full in found.tensors.items():
         kind, _, name = key.partition("/")
-        tensors.append(CheckpointTensor(kind, name, full.dtype, full.shape, full.size, len(full.pieces)))
-    return Contents(
-        path=str(path),
-        step=manifest.step,
-        model=_name_of(manifest.job.get("model")),
-        layout=_mapping_or_empty(manifest.job.get("strategy")),
-        precision=_mapping_or_empty(manifest.job.get("training")).get("precision"),
-        numbers=manifest.numbers,
-        file_bytes={name: shard.size for name, shard in sorted(manifest.files.items())},
-        tensors=tuple(tensors),
-    )
+        sizes[kind] += full.size
+        about = {"kind": kind, "name": name, "dtype": full.dtype, "shape": list(full.shape)}
+        tensors.append({**about, "bytes": full.size, "pieces": len(full.pieces)})
+    return {
+        "path": str(path),
+        "step": found.step,
+        "model": str(model.get("name", "custom")) if isinstance(model, dict) else str(model or "unknown"),
+        "layout": layout if isinstance(layout, dict) else {},
+        "precision": training.get("precision") if isinstance(training, dict) else None,
+        "numbers": found.numbers,
+        "files": {name: shard.size for name, shard in sorted(found.files.items())},
+        "tensors": tensors,
+        "bytes": dict(sizes),
+    }
 
 
 def weight_keys(manifest: Manifest) -> list[str]:
     """The tensors of the model, without the states of the optimizer."""
     return [key for key in manifest.tensors if key.startswith(("weight/", "buffer/"))]
-
-
-def _name_of(model: Any) -> str:
-    return str(model.get("name", "custom")) if isinstance(model, dict) else str(model or "unknown")
-
-
-def _mapping_or_empty(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, dict) else {}

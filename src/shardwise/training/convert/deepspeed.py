@@ -122,45 +122,31 @@ def _trained(zero: _Zero, state: Mapping[str, Any], path: Path) -> dict[str, Laz
         raise SpecError(str(path), "does not say which parameters there are (param_shapes)", _AGAIN)
     groups = [_shapes(one, path) for one in shapes]
     if zero.stage == 3:
-        return _of_stage_3(zero, {name: shape for group in groups for name, shape in group.items()})
+        return _laid_out(zero, zero.groups, 1, {name: shape for group in groups for name, shape in group.items()})
     if len(groups) != len(zero.groups[0]):
         raise SpecError(str(path), f"names {len(groups)} groups, the partitions are of {len(zero.groups[0])}", _AGAIN)
     found: dict[str, LazyTensor] = {}
     for number, group in enumerate(groups):
-        found |= _of_stage_2(zero, number, group)
+        found |= _laid_out(zero, [[flat[number] for flat in zero.groups]], 2 * len(zero.groups), group)
     return found
 
 
-def _of_stage_2(zero: _Zero, number: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    parts = [flat[number] for flat in zero.groups]
-    stored, needed = sum(part.numel() for part in parts), sum(math.prod(shape) for shape in shapes.values())
-    step = 2 * len(parts)
-    if stored < needed or -(-stored // step) != -(-needed // step):
-        raise _other_count(zero, stored, needed)
+def _laid_out(
+    zero: _Zero, sources: Sequence[list[Tensor]], multiple: int, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, LazyTensor]:
+    """Parameters that lie end to end in every source, split evenly over them; a source is padded to a multiple."""
+    sizes = {name: -(-math.prod(shape) // len(sources)) for name, shape in shapes.items()}
+    needed = sum(sizes.values())
+    for parts in sources:
+        stored = sum(part.numel() for part in parts)
+        if stored < needed or -(-stored // multiple) != -(-needed // multiple):
+            problem = f"holds {stored:,} elements where the parameters make {needed:,}"
+            raise SpecError(str(zero.where), problem, "the files are not of one checkpoint")
     found, at = {}, 0
     for name, shape in shapes.items():
-        found[name] = _cut(shape, parts[0].dtype, [(parts, at, math.prod(shape))])
-        at += math.prod(shape)
+        found[name] = _cut(shape, sources[0][0].dtype, [(parts, at, sizes[name]) for parts in sources])
+        at += sizes[name]
     return found
-
-
-def _of_stage_3(zero: _Zero, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    ranks = len(zero.groups)
-    needed = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
-    for flat in zero.groups:
-        if (stored := sum(part.numel() for part in flat)) != needed:
-            raise _other_count(zero, stored, needed)
-    found, at = {}, 0
-    for name, shape in shapes.items():
-        each = -(-math.prod(shape) // ranks)
-        found[name] = _cut(shape, zero.groups[0][0].dtype, [(flat, at, each) for flat in zero.groups])
-        at += each
-    return found
-
-
-def _other_count(zero: _Zero, stored: int, needed: int) -> SpecError:
-    problem = f"holds {stored:,} elements where the parameters make {needed:,}"
-    return SpecError(str(zero.where), problem, "the files are not of one checkpoint")
 
 
 def _cut(shape: tuple[int, ...], dtype: torch.dtype, ranges: Sequence[tuple[list[Tensor], int, int]]) -> LazyTensor:

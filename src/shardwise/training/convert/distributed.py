@@ -27,30 +27,10 @@ _AGAIN = "copy the whole folder again"
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """A box of a tensor, and where ``torch.save`` wrote it."""
-
-    box: Box
-    path: Path
-    offset: int
-    length: int
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            content = file.read(self.length)
-        tensor = read_torch_bytes(content, self.path)
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != self.box.shape or tensor.dtype != dtype:
-            problem = f"holds at byte {self.offset:,} another tensor than {METADATA} says"
-            raise SpecError(str(self.path), problem, _AGAIN)
-        return tensor
-
-
-@dataclass(frozen=True)
 class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[StoredBox, ...]
+    boxes: Mapping[Box, LazyTensor]
 
     def whole(self) -> LazyTensor:
         return self._within(Box((0,) * len(self.shape), self.shape), self.shape)
@@ -63,10 +43,10 @@ class StoredTensor:
     def _within(self, wanted: Box, shape: tuple[int, ...]) -> LazyTensor:
         def read() -> Tensor:
             tensor = torch.empty(wanted.shape, dtype=self.dtype)
-            for one in self.boxes:
-                common = one.box.common(wanted)
+            for box, stored in self.boxes.items():
+                common = box.common(wanted)
                 if common is not None:
-                    tensor[common.inside(wanted)] = one.read(self.dtype)[common.inside(one.box)]
+                    tensor[common.inside(wanted)] = stored.read()[common.inside(box)]
             return tensor.reshape(shape)
 
         return LazyTensor(shape, self.dtype, read)
@@ -123,16 +103,16 @@ def _tensor(folder: Path, name: str, about: Mapping[str, Any], places: Mapping[A
     shape = _sizes(about.get("size"), name, folder)
     if not isinstance(dtype, torch.dtype):
         raise SpecError(name, f"in {folder / METADATA} has no known type", _AGAIN)
-    boxes = []
-    for chunk in map(fields_of, about["chunks"]):
-        box = Box(_sizes(chunk.get("offsets"), name, folder), _sizes(chunk.get("sizes"), name, folder))
-        boxes.append(_stored_box(folder, name, box, places.get((name, box.start))))
-    if not fill(shape, [one.box for one in boxes]):
+    chunks = [fields_of(chunk) for chunk in about["chunks"]]
+    boxes = [Box(*(_sizes(chunk.get(key), name, folder) for key in ("offsets", "sizes"))) for chunk in chunks]
+    stored = {box: _stored_box(folder, name, box, dtype, places.get((name, box.start))) for box in boxes}
+    if not fill(shape, boxes):
         raise SpecError(name, f"in {folder / METADATA} is not whole", _AGAIN)
-    return StoredTensor(shape, dtype, tuple(boxes))
+    return StoredTensor(shape, dtype, stored)
 
 
-def _stored_box(folder: Path, name: str, box: Box, place: Mapping[str, Any] | None) -> StoredBox:
+def _stored_box(folder: Path, name: str, box: Box, dtype: torch.dtype, place: Mapping[str, Any] | None) -> LazyTensor:
+    """A box of a tensor, where ``torch.save`` wrote it."""
     if place is None:
         raise SpecError(name, f"in {folder} has a part that is stored nowhere", _AGAIN)
     if place.get("transform_descriptors"):
@@ -145,7 +125,17 @@ def _stored_box(folder: Path, name: str, box: Box, place: Mapping[str, Any] | No
         raise SpecError(str(path), "is missing", _AGAIN)
     if type(offset) is not int or type(length) is not int or not 0 <= offset <= offset + length <= path.stat().st_size:
         raise SpecError(str(path), f"is too short to hold {name}", _AGAIN)
-    return StoredBox(box, path, offset, length)
+
+    def read() -> Tensor:
+        with path.open("rb") as opened:
+            opened.seek(offset)
+            tensor = read_torch_bytes(opened.read(length), path)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != box.shape or tensor.dtype != dtype:
+            problem = f"holds at byte {offset:,} another tensor than {METADATA} says"
+            raise SpecError(str(path), problem, _AGAIN)
+        return tensor
+
+    return LazyTensor(box.shape, dtype, read)
 
 
 def _sizes(sizes: Any, name: str, folder: Path) -> tuple[int, ...]:

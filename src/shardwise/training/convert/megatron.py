@@ -8,7 +8,7 @@ tensors, those of equal layers stacked, with the arguments in ``common.pt``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,13 +57,30 @@ def is_megatron(folder: Path) -> bool:
 def megatron_weights(source: Path, given: Model | None) -> Weights:
     """The weights of the newest iteration, of the model that the user names or that the checkpoint's arguments do."""
     folder = _iteration_folder(source)
-    return _of_whole_tensors(folder, given) if is_distributed(folder) else _of_ranks(folder, given)
-
-
-def _of_whole_tensors(folder: Path, given: Model | None) -> Weights:
-    common = _state(folder / _COMMON) if (folder / _COMMON).is_file() else {}
+    states: dict[tuple[int, int], dict[Any, Any]] = {}
+    if not is_distributed(folder):
+        states = {rank: _state(path) for rank, path in _ranks(folder).items()}
+        common = states[0, 0]
+    else:
+        common = _state(folder / _COMMON) if (folder / _COMMON).is_file() else {}
     arguments = fields_of(common.get("args"))
     _require_readable(arguments, folder, common.get("checkpoint_version"))
+    stored = _joined(_stages(states, folder)) if states else _whole_tensors(folder)
+    layers = len({int(match[1]) for name in stored if (match := _LAYER.match(name))})
+    model = given or _model_of(arguments, folder)
+    if layers != model.layers:
+        raise SpecError(str(folder), f"has {layers} layers, {model.name} has {model.layers}", "name the right model")
+    tp, pp = (max((rank[axis] for rank in states), default=0) + 1 for axis in (0, 1))
+    if model.key_value_heads % tp:
+        problem = f"repeats its {model.key_value_heads} key-value heads over {tp} tensor ranks"
+        raise SpecError(str(folder), problem, "save it with fewer tensor ranks")
+    origin = f"the Megatron-LM folder {folder} ({f'tp {tp}, pp {pp}' if states else 'torch_dist'})"
+    step = common.get("iteration")
+    step = step if type(step) is int and step >= 0 else 0
+    return complete(model, merged(model, stored, origin), origin, step)
+
+
+def _whole_tensors(folder: Path) -> Stored:
     stored: Stored = {}
     for name, one in stored_tensors(folder).items():
         if name.startswith(_NO_WEIGHTS):
@@ -74,37 +91,7 @@ def _of_whole_tensors(folder: Path, given: Model | None) -> Weights:
             stored |= {f"{before}{stacked}{number}.{after}": [one.entry(number)] for number in numbers}
         else:
             stored[name] = [one.whole()]
-    layers = {int(match[1]) for name in stored if (match := _LAYER.match(name))}
-    model = given or _model_of(arguments, folder)
-    _require_layers(len(layers), model, folder)
-    origin = f"the Megatron-LM folder {folder} (torch_dist)"
-    return complete(model, merged(model, stored, origin), origin, _iteration(common.get("iteration")))
-
-
-def _of_ranks(folder: Path, given: Model | None) -> Weights:
-    ranks = _ranks(folder)
-    states = {rank: _state(path) for rank, path in ranks.items()}
-    arguments = fields_of(states[0, 0].get("args"))
-    _require_readable(arguments, folder, states[0, 0].get("checkpoint_version"))
-    stages = _stages(states, folder)
-    model = given or _model_of(arguments, folder)
-    _require_layers(sum(count for count, _ in stages), model, folder)
-    tp, pp = (max(rank[axis] for rank in ranks) + 1 for axis in (0, 1))
-    if model.key_value_heads % tp:
-        problem = f"repeats its {model.key_value_heads} key-value heads over {tp} tensor ranks"
-        raise SpecError(str(folder), problem, "save it with fewer tensor ranks")
-    origin = f"the Megatron-LM folder {folder} (tp {tp}, pp {pp})"
-    step = _iteration(states[0, 0].get("iteration"))
-    return complete(model, merged(model, _joined(stages), origin), origin, step)
-
-
-def _require_layers(layers: int, model: Model, folder: Path) -> None:
-    if layers != model.layers:
-        raise SpecError(str(folder), f"has {layers} layers, {model.name} has {model.layers}", "name the right model")
-
-
-def _iteration(value: Any) -> int:
-    return value if type(value) is int and value >= 0 else 0
+    return stored
 
 
 def _iteration_folder(source: Path) -> Path:
@@ -253,60 +240,42 @@ def _lazy(theirs: str, parts: Sequence[LazyTensor], merge: Merge, origin: str) -
 def _source(name: str, model: Model) -> tuple[list[str], Merge]:
     """The possible names of a tensor there, and how the ranks' parts are merged."""
     module, _, kind = name.rpartition(".")
-    if not name.startswith("layers."):
-        vocabulary: Merge = partial(_rows, first=model.vocab)
-        outside: dict[str, tuple[str, Merge]] = {
-            "embedding": ("embedding.word_embeddings", vocabulary),
-            "position_embedding": ("embedding.position_embeddings", _equal),
-            "norm": ("decoder.final_layernorm", _equal),
-            "head": ("output_layer", vocabulary),
-        }
-        theirs, merge = outside[module]
-        return [f"{theirs}.{kind}"], merge
-    _, index, inner = module.split(".", 2)
-    before = f"decoder.layers.{index}."
-    return [before + one for one in _inside(inner, kind)], _merge(inner, kind, model)
-
-
-def _inside(inner: str, kind: str) -> Iterator[str]:
-    """Possible names of a layer's tensor: norms may be fused into the linear layer that follows them."""
-    fused = {"attention_norm": ("input_layernorm", "self_attention.linear_qkv"),
-             "mlp_norm": ("pre_mlp_layernorm", "mlp.linear_fc1")}  # fmt: skip
-    if inner in fused:
-        alone, following = fused[inner]
-        yield f"{alone}.{kind}"
-        yield f"{following}.layer_norm_{kind}"
-        return
-    modules = {
-        "attention.query": "self_attention.linear_qkv", "attention.key": "self_attention.linear_qkv",
-        "attention.value": "self_attention.linear_qkv", "attention.output": "self_attention.linear_proj",
-        "attention.query_norm": "self_attention.q_layernorm", "attention.key_norm": "self_attention.k_layernorm",
-        "mlp.gate": "mlp.linear_fc1", "mlp.up": "mlp.linear_fc1", "mlp.down": "mlp.linear_fc2",
-    }  # fmt: skip
+    inside, inner = "", module
+    if name.startswith("layers."):
+        _, index, inner = module.split(".", 2)
+        inside = f"decoder.layers.{index}."
+    vocabulary: Merge = partial(_rows, first=model.vocab)
+    columns: Merge = partial(torch.cat, dim=1) if kind == "weight" else _equal
+    heads = {which: partial(_of_groups, which=which, model=model) for which in ("query", "key", "value")}
+    modules: dict[str, tuple[Merge, str]] = {
+        "embedding": (vocabulary, "embedding.word_embeddings"),
+        "position_embedding": (_equal, "embedding.position_embeddings"),
+        "norm": (_equal, "decoder.final_layernorm"),
+        "head": (vocabulary, "output_layer"),
+        **{f"attention.{which}": (merge, "self_attention.linear_qkv") for which, merge in heads.items()},
+        "attention.output": (columns, "self_attention.linear_proj"),
+        "attention.query_norm": (_equal, "self_attention.q_layernorm"),
+        "attention.key_norm": (_equal, "self_attention.k_layernorm"),
+        "mlp.gate": (partial(_half, second=False), "mlp.linear_fc1"),
+        "mlp.up": (partial(_half, second=True) if model.gated else _rows, "mlp.linear_fc1"),
+        "mlp.down": (columns, "mlp.linear_fc2"),
+        "attention_norm": (_equal, "input_layernorm"),
+        "mlp_norm": (_equal, "pre_mlp_layernorm"),
+    }
     if inner not in modules:
         raise SpecError(inner, "has no place in a Megatron-LM folder", "convert it with its own tools")
-    yield f"{modules[inner]}.{kind}"
-
-
-def _merge(inner: str, kind: str, model: Model) -> Merge:
-    if inner in ("attention.query", "attention.key", "attention.value"):
-        return partial(_of_groups, which=inner.removeprefix("attention."), model=model)
-    if inner in ("mlp.gate", "mlp.up") and model.gated:
-        return partial(_half, second=inner == "mlp.up")
-    if inner == "mlp.up":
-        return _rows
-    if inner in ("attention.output", "mlp.down") and kind == "weight":
-        return _columns
-    return _equal
+    merge, theirs = modules[inner]
+    names = [f"{inside}{theirs}.{kind}"]
+    # Norms may be fused into the linear layer that follows them.
+    fused = {"attention_norm": "self_attention.linear_qkv", "mlp_norm": "mlp.linear_fc1"}
+    if inner in fused:
+        names.append(f"{inside}{fused[inner]}.layer_norm_{kind}")
+    return names, merge
 
 
 def _rows(parts: Sequence[Tensor], first: int | None = None) -> Tensor:
     """Outputs end to end; of a vocabulary the ``first`` ones, without its padding."""
     return torch.cat(list(parts))[:first]
-
-
-def _columns(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), dim=1)
 
 
 def _equal(parts: Sequence[Tensor]) -> Tensor:

@@ -241,22 +241,14 @@ def _rebuilt_with_type(storage: Any, offset: Any, shape: Any, stride: Any, *furt
     return _rebuilt(storage, offset, shape, stride, dtype=dtype)
 
 
-def _parameter(data: Any, *further: Any) -> Any:
-    """A parameter is its numbers."""
-    return data
-
-
-def _size(sizes: Any = ()) -> tuple[int, ...]:
-    return tuple(sizes)
-
-
+_parameter = _Function(lambda data, *further: data)  # a parameter is its numbers
 _KNOWN: dict[str, Any] = {
     "collections.OrderedDict": _Mapping,
-    "torch.Size": _Function(_size),
+    "torch.Size": _Function(tuple),
     "torch._utils._rebuild_tensor": _Function(_rebuilt),
     "torch._utils._rebuild_tensor_v2": _Function(_rebuilt),
     "torch._utils._rebuild_tensor_v3": _Function(_rebuilt_with_type),
-    "torch._utils._rebuild_parameter": _Function(_parameter),
-    "torch._utils._rebuild_parameter_with_state": _Function(_parameter),
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch.storage.UntypedStorage": _Bytes(),
 }
