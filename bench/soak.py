@@ -25,7 +25,7 @@ from pathlib import Path
 
 import yaml
 
-from shardwise.training.attempt import progress_path, read_progress
+from shardwise.training.attempt import rank_file, read_progress
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.data.build import build
 from shardwise.training.data.sources import standard_library
@@ -183,7 +183,7 @@ class Soak:
 
     def _step(self) -> int | None:
         """The step at which rank 0 of the newest attempt is, once it trains."""
-        path = progress_path(self.folder.attempts / f"attempt-{self._attempt():04d}", 0)
+        path = rank_file(self.folder.attempts / f"attempt-{self._attempt():04d}", 0, "progress")
         try:
             handle = os.open(path, os.O_RDONLY)
         except OSError:

@@ -24,7 +24,7 @@ from shardwise.measure.calibrate.device_samples import (
     StepShape,
     step_job,
 )
-from shardwise.measure.calibrate.fit import Wire, fit, fitted_device, fitted_level
+from shardwise.measure.calibrate.fit import Residual, Wire, fit, fitted_device, fitted_level
 from shardwise.measure.calibrate.link_samples import LinkSample, level_groups
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
@@ -121,13 +121,13 @@ def test_a_data_sheets_peak_stays_and_gets_a_share() -> None:
 def test_what_is_zero_or_more_is_found_again(values: list[float], seed: int) -> None:
     features = np.random.default_rng(seed).uniform(0.1, 1, (3 * len(values), len(values)))
     seconds = features @ np.array(values)
-    assert fit(features.tolist(), seconds.tolist()).worst_error < 1e-6
+    assert Residual.of("", fit(features.tolist(), seconds.tolist())).worst_error < 1e-6
 
 
 def test_nothing_is_less_than_zero_and_residuals_say_so() -> None:
     found = fit([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)], [3.0, 2.0, 1.0])
     assert min(found.values) >= 0
-    assert found.worst_error > 0.1
+    assert Residual.of("", found).worst_error > 0.1
 
 
 @given(

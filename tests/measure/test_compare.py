@@ -75,7 +75,7 @@ def test_a_slow_rank_is_named_and_gets_fewer_layers(shards: str, tmp_path: Path)
     found = compared(job, tmp_path / "run", slow_rank=0, times=4.0)
     assert found.slow_rank == 0
     assert found.found.busiest.rank == 0
-    causes = {one.part.name: one.cause for one in found.differences}
+    causes = {one.name: one.cause for one in found.differences}
     assert causes.get("bubble", "the others wait for rank 0") == "the others wait for rank 0"
     again = recut(job, found.found)
     (before, _), (after, _) = again.layers

@@ -9,7 +9,6 @@ import pytest
 
 from cli.running import error_line, run, run_json
 from launch.warm import warm_ranks
-from shardwise.measure.doctor.examine import examine
 from shardwise.measure.doctor.host import (
     Examination,
     check_clocks,
@@ -17,6 +16,7 @@ from shardwise.measure.doctor.host import (
     check_loopback,
     check_open_files,
     check_ports,
+    examine,
 )
 
 

@@ -11,8 +11,7 @@ import pytest
 from shardwise.spec.errors import SpecError
 from shardwise.training.attempt import (
     FailureRecord,
-    failure_path,
-    progress_path,
+    rank_file,
     read_failure,
     read_progress,
     reserve_failure,
@@ -29,12 +28,12 @@ def test_a_failure_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> Non
     record = FailureRecord(0, 1.0, "step", 3, "OSError", "no disk", "at the end", mistake=False)
     write_failure(tmp_path, record)
     assert read_failure(tmp_path, 0) == record
-    failure_path(tmp_path, 0).write_text(text)
+    rank_file(tmp_path, 0, "failed.json").write_text(text)
     assert read_failure(tmp_path, 0) is None
 
 
 def test_a_phase_that_there_is_none_of_is_no_progress(tmp_path: Path) -> None:
-    file = os.open(progress_path(tmp_path, 0), os.O_RDWR | os.O_CREAT)
+    file = os.open(rank_file(tmp_path, 0, "progress"), os.O_RDWR | os.O_CREAT)
     try:
         assert read_progress(file) is None
         write_progress(file, 1, "step", 7, 2.0, 0.0)

@@ -13,8 +13,7 @@ from shardwise.cli.arguments import Parser, add_job_arguments, job_arguments
 from shardwise.cli.inputs import job_from
 from shardwise.cost.analysis import analyze
 from shardwise.cost.campaign import checkpoint_bytes
-from shardwise.measure.doctor.examine import examine
-from shardwise.measure.doctor.host import Examination
+from shardwise.measure.doctor.host import Examination, examine
 from shardwise.report.console import console
 from shardwise.report.doctor import print_finding
 from shardwise.spec.errors import SpecError, shown

@@ -22,7 +22,7 @@ from shardwise.launch.ranks import RankProcess
 from shardwise.spec.errors import shown
 from shardwise.spec.run import Timeouts
 from shardwise.spec.units import readable_duration
-from shardwise.training.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, log_path
+from shardwise.training.attempt import BEAT_SECONDS, PHASES, FailureRecord, Phase, RankProgress, rank_file, read_failure
 
 SILENT_SECONDS = 4 * BEAT_SECONDS
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -57,7 +57,7 @@ class Diagnosis:
 
 def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> Diagnosis | None:
     """The first failure; None if no rank has failed and none is overdue."""
-    records = {rank.number: record for rank in ranks if (record := rank.failure())}
+    records = {rank.number: record for rank in ranks if (record := read_failure(rank.folder, rank.number))}
     running = [rank for rank in ranks if rank.ended is None and rank.number not in records]
     failed = [rank for rank in ranks if rank.number in records or (rank.ended is not None and rank.status != 0)]
     first = sorted(failed, key=lambda rank: _when(rank, records.get(rank.number)))
@@ -262,7 +262,7 @@ def _own_failure(rank: RankProcess, records: dict[int, FailureRecord]) -> Failur
     record = records.get(rank.number)
     if record is not None:
         mistake = record.mistake or record.kind in _CANNOT_IMPORT
-        log = log_path(rank.folder, rank.number)
+        log = rank_file(rank.folder, rank.number, "log")
         return Failure(rank.number, "raised", _message(record), record.phase, record.step, log, mistake)
     assert rank.status is not None
     text = rank.log_tail()
@@ -279,7 +279,7 @@ def _own_failure(rank: RankProcess, records: dict[int, FailureRecord]) -> Failur
 
 
 def _failure(rank: RankProcess, cause: Cause, reason: str, *, mistake: bool = False) -> Failure:
-    return Failure(rank.number, cause, reason, *rank.where, log_path(rank.folder, rank.number), mistake)
+    return Failure(rank.number, cause, reason, *rank.where, rank_file(rank.folder, rank.number, "log"), mistake)
 
 
 def _message(record: FailureRecord) -> str:

@@ -17,17 +17,7 @@ from shardwise.launch import guard
 from shardwise.launch.emulate.network import Network
 from shardwise.launch.owned import OwnedFolder
 from shardwise.layout.ranks import node_of
-from shardwise.training.attempt import (
-    STACKS_SIGNAL,
-    FailureRecord,
-    Phase,
-    RankProgress,
-    log_path,
-    progress_path,
-    read_failure,
-    read_progress,
-    stacks_path,
-)
+from shardwise.training.attempt import STACKS_SIGNAL, Phase, RankProgress, rank_file, read_progress
 
 _TAIL_BYTES = 65536  # native errors come before the stacks of all threads
 _SHARED_MEMORY = Path("/dev/shm")
@@ -55,8 +45,9 @@ class RankProcess:
     def progress(self) -> RankProgress | None:
         """Its last report; None if it never made one."""
         if self._progress_file is None:
+            path = rank_file(self.folder, self.number, "progress")
             with contextlib.suppress(FileNotFoundError):
-                self._progress_file = os.open(progress_path(self.folder, self.number), os.O_RDONLY | os.O_CLOEXEC)
+                self._progress_file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         if self._progress_file is not None:
             self._progress = read_progress(self._progress_file) or self._progress
         return self._progress
@@ -73,18 +64,15 @@ class RankProcess:
         progress = self.progress()
         return (progress.phase, progress.step) if progress else (None, None)
 
-    def failure(self) -> FailureRecord | None:
-        return read_failure(self.folder, self.number)
-
     def log_tail(self) -> str:
         """The end of what it printed."""
-        with log_path(self.folder, self.number).open("rb") as log:
+        with rank_file(self.folder, self.number, "log").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return log.read().decode("utf-8", "replace")
 
     def stacks(self) -> str:
         """What its threads were doing at `RankProcesses.request_stacks`."""
-        path = stacks_path(self.folder, self.number)
+        path = rank_file(self.folder, self.number, "stacks")
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def close(self) -> None:
@@ -128,7 +116,7 @@ class RankProcesses:
             own |= self._network.environment_of_rank(number)
             node = node_of(number, self._network.emulation.ranks_per_node)
             command = self._network.command(node, command)
-        with log_path(self.folder, number).open("wb") as log:
+        with rank_file(self.folder, number, "log").open("wb") as log:
             process = subprocess.Popen(
                 list(command), env=own,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

@@ -12,7 +12,7 @@ from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_difference, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.measure.compare.comparison import Comparison, MemoryPart
+    from shardwise.measure.compare.comparison import Comparison, Part
     from shardwise.measure.compare.step_parts import RankTimes
     from shardwise.measure.compare.stragglers import SlowLink
 
@@ -38,12 +38,9 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
         },
         "parts": {one.name: {name: getattr(one, name) for name in _PART_FIGURES} for one in found.parts},
         "memory": {
-            one.name: {"predicted_bytes": one.predicted_bytes, "measured_bytes": one.measured_bytes}
-            for one in found.memory
+            one.name: {"predicted_bytes": one.predicted, "measured_bytes": one.measured} for one in found.memory
         },
-        "differences": [
-            {"part": one.part.name, "seconds": one.part.difference, "cause": one.cause} for one in found.differences
-        ],
+        "differences": [{"part": one.name, "seconds": one.difference, "cause": one.cause} for one in found.differences],
         "ranks": [
             {
                 "rank": one.rank,
@@ -97,10 +94,7 @@ def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | s
         usual = readable_seconds(found.usual_seconds)
         yield f"Profiled: steps {first} to {last}. Other steps of the run take {usual} (median)."
     if found.memory:
-        cells = [
-            (one.name, *map(readable_bytes, (one.predicted_bytes, one.measured_bytes)), _ratio(one))
-            for one in found.memory
-        ]
+        cells = [(one.name, *map(readable_bytes, (one.predicted, one.measured)), _ratio(one)) for one in found.memory]
         yield table("Memory", ("", "predicted", "measured", "measured / predicted"), cells)
     if found.sent:
         cells = [
@@ -112,7 +106,7 @@ def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | s
         yield _ranks(found)
     if found.differences:
         cells = [
-            (_MEANING.get(one.part.name, one.part.name), readable_difference(one.part.difference), one.cause)
+            (_MEANING.get(one.name, one.name), readable_difference(one.difference), one.cause)
             for one in found.differences
         ]
         yield table("Largest differences first", ("part", "a step", "likely cause"), cells, numbers_from=9)
@@ -164,5 +158,5 @@ def _optional(seconds: float | None) -> str:
     return "–" if seconds is None else readable_seconds(seconds)
 
 
-def _ratio(one: MemoryPart) -> str:
-    return f"{one.measured_bytes / one.predicted_bytes:.2f}" if one.predicted_bytes else "–"
+def _ratio(one: Part) -> str:
+    return f"{one.measured / one.predicted:.2f}" if one.predicted else "–"

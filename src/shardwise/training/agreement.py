@@ -58,18 +58,14 @@ class Agreement:
         """``own`` is what this rank requests now; all ranks learn of it at the next agreement."""
         if step < self._next:
             return None
-        agreed, self.requested_at = self._finish(), self._begun[0]
+        agreed, self.requested_at = self.finish(), self._begun[0]
         self._begin(own, step)
         self._next = step + max(1, agreed.steps if agreed else 1)
         return agreed
 
-    def close(self) -> None:
-        """Completes the exchange in flight; called by all ranks after the same step."""
-        self._finish()
-
     def restart_from(self, step: int) -> None:
         """Restarts after a roll-back to an earlier step, which all ranks do at once."""
-        self._finish()
+        self.finish()
         self._next, self._begun = step, (step, time.monotonic())
 
     def _begin(self, own: RankRequests, step: int) -> None:
@@ -79,7 +75,8 @@ class Agreement:
         if self._group is not None:
             self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _finish(self) -> RankRequests | None:
+    def finish(self) -> RankRequests | None:
+        """Completes the exchange in flight; called by all ranks after the same step."""
         if self._numbers is None:
             return None
         if self._work is not None:

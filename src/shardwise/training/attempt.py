@@ -64,21 +64,9 @@ class FailureRecord:
     mistake: bool
 
 
-def log_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.log"
-
-
-def progress_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.progress"
-
-
-def failure_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.failed.json"
-
-
-def stacks_path(folder: Path, rank: int) -> Path:
-    """Where a rank dumps the stacks of its threads on `STACKS_SIGNAL`."""
-    return folder / f"rank-{rank}.stacks"
+def rank_file(folder: Path, rank: int, kind: Literal["log", "progress", "failed.json", "stacks"]) -> Path:
+    """A file of a rank; on `STACKS_SIGNAL` it dumps the stacks of its threads."""
+    return folder / f"rank-{rank}.{kind}"
 
 
 def write_progress(file: int, count: int, phase: Phase, step: int, since: float, limit_seconds: float) -> None:
@@ -103,12 +91,12 @@ def read_progress(file: int) -> RankProgress | None:
 
 def reserve_failure(folder: Path, rank: int) -> None:
     """Reserves space for a failure record: the failure may be a full disk."""
-    failure_path(folder, rank).with_suffix(".part").write_bytes(b" " * _FAILURE_BYTES)
+    rank_file(folder, rank, "failed.json").with_suffix(".part").write_bytes(b" " * _FAILURE_BYTES)
 
 
 def write_failure(folder: Path, record: FailureRecord) -> None:
     """Overwrites the reserved blanks; trailing blanks are valid JSON."""
-    path = failure_path(folder, record.rank)
+    path = rank_file(folder, record.rank, "failed.json")
     part = path.with_suffix(".part")
     short = replace(record, message=record.message[:_MOST_CHARACTERS], traceback=record.traceback[-_MOST_CHARACTERS:])
     with part.open("r+b" if part.exists() else "wb") as file:
@@ -118,7 +106,7 @@ def write_failure(folder: Path, record: FailureRecord) -> None:
 
 def read_failure(folder: Path, rank: int) -> FailureRecord | None:
     try:
-        return FailureRecord(**json.loads(failure_path(folder, rank).read_text(encoding="utf-8")))
+        return FailureRecord(**json.loads(rank_file(folder, rank, "failed.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # none, or invalid: then only the exit status is known
         return None
 
@@ -190,9 +178,10 @@ class Reporter:
             return
         if place.launcher is not None:
             _die_with(place.launcher)
-        stacks = stacks_path(place.folder, place.rank).open("w", encoding="utf-8")
+        stacks = rank_file(place.folder, place.rank, "stacks").open("w", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        self._file = os.open(progress_path(place.folder, place.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path = rank_file(place.folder, place.rank, "progress")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         reserve_failure(place.folder, place.rank)
         self.phase("start", 0)
         write_beat(self._file, time.monotonic())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +29,54 @@ from shardwise.training.metrics.memory import device_memory, peak_during, reside
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler
 from shardwise.training.start import Position, State, load_newest, state_numbers
-from shardwise.training.step_results import PendingResult, StepFigures, StepStart, Timestamp
 
 COLLECTED_STEPS = 200  # between two garbage collections, at the same step on all ranks so that none waits for another's
 COUNTED_STEP = 2  # the first whose memory is counted: before it not everything is allocated
+
+
+class Timestamp:
+    """When the work launched so far is done; on a CPU, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host_seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Timestamp) -> float:
+        """After `wait`."""
+        if self._event is None or earlier._event is None:
+            return self._host_seconds - earlier._host_seconds
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class PendingStep:
+    """A step that is running, with what was known when it began.
+
+    Loss and norm are copied to the host meanwhile: `read` waits for this step, not for later ones.
+    """
+
+    def __init__(
+        self, position: Position, rate: float, waited_seconds: float, memory: dict[str, Any], result: StepResult
+    ) -> None:
+        self.position, self.number = position, position.step + 1  # steps are counted from 1
+        self.learning_rate, self.waited_seconds, self.memory = rate, waited_seconds, memory
+        self.loss = self.gradient_norm = float("nan")
+        self._numbers = numbers = torch.stack([result.loss, result.gradient_norm])
+        if numbers.is_cuda:
+            self._numbers = torch.empty(2, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+        self.finished = Timestamp(numbers.device)
+
+    def read(self) -> PendingStep:
+        self.finished.wait()
+        self.loss, self.gradient_norm = self._numbers.tolist()
+        return self
 
 
 @dataclass(frozen=True)
@@ -67,7 +112,7 @@ class Loop:
         self.checkpoints.last_begun = self.first_step if state.saved else None
         self.agreement = Agreement(self.first_step)
         self.pressure = MemoryPressure(self.trainer) if "optimizer" in job.run.automatic else None
-        self._late: PendingResult | None = None
+        self._late: PendingStep | None = None
         self._since = Timestamp(self.trainer.device)  # when the previous step, or what came after it, ended
         optimization = job.training.optimization
         factor = job.run.schedule.batch_factor(job.sequences, job.training.optimizer)
@@ -111,8 +156,8 @@ class Loop:
         torch.manual_seed((self.run_spec.seed * 1_000_003 + position.step) % 2**63)
         counts = self._counts_memory(position.step)
         result, memory = self._counted_step(batch) if counts else (self._step(batch), {})
-        begun = StepStart(position, rate, self.loader.waited_seconds - waited_before, memory)
-        before, self._late = self._late, PendingResult(begun, result)
+        waited = self.loader.waited_seconds - waited_before
+        before, self._late = self._late, PendingStep(position, rate, waited, memory, result)
         self.position = position.after_step()
         if before is not None and self._judge(before.read()) is StepVerdict.ROLL_BACK:
             return
@@ -156,7 +201,7 @@ class Loop:
         late, self._late = self._late, None
         return StepVerdict.GOOD if late is None else self._judge(late.read())
 
-    def _judge(self, figures: StepFigures) -> StepVerdict:
+    def _judge(self, figures: PendingStep) -> StepVerdict:
         try:
             verdict = self.health.judge(figures.number, figures.loss, figures.gradient_norm)
         except SpecError:
@@ -169,10 +214,10 @@ class Loop:
             self._roll_back(figures)
         return verdict
 
-    def _roll_back(self, figures: StepFigures) -> None:
+    def _roll_back(self, figures: PendingStep) -> None:
         """Reloads the newest checkpoint and skips the bad batch."""
         self._late = None
-        batch = figures.begun.position.batch
+        batch = figures.position.batch
         self.checkpoints.settle()
         self.parts.reporter.phase("checkpoint", self.position.step)
         left_out = self.position.left_out | {batch}
@@ -186,17 +231,17 @@ class Loop:
             self._record_event({"rolled_back_from": figures.number, "left_out_batch": batch})
         self._since = Timestamp(self.trainer.device)
 
-    def _record(self, figures: StepFigures, bad: str | None) -> None:
+    def _record(self, figures: PendingStep, bad: str | None) -> None:
         seconds, self._since = figures.finished.seconds_since(self._since), figures.finished
         if self.parts.recorder is None or (figures.number % self.run_spec.logging.interval and bad is None):
             return
         found = {
             "loss": figures.loss,
             "gradient_norm": figures.gradient_norm,
-            "learning_rate": figures.begun.learning_rate,
-            "data_wait_seconds": figures.begun.waited_seconds,
+            "learning_rate": figures.learning_rate,
+            "data_wait_seconds": figures.waited_seconds,
             **device_memory(self.trainer.device),
-            **figures.begun.memory,
+            **figures.memory,
             "resident_bytes": resident_bytes(),
             **({"bad": bad} if bad else {}),
         }
@@ -237,7 +282,7 @@ class Loop:
         self._since = Timestamp(self.trainer.device)
 
     def _end(self) -> None:
-        self.agreement.close()
+        self.agreement.finish()
         self.checkpoints.settle()
         if self.checkpoints.last_begun != self.position.step:
             self._save(wait=True)

@@ -47,27 +47,16 @@ def main(arguments: list[str], work: Work) -> int:
         with _exclusive(folder, place):
             work(folder, place, reporter, stop)
         return 0
-    except SpecError as error:
-        return _user_error(reporter, error)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # a restart would not help
-            where = str(error.filename or arguments[0])
-            return _user_error(reporter, SpecError(where, "has no space left", "make room and start it again"))
-        return _crash(reporter, error)
     except BaseException as error:
-        return _crash(reporter, error)
-
-
-def _user_error(reporter: Reporter, error: SpecError) -> int:
-    reporter.failed(error)
-    _logger.error("shardwise: error: %s", error)
-    return 2
-
-
-def _crash(reporter: Reporter, error: BaseException) -> int:
-    reporter.failed(error)
-    _logger.error("the rank failed", exc_info=error)
-    return 1
+        why = error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a restart would not help
+            why = SpecError(str(error.filename or arguments[0]), "has no space left", "make room and start it again")
+        reporter.failed(why)
+        if isinstance(why, SpecError):
+            _logger.error("shardwise: error: %s", why)
+            return 2
+        _logger.error("the rank failed", exc_info=why)
+        return 1
 
 
 @contextlib.contextmanager

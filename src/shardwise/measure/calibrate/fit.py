@@ -40,14 +40,6 @@ class Fit:
     values: tuple[float, ...]
     residuals: tuple[float, ...]
 
-    @property
-    def median_error(self) -> float:
-        return float(np.median(np.abs(self.residuals))) if self.residuals else 0.0
-
-    @property
-    def worst_error(self) -> float:
-        return float(np.max(np.abs(self.residuals))) if self.residuals else 0.0
-
 
 def fit(features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | None = None) -> Fit:
     """Minimises the relative errors of ``known + features · values``; every value is zero or more.
@@ -104,7 +96,8 @@ class Residual:
 
     @classmethod
     def of(cls, what: str, found: Fit) -> Residual:
-        return cls(what, len(found.residuals), found.median_error, found.worst_error)
+        errors = np.abs(found.residuals or (0.0,))
+        return cls(what, len(found.residuals), float(np.median(errors)), float(np.max(errors)))
 
 
 def fitted_device(base: Device, samples: Sequence[DeviceSamples], *, known_peak: bool) -> tuple[Device, list[Residual]]:

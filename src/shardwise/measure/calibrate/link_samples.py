@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Literal
 
@@ -41,20 +42,14 @@ class LinkSample:
     delay: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Case:
-    runner: Runner
-    kind: CollectiveKind
-    algorithm: str
-
-
-CASES = (
-    _Case("backend", CollectiveKind.ALL_REDUCE, "ring"),
-    _Case("backend", CollectiveKind.ALL_GATHER, "ring"),
-    _Case("backend", CollectiveKind.REDUCE_SCATTER, "direct"),
-    _Case("schedules", CollectiveKind.ALL_REDUCE, "ring"),
-    _Case("schedules", CollectiveKind.ALL_GATHER, "direct"),
-    _Case("schedules", CollectiveKind.REDUCE_SCATTER, "direct"),
+# Runner, collective and algorithm.
+CASES: tuple[tuple[Runner, CollectiveKind, str], ...] = (
+    ("backend", CollectiveKind.ALL_REDUCE, "ring"),
+    ("backend", CollectiveKind.ALL_GATHER, "ring"),
+    ("backend", CollectiveKind.REDUCE_SCATTER, "direct"),
+    ("schedules", CollectiveKind.ALL_REDUCE, "ring"),
+    ("schedules", CollectiveKind.ALL_GATHER, "direct"),
+    ("schedules", CollectiveKind.REDUCE_SCATTER, "direct"),
 )
 
 
@@ -79,13 +74,11 @@ def measure_links(
             for active in dict.fromkeys(((0,), tuple(range(len(groups))))):
                 taking_part = mine in active
                 chosen = tuple(groups[index] for index in active)
-                for case in CASES:
-                    for size in sizes:
-                        call = _call(case, size, made[mine], torch.device(device)) if taking_part else lambda: None
-                        repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
-                        call()
-                        seconds = _timed(call, ROUNDS, repeats)
-                        samples.append(LinkSample(level, case.runner, case.kind, case.algorithm, chosen, size, seconds))
+                for case, size in product(CASES, sizes):
+                    call = _call(*case, size, made[mine], torch.device(device)) if taking_part else lambda: None
+                    repeats = 24 if size <= 2**16 else 6 if size <= 2**18 else 2
+                    call()
+                    samples.append(LinkSample(level, *case, chosen, size, _timed(call, ROUNDS, repeats)))
         return samples
 
 
@@ -94,11 +87,13 @@ def slowest(of_ranks: Sequence[Sequence[LinkSample]], delay: float = 0.0) -> lis
     return [replace(same[0], seconds=max(one.seconds for one in same), delay=delay) for same in zip(*of_ranks)]
 
 
-def _call(case: _Case, size: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    operation = Operation(case.kind, group, size, device)
-    if case.runner == "backend":
+def _call(
+    runner: Runner, kind: CollectiveKind, algorithm: str, size: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], object]:
+    operation = Operation(kind, group, size, device)
+    if runner == "backend":
         return operation.by_backend()
-    schedule = build_schedule(case.kind, Topology.switch(group.size(), 1.0), case.algorithm)
+    schedule = build_schedule(kind, Topology.switch(group.size(), 1.0), algorithm)
     return operation.by_schedule(Communicator(group), schedule)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,11 +43,6 @@ class Rank:
         return local_rank(self.number, self.ranks_per_host) == 0
 
 
-class Ranks(Protocol):
-    def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
-        """What ``function(rank, *arguments)`` returned on every rank."""
-
-
 @dataclass(frozen=True)
 class PoolRanks:
     """Processes of this machine, which is the only host: virtual nodes share its resources."""
@@ -56,6 +51,7 @@ class PoolRanks:
     world: int
 
     def run(self, function: Callable[..., Found], *arguments: Any) -> list[Found]:
+        """What ``function(rank, *arguments)`` returned on every rank."""
         return self.pool.run(_in_pool, self.world, function, arguments, timeout_seconds=_LONGEST_SECONDS)
 
 
@@ -86,6 +82,9 @@ class StartedRanks:
         while self._here.rank == 0 and gone < self._here.world:
             time.sleep(_LOOK_SECONDS)
             gone = self._store.add("left", 0)
+
+
+Ranks = PoolRanks | StartedRanks
 
 
 @contextmanager

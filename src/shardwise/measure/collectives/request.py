@@ -104,15 +104,12 @@ def sizes_between(smallest: int, largest: int, factor: int = 4) -> tuple[int, ..
     return (*found, largest)
 
 
-def algorithms_for(kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster) -> list[str]:
-    """The backend's own and every algorithm with a schedule there."""
+def offered(
+    kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster, wanted: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """Those of ``wanted`` that exist for this collective on the level, by their names there; all if None."""
     topology = by_schedules(cluster, level.runs)
-    return [BACKEND, *(name for name in algorithm_names(kind, topology) if _runs(kind, topology, name))]
-
-
-def offered(kind: CollectiveKind, level: MeasuredLevel, cluster: Cluster, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``wanted`` that exist for this collective on the level, by their names there."""
-    topology = by_schedules(cluster, level.runs)
+    wanted = (BACKEND, *algorithm_names(kind, topology)) if wanted is None else wanted
     named = [name if name in (BACKEND, AUTO) else named_on(name, topology) for name in wanted]
     return tuple(name for name in named if name in (BACKEND, AUTO) or _runs(kind, topology, name))
 
@@ -143,6 +140,5 @@ def requests(
     """Level by level and collective by collective."""
     for level in levels:
         for kind in kinds:
-            names = algorithms_for(kind, level, cluster) if algorithms is None else algorithms
-            if found := offered(kind, level, cluster, tuple(names)):
+            if found := offered(kind, level, cluster, algorithms):
                 yield CollectiveRequest(cluster, level, kind, found, sizes, **how)  # type: ignore[arg-type]

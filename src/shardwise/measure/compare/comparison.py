@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
@@ -60,26 +60,44 @@ def run_folder(text: str) -> RunFolder:
 
 # -- likely causes of a part of a step differing from its price --------------------------------------
 
+PARTS = ("compute", *DIMENSIONS, "offload", BUBBLE, LATE, "optimizer", "data", "checkpoint", "host")
+WORTH = 0.02  # of the step: a smaller difference is not explained
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a step, or bytes of memory; hidden seconds are not part of it, and None if they are not known."""
+
+    name: str
+    predicted: float
+    measured: float
+    hidden_predicted: float | None = None
+    hidden_measured: float | None = None
+    cause: str = ""  # of the difference, if one is known
+
+    @property
+    def difference(self) -> float:
+        return self.measured - self.predicted
+
 
 @dataclass(frozen=True)
 class Evidence:
     """What is known about a part that differs."""
 
-    part: str
-    predicted: float
-    measured: float
+    part: Part
     slow_rank: int | None
     slowness: float  # of that rank
     slow_link: SlowLink | None
 
     @property
     def longer(self) -> bool:
-        return self.measured > self.predicted
+        return self.part.difference > 0
 
     @property
     def own_link(self) -> SlowLink | None:
         """The slow link, if this part goes over it."""
-        return self.slow_link if self.slow_link is not None and self.slow_link.link.dimension == self.part else None
+        own = self.slow_link is not None and self.slow_link.link.dimension == self.part.name
+        return self.slow_link if own else None
 
 
 def _always(evidence: Evidence) -> bool:
@@ -88,7 +106,8 @@ def _always(evidence: Evidence) -> bool:
 
 # Parts, when the cause applies, and what it is; the first that applies is given.
 CAUSES: tuple[tuple[tuple[str, ...], Callable[[Evidence], bool], str], ...] = (
-    (("compute",), lambda e: e.slow_rank is not None and e.longer and e.measured < 2 * e.slowness * e.predicted,
+    (("compute",),
+     lambda e: e.slow_rank is not None and e.longer and e.part.measured < 2 * e.slowness * e.part.predicted,
      "rank {0.slow_rank} takes {0.slowness:.2f} times as long for a layer as others do"),
     (("compute",), lambda e: e.longer,
      "slower on every rank than the device's description: `shardwise calibrate` measures this device"),
@@ -115,42 +134,11 @@ CAUSES: tuple[tuple[tuple[str, ...], Callable[[Evidence], bool], str], ...] = (
 
 def cause_of(evidence: Evidence) -> str:
     """Empty if none is known."""
-    causes = (text for parts, applies, text in CAUSES if evidence.part in parts and applies(evidence))
+    causes = (text for parts, applies, text in CAUSES if evidence.part.name in parts and applies(evidence))
     return next(causes, "").format(evidence)
 
 
 # -- the comparison ----------------------------------------------------------------------------------
-
-PARTS = ("compute", *DIMENSIONS, "offload", BUBBLE, LATE, "optimizer", "data", "checkpoint", "host")
-WORTH = 0.02  # of the step: a smaller difference is not explained
-
-
-@dataclass(frozen=True)
-class Part:
-    """Seconds of a step; hidden ones are not part of it, and None if they are not known."""
-
-    name: str
-    predicted: float
-    measured: float
-    hidden_predicted: float | None = None
-    hidden_measured: float | None = None
-
-    @property
-    def difference(self) -> float:
-        return self.measured - self.predicted
-
-
-@dataclass(frozen=True)
-class MemoryPart:
-    name: str
-    predicted_bytes: float
-    measured_bytes: float
-
-
-@dataclass(frozen=True)
-class Difference:
-    part: Part
-    cause: str
 
 
 @dataclass(frozen=True)
@@ -161,8 +149,8 @@ class Comparison:
     found: Measured
     predicted: Predicted
     parts: tuple[Part, ...]
-    memory: tuple[MemoryPart, ...]
-    differences: tuple[Difference, ...]  # the largest first
+    memory: tuple[Part, ...]
+    differences: tuple[Part, ...]  # the largest first
     usual_seconds: float | None
     slowness: tuple[float, ...] | None
     slow_rank: int | None
@@ -187,11 +175,11 @@ def compare(run: ProfiledRun) -> Comparison:
     slow = slow_link(links_of(job, found), found.step_seconds, ratio)
     slowest = 1.0 if slow_rank is None or slowness is None else slowness[slow_rank]
     differences = [
-        Difference(part, cause_of(Evidence(part.name, part.predicted, part.measured, slow_rank, slowest, slow)))
+        replace(part, cause=cause_of(Evidence(part, slow_rank, slowest, slow)))
         for part in parts
         if abs(part.difference) >= WORTH * found.step_seconds
     ]
-    differences.sort(key=lambda one: -abs(one.part.difference))
+    differences.sort(key=lambda one: -abs(one.difference))
     lines = list(read_lines(run.folder.metrics))
     profile = job.run.profile
     plain = [one for one in lines if profile is None or not profile.first <= one["step"] <= profile.last]
@@ -210,7 +198,7 @@ def _hidden(name: str, expected: Predicted, found: Measured) -> tuple[float | No
     return expected.hidden.get(name, 0.0), None if name == "pp" else found.busiest.hidden.get(name, 0.0)
 
 
-def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[MemoryPart, ...]:
+def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[Part, ...]:
     """Of the fullest rank; if no step was counted, what rank 0 holds between steps."""
     counted = [one["memory_bytes_of_ranks"] for one in lines if isinstance(one.get("memory_bytes_of_ranks"), list)]
     peaks: list[int] = counted[-1] if counted else []  # type: ignore[assignment]
@@ -218,16 +206,16 @@ def _memory(job: Job, found: Measured, lines: list[dict[str, object]]) -> tuple[
     expected = memory_of_rank(job, coordinate(job.strategy, "pp", rank))
     parts = _states(job, expected, found.records[rank].memory)
     if peaks:
-        held = sum(one.measured_bytes for one in parts)
-        priced = sum(one.predicted_bytes for one in parts)
+        held = sum(one.measured for one in parts)
+        priced = sum(one.predicted for one in parts)
         tensors = expected.total - expected.allowance  # the framework's own memory is not measured
-        parts.append(MemoryPart("all else at the peak", tensors - priced, peaks[rank] - held))
-        parts.append(MemoryPart(f"peak of rank {rank}", tensors, peaks[rank]))
+        parts.append(Part("all else at the peak", tensors - priced, peaks[rank] - held))
+        parts.append(Part(f"peak of rank {rank}", tensors, peaks[rank]))
     return tuple(parts)
 
 
-def _states(job: Job, expected: DeviceMemory, held: Mapping[str, int]) -> list[MemoryPart]:
+def _states(job: Job, expected: DeviceMemory, held: Mapping[str, int]) -> list[Part]:
     """Between two steps, where ZeRO-1 and 2 hold only the optimizer's own copy of a shard of the weights."""
     if job.strategy.zero in (1, 2):
-        return [MemoryPart("optimizer and its weights", expected.optimizer, sum(held.values()))]
-    return [MemoryPart(name, getattr(expected, name), held[name]) for name in ("weights", "optimizer")]
+        return [Part("optimizer and its weights", expected.optimizer, sum(held.values()))]
+    return [Part(name, getattr(expected, name), held[name]) for name in ("weights", "optimizer")]

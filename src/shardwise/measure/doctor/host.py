@@ -1,14 +1,15 @@
-"""Checks of the host without torch: loopback and ports, shared memory, open files, clocks, and its disk."""
+"""All checks in order; those without torch: loopback and ports, shared memory, open files, clocks, and the disk."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,6 +43,42 @@ class Examination:
     others: tuple[str, ...] = ()
     checkpoint_bytes: float | None = None
     checkpoint_limit_seconds: float = 600
+
+
+# -- all checks --------------------------------------------------------------------------------------
+
+_Check = Callable[[Examination], Checked | Iterable[Checked]]
+
+
+def examine(request: Examination) -> Iterator[Checked]:
+    """The results as they come, the slowest check last; a failing one does not stop the rest."""
+    host: dict[str, _Check] = {
+        "loopback": check_loopback,
+        "ports": check_ports,
+        "shared memory": check_shared_memory,
+        "open files": check_open_files,
+        "clock": check_clocks,
+        "disk": check_disk,
+    }
+    yield from _run(host, request)
+    if importlib.util.find_spec("torch") is None:
+        yield Checked("PyTorch", "fail", "is not installed", "pip install 'shardwise[train]'")
+        return
+    from shardwise.measure.doctor.software import check_all_reduce, check_devices, check_versions
+
+    software = list(_run({"versions": check_versions, "device memory": check_devices}, request))
+    yield from software
+    if not any(found.status == "fail" for found in software):  # else it would fail for the same reason
+        yield from _run({"all-reduce": check_all_reduce}, request)
+
+
+def _run(checks: dict[str, _Check], request: Examination) -> Iterator[Checked]:
+    for name, check in checks.items():
+        try:
+            found = check(request)
+            yield from [found] if isinstance(found, Checked) else found
+        except (OSError, RuntimeError) as error:
+            yield Checked(name, "fail", " ".join(str(error).split()))
 
 
 # -- the host ----------------------------------------------------------------------------------------

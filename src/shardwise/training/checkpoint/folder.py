@@ -62,7 +62,12 @@ class CheckpointFolder:
 
         Without ``replace`` the rename fails (OSError) if there is a checkpoint of that step.
         """
-        part, target = self._sealed(step, attempt, manifest), self.of_step(step)
+        part, target = self.unfinished(step, attempt), self.of_step(step)
+        with (part / NAME).open("wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(part)
         if replace and target.is_symlink():
             target.unlink()
         elif replace and target.exists():  # of an earlier, damaged or undone attempt at the same step
@@ -70,15 +75,6 @@ class CheckpointFolder:
         part.rename(target)
         sync_folder(self.path)
         return target
-
-    def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
-        part = self.unfinished(step, attempt)
-        with (part / NAME).open("wb") as file:
-            file.write(manifest)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(part)
-        return part
 
     def clear_unfinished(self) -> None:
         """Removes what earlier starts of the run left behind; the caller must hold the lock."""
@@ -95,14 +91,10 @@ class CheckpointFolder:
         ours = [step for step in self.committed() if newest_step is None or step <= newest_step]
         for step in ours[newest:]:
             if every is None or step % every:
-                self._remove(step)
-
-    def _remove(self, step: int) -> None:
-        """Renames first, so that no half-removed checkpoint looks complete."""
-        doomed = self.unfinished(step, "removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        self.of_step(step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+                doomed = self.unfinished(step, "removed")
+                shutil.rmtree(doomed, ignore_errors=True)
+                self.of_step(step).rename(doomed)  # first, so that no half-removed checkpoint looks complete
+                shutil.rmtree(doomed, ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -101,7 +101,8 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     wanted = state_tensors(trainer)
     if weights_only:
         wanted = [replace(one, worker=0) for one in wanted if one.key.startswith(_WEIGHTS)]
-    wanted = [one for one in wanted if not one.optional or _is_there(one, manifest)]
+    there = {key: full.shape for key, full in manifest.tensors.items()}
+    wanted = [one for one in wanted if not one.optional or there.get(one.saved_as) == one.shape]
     require_tensors(manifest, ((one.saved_as, one.shape) for one in wanted), folder)
     reader = ShardReader(folder)
     try:
@@ -114,11 +115,6 @@ def load(trainer: Trainer[Any], folder: Path, *, weights_only: bool = False) -> 
     else:
         restore_numbers(trainer, manifest.numbers)
     return manifest
-
-
-def _is_there(one: StateTensor, manifest: Manifest) -> bool:
-    full = manifest.tensors.get(one.saved_as)
-    return full is not None and full.shape == one.shape
 
 
 def require_run(manifest: Manifest, folder: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,18 +19,8 @@ from shardwise.training.data.token_files import PairWriter, Tokens, token_dtype
 PORTION = 64  # documents handed to a process at a time
 
 
-class Tokenizer(Protocol):
-    """``end`` is the token after every document; ``vocab`` counts all, ``end`` included."""
-
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    def encode(self, text: str) -> Tokens: ...
-
-
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; 256 ends a document."""
+    """Every byte of UTF-8 is a token; 256, the ``end``, ends a document; ``vocab`` counts all, ``end`` included."""
 
     vocab = 257
     end = 256
@@ -68,12 +58,13 @@ class HuggingFaceTokenizer:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
 
 
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+Encoded = tuple[Tokens, Tokens | None]
+
+
 def tokenizer_from(name: str) -> Tokenizer:
     """``bytes``, or the path of a Hugging Face tokenizer."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(Path(name))
-
-
-Encoded = tuple[Tokens, Tokens | None]
 
 
 @dataclass(frozen=True)

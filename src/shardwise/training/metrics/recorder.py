@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.cost.compute.flops import flops_per_token
 from shardwise.spec.errors import SpecError
@@ -33,19 +33,19 @@ def read_prediction(folder: Path) -> dict[str, float]:
         return {}
 
 
-class Sink(Protocol):
-    def forget_after(self, step: int) -> None: ...
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
 class Recorder:
     """``step`` is the one that the run resumes from."""
 
     def __init__(self, job: Job, folder: Path, step: int) -> None:
         self.job = job
         self.lines = MetricLines(folder, step)
-        self.sinks = _sinks(job, folder, step)
+        self.sinks: list[EventFile | _WeightsAndBiases] = []
+        if job.run.logging.tensorboard:
+            self.sinks.append(EventFile(folder / TENSORBOARD))
+            if step:
+                self.sinks[-1].forget_after(step)
+        if job.run.logging.wandb is not None:
+            self.sinks.append(_WeightsAndBiases(job, job.run.logging.wandb, folder))
         self.predicted = read_prediction(folder)
         peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
         self._least_seconds = flops_per_token(job.model, job.training.seq) * job.tokens_per_step / peak
@@ -91,17 +91,6 @@ def require_writable(job: Job, folder: Path) -> None:
     open_lines(folder / NAME).close()
     if job.run.logging.tensorboard:
         make_folder(folder / TENSORBOARD)
-
-
-def _sinks(job: Job, folder: Path, step: int) -> list[Sink]:
-    sinks: list[Sink] = []
-    if job.run.logging.tensorboard:
-        sinks.append(EventFile(folder / TENSORBOARD))
-        if step:
-            sinks[-1].forget_after(step)
-    if job.run.logging.wandb is not None:
-        sinks.append(_WeightsAndBiases(job, job.run.logging.wandb, folder))
-    return sinks
 
 
 class _WeightsAndBiases:
