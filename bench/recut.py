@@ -32,11 +32,10 @@ from shardwise.models.decoder import Layer
 from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.training.attempt import Reporter, WorldPlace
-from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
 from shardwise.training.data.run_data import builtin_corpus, mixtures_of
 from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.profile.profiler import Profiler
-from shardwise.training.run_folder import RunFolder
 from shardwise.training.start import State
 
 WORLD, TIMES = 2, 2.0

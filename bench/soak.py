@@ -26,10 +26,10 @@ from pathlib import Path
 import yaml
 
 from shardwise.training.attempt import rank_file, read_progress
+from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.checkpoint.manifest import read_manifest
 from shardwise.training.data.build import build
 from shardwise.training.data.sources import standard_library
-from shardwise.training.run_folder import RunFolder
 
 WORLD = 2
 POLL_SECONDS = 0.005

@@ -43,6 +43,7 @@ def saved(one: Job, folder: str) -> dict[str, Any]:
             )
     data = {"batch": 7, "left_out": [3], "sequences": 8}
     saver.save(2, {"data": data, "losses": [3.5, 3.25]}, wait=True)
+    saver.finish()
     return {"boxes": boxes(engine)}
 
 

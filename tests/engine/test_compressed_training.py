@@ -115,7 +115,9 @@ def resumed(one: Job, folder: str, steps: int, then: int) -> list[Any]:
             trainer.step(sample_batch(one, step, 0).share(*share))
 
     train(engine, range(steps))
-    Saver(engine, place).save(steps, {}, wait=True)
+    saver = Saver(engine, place)
+    saver.save(steps, {}, wait=True)
+    saver.finish()
     dist.barrier()
     train(engine, range(steps, steps + then))
     again = Engine(one, seed=5)

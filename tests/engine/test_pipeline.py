@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cost.builders import job as job_of
 from cost.builders import preset
 from engine import toy_pipeline as toy
+from engine.rounding import negligible
 from engine.workers import on_ranks
 from shardwise.engine.batch import Batch
 from shardwise.engine.parameters import HeldPart
@@ -20,7 +21,7 @@ from shardwise.engine.pipeline.runner import PipelineRunner, schedule_of
 from shardwise.engine.pipeline.stage import Message, keep_stage
 from shardwise.engine.pipeline.tied import tie_ends
 from shardwise.layout.stages import stage_layers, stages_of_rank
-from shardwise.measure.verify import deviation, global_norm, negligible
+from shardwise.measure.verify import deviation, global_norm
 from shardwise.models import Decoder, initialise
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError

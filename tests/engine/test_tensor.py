@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine.rounding import negligible
 from engine.workers import on_ranks
 from shardwise.engine.collectives.reductions import all_reduce_sum
 from shardwise.engine.mesh import build_mesh
 from shardwise.engine.parameters import parts_of
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.tensor.apply import apply_tensor
-from shardwise.measure.verify import deviation, global_norm, negligible
+from shardwise.measure.verify import deviation, global_norm
 from shardwise.models.decoder import Decoder
 from shardwise.models.initialise import initialise
 from shardwise.spec.model import LatentAttention, Model

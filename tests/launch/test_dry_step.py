@@ -13,7 +13,7 @@ from shardwise.launch import preflight
 from shardwise.planner.automatic import ways_to_fit
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
-from shardwise.training.run_folder import RunFolder
+from shardwise.training.checkpoint.folder import RunFolder
 
 
 def job(global_batch: int = 8) -> Job:

@@ -14,9 +14,8 @@ from shardwise.launch.resume import folder_for, record_data, require_same_run
 from shardwise.launch.run import Launch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
 from shardwise.training.checkpoint.manifest import Manifest
-from shardwise.training.run_folder import RunFolder
 from training.runs import job_of, write_shards
 
 FLAGS = ("--model", "tiny", "--cluster", "laptop:2", "--seq", "32", "--global-batch", "4", "--precision", "fp32")

@@ -17,7 +17,7 @@ from shardwise.launch.torchrun import torchrun_commands
 from shardwise.spec import SpecError
 from shardwise.spec.job import Job
 from shardwise.training.attempt import WorldPlace
-from shardwise.training.run_folder import RunFolder
+from shardwise.training.checkpoint.folder import RunFolder
 
 
 def job(cluster: str, **strategy: int) -> Job:

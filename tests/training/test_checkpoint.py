@@ -51,6 +51,7 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
     losses = [float(engine.step(own_share(one, engine, step)).loss) for step in range(first, first + steps)]
     saver = Saver(engine, place)
     saver.save(first + steps, {"data": Position(batch=first + steps).to_numbers(8), "losses": []}, wait=True)
+    saver.finish()
     return {"losses": losses, "boxes": boxes(engine)}
 
 

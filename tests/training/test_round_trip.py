@@ -20,8 +20,8 @@ from shardwise.launch.run import prepare
 from shardwise.models.huggingface import open_folder, write_folder
 from shardwise.spec import Job
 from shardwise.spec.errors import SpecError
+from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.convert.sources import open_weights
-from shardwise.training.run_folder import RunFolder
 from training.runs import job_of, write_shards
 
 IDS = {"bos_token_id": 1, "eos_token_id": [3, 4], "pad_token_id": 0}

@@ -40,7 +40,9 @@ def exported(job: Job, folder: str) -> dict[str, Any]:
     (stage,) = engine.stages.values()
     write_folder(Path(folder) / "hf", job.model, stage.named_parameters())
     numbers = {"data": {"batch": 0, "left_out": [], "sequences": 8}, "losses": []}
-    Saver(engine, CheckpointFolder(Path(folder) / "checkpoints")).save(0, numbers, wait=True)
+    saver = Saver(engine, CheckpointFolder(Path(folder) / "checkpoints"))
+    saver.save(0, numbers, wait=True)
+    saver.finish()
     return {"boxes": boxes(engine)}
 
 

@@ -27,8 +27,8 @@ from shardwise.spec.installation import require_packages
 from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.spec.units import parse
+from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.metrics.lines import RunSummary
-from shardwise.training.run_folder import RunFolder
 
 GRACE = "30s"
 OnProgress = Callable[[str], None]

@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.launch.outcome import MISTAKE, STOPPED_WITHOUT_CHECKPOINT, Cause, Failure
@@ -49,22 +48,15 @@ _NATIVE_MESSAGE = re.compile(r"what\(\):\s*(?P<text>.+)")
 _MOST_CHARACTERS = 300
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    failure: Failure
-    certain: bool  # a cause was found, not only victims
-
-
-def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> Diagnosis | None:
-    """The first failure; None if no rank has failed and none is overdue."""
+def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> tuple[Failure, bool] | None:
+    """The first failure, and whether a cause was found, not only victims; None if no rank failed or is overdue."""
     records = {rank.number: record for rank in ranks if (record := read_failure(rank.folder, rank.number))}
     running = [rank for rank in ranks if rank.ended is None and rank.number not in records]
     failed = [rank for rank in ranks if rank.number in records or (rank.ended is not None and rank.status != 0)]
     first = sorted(failed, key=lambda rank: _when(rank, records.get(rank.number)))
     causes = [rank for rank in first if not _is_victim(rank, records.get(rank.number))]
     if causes:
-        found = _different_collectives(list(records.values())) or _own_failure(causes[0], records)
-        return Diagnosis(found, certain=True)
+        return _different_collectives(list(records.values())) or _own_failure(causes[0], records), True
     gave_up = [record for record in records.values() if _GAVE_UP.search(record.message)]
     late = bool(overdue(running, timeouts))
     if not first and not late:
@@ -73,11 +65,11 @@ def diagnose(ranks: Sequence[RankProcess], timeouts: Timeouts) -> Diagnosis | No
     if stuck is None and (gave_up or late):
         stuck = _unreachable_hosts(running) or _blocking_rank(running, gave_up, timeouts)
     if stuck is not None:
-        return Diagnosis(stuck, certain=True)
+        return stuck, True
     if first:
-        return Diagnosis(_own_failure(first[0], records), certain=False)
+        return _own_failure(first[0], records), False
     detail = f"{_stack_top(running[0])}; the stacks of all are in {running[0].folder}"
-    return Diagnosis(_no_progress(running, detail), certain=False)
+    return _no_progress(running, detail), False
 
 
 def overdue(running: Sequence[RankProcess], timeouts: Timeouts) -> list[RankProcess]:

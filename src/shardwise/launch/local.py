@@ -126,10 +126,11 @@ class _Supervision:
             found = diagnose(self._ranks.all, self._timeouts)
             if found is None:
                 return None
-            enough = SETTLE_SECONDS if found.certain else MOST_SETTLE_SECONDS
+            failure, certain = found
+            enough = SETTLE_SECONDS if certain else MOST_SETTLE_SECONDS
             if stuck or not self._ranks.running or time.monotonic() - began > enough:
-                return found.failure
-            if not found.certain and not requested:
+                return failure
+            if not certain and not requested:
                 self._ranks.request_stacks()
                 requested = True
             time.sleep(POLL_SECONDS)

@@ -24,9 +24,8 @@ from shardwise.spec.installation import TRAINING, require_packages, slow_precisi
 from shardwise.spec.job import Job
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.units import readable_bytes
-from shardwise.training.checkpoint.folder import require_start
+from shardwise.training.checkpoint.folder import RunFolder, require_start
 from shardwise.training.data.run_data import check_data
-from shardwise.training.run_folder import RunFolder
 
 PROCESSES_PER_CORE = 4  # of CPU jobs: more would only wait for each other
 DRY_STEP = "shardwise.training.dry_step"

@@ -17,8 +17,8 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds, readable_share
+from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.metrics.lines import RunSummary, read_lines, summarise
-from shardwise.training.run_folder import RunFolder
 
 LEAST_STEPS = 12
 SETTLED_STEP = 5  # from here on memory must not grow

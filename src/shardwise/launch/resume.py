@@ -15,9 +15,8 @@ from typing import Any
 
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import CheckpointFolder
+from shardwise.training.checkpoint.folder import CheckpointFolder, RunFolder
 from shardwise.training.checkpoint.manifest import read_manifest
-from shardwise.training.run_folder import RunFolder
 
 _DESCRIBING = ("name", "source", "published_parameters")  # of a model: they do not change what is trained
 _IDENTITY = (

@@ -17,9 +17,8 @@ from shardwise.launch.resume import record_data
 from shardwise.launch.torchrun import WORKER
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.training.checkpoint.folder import companions_at
+from shardwise.training.checkpoint.folder import RunFolder, companions_at
 from shardwise.training.metrics.recorder import require_writable, write_prediction
-from shardwise.training.run_folder import RunFolder
 
 
 def prepare(job: Job, folder: RunFolder, checked: Preflight, model_folder: Path | None = None) -> None:

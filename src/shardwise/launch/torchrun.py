@@ -36,7 +36,9 @@ def torchrun_commands(
     count = world // per_host
     if world % per_host:
         raise SpecError("strategy", f"{world} ranks are not a whole number of hosts of {per_host} devices")
-    names = list(hosts) or _placeholders(count)
+    digits = len(str(count - 1))
+    placeholders = ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
+    names = list(hosts) or placeholders
     if len(names) != count:
         raise SpecError("hosts", f"names {len(names)}", f"{world} ranks need {count} of {per_host} devices")
     if not 0 < port < 65536:
@@ -50,11 +52,6 @@ def torchrun_commands(
         ])
         for name in names
     ]  # fmt: skip
-
-
-def _placeholders(count: int) -> list[str]:
-    digits = len(str(count - 1))
-    return ["localhost"] if count == 1 else [f"host-{number:0{digits}d}" for number in range(count)]
 
 
 @dataclass(frozen=True)

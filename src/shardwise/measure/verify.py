@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.folder import require_folder
 from shardwise.engine.offload.states import MASTER
-from shardwise.engine.parameters import HeldPart, divided_as, local
+from shardwise.engine.parameters import HeldParameter, HeldPart, divided_as, local
 from shardwise.engine.refuse import require_devices, require_runs
 from shardwise.engine.world import joined
 from shardwise.launch.owned import OwnedFolder
@@ -34,7 +34,6 @@ from shardwise.spec.units import readable_bytes
 # -- how far a parallel run is from the single process -----------------------------------------------
 
 TOLERANCE = 1e-5
-NEGLIGIBLE = 1e-6  # of the global norm: gradients this small are rounding (a key bias has gradient zero in theory)
 
 
 @dataclass(frozen=True, order=True)
@@ -47,12 +46,6 @@ class Deviation:
     @staticmethod
     def worst(found: Iterable[Deviation]) -> Deviation:
         return max(found, default=Deviation(0.0, ""))
-
-
-def negligible(gradients: Mapping[str, Tensor]) -> frozenset[str]:
-    """Parameters whose gradients are only rounding."""
-    norm = global_norm(gradients.values())
-    return frozenset(name for name, one in gradients.items() if largest(one) < NEGLIGIBLE * norm)
 
 
 def gradient_scales(gradients: Mapping[str, Tensor]) -> dict[str, float]:
@@ -256,37 +249,32 @@ def _compare(
             batch = sample_batch(job, step, seed, device).share(engine.mesh.rank("dp"), engine.mesh.size("dp"))
             loss = engine.forward_backward(batch)
             found["loss"].append(relative(at, float(loss), reference.losses[step]))
-            found["gradient"] += _gradients(engine, reference.gradients[step], at)
+            expected = reference.gradients[step]
+            found["gradient"] += _deviations(engine, engine.gradient, expected, gradient_scales(expected), f", {at}")
             norm = float(engine.update())
             found["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
             if place.rank == 0:
                 ticks.tick()
-        found["weight"] += _weights(engine, reference)
+        scales = weight_scales(reference.weights, reference.gradients, job.training.optimization)
+        found["weight"] += _deviations(engine, engine.weight, reference.weights, scales)
     return {kind: Deviation.worst(several) for kind, several in found.items()}
 
 
-def _gradients(engine: Engine, expected: dict[str, torch.Tensor], at: str) -> list[Deviation]:
-    scales = gradient_scales(expected)
+def _deviations(
+    engine: Engine,
+    held: Callable[[HeldParameter], Tensor | None],
+    expected: Mapping[str, Tensor],
+    scales: Mapping[str, float],
+    at: str = "",
+) -> list[Deviation]:
+    """Of every parameter what this rank holds of its gradient or weight, against the whole one."""
     found = []
     for one in engine.parameters:
-        gradient = engine.gradient(one)
-        if gradient is None:
-            found.append(Deviation(float("inf"), f"{one.name}, {at}: no gradient"))
+        tensor = held(one)
+        if tensor is None:
+            found.append(Deviation(float("inf"), f"{one.name}{at}: no gradient"))
             continue
-        name = _reference_name(one.name, expected)
-        found.append(deviation(f"{one.name}, {at}", gradient, one.part, expected[name], scales[name]))
+        # If embedding and head are tied, the unsharded model has the parameter once.
+        name = "embedding.weight" if one.name == "head.weight" and one.name not in expected else one.name
+        found.append(deviation(f"{one.name}{at}", tensor, one.part, expected[name], scales[name]))
     return found
-
-
-def _weights(engine: Engine, reference: Reference) -> list[Deviation]:
-    scales = weight_scales(reference.weights, reference.gradients, engine.job.training.optimization)
-    found = []
-    for one in engine.parameters:
-        name = _reference_name(one.name, reference.weights)
-        found.append(deviation(one.name, engine.weight(one), one.part, reference.weights[name], scales[name]))
-    return found
-
-
-def _reference_name(name: str, expected: dict[str, torch.Tensor]) -> str:
-    """If embedding and head are tied, the unsharded model has the parameter once."""
-    return "embedding.weight" if name == "head.weight" and name not in expected else name

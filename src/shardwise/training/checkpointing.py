@@ -57,7 +57,7 @@ class CheckpointManager:
         """Keeps the state after ``step`` steps; returns when it is copied, or with ``wait`` when it is on disk."""
         self.settle()
         wait = wait or not self.run.checkpoints.asynchronous
-        self.saver.begin(step, further, wait=wait)
+        self.saver.save(step, further, wait=wait)
         self._unsettled = self.last_begun = step
         self._last_at = time.monotonic()
         if wait:

@@ -18,8 +18,8 @@ from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import Reporter, WorldPlace
+from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.metrics.memory import peak_during
-from shardwise.training.run_folder import RunFolder
 from shardwise.training.worker import engine_of, leave, main
 
 

@@ -23,11 +23,11 @@ from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
 from shardwise.training.agreement import StopSignal
 from shardwise.training.attempt import Reporter, WorldPlace
+from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.data.run_data import mixtures_of
 from shardwise.training.loop import Loop, LoopParts
 from shardwise.training.metrics.recorder import Recorder
 from shardwise.training.profile.profiler import Profiler, record_flights
-from shardwise.training.run_folder import RunFolder
 from shardwise.training.start import State, load_newest, start_from
 
 _logger = logging.getLogger("shardwise.training")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.build import require_schedule
@@ -26,10 +25,6 @@ class MeasuredLevel:
 
     name: str
     runs: tuple[RankRun, ...]
-
-    @property
-    def ranks(self) -> int:
-        return prod(run.degree for run in self.runs)
 
     def groups(self, world: int) -> Division:
         """The groups, which cover all ranks of the world."""

@@ -15,9 +15,9 @@ from shardwise.measure.compare.stragglers import SlowLink, links_of, rank_slowne
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
+from shardwise.training.checkpoint.folder import RunFolder
 from shardwise.training.metrics.lines import read_lines, summarise
 from shardwise.training.profile.record import read_records
-from shardwise.training.run_folder import RunFolder
 
 # -- a run's folder and what was recorded in it ------------------------------------------------------
 

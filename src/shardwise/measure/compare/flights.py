@@ -44,7 +44,8 @@ def sent_bytes(job: Job, record: RankRecord, steps: int) -> tuple[SentBytes, ...
         planned[traffic.dimension] += traffic.bytes_sent
     begun = [one for one in record.ranges if label_of(one.name).kind == "begin"]
     for one in record.flights:
-        dimensions = tuple(name for name in _dimensions(record, one) if planned[name])
+        own = dict.fromkeys(priced_as for name, priced_as in _DIMENSION if record.groups.get(name) == one.members)
+        dimensions = tuple(name for name in own if planned[name])
         if dimensions:
             counts[dimensions] += 1
             recorded[dimensions] += _bytes_sent(one, _named(one, begun))
@@ -71,11 +72,6 @@ def mismatch(records: Sequence[RankRecord]) -> str | None:
 
 def _of(record: RankRecord, members: tuple[int, ...]) -> list[Flight]:
     return [one for one in record.flights if one.members == members]
-
-
-def _dimensions(record: RankRecord, one: Flight) -> tuple[str, ...]:
-    found = (dimension for name, dimension in _DIMENSION if record.groups.get(name) == one.members)
-    return tuple(dict.fromkeys(found))
 
 
 def _named(one: Flight, begun: Sequence[NamedRange]) -> CollectiveKind | None:

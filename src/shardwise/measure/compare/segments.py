@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwise.engine.labels import DIMENSIONS, WHOLE_PHASES, Label, label_of
+from shardwise.engine.labels import DIMENSIONS, WHOLE_PHASES, label_of
 from shardwise.training.profile.record import HOST, STREAMS, NamedRange, RankRecord
 
 
@@ -95,21 +95,11 @@ def _segments(ranges: Sequence[NamedRange]) -> Iterator[Segment]:
         yield from until(one.start)
         label = label_of(one.name)
         _, around, layer = open_ranges[-1] if open_ranges else (one, "host", None)
-        open_ranges.append((one, label.part or around, _layer(label, one, layer, open_ranges)))
+        if label.kind == "layer":  # one that is recomputed in a backward pass is not a forward pass
+            again = any(label_of(outer.name).pass_kind == "backward" for outer, _, _ in open_ranges)
+            layer = None if again else one
+        open_ranges.append((one, label.part or around, layer))
     yield from until(float("inf"))
-
-
-def _layer(
-    label: Label,
-    one: NamedRange,
-    around: NamedRange | None,
-    open_ranges: Sequence[tuple[NamedRange, str, NamedRange | None]],
-) -> NamedRange | None:
-    """A layer that is recomputed in a backward pass is not a forward pass."""
-    if label.kind != "layer":
-        return around
-    again = any(label_of(outer.name).pass_kind == "backward" for outer, _, _ in open_ranges)
-    return None if again else one
 
 
 # -- Steps on a GPU: the host runs ahead, so the kernels determine where the time went ---------------

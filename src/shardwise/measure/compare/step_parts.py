@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.memory.device import DeviceMemory
 from shardwise.cost.step.parts import step_parts
 from shardwise.cost.traffic.network import network, spanned
 from shardwise.cost.traffic.traffic import collective_price
@@ -159,10 +158,6 @@ class Predicted:
     @property
     def step_seconds(self) -> float:
         return self.price.step_seconds
-
-    @property
-    def memory(self) -> DeviceMemory:
-        return self.price.memory
 
 
 def predicted(job: Job) -> Predicted:

@@ -131,9 +131,3 @@ def at_one_moment(traces: Sequence[Moments]) -> list[dict[StepPlace, Bytes]]:
 
 def _most_at(moments: Sequence[Bytes]) -> int:
     return max(range(len(moments)), key=lambda number: sum(moments[number].values()))
-
-
-def most(peaks: Mapping[StepPlace, Bytes]) -> tuple[StepPlace, Bytes]:
-    """The place with most memory."""
-    place = max(peaks, key=lambda one: sum(peaks[one].values()))
-    return place, peaks[place]

@@ -16,7 +16,7 @@ from shardwise.engine.experts.loads import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.ranks import coordinate, coordinates
 from shardwise.layout.stages import rank_contents
-from shardwise.measure.dryrun.extend import Extension, Key, TracedShape, alike, at_one_moment, extension, most
+from shardwise.measure.dryrun.extend import Extension, Key, TracedShape, alike, at_one_moment, extension
 from shardwise.measure.dryrun.memory import StepPlace
 from shardwise.measure.dryrun.result import (
     PARTS,
@@ -99,12 +99,6 @@ def _in_levels(job: Job, dimension: str, kind: str) -> bool:
     return deduplicated and (dimension, kind) == ("ep", str(CollectiveKind.ALL_TO_ALL))
 
 
-def planned_memory(job: Job, pipeline_rank: int) -> Bytes:
-    """By part, without the allowance for the framework."""
-    memory = memory_of_rank(job, pipeline_rank)
-    return {part: float(getattr(memory, part)) for part in PARTS}
-
-
 def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, float]:
     """Matmuls and attention of all microbatches: a backward pass is two forward passes."""
     contents = rank_contents(job, pipeline_rank)
@@ -155,13 +149,14 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         warnings.simplefilter("ignore")  # of PyTorch, about forms that its own parts call
         traces = {shape: trace(job, rank, shape, assumed) for shape in plan.shapes}
     moments = [_moments(one, plan.small, shape.microbatches) for shape, one in traces.items()]
-    peaks = dict(zip(traces, at_one_moment(moments)))
-    place, peak = most(_peaks(plan, peaks))
+    peaks = _peaks(plan, dict(zip(traces, at_one_moment(moments))))
+    place, peak = max(peaks.items(), key=lambda one: sum(one[1].values()))
     calls = _calls(plan, traces)
     flops = plan.extended(lambda shape: traces[shape].flops)
     moved = plan.extended(lambda shape: traces[shape].moved)
     as_planned = planned_flops(job, pipeline_rank, coordinate(job.strategy, "cp", rank))
-    planned = planned_memory(job, pipeline_rank)
+    memory = memory_of_rank(job, pipeline_rank)
+    planned = {part: float(getattr(memory, part)) for part in PARTS}  # without the allowance for the framework
     compared = compared_bytes(job, pipeline_rank, {one.line: one.bytes for one in calls})
     return DryRun(
         job=job,

@@ -90,7 +90,9 @@ def trace(job: Job, rank: int, shape: TracedShape, assumed: Assumed) -> Trace:
         engine.compress(True)  # the uncompressed steps at the start of a run are few
         places.follow(engine.stages, kinds)
         _claim(engine, memory)
-        batch = _batch(job)
+        each = job.sequences // job.strategy.data_parallel
+        tokens = torch.zeros((each, job.training.seq), dtype=torch.int64)
+        batch = Batch.of(tokens, tokens.clone())
         _step(engine, batch, places, memory)
         memory.forget()
         if engine.store is not None:
@@ -113,12 +115,6 @@ def _claim(engine: Engine, memory: MemoryLog) -> None:
 
     for one in engine.parameters:
         one.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-
-
-def _batch(job: Job) -> Batch:
-    each = job.sequences // job.strategy.data_parallel
-    tokens = torch.zeros((each, job.training.seq), dtype=torch.int64)
-    return Batch.of(tokens, tokens.clone())
 
 
 def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> None:

@@ -5,7 +5,6 @@ Only the headers of files are read; contents and checksums are left to the ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,15 +20,7 @@ from shardwise.spec.model import Model
 from shardwise.training.checkpoint.folder import CheckpointFolder, start_at
 from shardwise.training.checkpoint.load import problems_of, require_intact, require_run, require_tensors
 from shardwise.training.checkpoint.manifest import read_manifest
-from shardwise.training.checkpoint.state import (
-    BUFFER,
-    OUTER,
-    OWN_STEPS,
-    WEIGHT,
-    lasting_buffers,
-    late_name,
-    saved_name,
-)
+from shardwise.training.checkpoint.state import BUFFER, OUTER, OWN_STEPS, WEIGHT, lasting_buffers, late_name, saved_name
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -72,7 +63,12 @@ def tensors_of(job: Job) -> Shapes:
     """All tensors that the ranks of a job read from a checkpoint of the same run, without optional ones."""
     strategy, found = job.strategy, weights_of(job.model)
     synchronise, workers = strategy.synchronise, strategy.data_parallel
-    own = [*_states(job)]
+    # Of every parameter its weight and the optimizer's states: name in a checkpoint, shape, name of the parameter.
+    own = [
+        (f"{state}/{name}", tuple(one.shape), name)
+        for name, one in _empty(job.model).named_parameters()
+        for state in (WEIGHT, *STATES[kind_for(name, one, job.training.optimizer)])
+    ]
     found |= {key: shape for key, shape, _ in own}
     if synchronise.every_step or workers == 1:
         return found
@@ -91,14 +87,6 @@ def weights_of(model: Model) -> Shapes:
     decoder = _empty(model)
     weights = {f"{WEIGHT}/{name}": tuple(one.shape) for name, one in decoder.named_parameters()}
     return weights | {f"{BUFFER}/{name}": tuple(one.shape) for name, one in lasting_buffers(decoder)}
-
-
-def _states(job: Job) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Of every parameter its weight and the optimizer's states: name in a checkpoint, shape, name of the parameter."""
-    for name, one in _empty(job.model).named_parameters():
-        kind = kind_for(name, one, job.training.optimizer)
-        for state in (WEIGHT, *STATES[kind]):
-            yield f"{state}/{name}", tuple(one.shape), name
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: what is committed, what may go, who may write, and which one a path means.
+"""The folder of a run and of its checkpoints: what is committed, what may go, who may write, which one a path means.
 
 A checkpoint is a folder ``step-NNNNNNNN``; while it is being written it has a temporary name, and a single rename
 commits it.
@@ -117,6 +117,20 @@ class CheckpointFolder:
             yield
         finally:
             os.close(handle)
+
+
+class RunFolder:
+    """A run: the job as it is run, its prediction, metrics, checkpoints, and logs of every attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job = path / "job.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.data = path / "data.json"  # a fingerprint of the data when the run began
+        self.peak = path / "peak.json"  # the peak bytes of any rank, after a trial step
+        self.profile = path / "profile"  # of every rank, the steps that were profiled
+        self.attempts = path / "attempts"
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
 
 
 def step_of(folder: Path) -> int | None:

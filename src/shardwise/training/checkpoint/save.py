@@ -65,13 +65,10 @@ class Saver:
         self._copies: list[Tensor] = []
 
     def save(self, step: int, further: dict[str, Any], *, wait: bool = False) -> None:
-        """Keeps the state after ``step`` steps; ``further`` is plain data to keep with it, the same on all ranks."""
-        self.begin(step, further, wait=wait)
-        if wait:
-            self.finish()
+        """Keeps the state after ``step`` steps; ``further`` is plain data to keep with it, the same on all ranks.
 
-    def begin(self, step: int, further: dict[str, Any], *, wait: bool) -> None:
-        """The same, but failures are raised only by `finish`. With ``wait`` nothing is copied: training is blocked."""
+        With ``wait`` nothing is copied: training is blocked. Failures are raised by `finish`.
+        """
         self.finish()
         self._saves += 1
         written = {**numbers(self.trainer), **further}
@@ -115,7 +112,9 @@ class Saver:
         try:
             part.mkdir(parents=True, exist_ok=True)
             shard = write_shard(part / shard_name(self.rank), [one.entry for one in self.boxes], tensors)
-            _announce(part / f"rank-{self.rank}", {"bytes": shard.size, "sha256": shard.checksum})
+            unfinished = part / f"rank-{self.rank}.part"
+            unfinished.write_text(json.dumps({"bytes": shard.size, "sha256": shard.checksum}), encoding="utf-8")
+            unfinished.rename(unfinished.with_suffix(""))
         except OSError as error:
             _announce_failure(part, self.rank, error)
             raise SaveError(f"rank {self.rank} could not write its part: {_reason(error)}") from error
@@ -150,12 +149,6 @@ class Saver:
             found = json.loads(path.read_text(encoding="utf-8"))
             files[shard_name(rank)] = Shard(found["bytes"], found["sha256"])
         return files
-
-
-def _announce(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    temporary.rename(path)
 
 
 def _announce_failure(part: Path, rank: int, error: OSError) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.offload.states import MASTER
-from shardwise.engine.optim.optimizer import LocalOptimizer
 from shardwise.engine.parameters import HeldParameter, HeldPart, plain_name
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset
 from shardwise.engine.trainer import Trainer
@@ -63,7 +62,7 @@ def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
     for one in trainer.parameters:
         name = _name(one, tied)
         places = tuple(places_of(one))
-        for state in _states(one.parameter, optimizer):
+        for state in (MASTER, *(name for name in optimizer.state[one.parameter] if name != MASTER)):
             key, dtype = f"{WEIGHT if state == MASTER else state}/{name}", optimizer.dtype(one.parameter, state)
             read, write = partial(optimizer.read, one.parameter, state), partial(optimizer.write, one.parameter, state)
             found.append(StateTensor(key, one.part.shape, places, dtype, read, write, worker=worker))
@@ -178,11 +177,6 @@ def _runs(part: HeldPart) -> list[list[ContiguousRun]]:
 def _name(one: HeldParameter, tied: bool) -> str:
     """A tied head on a stage of its own is the model's embedding."""
     return "embedding.weight" if tied and one.name == "head.weight" else one.name
-
-
-def _states(parameter: nn.Parameter, optimizer: LocalOptimizer) -> Iterator[str]:
-    yield MASTER
-    yield from (name for name in optimizer.state[parameter] if name != MASTER)
 
 
 def _unsharded(key: str, tensor: Tensor, *, optional: bool = False, worker: int = 0) -> StateTensor:

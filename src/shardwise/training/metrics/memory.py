@@ -144,7 +144,7 @@ def tensors_counted() -> Iterator[TensorBytes]:
     """Counts the bytes in all tensors of this process, existing ones included; slows every operator."""
     memory = TensorBytes()
     gc.unfreeze()  # frozen objects are not listed
-    memory.watch([one for one in gc.get_objects() if _holds_storage(type(one))])
+    memory.watch([one for one in gc.get_objects() if issubclass(type(one), Tensor) and not is_wrapper(type(one))])
     gc.freeze()
     memory.reset_peak()
     with memory:
@@ -177,7 +177,3 @@ def resident_bytes() -> int:
     except (OSError, ValueError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _holds_storage(kind: type) -> bool:
-    return issubclass(kind, Tensor) and not is_wrapper(kind)

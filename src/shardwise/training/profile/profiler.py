@@ -34,7 +34,6 @@ from shardwise.engine.torch_private import (
 from shardwise.engine.trainer import Trainer
 from shardwise.layout.ranks import node_of
 from shardwise.layout.stages import stage_layers
-from shardwise.spec.job import Job
 from shardwise.spec.run import Profile
 from shardwise.training.profile.record import HOST, STREAMS, Flight, NamedRange, RankRecord
 
@@ -97,30 +96,24 @@ def recorded(device: torch.device) -> Iterator[Callable[[int], list[NamedRange]]
 
 def _ranges(events: list[Any], zero_ns: int) -> list[NamedRange]:
     """In the order of their starts; a longer one before what it holds."""
-    lanes = _Lanes()
-    found = [
-        NamedRange(one.name(), (one.start_ns() - zero_ns) / 1e9, (one.end_ns() - zero_ns) / 1e9, lanes.of(one))
-        for one in events
-        if one.duration_ns() > 0
-    ]
-    return sorted(found, key=lambda one: (one.start, -one.end))
+    host, lanes = threading.get_native_id(), dict[Any, int]()
 
-
-class _Lanes:
-    """Small numbers for threads; the calling one, which trains, is the host's."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, int] = {}
-        self._host = threading.get_native_id()
-
-    def of(self, event: Any) -> int:
+    def lane(event: Any) -> int:
+        """A small number for a thread; the calling one, which trains, is the host's."""
         if event.device_type() != DeviceType.CPU:
             return STREAMS + int(event.device_resource_id())
         thread = int(event.device_resource_id())
         # A send or receive of gloo begins on the training thread and ends there much later: it gets its own lane.
-        if thread == self._host and not of_backend(event.name()):
+        if thread == host and not of_backend(event.name()):
             return HOST
-        return self._known.setdefault((thread, of_backend(event.name())), len(self._known) + 1)
+        return lanes.setdefault((thread, of_backend(event.name())), len(lanes) + 1)
+
+    found = [
+        NamedRange(one.name(), (one.start_ns() - zero_ns) / 1e9, (one.end_ns() - zero_ns) / 1e9, lane(one))
+        for one in events
+        if one.duration_ns() > 0
+    ]
+    return sorted(found, key=lambda one: (one.start, -one.end))
 
 
 def record_flights() -> None:
@@ -192,11 +185,12 @@ class Profiler:
         dist.barrier()  # the folder is complete when any rank continues
 
     def _record(self, ranges: list[NamedRange], backend: tuple[Flight, ...]) -> RankRecord:
-        trainer, rank = self.trainer, dist.get_rank()
-        layers = stage_layers(trainer.job)
+        trainer, job, rank = self.trainer, self.trainer.job, dist.get_rank()
+        layers = stage_layers(job)
+        ranks_per_node = job.cluster.node_devices if job.run.emulate is None else job.run.emulate.ranks_per_node
         return RankRecord(
             rank=rank,
-            node=node_of(rank, _ranks_of_a_node(trainer.job)),
+            node=node_of(rank, ranks_per_node),
             device=trainer.device.type,
             clock_error=self._error_ns / 1e9,
             groups={name: own(division) for name, division in trainer.mesh.divisions.items()},
@@ -205,10 +199,6 @@ class Profiler:
             ranges=tuple(ranges),
             flights=backend,
         )
-
-
-def _ranks_of_a_node(job: Job) -> int:
-    return job.cluster.node_devices if job.run.emulate is None else job.run.emulate.ranks_per_node
 
 
 @contextmanager
