@@ -150,8 +150,12 @@ class Loop:
         waited_before = self.loader.waited_seconds
         with named(StepPhase.DATA):
             batch = batch_of(self.loader.take(position.batch), self.trainer.device)
-        self.parts.reporter.phase("step", position.step, self._first_step_seconds)
-        rate = self._set_learning_rate(position.step)
+        # Kernels are built in the first steps, which may take as long as the start.
+        limit_seconds = self.run_spec.timeouts.start if position.step - self.first_step < 2 else None
+        self.parts.reporter.phase("step", position.step, limit_seconds)
+        rate = self._highest_rate * self.run_spec.schedule.share(position.step, self.run_spec.steps)
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] = rate
         # Random numbers in a step depend on seed and step alone, as the data does.
         torch.manual_seed((self.run_spec.seed * 1_000_003 + position.step) % 2**63)
         counts = self._counts_memory(position.step)
@@ -182,17 +186,6 @@ class Loop:
 
     def _step(self, batch: Any) -> StepResult:
         return self.trainer.step(batch, loss_limit=self.health.loss_limit)
-
-    def _set_learning_rate(self, step: int) -> float:
-        rate = self._highest_rate * self.run_spec.schedule.share(step, self.run_spec.steps)
-        for group in self.trainer.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
-
-    @property
-    def _first_step_seconds(self) -> float | None:
-        """Kernels are built in the first steps, which may take as long as the start."""
-        return self.run_spec.timeouts.start if self.position.step - self.first_step < 2 else None
 
     # -- figures and what follows from them ----------------------------------------------------------
 

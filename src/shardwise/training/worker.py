@@ -79,7 +79,11 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
     training, validation = mixtures_of(job, folder.path)
     with engine_of(job, place) as engine:
         damaged: list[str] = []
-        state = _begun(engine, folder, damaged.append)
+        state = load_newest(engine, folder.checkpoints, damaged.append)
+        if state is None:
+            state = State()
+            if job.run.start_from is not None:
+                start_from(engine, Path(job.run.start_from))
         for problem in damaged:
             _logger.warning("skipped a damaged checkpoint: %s", problem)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None
@@ -101,7 +105,9 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     device = job.run_device
     if device == "cuda" and not torch.cuda.is_available():
         raise SpecError("run.device", "PyTorch finds no GPU here", "run.device: cpu, or another cluster")
-    _share_cores(place, device)
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:  # each using all cores would slow all down
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
     if job.run.profile is not None:
         record_flights()
     timeouts = job.run.timeouts
@@ -110,23 +116,6 @@ def engine_of(job: Job, place: WorldPlace) -> Iterator[Engine]:
     rendezvous = None if place.rendezvous is None else str(place.rendezvous)
     with joined(place.rank, place.world, rendezvous, device=device, seconds=longest):
         yield Engine(job, device=device, seed=job.run.seed)
-
-
-def _begun(engine: Engine, folder: RunFolder, on_damaged: Callable[[str], None]) -> State:
-    """Fills the trainer with what the run starts from; ``on_damaged`` gets the problems of unusable checkpoints."""
-    found = load_newest(engine, folder.checkpoints, on_damaged)
-    if found is not None:
-        return found
-    if engine.job.run.start_from is not None:
-        start_from(engine, Path(engine.job.run.start_from))
-    return State()
-
-
-def _share_cores(place: WorldPlace, device: str) -> None:
-    """Divides the cores of a CPU among its processes; each using all of them would slow all down."""
-    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
 
 
 def leave(status: int) -> NoReturn:

@@ -103,16 +103,12 @@ def emulated(emulation: Emulation, shaping: Shaping = "auto") -> Iterator[Networ
         try:
             yield Network(emulation, holder)
         finally:
-            _end(holder)
-
-
-def _end(holder: subprocess.Popen[bytes]) -> None:
-    assert holder.stdin is not None
-    holder.stdin.close()
-    try:
-        holder.wait(_ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        holder.kill()
+            assert holder.stdin is not None
+            holder.stdin.close()
+            try:
+                holder.wait(_ANSWER_SECONDS)
+            except subprocess.TimeoutExpired:
+                holder.kill()
 
 
 def require_emulation() -> None:
