@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.cost.analysis import Analysis, analyze
 from shardwise.cost.memory.timeline import memory_over_time
 from shardwise.interop.jobs import read_job
-from shardwise.report.memory_picture import memory_picture
+from shardwise.report.memory_timeline import memory_picture
 from shardwise.spec.units import readable_bytes, readable_seconds
 
 ROOT = Path(__file__).resolve().parent.parent

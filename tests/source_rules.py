@@ -94,7 +94,7 @@ FOREIGN_TEXT = {
     "measure/verify.py": "names of parameters, /proc/meminfo",
     "report/tables.py": "text that is folded to a width",
     "report/page.py": "text that is cut into lines",
-    "report/collectives_picture.py": "a figure without its zeros",
+    "report/collectives_bench.py": "a figure without its zeros",
     "report/validation.py": "a figure and its unit",
 }
 

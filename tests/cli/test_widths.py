@@ -127,7 +127,7 @@ def _calibrated() -> None:
 
 
 def _recut() -> None:
-    from shardwise.report.recut import recut_page
+    from shardwise.report.calibration import recut_page
 
     strategy = SimpleNamespace(strategy=SimpleNamespace(order=("tp", "cp", "dp", "pp")))
     found: Any = SimpleNamespace(layers=((16, 16, 16), (18, 14, 16)), slowness=(1.0, 1.34, 1.0), job=strategy,

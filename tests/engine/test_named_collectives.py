@@ -18,7 +18,7 @@ from shardwise.cost.traffic.traffic import Role
 from shardwise.engine.engine import Engine
 from shardwise.engine.refuse import require_runs
 from shardwise.measure.reference import sample_batch
-from shardwise.report.analysis_text import collective_lines
+from shardwise.report.analysis import collective_lines
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import dump_yaml
 from shardwise.spec.job import Job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,9 +13,8 @@ import pytest
 from interop.random_jobs import drawn
 from shardwise.interop.frameworks import TARGETS, framework_of, read
 from shardwise.interop.frameworks.documents import without_comments
-from shardwise.interop.frameworks.megatron import layout_text
+from shardwise.interop.frameworks.megatron import layout_counts, layout_text
 from shardwise.interop.frameworks.megatron_model import expert_layers
-from shardwise.interop.frameworks.megatron_reading import layout_counts
 from shardwise.interop.keys import unflatten
 from shardwise.spec import Cluster, Model, SpecError, presets
 from shardwise.spec.clusters import cluster_from
@@ -65,7 +65,7 @@ def refused(name: str, text: str, cluster: Cluster | None = CLUSTER) -> str:
 
 def test_deepspeed_configuration_with_comments() -> None:
     back = deepspeed(DEEPSPEED)
-    job = back.job(CLUSTER, LLAMA, training__seq=4096)
+    job = replace(back, fields={**back.fields, "training.seq": 4096}).job(CLUSTER, LLAMA)
     assert job.training.global_batch == 1024
     assert job.strategy.microbatch == 4
     assert job.microbatches == 4

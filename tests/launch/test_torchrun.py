@@ -79,6 +79,14 @@ def test_what_train_prints_starts_workers_in_a_folder_that_is_ready(tmp_path: Pa
     assert not (tmp_path / "run" / "attempts").exists()
 
 
+def test_commands_are_printed_as_they_are(tmp_path: Path) -> None:
+    for form in ("--json", "--markdown", "--csv"):
+        found = shardwise("train", *SMALL, "--run-folder", str(tmp_path / "run"), "--print-torchrun", form)
+        assert (found.status, found.out) == (2, "")
+        assert found.err == f"shardwise: error: {form}: cannot be combined with --print-torchrun; leave it out\n"
+    assert not (tmp_path / "run").exists()
+
+
 def test_rank_0_takes_the_folder_where_no_launcher_has(tmp_path: Path) -> None:
     worker = pytest.importorskip("shardwise.training.worker")
     folder = RunFolder(tmp_path)

@@ -10,14 +10,13 @@ from typing import Any, Unpack
 from shardwise.api.campaign import CampaignArguments, campaign_of
 from shardwise.api.given import JobKeywords, JobSource, Size, job_arguments
 from shardwise.api.inputs import job_from
-from shardwise.api.results import Result, Rows
+from shardwise.api.results import Figure, Result, Rows
 from shardwise.cost.analysis import analyze as analyze_job
 from shardwise.cost.memory.device import DeviceMemory
 from shardwise.cost.memory.room import Fit
 from shardwise.cost.step.verdict import Change
 from shardwise.planner.advice.assessment import Assessment, assess
-from shardwise.report.analysis_json import analysis_data, dimension_data
-from shardwise.report.analysis_text import analysis_page
+from shardwise.report.analysis import analysis_data, analysis_page, dimension_data
 from shardwise.report.page import Page
 from shardwise.report.verdict import bottleneck_sentence, prediction_table
 from shardwise.spec.errors import SpecError
@@ -35,28 +34,21 @@ class PredictionResult(Result):
     assessment: Assessment
     notes: tuple[str, ...] = ()
 
-    @property
-    def job(self) -> Job:
-        return self.assessment.analysis.job
-
-    @property
-    def predicted_seconds(self) -> float:
-        """How long a step should take: the figure to compare with a run."""
-        return self.assessment.analysis.predicted_seconds
-
-    @property
-    def predicted_seconds_low(self) -> float:
-        """The lower end of the error bar: 80% of published runs are inside."""
-        return self.assessment.predicted_seconds_low
-
-    @property
-    def predicted_seconds_high(self) -> float:
-        return self.assessment.predicted_seconds_high
-
-    @property
-    def floor_seconds(self) -> float:
-        """What no software can beat: all matmuls at peak, communication as priced, nothing else."""
-        return self.assessment.analysis.floor_seconds
+    job = Figure[Job]("assessment.analysis.job")
+    predicted_seconds = Figure[float]("assessment.analysis.predicted_seconds", "A step, as it should take in a run.")
+    # The ends of the error bar: 80% of published runs are inside.
+    predicted_seconds_low = Figure[float]("assessment.predicted_seconds_low", "The lower end of the error bar.")
+    predicted_seconds_high = Figure[float]("assessment.predicted_seconds_high", "The upper end of the error bar.")
+    # What no software can beat: all matmuls at peak, communication as priced, nothing else.
+    floor_seconds = Figure[float]("assessment.analysis.floor_seconds", "What no software can beat.")
+    tokens_per_second = Figure[float]("assessment.analysis.tokens_per_second")
+    mfu = Figure[float]("assessment.analysis.mfu")
+    exposed_share = Figure[float]("assessment.analysis.exposed_share", "Of the step: what waits for communication.")
+    fits = Figure[bool]("assessment.analysis.fits")
+    fit = Figure[Fit]("assessment.analysis.fit", "Tight: it fits without the margin that plans keep.")
+    memory = Figure[DeviceMemory]("assessment.analysis.memory", "The fullest device, part by part.")
+    memory_bytes = Figure[float]("assessment.analysis.memory.total", "What the fullest device holds.")
+    usable_bytes = Figure[float]("assessment.analysis.room.usable_bytes", "What a process can use of a device.")
 
     @property
     def parts_seconds(self) -> dict[str, float]:
@@ -64,46 +56,9 @@ class PredictionResult(Result):
         return dict(self.assessment.analysis.parts)
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.assessment.analysis.tokens_per_second
-
-    @property
-    def mfu(self) -> float:
-        return self.assessment.analysis.mfu
-
-    @property
-    def fits(self) -> bool:
-        return self.assessment.analysis.fits
-
-    @property
-    def fit(self) -> Fit:
-        """Whether it fits, fits without the margin that plans keep ("tight"), or does not fit."""
-        return self.assessment.analysis.fit
-
-    @property
-    def memory(self) -> DeviceMemory:
-        """The fullest device, part by part."""
-        return self.assessment.analysis.memory
-
-    @property
-    def memory_bytes(self) -> float:
-        """What the fullest device holds."""
-        return self.memory.total
-
-    @property
-    def usable_bytes(self) -> float:
-        """What a process can use of a device's memory."""
-        return self.assessment.analysis.room.usable_bytes
-
-    @property
     def free_bytes(self) -> float:
-        """What the job leaves of that; negative if it does not fit."""
+        """What the job leaves of a device; negative if it does not fit."""
         return self.usable_bytes - self.memory_bytes
-
-    @property
-    def exposed_share(self) -> float:
-        """The share of the predicted step that waits for communication."""
-        return self.assessment.analysis.exposed_share
 
     @cached_property
     def page(self) -> Page:
@@ -119,15 +74,12 @@ class PredictionResult(Result):
 class AnalysisResult(PredictionResult):
     """One job, priced, with what bounds it and what to change; ``assessment`` has every figure."""
 
+    best_change = Figure[Change | None]("assessment.best_change", "What shortens the step most, if it is worth it.")
+
     @property
     def bottleneck(self) -> str:
         """What bounds the job, in a sentence."""
         return bottleneck_sentence(self.assessment.analysis, self.assessment.bottleneck)
-
-    @property
-    def best_change(self) -> Change | None:
-        """The single change of the strategy that shortens the step most, if one is worth it."""
-        return self.assessment.best_change
 
     @cached_property
     def page(self) -> Page:

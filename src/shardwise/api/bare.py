@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from shardwise.api.given import JobArguments
-from shardwise.api.quantities import whole_number
+from shardwise.api.quantities import exclusive, whole_number
 from shardwise.spec.clusters import parse_shape
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -59,7 +59,7 @@ def model(arguments: JobArguments, tensor_parallel: object = 1) -> Model:
     if heads > hidden or hidden % heads:
         raise SpecError("--heads", f"{heads} does not divide --hidden {hidden}", "use a divisor")
     if arguments.params is not None and arguments.ffn is not None:
-        raise SpecError("--ffn", f"{shown(arguments.ffn)} and --params are mutually exclusive", "give one of them")
+        raise exclusive("--ffn", arguments.ffn, "--params")
     if arguments.params is None:
         ffn = _whole(arguments, "ffn", 4 * hidden)
     else:
@@ -95,11 +95,8 @@ def cluster(arguments: JobArguments) -> Cluster:
     """Devices joined by one bare topology, or by a hierarchy of switches."""
     topology = str(arguments.topology).lower().replace("_", "-")
     if topology not in TOPOLOGIES:
-        raise SpecError(
-            "--topology",
-            f"unknown topology {shown(arguments.topology)}",
-            nearest_name(topology, TOPOLOGIES) or "choose one of " + ", ".join(TOPOLOGIES),
-        )
+        remedy = nearest_name(topology, TOPOLOGIES) or "choose one of " + ", ".join(TOPOLOGIES)
+        raise SpecError("--topology", f"unknown topology {shown(arguments.topology)}", remedy)
     if arguments.bandwidth is None:
         raise SpecError("--bandwidth", "is missing", "give it per level, innermost first: 450GB/s,50GB/s")
     bandwidths = _listed(arguments.bandwidth, "bytes/s", "--bandwidth")
@@ -126,21 +123,16 @@ def _listed(text: str, dimension: str, flag: str) -> list[float]:
 
 def _flat(arguments: JobArguments, topology: Any, bandwidths: list[float], latencies: list[float]) -> NetworkLevel:
     if len(bandwidths) != 1:
-        raise SpecError(
-            "--bandwidth",
-            f"{len(bandwidths)} values for a {topology}",
-            "give one, or use --topology hierarchical",
-        )
+        problem = f"{len(bandwidths)} values for a {topology}"
+        raise SpecError("--bandwidth", problem, "give one, or use --topology hierarchical")
     if topology in ("mesh", "torus"):
-        shape = grid_shape(arguments.shape, None if arguments.gpus is None else _whole(arguments, "gpus"), topology)
-        return NetworkLevel(
-            name=topology, topology=topology, shape=shape, bandwidth=bandwidths[0], latency=latencies[0]
-        )
-    if arguments.shape is not None:
+        devices = None if arguments.gpus is None else _whole(arguments, "gpus")
+        extent: dict[str, Any] = {"shape": grid_shape(arguments.shape, devices, topology)}
+    elif arguments.shape is not None:
         raise SpecError("--shape", f"{shown(arguments.shape)} does not belong to a {topology}", "use --gpus")
-    return NetworkLevel(
-        name=topology, topology=topology, size=_gpus(arguments), bandwidth=bandwidths[0], latency=latencies[0]
-    )
+    else:
+        extent = {"size": _gpus(arguments)}
+    return NetworkLevel(name=topology, topology=topology, **extent, bandwidth=bandwidths[0], latency=latencies[0])
 
 
 def _gpus(arguments: JobArguments) -> int:
@@ -182,11 +174,8 @@ def _hierarchy(arguments: JobArguments, bandwidths: list[float], latencies: list
         assert devices is not None
         if devices % node:
             low = devices // node * node
-            raise SpecError(
-                "--gpus",
-                f"{devices} is not a whole number of nodes of {node}",
-                f"use {low + node}" if low == 0 else f"use {low} or {low + node}",
-            )
+            remedy = f"use {low + node}" if low == 0 else f"use {low} or {low + node}"
+            raise SpecError("--gpus", f"{devices} is not a whole number of nodes of {node}", remedy)
         widths = (node, devices // node)
     if len(bandwidths) != len(widths):
         raise SpecError("--bandwidth", f"{len(bandwidths)} values for {len(widths)} levels", "give one per level")

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.api.outputs import require_writable, write_text
 from shardwise.api.quantities import whole_number
-from shardwise.api.results import Result, Rows
+from shardwise.api.results import Figure, Result, Rows
 from shardwise.launch.torchrun import Started, started
-from shardwise.report.calibration import calibration_page
+from shardwise.report.calibration import calibration_page, recut_page
 from shardwise.report.page import Page
-from shardwise.report.recut import recut_page
 from shardwise.spec.clusters import cluster_from, cpu_hosts
 from shardwise.spec.emulation import Emulation, cluster_of
 from shardwise.spec.errors import SpecError
@@ -41,10 +40,7 @@ class CalibrationResult(Result):
     path: Path
     is_written: bool = True
 
-    @property
-    def cluster(self) -> Cluster:
-        """To plan with: ``plan(cluster=result.cluster, ...)``."""
-        return self.found.cluster
+    cluster = Figure[Cluster]("found.cluster", "To plan with: ``plan(cluster=result.cluster, ...)``.")
 
     @cached_property
     def page(self) -> Page:
@@ -62,18 +58,9 @@ class RecutResult(Result):
     found: Recut
     path: Path
 
-    @property
-    def job(self) -> Job:
-        return self.found.job
-
-    @property
-    def predicted_seconds(self) -> float:
-        """A step with the new stages, by the measured times."""
-        return self.found.expected_seconds
-
-    @property
-    def measured_seconds(self) -> float:
-        return self.found.step_seconds
+    job = Figure[Job]("found.job")
+    predicted_seconds = Figure[float]("found.expected_seconds", "A step with the new stages, by the measured times.")
+    measured_seconds = Figure[float]("found.step_seconds")
 
     @cached_property
     def page(self) -> Page:

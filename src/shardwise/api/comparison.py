@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.api.outputs import write_text
-from shardwise.api.results import Result, Rows
+from shardwise.api.results import Figure, Result, Rows
 from shardwise.report.compare import comparison_data, comparison_page
 from shardwise.report.page import Page
 from shardwise.spec.installation import require_packages
@@ -29,14 +29,8 @@ class ComparisonResult(Result):
     found: Comparison
     trace: Path
 
-    @property
-    def predicted_seconds(self) -> float:
-        return self.found.predicted.step_seconds
-
-    @property
-    def measured_seconds(self) -> float:
-        """Of a profiled step; profiling makes steps longer."""
-        return self.found.found.step_seconds
+    predicted_seconds = Figure[float]("found.predicted.step_seconds")
+    measured_seconds = Figure[float]("found.found.step_seconds", "Of a profiled step; profiling makes steps longer.")
 
     @cached_property
     def page(self) -> Page:

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
 from shardwise.api.inputs import job_from
 from shardwise.api.quantities import whole_number
-from shardwise.api.results import Result, Rows
+from shardwise.api.results import Figure, Result, Rows
 from shardwise.interop.companions import folder_of_model
 from shardwise.interop.jobs import is_folder, other_framework, read_job_fields
 from shardwise.launch.outcome import Event, Failure, Outcome
@@ -60,14 +60,8 @@ class TrainingResult(Result):
     def failure(self) -> Failure | None:
         return None if self.outcome is None or self.ok else self.outcome.failure
 
-    @property
-    def measured_seconds(self) -> float | None:
-        """The median step time of the run."""
-        return self.summary.step_seconds
-
-    @property
-    def predicted_seconds(self) -> float | None:
-        return self.summary.predicted_seconds
+    measured_seconds = Figure[float | None]("summary.step_seconds", "The median step time of the run.")
+    predicted_seconds = Figure[float | None]("summary.predicted_seconds")
 
     @cached_property
     def page(self) -> Page:
@@ -213,7 +207,7 @@ def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 def _weights_left(named: Any, job: Job) -> list[str]:
     """A note on a model folder whose weights are not used: the user may have meant to start from them."""
-    if named is None or job.run.start_from is not None or not isinstance(named, str) or not is_folder(named):
+    if job.run.start_from is not None or not isinstance(named, str) or not is_folder(named):
         return []
     if not any(Path(named).glob("*.safetensors")):
         return []

@@ -1,19 +1,19 @@
-"""Makes a `Job` of what a caller gives: presets, files, another framework's configuration, or bare numbers."""
+"""Makes a `Job` of what a caller gives: presets, files, another framework's configuration, bare numbers, changes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.api import bare
-from shardwise.api.changes import changed, set_field, with_steps
 from shardwise.api.given import JobArguments
-from shardwise.api.quantities import whole_number
+from shardwise.api.quantities import exclusive, whole_number
 from shardwise.interop.jobs import model_from, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
 from shardwise.spec.clusters import cluster_from
+from shardwise.spec.codec import Spec
 from shardwise.spec.emulation import EMULATED, Emulation, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
@@ -21,6 +21,7 @@ from shardwise.spec.installation import planned_precision_notes
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.rules import sequence_note
+from shardwise.spec.run import Run
 from shardwise.spec.stack import stack_from
 from shardwise.spec.strategy import Strategy, without_auto
 from shardwise.spec.training import Training
@@ -156,7 +157,7 @@ def _job_fields(
     named = [kind for kind in ("model", "cluster") if _is_named(arguments, fields, kind)]
     for path, value in overrides.items():
         if path in named and getattr(arguments, path) is not None:
-            raise _exclusive(f"--{path}", getattr(arguments, path), f"--set {path}")
+            raise exclusive(f"--{path}", getattr(arguments, path), f"--set {path}")
         if path.partition(".")[0] not in named or "." not in path:
             set_field(fields, path, value)
     nodes = emulation or emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
@@ -256,15 +257,11 @@ def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
     ]
 
 
-def _exclusive(flag: str, value: Any, other: str) -> SpecError:
-    return SpecError(flag, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
-
-
 def _model(arguments: JobArguments, fields: dict[str, Any]) -> Model:
     named = fields.get("model") if arguments.model is None else arguments.model
     if bare.gives_model(arguments):
         if arguments.model is not None:
-            raise _exclusive("--model", arguments.model, "bare numbers")
+            raise exclusive("--model", arguments.model, "bare numbers")
         strategy = fields.get("strategy")
         return bare.model(arguments, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
     if named is None:
@@ -275,7 +272,7 @@ def _model(arguments: JobArguments, fields: dict[str, Any]) -> Model:
 def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
     if bare.gives_cluster(arguments):
         if arguments.cluster is not None:
-            raise _exclusive("--cluster", arguments.cluster, "--topology")
+            raise exclusive("--cluster", arguments.cluster, "--topology")
         return bare.cluster(arguments)
     named = fields.get("cluster") if arguments.cluster is None else arguments.cluster
     if named is None:
@@ -290,3 +287,68 @@ def _cluster(arguments: JobArguments, fields: dict[str, Any]) -> Cluster:
     if arguments.gpus is not None:
         cluster = cluster.with_devices(whole_number(arguments.gpus, "--gpus"))
     return cluster
+
+
+_DESCRIBING = ("source", "published_parameters")  # no longer true once something is changed
+
+Noun = TypeVar("Noun", bound=Spec)
+
+
+def set_field(fields: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    place = fields
+    for name in parents:
+        inner = place.get(name)
+        if inner is not None and not isinstance(inner, Mapping):
+            raise SpecError(path, f"{name} is {shown(inner)}, which has no fields", "give a mapping in the file")
+        place[name] = dict(inner or {})
+        place = place[name]
+    place[last] = value
+
+
+def changed(noun: Noun, kind: str, overrides: Mapping[str, Any]) -> Noun:
+    """A model or cluster with the fields changed that ``overrides`` name (``kind.field``)."""
+    changes = {path.partition(".")[2]: value for path, value in overrides.items() if path.startswith(f"{kind}.")}
+    if not changes:
+        return noun
+    fields = {name: value for name, value in noun.to_dict().items() if name not in _DESCRIBING}
+    if isinstance(noun, Model):
+        _leave_derived(noun, fields, changes)
+    if fields.get("name"):
+        fields["name"] = f"{fields['name']}-changed"
+    try:
+        for path, value in changes.items():
+            set_field(fields, path, value)
+        return type(noun).from_dict(fields)
+    except SpecError as error:
+        raise error.under(kind) from None
+
+
+def _leave_derived(model: Model, fields: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Drops sizes that are derived from others, so that they are derived again."""
+    if {"hidden", "heads"} & set(changes) and model.head_dim == model.hidden // model.heads:
+        fields.pop("head_dim", None)
+    if "heads" in changes and model.kv_heads == model.heads:
+        fields.pop("kv_heads", None)
+
+
+def with_steps(run: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a run with the steps that ``training.tokens`` takes; raises SpecError if it has others."""
+    training = fields.get("training")
+    if not isinstance(training, Mapping) or training.get("tokens") is None:
+        return dict(run)
+    job = Job.from_dict({name: value for name, value in fields.items() if name != "run"})
+    tokens = job.training.tokens
+    assert tokens is not None
+    needed = -(-tokens // job.tokens_per_step)
+    if "steps" in run and (steps := _steps(run["steps"])) != needed:
+        problem = f"{steps:,} of {job.tokens_per_step:,} tokens are not the {tokens:,} of training.tokens"
+        raise SpecError("run.steps", problem, f"leave one of them out, or use {needed}")
+    return {**run, "steps": needed}
+
+
+def _steps(value: Any) -> int:
+    try:
+        return Run(steps=value).steps
+    except SpecError as error:
+        raise error.under("run") from None

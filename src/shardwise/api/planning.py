@@ -11,7 +11,7 @@ from shardwise.api.campaign import CampaignArguments, campaign_of, terms_from
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, Size, job_arguments
 from shardwise.api.inputs import planning_job
 from shardwise.api.quantities import amount, whole_number
-from shardwise.api.results import Result, Rows
+from shardwise.api.results import Figure, Result, Rows
 from shardwise.planner import plan as planner
 from shardwise.planner.advice.answer import PlanAnswer, Questions, answer
 from shardwise.planner.advice.frameworks import check_framework, plan_for, request_for
@@ -24,8 +24,7 @@ from shardwise.planner.request import Request
 from shardwise.planner.search.supported import model_note
 from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.report.page import Page
-from shardwise.report.plan_json import candidate_data, family_data, plan_data, ranked_data
-from shardwise.report.plan_text import plan_page
+from shardwise.report.plan import candidate_data, family_data, plan_data, plan_page, ranked_data
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -42,49 +41,21 @@ class PlanResult(Result):
     top: int = 8
     unfolded: bool = False
 
-    @property
-    def job(self) -> Job:
-        """The plan: a job that `analyze` prices and `train` runs; ``job.to_yaml()`` is its file."""
-        return self.answer.plan.best.job
-
-    @property
-    def predicted_seconds(self) -> float:
-        """The predicted time of a step of the plan."""
-        return self.answer.plan.best.step_seconds
-
-    @property
-    def predicted_seconds_low(self) -> float:
-        return self.answer.predicted_seconds_low
-
-    @property
-    def predicted_seconds_high(self) -> float:
-        return self.answer.predicted_seconds_high
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.answer.plan.best.tokens_per_second
-
-    @property
-    def mfu(self) -> float:
-        return self.answer.plan.best.mfu
-
-    @property
-    def memory_bytes(self) -> float:
-        return self.answer.plan.best.memory.total
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """All strategies that were simulated, the best first."""
-        return self.answer.plan.candidates
+    job = Figure[Job]("answer.plan.best.job", "The plan: `analyze` prices it, `train` runs it, to_yaml() is its file.")
+    predicted_seconds = Figure[float]("answer.plan.best.step_seconds", "The predicted time of a step of the plan.")
+    predicted_seconds_low = Figure[float]("answer.predicted_seconds_low")
+    predicted_seconds_high = Figure[float]("answer.predicted_seconds_high")
+    tokens_per_second = Figure[float]("answer.plan.best.tokens_per_second")
+    mfu = Figure[float]("answer.plan.best.mfu")
+    memory_bytes = Figure[float]("answer.plan.best.memory.total")
+    candidates = Figure[tuple[Candidate, ...]]("answer.plan.candidates", "All that were simulated, the best first.")
 
     @property
     def why(self) -> str:
         """Why the first wins, in a few sentences."""
         return self.answer.explanation.sentence()
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self.answer.notes
+    notes = Figure[tuple[str, ...]]("answer.notes")
 
     @cached_property
     def page(self) -> Page:
@@ -113,9 +84,7 @@ class MixedPlanResult(Result):
     plan: MixedPlan
     notes: tuple[str, ...] = ()
 
-    @property
-    def predicted_seconds(self) -> float:
-        return self.plan.best.step_seconds
+    predicted_seconds = Figure[float]("plan.best.step_seconds")
 
     @cached_property
     def page(self) -> Page:
@@ -282,9 +251,8 @@ def _memory(value: Size | None, there: float) -> float | None:
     if isinstance(value, str) and value.strip().endswith("%"):
         share = parse(value.strip()[:-1], "count", "--max-memory") / 100
         if not 0 < share <= 1:
-            raise SpecError(
-                "--max-memory", f"{shown(value)} is not a share or a size", "write 1% to 100%, or a size such as 70GB"
-            )
+            remedy = "write 1% to 100%, or a size such as 70GB"
+            raise SpecError("--max-memory", f"{shown(value)} is not a share or a size", remedy)
         return share * there
     return float(parse(value, "bytes", "--max-memory"))
 

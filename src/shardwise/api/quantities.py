@@ -1,4 +1,4 @@
-"""Numbers given as flags or keywords: whole numbers, and positive amounts with a unit."""
+"""What flags and keywords give: whole numbers, positive amounts with a unit, one of two."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def whole_number(value: Any, flag: str, most: int = 10**9) -> int:
     if number != int(number) or not 1 <= number <= most:
         raise SpecError(flag, f"{shown(value)} is not a positive whole number", "write one like 64")
     return int(number)
+
+
+def exclusive(flag: str, value: Any, other: str) -> SpecError:
+    """The error of two flags of which only one can be given."""
+    return SpecError(flag, f"{shown(value)} and {other} are mutually exclusive", "give one of them")
 
 
 def amount(value: Any, dimension: str, flag: str, example: str, *, zero: bool = False) -> float:

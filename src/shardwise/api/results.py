@@ -6,12 +6,25 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardwise.report.page import Page
 from shardwise.spec.errors import SpecError, nearest_name
 
 Rows = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+
+
+class Figure(property, Generic[T]):
+    """A property of a result that something inside it has, by its path from the result; ``means`` is its help."""
+
+    def __init__(self, path: str, means: str = "") -> None:
+        super().__init__(attrgetter(path), doc=means)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, result: Any, owner: type | None = None) -> T: ...  # type: ignore[override]
 
 
 class Result(ABC):

@@ -18,7 +18,7 @@ from shardwise.cost.accuracy.scores import ErrorSummary, Score, Summary, score, 
 from shardwise.cost.accuracy.scores import summary as summary_of
 from shardwise.cost.accuracy.table import FOLDER, SCORED, columns_of, table_path
 from shardwise.report.page import Page
-from shardwise.report.validation import bubbles_page, collectives_page, errors_data, runs_data, runs_page
+from shardwise.report.validation import errors_data, errors_page, runs_data, runs_page
 from shardwise.spec.errors import SpecError
 
 Kind = Literal["runs", "bubbles", "collectives"]
@@ -56,9 +56,7 @@ class ErrorScores(Result):
 
     @cached_property
     def page(self) -> Page:
-        if self.kind == "collectives":
-            return collectives_page([one for one in self.rows if isinstance(one, ScoredRow)], self.summary)
-        return bubbles_page([one for one in self.rows if isinstance(one, ScoredBubble)], self.summary)
+        return errors_page(self.kind, self.rows, self.summary)
 
     def to_dict(self) -> dict[str, Any]:
         return errors_data(self.rows, self.summary)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from shardwise.api.given import JobKeywords, JobSource, job_arguments
 from shardwise.api.inputs import job_from
-from shardwise.api.results import Result, Rows
+from shardwise.api.results import Figure, Result, Rows
 from shardwise.report.page import Page
 from shardwise.report.verify import verification_page
 from shardwise.spec.errors import SpecError
@@ -30,10 +30,7 @@ class VerificationResult(Result):
     asked: Job
     found: Verification
 
-    @property
-    def ok(self) -> bool:
-        """Whether the layout computes what one process computes."""
-        return self.found.ok
+    ok = Figure[bool]("found.ok", "Whether the layout computes what one process computes.")
 
     @property
     def worst(self) -> dict[str, float]:

@@ -65,7 +65,7 @@ def _write_files(parsed: argparse.Namespace, job: Job) -> list[str]:
         lines.append(f"wrote {parsed.trace}: open in ui.perfetto.dev")
     if parsed.memory_picture is not None:
         from shardwise.cost.memory.timeline import memory_over_time
-        from shardwise.report.memory_picture import memory_picture
+        from shardwise.report.memory_timeline import memory_picture
 
         write_text(parsed.memory_picture, memory_picture(memory_over_time(job)), "--memory-picture")
         lines.append(f"wrote {parsed.memory_picture}")

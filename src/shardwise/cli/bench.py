@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,9 +106,8 @@ def _check(parsed: Namespace, here: Started | None) -> None:
         require_devices(parsed.on, here.ranks_per_host)
         return
     if parsed.on == "cuda":
-        raise SpecError(
-            "--on", "cuda is for ranks that torchrun starts", "torchrun --nproc-per-node N -m shardwise ..."
-        )
+        remedy = "torchrun --nproc-per-node N -m shardwise ..."
+        raise SpecError("--on", "cuda is for ranks that torchrun starts", remedy)
     if parsed.emulate is None:
         require_cores("--processes", parsed.processes, "give fewer, or run torchrun on several hosts")
 
@@ -166,12 +164,12 @@ def _levels(parsed: Namespace, levels: list[MeasuredLevel]) -> list[MeasuredLeve
     if parsed.levels is None:
         return levels
     by_name = {level.name: level for level in levels}
-    for name in parsed.levels.split(","):
+    names = parsed.levels.split(",")
+    for name in names:
         if name not in by_name:
-            raise SpecError(
-                "--levels", f"{shown(name)} is not a level of this network", "choose from " + ", ".join(by_name)
-            )
-    return [by_name[name] for name in parsed.levels.split(",")]
+            remedy = "choose from " + ", ".join(by_name)
+            raise SpecError("--levels", f"{shown(name)} is not a level of this network", remedy)
+    return [by_name[name] for name in names]
 
 
 def _bytes(text: str | None, field: str, otherwise: int) -> int:
@@ -196,24 +194,19 @@ def _largest(ranks: int) -> int:
     return max(1024, 1 << min(LARGEST_BYTES, room).bit_length() - 1)
 
 
-@contextmanager
-def _pool(parsed: Namespace) -> Iterator[Pool]:
+def _pool(parsed: Namespace) -> Pool:
     from shardwise.launch.emulate.network import EmulatedPool, require_emulation
     from shardwise.launch.pool import Pool
     from shardwise.measure.collectives.run import PRELOAD
 
     if parsed.emulate is None:
-        with Pool(PRELOAD) as pool:
-            yield pool
-        return
+        return Pool(PRELOAD)
     require_emulation()
-    with EmulatedPool(Emulation.parse(parsed.emulate, "--emulate"), PRELOAD) as pool:
-        yield pool
+    return EmulatedPool(Emulation.parse(parsed.emulate, "--emulate"), PRELOAD)
 
 
 def _report(parsed: Namespace, measured: Sequence[MeasuredCollective]) -> int:
-    from shardwise.report.collectives_bench import measured_csv, measured_data, measured_page
-    from shardwise.report.collectives_picture import collectives_picture
+    from shardwise.report.collectives_bench import collectives_picture, measured_csv, measured_data, measured_page
 
     for flag, path, text in (("--out", parsed.out, measured_csv), ("--plot", parsed.plot, collectives_picture)):
         if path is not None:

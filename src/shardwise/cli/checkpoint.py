@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import path_from, require_torch, whole_number
-from shardwise.cli.output import add_output_arguments, show
+from shardwise.cli.output import add_output_arguments, show, show_line
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted, readable_bytes
 
@@ -50,7 +49,7 @@ def run(arguments: list[str]) -> int:
             raise SpecError(f"--{flag.replace('_', '-')}", f"is for checkpoint {owner}", "leave it out")
     try:
         if parsed.what == "verify":
-            return _verify(paths, as_json=parsed.json)
+            return _verify(paths, parsed)
         return _inspect(paths[0], parsed) if parsed.what == "inspect" else _reshard(paths[0], parsed)
     except OSError as error:
         raise SpecError(str(error.filename or ""), error.strerror or str(error), "check its permissions") from None
@@ -67,7 +66,7 @@ def _inspect(path: Path, parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(paths: list[Path], *, as_json: bool) -> int:
+def _verify(paths: list[Path], parsed: argparse.Namespace) -> int:
     require_torch("checkpoint verify", "safetensors")
     from shardwise.report.progress import bytes_progress
     from shardwise.training.checkpoint.folder import checkpoints_at
@@ -76,14 +75,15 @@ def _verify(paths: list[Path], *, as_json: bool) -> int:
     folders = list(dict.fromkeys(one for path in paths for one in checkpoints_at(path)))
     sizes = {one: sum(file.stat().st_size for file in one.glob("shard-*") if file.is_file()) for one in folders}
     found: dict[Path, list[str]] = {}
-    with bytes_progress("verifying", sum(sizes.values()), quiet=as_json) as progress:
+    with bytes_progress("verifying", sum(sizes.values()), quiet=parsed.json) as progress:
         for folder in folders:
             found[folder] = problems_of(folder, progress=progress)
-    if as_json:
-        print(json.dumps([{"path": str(one), "bytes": sizes[one], "problems": found[one]} for one in folders]))
-    else:
-        for one, problems in found.items():
-            print(f"{one}: {'; '.join(problems) or f'{readable_bytes(sizes[one])}, all checksums match'}")
+    lines = [
+        f"{one}: {'; '.join(problems) or f'{readable_bytes(sizes[one])}, all checksums match'}"
+        for one, problems in found.items()
+    ]
+    data = [{"path": str(one), "bytes": sizes[one], "problems": found[one]} for one in folders]
+    show_line(parsed, "\n".join(lines), data)
     return 1 if any(found.values()) else 0
 
 
@@ -103,8 +103,6 @@ def _reshard(path: Path, parsed: argparse.Namespace) -> int:
     with bytes_progress("writing", total, quiet=parsed.json) as progress:
         made = reshard(source, CheckpointFolder(out), shards, weights_only=parsed.weights_only, progress=progress)
     found = contents_of(made)
-    if parsed.json:
-        print(json.dumps({"path": str(made), "files": found["files"], "tensors": len(found["tensors"])}))
-    else:
-        print(f"{made}: {counted(len(found['tensors']), 'tensor')} in {counted(shards, 'file')}")
+    line = f"{made}: {counted(len(found['tensors']), 'tensor')} in {counted(shards, 'file')}"
+    show_line(parsed, line, {"path": str(made), "files": found["files"], "tensors": len(found["tensors"])})
     return 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from shardwise.cli.arguments import Parser
 from shardwise.cli.inputs import path_from, require_torch
+from shardwise.cli.output import show_line
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
 
@@ -52,8 +51,6 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         raise SpecError(str(error.filename or ""), error.strerror or str(error), "check its permissions") from None
     about = {"path": str(made), "model": weights.model.name, "tensors": len(weights.tensors), "bytes": weights.size}
-    if parsed.json:
-        print(json.dumps({**about, "source": weights.origin}))
-    else:
-        print(f"{made}: {counted(len(weights.tensors), 'tensor')} of {weights.model.name}, from {weights.origin}")
+    line = f"{made}: {counted(len(weights.tensors), 'tensor')} of {weights.model.name}, from {weights.origin}"
+    show_line(parsed, line, {**about, "source": weights.origin})
     return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.arguments import Parser
+from shardwise.cli.output import show_line
 from shardwise.report.progress import status
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import counted
@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> int:
     if parsed.workers < 1:
         raise SpecError("--workers", str(parsed.workers), "use 1 or more")
     if parsed.what == "check":
-        return _check(parsed.files, parsed.json)
+        return _check(parsed.files, parsed)
     if parsed.out is None:
         raise SpecError("--out", "is missing", "name the shards to write: --out corpus")
     return _build(_files(parsed.files), Path(parsed.out), parsed)
@@ -53,26 +53,23 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
             built = build(files, out, **settings, progress=lambda *counts: update(_size(*counts)))
     except OSError as error:
         raise SpecError(str(error.filename or out), error.strerror or str(error), "choose another place") from None
-    if parsed.json:
-        print(json.dumps({**asdict(built), "prefix": str(built.prefix)}))
-    else:
-        share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
-        print(f"{out}: {_size(built.documents, built.tokens)}{share}, vocabulary {built.vocab:,}")
+    share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
+    line = f"{out}: {_size(built.documents, built.tokens)}{share}, vocabulary {built.vocab:,}"
+    show_line(parsed, line, {**asdict(built), "prefix": str(built.prefix)})
     return 0
 
 
-def _check(prefixes: list[str], as_json: bool) -> int:
+def _check(prefixes: list[str], parsed: argparse.Namespace) -> int:
     from shardwise.training.data.token_files import check_sums, open_pair
 
-    found = [(prefix, open_pair(prefix), check_sums(prefix)) for prefix in prefixes]
-    if as_json:
-        keys = ("prefix", "documents", "tokens", "checksums")
-        rows = [(prefix, pair.documents, len(pair.tokens), summed) for prefix, pair, summed in found]
-        print(json.dumps([dict(zip(keys, row)) for row in rows]))
-        return 0
-    for prefix, pair, summed in found:
+    data, lines = [], []
+    for prefix in prefixes:
+        pair, summed = open_pair(prefix), check_sums(prefix)
+        documents, tokens = pair.documents, len(pair.tokens)
         how = "all checksums match" if summed else "sizes match; there are no checksums"
-        print(f"{prefix}: {_size(pair.documents, len(pair.tokens))}; {how}")
+        lines.append(f"{prefix}: {_size(documents, tokens)}; {how}")
+        data.append({"prefix": prefix, "documents": documents, "tokens": tokens, "checksums": summed})
+    show_line(parsed, "\n".join(lines), data)
     return 0
 
 

@@ -3,52 +3,75 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.api import bare
-from shardwise.api.quantities import amount
-from shardwise.cli.arguments import add_job_arguments, job_arguments
-from shardwise.cli.explain_network import collective, one_message, topic_parser
+from shardwise.api.quantities import amount, exclusive
+from shardwise.cli.arguments import Parser, add_job_arguments, bare_numbers, job_arguments
 from shardwise.cli.inputs import job_from, model_from, whole_number
-from shardwise.cli.output import show
+from shardwise.cli.output import add_output_arguments, show
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Device
+from shardwise.spec.network import Link
 
 if TYPE_CHECKING:
+    from shardwise.collectives import CollectiveKind, Topology
     from shardwise.report.explain.explanation import Explanation
 
-_EXAMPLES = """
-shardwise explain allreduce --topology torus --n 64 --size 1GiB --bandwidth 50GB/s --latency 2us
-shardwise explain zero --params 7.5e9 --dp 64
-shardwise explain activations --model llama3-8b --seq 8192 --tp 2
-"""
+
+@dataclass(frozen=True)
+class Topic:
+    """Something to explain: its line in the overview, its help, its flags (name, default, help), and who explains it.
+
+    ``job`` has the defaults of the job behind it, by the name of their flag; None where there is no job.
+    """
+
+    line: str
+    does: str
+    example: str
+    explained: Callable[[str, argparse.Namespace], Explanation]
+    flags: tuple[tuple[str, str | None, str | None], ...] = ()
+    job: Mapping[str, str] | None = None
 
 
 def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    topic, *rest = arguments
-    explanation, parsed = _topic(topic)(topic, rest)
+    name, *rest = arguments
+    topic = _topic(name)
+    parser = Parser(f"explain {name}", topic.does, topic.example)
+    add_output_arguments(parser)
+    if topic.job is not None:
+        add_job_arguments(parser)
+    for flags, default, help_text in topic.flags:
+        *others, last = flags.split()
+        parser.add_argument(*others, last, dest=last[2:].replace("-", "_"), default=default, help=help_text)
+    parsed = parser.parse(rest)
+    if topic.job is not None:
+        _take_job_defaults(parsed, topic.job)
+    explanation = topic.explained(name, parsed)
     show(parsed, explanation.page, explanation.to_dict)
     return 0
 
 
 def _overview() -> str:
-    lines = "\n".join(f"  {name:<12} {what}" for name, (_, what) in TOPICS.items())
+    lines = "\n".join(f"  {name:<12} {topic.line}" for name, topic in TOPICS.items())
+    examples = "\n".join(f"  {one.example}" for one in (_COLLECTIVE, TOPICS["zero"], TOPICS["activations"]))
     return (
         "usage: shardwise explain TOPIC [options]\n\nOne formula with the numbers put in, and its source.\n\n"
         f"{lines}\n"
         "  a collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather, scatter\n\n"
-        f"examples:{_EXAMPLES.replace(chr(10), chr(10) + '  ').rstrip()}\n"
+        f"examples:\n{examples}\n"
     )
 
 
-def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, argparse.Namespace]]:
+def _topic(name: str) -> Topic:
     if name in TOPICS:
-        return TOPICS[name][0]
+        return TOPICS[name]
     from shardwise.collectives import CollectiveKind
 
     try:
@@ -58,110 +81,10 @@ def _topic(name: str) -> Callable[[str, list[str]], tuple[Explanation, argparse.
         raise SpecError(
             "", f"unknown topic {shown(name)}", nearest_name(name, known) or "see `shardwise explain --help`"
         ) from None
-    return collective
+    return _COLLECTIVE
 
 
-def _zero(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
-    from shardwise.report.explain.memory import explain_zero
-    from shardwise.spec.parameters import parameter_count
-    from shardwise.spec.training import Training
-
-    parser = topic_parser(topic, "Model states of one device under ZeRO.", _EXAMPLES.splitlines()[2])
-    parser.add_argument("--params", help="parameters (default 7.5e9, as in the paper)")
-    parser.add_argument("--model", help="take the parameters of a model")
-    parser.add_argument("--dp", default="64", help="devices that share the states")
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--optimizer", default="adamw")
-    parsed = parser.parse(arguments)
-    checked = Training(precision=parsed.precision, optimizer=parsed.optimizer)
-    if parsed.model:
-        parameters: float = parameter_count(model_from(parsed.model))
-    else:
-        parameters = amount(parsed.params or "7.5e9", "count", "--params", "7.5e9")
-    if parameters >= 1e18:
-        raise SpecError("--params", f"{shown(parsed.params)} is out of range", "use a number such as 7.5e9")
-    return explain_zero(parameters, whole_number(parsed.dp, "--dp"), checked.precision, checked.optimizer), parsed
-
-
-def _flops(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
-    from shardwise.report.explain.compute import explain_flops
-
-    parser = topic_parser(
-        topic,
-        "Training FLOPs by every published convention.",
-        "shardwise explain flops --model gpt3-175b --tokens 300B",
-    )
-    parser.add_argument("--model", default="gpt3-175b")
-    parser.add_argument("--seq", default="2048")
-    parser.add_argument("--tokens", default="300B", help="tokens trained on")
-    parser.add_argument("--device", default="a100-80gb")
-    parsed = parser.parse(arguments)
-    tokens = amount(parsed.tokens, "count", "--tokens", "300B")
-    device = presets.resolve("device", Device, parsed.device)
-    return explain_flops(model_from(parsed.model), whole_number(parsed.seq, "--seq"), tokens, device), parsed
-
-
-def _bubble(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
-    from shardwise.report.explain.compute import explain_bubble
-
-    parser = topic_parser(
-        topic, "Pipeline bubble of every schedule.", "shardwise explain bubble --pp 8 --microbatches 32 --interleave 2"
-    )
-    parser.add_argument("--pp", default="8", help="stages")
-    parser.add_argument("--microbatches", default="32")
-    parser.add_argument("--interleave", default="2", help="chunks per rank")
-    parser.add_argument("--schedule", help="draw the timeline of this one")
-    parsed = parser.parse(arguments)
-    numbers = [whole_number(getattr(parsed, name), f"--{name}") for name in ("pp", "microbatches", "interleave")]
-    return explain_bubble(*numbers, drawn=parsed.schedule), parsed
-
-
-def _mfu(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
-    from shardwise.cost.analysis import analyze
-    from shardwise.cost.compute.flops import recomputed_flops_per_token
-    from shardwise.report.explain.compute import explain_mfu
-
-    parser = topic_parser(
-        topic,
-        "Utilisation from a measured step time.",
-        "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --batch 1024 --seq 8192",
-    )
-    add_job_arguments(parser)
-    parser.add_argument("--step-seconds", default="10s", help="measured time of one step")
-    parsed = _with_job_defaults(parser.parse(arguments), {})
-    seconds = amount(parsed.step_seconds, "seconds", "--step-seconds", "12s")
-    job = job_from(parsed)
-    analysis = analyze(job)
-    strategy = job.strategy
-    again = recomputed_flops_per_token(job.model, job.training.seq, strategy.recompute, job.recomputed_operators)
-    return explain_mfu(job, seconds, analysis.flops_per_step(), again * job.tokens_per_step), parsed
-
-
-def _scaling(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
-    from shardwise.report.explain.compute import explain_scaling
-
-    example = "shardwise explain scaling --n 8 --t1 10s --strong 1.5s --weak 11s"
-    parser = topic_parser(topic, "Scaling efficiency from measured step times.", example)
-    parser.add_argument("--n", default="8", help="how many times as many devices")
-    parser.add_argument("--t1", default="10s", help="step on the smaller machine")
-    parser.add_argument("--strong", default="1.5s", help="step on the larger machine with the same batch")
-    parser.add_argument("--weak", default="11s", help="step on the larger machine with n times the batch")
-    parsed = parser.parse(arguments)
-    times = [amount(getattr(parsed, name), "seconds", f"--{name}", "10s") for name in ("t1", "strong", "weak")]
-    return explain_scaling(whole_number(parsed.n, "--n"), *times), parsed
-
-
-_DEFAULTS: dict[str, dict[str, str]] = {
-    "activations": {"strategy.tp": "1"},
-    "tp": {"strategy.tp": "8"},
-    "dp": {"strategy.zero": "1"},
-    "pp": {"strategy.pp": "2"},
-    "cp": {"strategy.cp": "2"},
-    "ep": {"strategy.ep": "8", "model": "mixtral-8x7b"},
-}
-
-
-def _with_job_defaults(parsed: argparse.Namespace, defaults: dict[str, str]) -> argparse.Namespace:
+def _take_job_defaults(parsed: argparse.Namespace, defaults: Mapping[str, str]) -> None:
     """A complete small job behind every topic, so that `explain tp` alone already shows numbers."""
     usual: dict[str, Any] = {"training.seq": "4096", "training.global_batch": "64"}
     given = job_arguments(parsed)
@@ -173,43 +96,176 @@ def _with_job_defaults(parsed: argparse.Namespace, defaults: dict[str, str]) -> 
     for name, value in usual.items():
         if not parsed.job and getattr(parsed, name) is None:
             setattr(parsed, name, value)
-    return parsed
 
 
-def _activations(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
+def _collective(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.collectives import CollectiveKind
+    from shardwise.report.explain.collective import explain_collective
+
+    kind = CollectiveKind.parse(name)
+    topology, usual = _topology(parsed, kind)
+    size = amount(parsed.size, "bytes", "--size", "1GiB", zero=True)
+    return explain_collective(kind, size, topology, parsed.algorithm or usual)
+
+
+def _topology(parsed: argparse.Namespace, kind: CollectiveKind) -> tuple[Topology, str]:
+    """The network asked for, and the algorithm people expect on it: the textbook's, or the cluster's cheapest."""
+    from shardwise.cost.traffic.network import network
+    from shardwise.spec.clusters import cluster_from
+
+    if parsed.cluster:
+        if parsed.topology:
+            raise exclusive("--cluster", parsed.cluster, "--topology")
+        cluster = cluster_from(parsed.cluster)
+        if parsed.gpus:
+            cluster = cluster.with_devices(whole_number(parsed.gpus, "--n"))
+        return network(cluster), "auto"
+    parsed.topology = parsed.topology or "ring"
+    if parsed.gpus is None and parsed.shape is None:
+        parsed.gpus = "2" if kind.value == "send_recv" else "8"
+    parsed.bandwidth = parsed.bandwidth or ("450GB/s,50GB/s" if parsed.topology == "hierarchical" else "50GB/s")
+    parsed.device = None
+    return network(bare.cluster(bare_numbers(parsed))), "textbook"
+
+
+def _one_message(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.report.explain.collective import explain_message
+
+    if parsed.bandwidth or parsed.latency:
+        given = {"bandwidth": parsed.bandwidth or "50GB/s", "latency": parsed.latency or bare.DEFAULT_LATENCY}
+        return explain_message(parsed.size, Link.from_dict({"name": "given", **given}))
+    return explain_message(parsed.size, presets.resolve("link", Link, parsed.link or "infiniband-ndr"))
+
+
+def _zero(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.report.explain.memory import explain_zero
+    from shardwise.spec.parameters import parameter_count
+    from shardwise.spec.training import Training
+
+    checked = Training(precision=parsed.precision, optimizer=parsed.optimizer)
+    if parsed.model:
+        parameters: float = parameter_count(model_from(parsed.model))
+    else:
+        parameters = amount(parsed.params or "7.5e9", "count", "--params", "7.5e9")
+    if parameters >= 1e18:
+        raise SpecError("--params", f"{shown(parsed.params)} is out of range", "use a number such as 7.5e9")
+    return explain_zero(parameters, whole_number(parsed.dp, "--dp"), checked.precision, checked.optimizer)
+
+
+def _activations(name: str, parsed: argparse.Namespace) -> Explanation:
     from shardwise.report.explain.memory import explain_activations
 
-    parser = topic_parser(topic, "What a layer keeps for its backward pass.", _EXAMPLES.splitlines()[3])
-    add_job_arguments(parser)
-    parsed = _with_job_defaults(parser.parse(arguments), _DEFAULTS[topic])
-    return explain_activations(job_from(parsed)), parsed
+    return explain_activations(job_from(parsed))
 
 
-def _dimension(topic: str, arguments: list[str]) -> tuple[Explanation, argparse.Namespace]:
+def _flops(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.report.explain.compute import explain_flops
+
+    tokens = amount(parsed.tokens, "count", "--tokens", "300B")
+    device = presets.resolve("device", Device, parsed.device)
+    return explain_flops(model_from(parsed.model), whole_number(parsed.seq, "--seq"), tokens, device)
+
+
+def _mfu(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.cost.analysis import analyze
+    from shardwise.cost.compute.flops import recomputed_flops_per_token
+    from shardwise.report.explain.compute import explain_mfu
+
+    seconds = amount(parsed.step_seconds, "seconds", "--step-seconds", "12s")
+    job = job_from(parsed)
+    analysis = analyze(job)
+    strategy = job.strategy
+    again = recomputed_flops_per_token(job.model, job.training.seq, strategy.recompute, job.recomputed_operators)
+    return explain_mfu(job, seconds, analysis.flops_per_step(), again * job.tokens_per_step)
+
+
+def _bubble(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.report.explain.compute import explain_bubble
+
+    numbers = [whole_number(getattr(parsed, flag), f"--{flag}") for flag in ("pp", "microbatches", "interleave")]
+    return explain_bubble(*numbers, drawn=parsed.schedule)
+
+
+def _scaling(name: str, parsed: argparse.Namespace) -> Explanation:
+    from shardwise.report.explain.compute import explain_scaling
+
+    times = [amount(getattr(parsed, flag), "seconds", f"--{flag}", "10s") for flag in ("t1", "strong", "weak")]
+    return explain_scaling(whole_number(parsed.n, "--n"), *times)
+
+
+def _dimension(name: str, parsed: argparse.Namespace) -> Explanation:
     from shardwise.cost.analysis import analyze
     from shardwise.report.explain.dimension import explain_dimension
 
-    parser = topic_parser(
-        topic,
-        f"What {topic} sends in one step of a job.",
-        f"shardwise explain {topic} --model llama3-70b --cluster dgx-h100:8",
-    )
-    add_job_arguments(parser)
-    parsed = _with_job_defaults(parser.parse(arguments), _DEFAULTS[topic])
-    return explain_dimension(topic, analyze(job_from(parsed))), parsed
+    return explain_dimension(name, analyze(job_from(parsed)))
 
 
-TOPICS: dict[str, tuple[Callable[[str, list[str]], tuple[Explanation, argparse.Namespace]], str]] = {
-    "p2p": (one_message, "one message over one link"),
-    "zero": (_zero, "model states under ZeRO 0 to 3"),
-    "activations": (_activations, "what a layer keeps for its backward pass, tensor by tensor"),
-    "flops": (_flops, "training FLOPs by every published convention"),
-    "mfu": (_mfu, "model and hardware FLOPs utilisation of a measured step"),
-    "bubble": (_bubble, "the pipeline bubble of every schedule"),
-    "scaling": (_scaling, "strong and weak scaling efficiency"),
-    "tp": (_dimension, "what tensor parallelism sends"),
-    "dp": (_dimension, "what data parallelism and ZeRO send"),
-    "pp": (_dimension, "what pipeline parallelism sends"),
-    "cp": (_dimension, "what context parallelism sends"),
-    "ep": (_dimension, "what expert parallelism sends"),
+def _sent(name: str, line: str, job: Mapping[str, str]) -> Topic:
+    example = f"shardwise explain {name} --model llama3-70b --cluster dgx-h100:8"
+    return Topic(line, f"What {name} sends in one step of a job.", example, _dimension, job=job)
+
+
+# fmt: off
+_COLLECTIVE = Topic(
+    "", "A collective on a topology, or on a cluster of the catalogue.",
+    "shardwise explain allreduce --topology torus --n 64 --size 1GiB --bandwidth 50GB/s --latency 2us", _collective,
+    (
+        ("--topology", None, ", ".join(bare.TOPOLOGIES)),
+        ("--n --gpus", None, "ranks"),
+        ("--shape", None, "axes of a mesh or torus, widths of a hierarchy: 8x8"),
+        ("--gpus-per-node", None, "width of the inner level of a hierarchy"),
+        ("--size", "1GiB", "bytes of the whole buffer"),
+        ("--bandwidth", None, "one direction, per level: 50GB/s or 450GB/s,50GB/s"),
+        ("--latency", None, "per message, per level: 2us or 2us,5us"),
+        ("--cluster", None, "a cluster in place of a topology: dgx-h100:4"),
+        ("--algorithm", None, "one algorithm, textbook or auto"),
+    ),
+)
+TOPICS = {
+    "p2p": Topic(
+        "one message over one link", "One message over one link.",
+        "shardwise explain p2p --size 64MiB --link infiniband-ndr", _one_message,
+        (("--size", "64MiB", None), ("--link", None, "link preset or file"),
+         ("--bandwidth", None, "in place of a link"), ("--latency", None, "in place of a link")),
+    ),
+    "zero": Topic(
+        "model states under ZeRO 0 to 3", "Model states of one device under ZeRO.",
+        "shardwise explain zero --params 7.5e9 --dp 64", _zero,
+        (("--params", None, "parameters (default 7.5e9, as in the paper)"),
+         ("--model", None, "take the parameters of a model"), ("--dp", "64", "devices that share the states"),
+         ("--precision", "bf16", None), ("--optimizer", "adamw", None)),
+    ),
+    "activations": Topic(
+        "what a layer keeps for its backward pass, tensor by tensor", "What a layer keeps for its backward pass.",
+        "shardwise explain activations --model llama3-8b --seq 8192 --tp 2", _activations, job={"strategy.tp": "1"},
+    ),
+    "flops": Topic(
+        "training FLOPs by every published convention", "Training FLOPs by every published convention.",
+        "shardwise explain flops --model gpt3-175b --tokens 300B", _flops,
+        (("--model", "gpt3-175b", None), ("--seq", "2048", None), ("--tokens", "300B", "tokens trained on"),
+         ("--device", "a100-80gb", None)),
+    ),
+    "mfu": Topic(
+        "model and hardware FLOPs utilisation of a measured step", "Utilisation from a measured step time.",
+        "shardwise explain mfu --step-seconds 60s --model llama3-8b --cluster dgx-h100:2 --batch 1024 --seq 8192", _mfu,
+        (("--step-seconds", "10s", "measured time of one step"),), job={},
+    ),
+    "bubble": Topic(
+        "the pipeline bubble of every schedule", "Pipeline bubble of every schedule.",
+        "shardwise explain bubble --pp 8 --microbatches 32 --interleave 2", _bubble,
+        (("--pp", "8", "stages"), ("--microbatches", "32", None), ("--interleave", "2", "chunks per rank"),
+         ("--schedule", None, "draw the timeline of this one")),
+    ),
+    "scaling": Topic(
+        "strong and weak scaling efficiency", "Scaling efficiency from measured step times.",
+        "shardwise explain scaling --n 8 --t1 10s --strong 1.5s --weak 11s", _scaling,
+        (("--n", "8", "how many times as many devices"), ("--t1", "10s", "step on the smaller machine"),
+         ("--strong", "1.5s", "step on the larger machine with the same batch"),
+         ("--weak", "11s", "step on the larger machine with n times the batch")),
+    ),
+    "tp": _sent("tp", "what tensor parallelism sends", {"strategy.tp": "8"}),
+    "dp": _sent("dp", "what data parallelism and ZeRO send", {"strategy.zero": "1"}),
+    "pp": _sent("pp", "what pipeline parallelism sends", {"strategy.pp": "2"}),
+    "cp": _sent("cp", "what context parallelism sends", {"strategy.cp": "2"}),
+    "ep": _sent("ep", "what expert parallelism sends", {"strategy.ep": "8", "model": "mixtral-8x7b"}),
 }

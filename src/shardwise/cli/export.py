@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from shardwise.cli.arguments import Parser, add_job_arguments
@@ -97,10 +98,7 @@ def _data(exported: Exported, priced: PricedExport) -> dict[str, object]:
         "target": exported.target,
         "version": exported.version,
         "files": dict(exported.files),
-        "lost": [
-            {"field": one.field, "value": one.value, "why": one.why, "elsewhere": one.elsewhere}
-            for one in exported.lost
-        ],
+        "lost": [asdict(one) for one in exported.lost],
         "notes": list(exported.notes),
         "priced": {"job": numbers(priced.here), "exported": numbers(priced.there), "differs": list(priced.differs)},
     }

@@ -12,32 +12,24 @@ from collections.abc import Iterator
 from shardwise.spec.errors import SpecError, nearest_name
 
 VERBS = {
-    "plan": ("plan", "find the best way to split a training job over a cluster, explain it, and write a job file"),
-    "analyze": ("analyze", "price one job: communication per dimension, memory, step time, bottleneck"),
-    "train": ("train", "run a job on this machine: start the processes, train, resume after a failure"),
-    "explain": ("explain", "one formula with your numbers, and its source"),
-    "export": ("export", "write a job as another framework's configuration, and list what that cannot express"),
-    "verify": ("verify", "compare a layout with one process: loss, every gradient, every weight after a few steps"),
-    "validate": ("validate", "score the cost model on a table of published or measured runs"),
-    "dryrun": (
-        "dryrun",
-        "trace the engine on one rank of any world size: memory, collectives, FLOPs, against the plan",
-    ),
-    "data": ("data", "build token shards from text, JSON lines, Parquet or tars; check shards"),
-    "checkpoint": ("checkpoint", "inspect, verify and reshard checkpoints"),
-    "convert": ("convert", "convert weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file"),
-    "bench": ("bench", "time collectives on this machine with every algorithm, against the prediction"),
-    "compare": (
-        "compare",
-        "compare a profiled run with its prediction: every part of the step, slow ranks and links, causes",
-    ),
-    "calibrate": (
-        "calibrate",
-        "measure this machine as a cluster to plan with; rebalance the stages of a profiled run",
-    ),
-    "doctor": ("doctor", "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce"),
-    "list": ("listing", "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives"),
+    "plan": "find the best way to split a training job over a cluster, explain it, and write a job file",
+    "analyze": "price one job: communication per dimension, memory, step time, bottleneck",
+    "train": "run a job on this machine: start the processes, train, resume after a failure",
+    "explain": "one formula with your numbers, and its source",
+    "export": "write a job as another framework's configuration, and list what that cannot express",
+    "verify": "compare a layout with one process: loss, every gradient, every weight after a few steps",
+    "validate": "score the cost model on a table of published or measured runs",
+    "dryrun": "trace the engine on one rank of any world size: memory, collectives, FLOPs, against the plan",
+    "data": "build token shards from text, JSON lines, Parquet or tars; check shards",
+    "checkpoint": "inspect, verify and reshard checkpoints",
+    "convert": "convert weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file",
+    "bench": "time collectives on this machine with every algorithm, against the prediction",
+    "compare": "compare a profiled run with its prediction: every part of the step, slow ranks and links, causes",
+    "calibrate": "measure this machine as a cluster to plan with; rebalance the stages of a profiled run",
+    "doctor": "check that this machine is fit for a long run: ports, memory, clocks, disk, an all-reduce",
+    "list": "show the catalogue: models, devices, links, clusters, stacks, schedules, collectives",
 }
+_MODULES = {"list": "listing"}  # those that have another name than their verb
 
 _HELP = """usage: shardwise VERB [options]
 
@@ -78,14 +70,14 @@ def _run(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb not in VERBS:
         raise SpecError("", f"unknown verb {verb!r}", nearest_name(verb, VERBS))
-    module = importlib.import_module(f"shardwise.cli.{VERBS[verb][0]}")
+    module = importlib.import_module(f"shardwise.cli.{_MODULES.get(verb, verb)}")
     status: int = module.run(rest)
     return status
 
 
 def _verb_lines(width: int) -> Iterator[str]:
     """What each verb does, wrapped on narrow terminals."""
-    for verb, (_, what) in VERBS.items():
+    for verb, what in VERBS.items():
         yield textwrap.fill(what, max(40, width - 1), initial_indent=f"  {verb:<10} ", subsequent_indent=" " * 13)
 
 

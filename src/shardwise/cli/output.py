@@ -22,6 +22,11 @@ def form_of(parsed: argparse.Namespace) -> Literal["text", "markdown", "csv"]:
     return "markdown" if parsed.markdown else "csv" if parsed.csv else "text"
 
 
+def show_line(parsed: argparse.Namespace, line: str, data: Any) -> None:
+    """Prints a line, or the data as JSON on one line."""
+    print(json.dumps(data) if parsed.json else line)
+
+
 def show(parsed: argparse.Namespace, page: Callable[[], Page], data: Callable[[], Any]) -> None:
     """Prints a page, or the data as JSON."""
     if parsed.json:

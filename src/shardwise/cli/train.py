@@ -13,6 +13,7 @@ from shardwise.cli.output import add_output_arguments, show
 from shardwise.launch.outcome import Event, Outcome
 from shardwise.launch.run import Launch
 from shardwise.report.training import points_page
+from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import torch_notes
 from shardwise.spec.units import parse
 
@@ -46,6 +47,9 @@ def run(arguments: list[str]) -> int:
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     parse(parsed.grace, "seconds", "--grace")  # refused before anything else is done
+    for form in ("json", "markdown", "csv"):
+        if parsed.print_torchrun and getattr(parsed, form):
+            raise SpecError(f"--{form}", "cannot be combined with --print-torchrun", "leave it out")
     ready = ready_run(
         job_arguments(parsed),
         **keywords(ready_run, parsed),

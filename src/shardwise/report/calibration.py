@@ -1,12 +1,12 @@
-"""A calibration as a page."""
+"""A calibration, and a rebalanced pipeline, as pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.report.console import table
+from shardwise.report.console import table, table_of
 from shardwise.report.page import Piece, paged
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.network import NetworkLevel
@@ -14,23 +14,15 @@ from shardwise.spec.units import readable_bytes, readable_flops, readable_rate, 
 
 if TYPE_CHECKING:
     from shardwise.measure.calibrate.run import Calibration
+    from shardwise.measure.recut import Recut
 
 
 @paged
 def calibration_page(found: Calibration, before: Cluster, written: Path) -> Iterator[Piece | str]:
     yield table("Device", ("", "before", "measured"), _device_rows(before, found.cluster))
     pairs = [(old, new) for old, new in zip(before.levels, found.cluster.levels) if new.width > 1]
-    levels = [row for pair in pairs for row in _level_rows(*pair)]
-    if levels:
-        columns = (
-            "level",
-            "collectives",
-            "bandwidth",
-            "latency of a step",
-            "latency of a call",
-            "half the bandwidth at",
-        )
-        yield table("Network", columns, levels, numbers_from=2)
+    if pairs:
+        yield table_of("Network", (one for pair in pairs for one in _levels(*pair)), _LEVEL_COLUMNS, numbers_from=2)
     rows = [
         (one.what, str(one.figures), readable_share(one.median_error), readable_share(one.worst_error))
         for one in found.residuals
@@ -65,19 +57,44 @@ def _device_rows(before: Cluster, after: Cluster) -> list[tuple[str, str, str]]:
     return [(name, old, new) for (name, old), (_, new) in zip(shown(before), shown(after))]
 
 
-def _level_rows(before: NetworkLevel, after: NetworkLevel) -> list[tuple[str, ...]]:
-    rows = [_level_row(before, "before"), _level_row(after, "backend")]
+def _levels(before: NetworkLevel, after: NetworkLevel) -> Iterator[tuple[str, NetworkLevel]]:
+    yield "before", before
+    yield "backend", after
     if after.schedules is not None:
-        rows.append(_level_row(after.run_by_schedules(), "our schedules"))
-    return rows
+        yield "our schedules", after.run_by_schedules()
 
 
-def _level_row(level: NetworkLevel, whose: str) -> tuple[str, ...]:
-    return (
-        level.name,
-        whose,
-        readable_rate(level.bandwidth_per_direction * level.reached_share),
-        readable_seconds(level.latency_per_step),
-        readable_seconds(level.startup),
-        readable_bytes(level.ramp),
-    )
+_LEVEL_COLUMNS: dict[str, Callable[[tuple[str, NetworkLevel]], str]] = {
+    "level": lambda one: one[1].name,
+    "collectives": lambda one: one[0],
+    "bandwidth": lambda one: readable_rate(one[1].bandwidth_per_direction * one[1].reached_share),
+    "latency of a step": lambda one: readable_seconds(one[1].latency_per_step),
+    "latency of a call": lambda one: readable_seconds(one[1].startup),
+    "half the bandwidth at": lambda one: readable_bytes(one[1].ramp),
+}
+
+
+SLOW = 1.1  # times the median rank's time for a layer: ranks below that are not mentioned
+
+
+@paged
+def recut_page(found: Recut, written: Path) -> Iterator[Piece | str]:
+    before, after = found.layers
+    rows = [
+        (str(stage), str(old), str(new), f"{new - old:+d}" if new != old else "")
+        for stage, (old, new) in enumerate(zip(before, after))
+    ]
+    yield table("Layers of every stage", ("stage", "measured run", "new cut", ""), rows)
+    slow = [(rank, one) for rank, one in enumerate(found.slowness) if one >= SLOW]
+    if slow:
+        words = ", ".join(f"rank {rank} {one:.2f} times" for rank, one in slow)
+        yield f"Slow ranks, by time for a layer against the median rank: {words}."
+    if found.job.strategy.order != found.old.strategy.order:
+        order = ", ".join(found.job.strategy.order)
+        yield f"Ranks are moved: order [{order}] puts slow ranks into the same stages."
+    if found.job == found.old:
+        yield "The stages are as even as whole layers allow: no other split is faster."
+    else:
+        old, new = readable_seconds(found.step_seconds), readable_seconds(found.expected_seconds)
+        yield f"Step time {old} → {new} expected, {found.gain:.2f} times faster."
+    yield f"Written: {written}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cost.campaign import Campaign
-from shardwise.report.console import bar, table
+from shardwise.report.console import bar, picked, table
 from shardwise.report.tables import Cell, FittedTable
 from shardwise.spec.units import counted, readable_count, readable_duration, readable_money, readable_share
 
@@ -55,19 +55,12 @@ def _rows(run: Campaign) -> Iterator[tuple[Cell, ...]]:
 def campaign_data(run: Campaign) -> dict[str, Any]:
     """The same as plain data; what is infinite (no interruptions, no checkpoints) is None."""
     return {
-        "tokens": run.tokens,
-        "tokens_per_second": run.tokens_per_second,
-        "devices": run.devices,
-        "seconds": run.seconds,
-        "days": run.days,
-        "device_hours": run.device_hours,
-        "price_per_device_hour": run.price_per_device_hour,
-        "cost": run.cost,
+        **picked(run, "tokens", "tokens_per_second", "devices", "seconds", "days", "device_hours"),
+        **picked(run, "price_per_device_hour", "cost"),
         "currency": None if run.cost is None else run.currency,
         "device_hours_per_interruption": _finite(run.device_hours_per_interruption),
         "seconds_between_interruptions": _finite(run.between_interruptions),
-        "interruptions": run.interruptions,
-        "checkpoint_seconds": run.checkpoint_seconds,
+        **picked(run, "interruptions", "checkpoint_seconds"),
         "checkpoint_storage": run.storage,
         "restart_seconds": run.restart_seconds,
         "checkpoint_interval_seconds": _finite(run.interval),

@@ -1,15 +1,17 @@
-"""Measured collectives as a table, as CSV and as data."""
+"""Measured collectives as a table, as CSV, as data, and as a picture of time against size on logarithmic scales."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import spoken, table
+from shardwise.report.console import spoken, table_of
 from shardwise.report.page import Page
+from shardwise.report.svg import LINE, PAPER, SOFT, document, text
 from shardwise.spec.units import readable_bytes, readable_rate, readable_seconds
 
 if TYPE_CHECKING:
@@ -17,32 +19,32 @@ if TYPE_CHECKING:
 
 COLUMNS = ("level", "collective", "algorithm", "ranks", "size_bytes", "repeats", "median_seconds", "least_seconds",
            "algorithm_bandwidth", "bus_bandwidth", "predicted_seconds", "right")  # fmt: skip
+_TABLE: dict[str, Callable[[MeasuredCollective], str]] = {
+    "algorithm": lambda one: spoken(one.algorithm),
+    "size": lambda one: readable_bytes(one.size_bytes),
+    "median": lambda one: readable_seconds(one.median_seconds),
+    "least": lambda one: readable_seconds(one.least_seconds),
+    "algbw": lambda one: readable_rate(one.algorithm_bandwidth),
+    "busbw": lambda one: readable_rate(one.bus_bandwidth),
+    "model": lambda one: "" if one.predicted_seconds is None else readable_seconds(one.predicted_seconds),
+    "median/model": lambda one: f"{one.median_seconds / one.predicted_seconds:.2f}" if one.predicted_seconds else "",
+    "result": lambda one: "right" if one.right else "WRONG",
+}
 
 
 def measured_page(measured: Sequence[MeasuredCollective]) -> Page:
     """A table for each collective and network level."""
     tables = []
-    for (level, kind, ranks), some in groupby(measured, key=lambda one: (one.level, one.kind, one.ranks)):
-        title = f"{kind.replace('_', '-')} over {level}: {ranks} ranks"
-        heads = ("algorithm", "size", "median", "least", "algbw", "busbw", "model", "median/model", "result")
+    for title, some in _groups(measured):
         rows = sorted(some, key=lambda one: (one.size_bytes, one.median_seconds))
-        tables.append(table(title, heads, map(_row, rows), optional=("least", "algbw", "model")))
+        tables.append(table_of(title, rows, _TABLE, optional=("least", "algbw", "model")))
     return Page(tuple(tables))
 
 
-def _row(one: MeasuredCollective) -> tuple[str, ...]:
-    model = one.predicted_seconds
-    return (
-        spoken(one.algorithm),
-        readable_bytes(one.size_bytes),
-        readable_seconds(one.median_seconds),
-        readable_seconds(one.least_seconds),
-        readable_rate(one.algorithm_bandwidth),
-        readable_rate(one.bus_bandwidth),
-        "" if model is None else readable_seconds(model),
-        "" if not model else f"{one.median_seconds / model:.2f}",
-        "right" if one.right else "WRONG",
-    )
+def _groups(measured: Sequence[MeasuredCollective]) -> Iterator[tuple[str, list[MeasuredCollective]]]:
+    """Those of each collective and network level, under a title."""
+    for (level, kind, ranks), some in groupby(measured, key=lambda one: (one.level, one.kind, one.ranks)):
+        yield f"{kind.replace('_', '-')} over {level}: {ranks} ranks", list(some)
 
 
 def measured_data(measured: Sequence[MeasuredCollective]) -> list[dict[str, Any]]:
@@ -56,3 +58,98 @@ def measured_csv(measured: Sequence[MeasuredCollective]) -> str:
     writer.writeheader()
     writer.writerows(measured_data(measured))
     return text.getvalue()
+
+
+# -- a picture: the model's lines through the points -----------------------------------------------------
+
+_COLOURS = ("#2f6fde", "#e2853d", "#5fa777", "#8c6bb8", "#c23b3b", "#d9b03f", "#1b2a41", "#8a94a3")
+_WIDTH, _LEFT, _RIGHT = 1000, 84, 250
+_TOP, _PANEL, _ROW = 86, 260, 366
+_EXPLAINED = "Points: measured, the median of the slowest rank's times. Lines: the model, dashed for the backend's own."
+
+
+def collectives_picture(measured: Sequence[MeasuredCollective]) -> str:
+    """A panel for every collective and level, as the text of an SVG file."""
+    panels = list(_groups(measured))
+    height = _TOP + _ROW * len(panels)
+    parts = [text(24, 34, "Collectives: time against size", 17, weight=600), text(24, 56, _EXPLAINED, 12, fill=SOFT)]
+    for index, (title, some) in enumerate(panels):
+        parts.append(f'<g transform="translate({_LEFT} {_TOP + index * _ROW + 30})">')
+        parts += [text(0, -10, title, 13, weight=600), *_Panel(some).drawn(), "</g>"]
+    return document("Collectives, time against size", _WIDTH, height, parts)
+
+
+class _Panel:
+    def __init__(self, measured: list[MeasuredCollective]) -> None:
+        self.measured = measured
+        times = [one.median_seconds for one in measured]
+        times += [one.predicted_seconds for one in measured if one.predicted_seconds]
+        self.sizes = _bounds([one.size_bytes for one in measured])
+        self.times = _bounds(times)
+        self.width = _WIDTH - _LEFT - _RIGHT
+
+    def x(self, size: float) -> float:
+        low, high = self.sizes
+        return self.width * (math.log10(size) - low) / (high - low)
+
+    def y(self, seconds: float) -> float:
+        low, high = self.times
+        return _PANEL * (1 - (math.log10(seconds) - low) / (high - low))
+
+    def drawn(self) -> Iterator[str]:
+        yield from self._axes()
+        names = list(dict.fromkeys(one.algorithm for one in self.measured))
+        for index, name in reversed(list(enumerate(names))):  # the backend's dashes over the line that they follow
+            colour, hollow = _COLOURS[index % len(_COLOURS)], index >= len(_COLOURS)
+            some = sorted((one for one in self.measured if one.algorithm == name), key=lambda one: one.size_bytes)
+            yield from self._modelled(some, colour, dashed=name == "backend")
+            for one in some:
+                yield _point(self.x(one.size_bytes), self.y(one.median_seconds), colour, hollow)
+            yield _point(self.width + 24, 10 + 20 * index, colour, hollow)
+            yield text(self.width + 36, 14 + 20 * index, name.replace("_", " "), 12)
+
+    def _modelled(self, some: list[MeasuredCollective], colour: str, *, dashed: bool) -> Iterator[str]:
+        modelled = [(one.size_bytes, one.predicted_seconds) for one in some if one.predicted_seconds]
+        if modelled:
+            line = " ".join(f"{self.x(size):.1f},{self.y(seconds):.1f}" for size, seconds in modelled)
+            dashes = ' stroke-dasharray="6 5"' if dashed else ""
+            yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.7"{dashes}/>'
+
+    def _axes(self) -> Iterator[str]:
+        yield f'<rect width="{self.width}" height="{_PANEL}" fill="none" stroke="{LINE}"/>'
+        for seconds in _time_ticks(*self.times):
+            y = self.y(seconds)
+            yield f'<line x1="0" x2="{self.width}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>'
+            yield text(-8, y + 4, _short(readable_seconds(seconds)), 11, anchor="end", fill=SOFT)
+        low, high = (round(bound / math.log10(2)) for bound in self.sizes)
+        for power in range(low, high + 1, max(1, (high - low) // 7)):
+            x = self.x(2.0**power)
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_PANEL}" stroke="{LINE}"/>'
+            yield text(x, _PANEL + 18, _short(readable_bytes(2**power)), 11, anchor="middle", fill=SOFT)
+        yield text(self.width / 2, _PANEL + 36, "size of the collective", 11, anchor="middle", fill=SOFT)
+
+
+def _time_ticks(low: float, high: float) -> list[float]:
+    """Seconds between 10^low and 10^high: powers of ten; where that is fewer than two, finer steps."""
+    powers = range(math.floor(low), math.floor(high) + 1)
+    for steps in ((1,), (1, 2, 5), range(1, 10)):
+        ticks = [step * 10.0**power for power in powers for step in steps if low <= math.log10(step) + power <= high]
+        if len(ticks) > 1:
+            break
+    return ticks
+
+
+def _short(figure: str) -> str:
+    """A round figure without the zeros that a table has behind its point: 1.00 ms is 1 ms."""
+    number, unit = figure.split(" ")
+    return f"{float(number):g} {unit}"
+
+
+def _point(x: float, y: float, colour: str, hollow: bool) -> str:
+    fill = PAPER if hollow else colour
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}" stroke="{colour}" stroke-width="1.5"/>'
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float]:
+    low, high = math.log10(max(min(values), 1e-9)), math.log10(max(*values, 1e-9))
+    return low - 0.05, max(high, low + 0.5) + 0.05

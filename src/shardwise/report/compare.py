@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import table
+from shardwise.report.console import picked, table, table_of
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.tables import FittedTable
 from shardwise.spec.units import readable_bytes, readable_difference, readable_seconds
@@ -23,7 +23,6 @@ _MEANING = {
     "checkpoint": "checkpoint stall",
     "data": "data wait",
 }
-_PART_FIGURES = ("predicted", "measured", "hidden_predicted", "hidden_measured")
 _MOST_RANKS = 16
 _SENT_COLUMNS = ("", "collectives", "planned", "recorded")
 
@@ -36,15 +35,16 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
             "profiled": found.found.step_seconds,
             "usual": found.usual_seconds,
         },
-        "parts": {one.name: {name: getattr(one, name) for name in _PART_FIGURES} for one in found.parts},
+        "parts": {
+            one.name: picked(one, "predicted", "measured", "hidden_predicted", "hidden_measured") for one in found.parts
+        },
         "memory": {
             one.name: {"predicted_bytes": one.predicted, "measured_bytes": one.measured} for one in found.memory
         },
         "differences": [{"part": one.name, "seconds": one.difference, "cause": one.cause} for one in found.differences],
         "ranks": [
             {
-                "rank": one.rank,
-                "node": one.node,
+                **picked(one, "rank", "node"),
                 "compute_seconds": one.parts.get("compute", 0.0),
                 "waits_seconds": one.waits,
                 "layer_seconds": one.layer_seconds,
@@ -60,16 +60,13 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
             for one in found.sent
         },
         "slow_rank": found.slow_rank,
-        "slow_link": _link_data(found.slow_link),
+        "slow_link": found.slow_link and _link_data(found.slow_link),
     }
 
 
-def _link_data(slow: SlowLink | None) -> dict[str, Any] | None:
-    if slow is None:
-        return None
-    link = slow.link
-    own = {name: getattr(link, name) for name in ("nodes", "dimension", "what", "bytes", "seconds")}
-    return {"ranks": link.members, **own, "times": slow.times, "than": slow.than}
+def _link_data(slow: SlowLink) -> dict[str, Any]:
+    own = picked(slow.link, "nodes", "dimension", "what", "bytes", "seconds")
+    return {"ranks": slow.link.members, **own, **picked(slow, "times", "than")}
 
 
 @paged
@@ -118,18 +115,14 @@ def comparison_page(found: Comparison, trace: Path | None) -> Iterator[Piece | s
 
 def _ranks(found: Comparison) -> FittedTable:
     ranks = sorted(found.found.ranks, key=lambda one: one.waits)[:_MOST_RANKS]
-    rows = [(str(one.rank), *_rank_cells(one), _slowness(found, one.rank)) for one in ranks]
-    title = "Ranks: the others wait for the rank that waits least"
-    columns = ("rank", "compute", "waits for others", "a layer forward", "times the median rank's")
-    return table(title, columns, rows)
-
-
-def _rank_cells(one: RankTimes) -> tuple[str, ...]:
-    return (*map(readable_seconds, (one.parts.get("compute", 0.0), one.waits)), _optional(one.layer_seconds))
-
-
-def _slowness(found: Comparison, rank: int) -> str:
-    return "–" if found.slowness is None else f"{found.slowness[rank]:.2f}"
+    columns: dict[str, Callable[[RankTimes], str]] = {
+        "rank": lambda one: str(one.rank),
+        "compute": lambda one: readable_seconds(one.parts.get("compute", 0.0)),
+        "waits for others": lambda one: readable_seconds(one.waits),
+        "a layer forward": lambda one: _optional(one.layer_seconds),
+        "times the median rank's": lambda one: "–" if found.slowness is None else f"{found.slowness[one.rank]:.2f}",
+    }
+    return table_of("Ranks: the others wait for the rank that waits least", ranks, columns)
 
 
 def verdicts(found: Comparison) -> list[str]:

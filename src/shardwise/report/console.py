@@ -1,17 +1,18 @@
-"""The console that all output goes to, and short ways to make tables and bars."""
+"""The console that all output goes to, and short ways to make tables, bars and plain data."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 
 from shardwise.report.tables import Bar, Cell, Column, FittedTable
 
+T = TypeVar("T")
 _FILE_WIDTH = 132  # where no terminal says how wide it is
 
 
@@ -41,6 +42,19 @@ def table(
     return FittedTable(title, described, tuple(tuple(row) for row in rows), tuple(optional))
 
 
+def table_of(
+    title: str,
+    items: Iterable[T],
+    columns: Mapping[str, Callable[[T], Cell]],
+    *,
+    numbers_from: int = 1,
+    optional: Sequence[str] = (),
+) -> FittedTable:
+    """A `table` with a row for each of the items; ``columns`` says what stands under each heading."""
+    rows = [[cell(one) for cell in columns.values()] for one in items]
+    return table(title, columns, rows, numbers_from=numbers_from, optional=optional)
+
+
 def spoken(algorithm: str) -> str:
     """An algorithm's name for people; commas may break, so that a narrow column shows all of it."""
     return algorithm.replace("_", " ").replace(",", ", ")
@@ -49,3 +63,8 @@ def spoken(algorithm: str) -> str:
 def bar(share: float, width: int = 40) -> Cell:
     """A bar for a table; on a narrow console it shrinks, then is left out."""
     return Bar(share, width)
+
+
+def picked(one: object, *names: str) -> dict[str, Any]:
+    """Some attributes of an object as plain data, by their names."""
+    return {name: getattr(one, name) for name in names}

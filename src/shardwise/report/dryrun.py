@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.cost.memory.room import room_of
 from shardwise.measure.dryrun.result import PARTS, TOLERANCE, Calls, Compared, DryRun
-from shardwise.report.console import table
+from shardwise.report.console import picked, table
 from shardwise.report.page import Line, Page
 from shardwise.report.part_names import MEMORY_PARTS
 from shardwise.report.tables import FittedTable
@@ -97,8 +97,7 @@ def dry_run_data(found: DryRun) -> dict[str, Any]:
         "rank": found.rank,
         "world": found.job.strategy.world,
         "coordinates": dict(found.coordinates),
-        "traced": found.traced,
-        "seconds": found.seconds,
+        **picked(found, "traced", "seconds"),
         "ok": not found.defects,
         "fits": found.fits,
         "memory": {
@@ -113,12 +112,9 @@ def dry_run_data(found: DryRun) -> dict[str, Any]:
         "flops": {"traced": dict(found.flops), "planned": dict(found.planned_flops)},
         "compared": [
             {
-                "what": one.what,
-                "planned": one.planned,
-                "traced": one.traced,
+                **picked(one, "what", "planned", "traced"),
                 "difference": one.difference if isfinite(one.difference) else None,
-                "negligible": one.negligible,
-                "defect": one.defect,
+                **picked(one, "negligible", "defect"),
             }
             for one in found.compared
         ],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.mixed.plan import MixedPlan
 from shardwise.planner.mixed.step import KindPart, MixedStep
-from shardwise.report.console import table
+from shardwise.report.console import picked, table, table_of
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.tables import FittedTable
 from shardwise.spec.clusters import sized_name
@@ -37,37 +37,34 @@ def mixed_page(plan: MixedPlan, notes: Iterable[str] = ()) -> Iterator[Piece | s
         f"MFU {best.mfu:.1%} of the summed peak, {job.sequences:,} sequences in "
         f"{counted(job.microbatches, 'microbatch')}"
     )
-    columns = ("kind", "pipeline ranks", "layers", "per rank", "memory", "of", "idle")
-    yield table("", columns, map(_part_row, best.parts))
+    yield table_of("", best.parts, _PART_COLUMNS)
     if len(plan.candidates) > 1:
-        compared = ("strategy", "order", "layers", "step", "tokens/s", "MFU")
-        yield table("", compared, map(_step_row, plan.candidates[:SHOWN]), numbers_from=2)
+        yield table_of("", plan.candidates[:SHOWN], _STEP_COLUMNS, numbers_from=2)
     if plan.alone:
         yield from _alone(plan)
 
 
-def _part_row(part: KindPart) -> tuple[str, ...]:
-    low, high = min(part.layers), max(part.layers)
-    return (
-        sized_name(part.cluster),
-        f"{part.ranks[0]} to {part.ranks[-1]}" if len(part.ranks) > 1 else str(part.ranks[0]),
-        str(sum(part.layers)),
-        str(low) if low == high else f"{low} to {high}",
-        readable_bytes(part.memory.total),
-        readable_bytes(part.cluster.device.usable_memory),
-        f"{part.idle_share:.1%}",
-    )
+_PART_COLUMNS: dict[str, Callable[[KindPart], str]] = {
+    "kind": lambda part: sized_name(part.cluster),
+    "pipeline ranks": lambda part: _span(part.ranks[0], part.ranks[-1]),
+    "layers": lambda part: str(sum(part.layers)),
+    "per rank": lambda part: _span(min(part.layers), max(part.layers)),
+    "memory": lambda part: readable_bytes(part.memory.total),
+    "of": lambda part: readable_bytes(part.cluster.device.usable_memory),
+    "idle": lambda part: f"{part.idle_share:.1%}",
+}
+_STEP_COLUMNS: dict[str, Callable[[MixedStep], str]] = {
+    "strategy": lambda step: strategy_words(step.arrangement.strategy),
+    "order": lambda step: ", ".join(part.cluster.name for part in step.parts),
+    "layers": lambda step: " + ".join(str(sum(part.layers)) for part in step.parts),
+    "step": lambda step: readable_seconds(step.step_seconds),
+    "tokens/s": lambda step: f"{step.tokens_per_second:,.0f}",
+    "MFU": lambda step: f"{step.mfu:.1%}",
+}
 
 
-def _step_row(step: MixedStep) -> tuple[str, ...]:
-    return (
-        strategy_words(step.arrangement.strategy),
-        ", ".join(part.cluster.name for part in step.parts),
-        " + ".join(str(sum(part.layers)) for part in step.parts),
-        readable_seconds(step.step_seconds),
-        f"{step.tokens_per_second:,.0f}",
-        f"{step.mfu:.1%}",
-    )
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _alone(plan: MixedPlan) -> Iterator[str | FittedTable]:
@@ -91,9 +88,7 @@ def _alone_row(name: str, one: Candidate | None) -> tuple[str, ...]:
 def mixed_data(plan: MixedPlan) -> dict[str, Any]:
     """Everything `plan` prints of it."""
     return {
-        "status": plan.status,
-        "note": plan.note,
-        "was_stopped": plan.was_stopped,
+        **picked(plan, "status", "note", "was_stopped"),
         "cluster": plan.request.mixed.to_dict(),
         "strategies": plan.tried,
         "candidates": [_step_data(step) for step in plan.candidates],

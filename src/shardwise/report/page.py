@@ -60,16 +60,13 @@ class Page:
         return drawn.getvalue().rstrip("\n")
 
     def markdown(self) -> str:
-        parts = []
-        for piece in self.pieces:
-            if isinstance(piece, FittedTable):
-                parts.append(piece.markdown())
-            elif piece.fixed:
-                parts.append(f"```\n{piece.text}\n```\n")
-            else:
-                lines = [line for line in piece.text.split("\n") if line.strip()]
-                parts.append("  \n".join(f"**{line}**" if piece.style == "bold" else line for line in lines) + "\n")
-        return "\n".join(parts)
+        def written(line: Line) -> str:
+            if line.fixed:
+                return f"```\n{line.text}\n```\n"
+            lines = [one for one in line.text.split("\n") if one.strip()]
+            return "  \n".join(f"**{one}**" if line.style == "bold" else one for one in lines) + "\n"
+
+        return "\n".join(one.markdown() if isinstance(one, FittedTable) else written(one) for one in self.pieces)
 
     def csv(self) -> str:
         """Its tables, one after the other with an empty line between; sentences have no columns and stay out."""
@@ -78,16 +75,13 @@ class Page:
     def html(self) -> str:
         from html import escape
 
-        parts = []
-        for piece in self.pieces:
-            if isinstance(piece, FittedTable):
-                parts.append(piece.html())
-            elif piece.fixed:
-                parts.append(f"<pre>{escape(piece.text)}</pre>")
-            else:
-                text = escape(piece.text.strip("\n")).replace("\n", "<br>")
-                parts.append(f"<p><b>{text}</b></p>" if piece.style == "bold" else f"<p>{text}</p>")
-        return "\n".join(parts)
+        def written(line: Line) -> str:
+            if line.fixed:
+                return f"<pre>{escape(line.text)}</pre>"
+            text = escape(line.text.strip("\n")).replace("\n", "<br>")
+            return f"<p><b>{text}</b></p>" if line.style == "bold" else f"<p>{text}</p>"
+
+        return "\n".join(one.html() if isinstance(one, FittedTable) else written(one) for one in self.pieces)
 
     def _draw(self, out: Console) -> None:
         for piece in self.pieces:

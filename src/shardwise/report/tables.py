@@ -119,10 +119,9 @@ class FittedTable:
         def line(cells: Iterable[str]) -> str:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
-        shown = self._without_bars()
-        rules = ["---:" if self.columns[index].numeric else "---" for index in shown]
-        headings = [self.columns[index].name for index in shown]
-        lines = [line(headings), line(rules), *(line(row) for row in self._plain_rows(shown))]
+        columns, rows = self._without_bars()
+        rules = ["---:" if column.numeric else "---" for column in columns]
+        lines = [line(column.name for column in columns), line(rules), *map(line, rows)]
         return (f"**{self.title}**\n\n" if self.title else "") + "\n".join(lines) + "\n"
 
     def csv(self) -> str:
@@ -130,39 +129,36 @@ class FittedTable:
         import csv
         import io
 
-        text, shown = io.StringIO(), self._without_bars()
+        text, (columns, rows) = io.StringIO(), self._without_bars()
         if self.title:
             text.write(f"# {self.title}\n")
         writer = csv.writer(text, lineterminator="\n")
-        if any(self.columns[index].name for index in shown):
-            writer.writerow([self.columns[index].name for index in shown])
-        writer.writerows(self._plain_rows(shown))
+        if any(column.name for column in columns):
+            writer.writerow([column.name for column in columns])
+        writer.writerows(rows)
         return text.getvalue()
 
     def html(self) -> str:
         """A table for a notebook."""
         from html import escape
 
-        shown = self._without_bars()
-        sides = ["right" if self.columns[index].numeric else "left" for index in shown]
+        columns, rows = self._without_bars()
+        sides = ["right" if column.numeric else "left" for column in columns]
 
         def line(tag: str, cells: Iterable[str]) -> str:
             made = (f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for side, cell in zip(sides, cells))
             return f"<tr>{''.join(made)}</tr>"
 
-        headings = [self.columns[index].name for index in shown]
+        headings = [column.name for column in columns]
         head = [f"<thead>{line('th', headings)}</thead>"] if any(headings) else []
         caption = f'<caption style="text-align:left"><b>{escape(self.title)}</b></caption>' if self.title else ""
-        body = "\n".join(line("td", row) for row in self._plain_rows(shown))
+        body = "\n".join(line("td", row) for row in rows)
         return "\n".join([f"<table>{caption}", *head, f"<tbody>{body}</tbody>", "</table>"])
 
-    def _without_bars(self) -> list[int]:
+    def _without_bars(self) -> tuple[list[Column], list[list[str]]]:
         bars = self._bars()
-        return [index for index in range(len(self.columns)) if index not in bars]
-
-    def _plain_rows(self, shown: Sequence[int]) -> Iterator[list[str]]:
-        for row in self.rows:
-            yield [str(row[index]).strip() for index in shown]
+        shown = [index for index in range(len(self.columns)) if index not in bars]
+        return [self.columns[n] for n in shown], [[str(row[n]).strip() for n in shown] for row in self.rows]
 
     # -- a table ---------------------------------------------------------------------------------------------
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.console import table
+from shardwise.report.console import table, table_of
 from shardwise.report.page import Page, Piece, paged
 from shardwise.spec.units import readable_bytes, readable_change, readable_seconds
 
 if TYPE_CHECKING:
-    from shardwise.cost.accuracy.bubbles import ScoredBubble
-    from shardwise.cost.accuracy.collectives import ScoredRow
     from shardwise.cost.accuracy.scores import ErrorSummary, Score, Summary
 
 # -- training runs -----------------------------------------------------------------------------------------
@@ -101,50 +99,39 @@ def _remarks(scores: Sequence[Score], total: Summary | None) -> Iterable[str]:
 # -- collectives and bubbles -------------------------------------------------------------------------------
 
 
-def collectives_page(rows: Sequence[ScoredRow], summary: Mapping[str, ErrorSummary]) -> Page:
-    columns = ("machine", "algorithm", "devices", "size", "measured", "predicted", "error")
-    return _errors_page("All-reduces from 1 MiB", columns, map(_collective_row, rows), summary)
+_ERRORS: dict[str, tuple[str, dict[str, Callable[[Any], str]]]] = {
+    "collectives": (
+        "All-reduces from 1 MiB",
+        {
+            "machine": lambda row: row.machine,
+            "algorithm": lambda row: row.predicted_algorithm,
+            "devices": lambda row: str(row.devices),
+            "size": lambda row: readable_bytes(row.size_bytes),
+            "measured": lambda row: readable_seconds(row.measured_seconds),
+            "predicted": lambda row: readable_seconds(row.predicted_seconds),
+            "error": lambda row: readable_change(row.error),
+        },
+    ),
+    "bubbles": (
+        "Bubble rates",
+        {
+            "model": lambda row: row.model,
+            "schedule": lambda row: row.schedule,
+            "microbatches": lambda row: str(row.microbatches),
+            "reported": lambda row: f"{row.reported:.2%}",
+            "simulated": lambda row: f"{row.simulated:.2%}",
+            "difference": lambda row: readable_change(row.error, 2),
+        },
+    ),
+}
 
 
-def _collective_row(row: ScoredRow) -> tuple[str, ...]:
-    return (
-        row.machine,
-        row.predicted_algorithm,
-        str(row.devices),
-        readable_bytes(row.size_bytes),
-        readable_seconds(row.measured_seconds),
-        readable_seconds(row.predicted_seconds),
-        readable_change(row.error),
-    )
-
-
-def bubbles_page(rows: Sequence[ScoredBubble], summary: Mapping[str, ErrorSummary]) -> Page:
-    columns = ("model", "schedule", "microbatches", "reported", "simulated", "difference")
-    return _errors_page("Bubble rates", columns, map(_bubble_row, rows), summary)
-
-
-def _bubble_row(row: ScoredBubble) -> tuple[str, ...]:
-    return (
-        row.model,
-        row.schedule,
-        str(row.microbatches),
-        f"{row.reported:.2%}",
-        f"{row.simulated:.2%}",
-        readable_change(row.error, 2),
-    )
-
-
-def _errors_page(
-    title: str, columns: tuple[str, ...], lines: Iterable[tuple[str, ...]], summary: Mapping[str, ErrorSummary]
-) -> Page:
-    """Every row, then the absolute errors of every group and of all."""
+def errors_page(kind: str, rows: Sequence[Any], summary: Mapping[str, ErrorSummary]) -> Page:
+    """Every row of a table of this ``kind``, then the absolute errors of every group and of all."""
+    title, columns = _ERRORS[kind]
     shares = [(name, str(one.rows), f"{one.mean:.2%}", f"{one.worst:.2%}") for name, one in summary.items()]
-    return Page(
-        (
-            table(title, columns, lines, numbers_from=2),
-            table("Absolute error", ("group", "rows", "mean", "worst"), shares),
-        )
-    )
+    absolute = table("Absolute error", ("group", "rows", "mean", "worst"), shares)
+    return Page((table_of(title, rows, columns, numbers_from=2), absolute))
 
 
 def errors_data(rows: Sequence[Any], summary: Mapping[str, ErrorSummary]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ _PARTS = {
 def verdict_table(found: Assessment) -> FittedTable:
     """What a reader wants first: a name and a few words a line."""
     analysis = found.analysis
-    rows = [*_step_rows(found), ("Memory", memory_words(analysis)), ("Bound by", _bound_words(found))]
+    bound = ("" if found.bottleneck.kind == "time" else "memory: ") + _bound_words(analysis, found.bottleneck)
+    rows = [*_step_rows(found), ("Memory", memory_words(analysis)), ("Bound by", bound)]
     if analysis.fits:
         share = analysis.exposed_share
         over = f", above {EXPOSED_LIMIT:.0%}" if share > EXPOSED_LIMIT else ""
@@ -68,20 +69,14 @@ def memory_words(analysis: Analysis) -> str:
     return f"DOES NOT FIT: {needed}, {missing}"
 
 
-def _bound_words(found: Assessment) -> str:
-    if found.bottleneck.kind == "time":
-        return _time_words(found.analysis, found.bottleneck)
-    return f"memory: {_memory_bound_words(found.analysis, found.bottleneck)}"
-
-
 def bottleneck_sentence(analysis: Analysis, found: Bottleneck) -> str:
     """One sentence that names what bounds the job."""
-    if found.kind == "time":
-        return f"Bound by {_time_words(analysis, found)}."
-    return f"Does not fit: {_memory_bound_words(analysis, found)}."
+    return f"{'Bound by ' if found.kind == 'time' else 'Does not fit: '}{_bound_words(analysis, found)}."
 
 
-def _time_words(analysis: Analysis, found: Bottleneck) -> str:
+def _bound_words(analysis: Analysis, found: Bottleneck) -> str:
+    if found.kind != "time":
+        return _memory_bound_words(analysis, found)
     first, *others = found.causes
     longest = f"{readable_seconds(first.seconds)} or {first.share:.0%} of the predicted step"
     following = (f"next is {_cause_words(analysis.job, other)} with {other.share:.0%}" for other in others)

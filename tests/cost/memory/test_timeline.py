@@ -17,8 +17,7 @@ from shardwise.cost.memory.timeline import AFTER, BETWEEN, MemoryOverTime, RankM
 from shardwise.cost.memory.transient import logits_temporary_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import simulated_step
-from shardwise.report.memory_picture import memory_picture
-from shardwise.report.memory_timeline import memory_over_time_data, sampled, sparkline
+from shardwise.report.memory_timeline import memory_over_time_data, memory_picture, sampled, sparkline
 from shardwise.spec.job import Job
 
 FULL_BACKWARD = ("gpipe", "1f1b", "interleaved", "dualpipe")

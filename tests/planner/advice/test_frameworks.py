@@ -14,7 +14,7 @@ from shardwise.planner.candidate import candidate
 from shardwise.planner.constraints import Allowed
 from shardwise.planner.plan import Plan, plan
 from shardwise.planner.request import Request
-from shardwise.report.runners import runner_lines
+from shardwise.report.plan import runner_lines
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 

@@ -178,12 +178,9 @@ def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
         fields["strategy.microbatch"] = micro
     steps = steps if steps is not None else train // (micro * ranks) if micro else 0
     if micro * steps * ranks != train:
-        raise SpecError(
-            "train_batch_size",
-            f"{train} is not train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps} × "
-            f"{ranks} data-parallel ranks = {micro * steps * ranks}",
-            "correct one of the three, or the number of devices",
-        )
+        product = f"train_micro_batch_size_per_gpu {micro} × gradient_accumulation_steps {steps}"
+        problem = f"{train} is not {product} × {ranks} data-parallel ranks = {micro * steps * ranks}"
+        raise SpecError("train_batch_size", problem, "correct one of the three, or the number of devices")
 
 
 def _notes(job: Job) -> list[str]:

@@ -140,12 +140,10 @@ def _parser(language: str, load: Callable[[str], Any]) -> Callable[[str, str, Na
     return parse
 
 
-def _load_json(text: str) -> Any:
-    return json.loads(without_comments(text), object_pairs_hook=_unique)
-
-
 JSON = Format(
-    (".json",), _parser("JSON", _load_json), lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n"
+    (".json",),
+    _parser("JSON", lambda text: json.loads(without_comments(text), object_pairs_hook=_unique)),
+    lambda settings, names: json.dumps(unflatten(settings), indent=2) + "\n",
 )
 
 

@@ -2,11 +2,237 @@
 
 from __future__ import annotations
 
-from shardwise.interop.frameworks import megatron_model, megatron_reading, training_values
+import re
+from typing import Any
+
+from shardwise.interop.frameworks import megatron_model, training_values
 from shardwise.interop.frameworks.documents import COMMAND, Settings
-from shardwise.interop.frameworks.megatron_reading import SHARDED, interpret
-from shardwise.interop.frameworks.target import Option, Target, word_for
+from shardwise.interop.frameworks.target import Imported, Option, Reading, Target, word_for
+from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+from shardwise.spec.rules import stage_layer_counts
+
+# -- What Megatron-LM's selective recomputation recomputes, in the operators that are priced here ----
+# Megatron-LM's ``transformer_layer.py`` recomputes a norm where it is a module of its own: Transformer Engine fuses
+# the norm before attention into the matmul after it unless attention is latent, and that before a dense MLP.
+# ``experts.py`` recomputes the activation function of routed experts and of nothing else. ``transformer_config.py``
+# refuses both with the delayed scaling of FP8, and says that ``core_attn`` is of no use where attention is fused.
+
+MODULES = {"attention": "core_attn", "norm": "layernorm", "activation": "moe_act", "up-projection": "mla_up_proj"}
+_FEW = 0.1  # share of dense layers, whose second norm is kept, that does not change a price noticeably
+
+
+def exact_modules(model: Model, attention: str, precision: str) -> dict[str, str]:
+    """Of every operator that a module recomputes alone, that module."""
+    moe, delayed = model.moe, precision == "fp8"
+    experts = model.moe_layers if moe else 0
+    exact = {
+        "attention": attention == "unfused",
+        "norm": model.mla is not None and experts >= (1 - _FEW) * model.layers and not delayed,
+        "activation": moe is not None and experts == model.layers and moe.shared_ffn == 0 and not delayed,
+        "up-projection": model.mla is not None,
+    }
+    return {operator: MODULES[operator] for operator, holds in exact.items() if holds}
+
+
+def selective(job: Job) -> tuple[str, ...]:
+    """What of that is worth recomputing: attention if its scores are stored, else the cheap operators around it."""
+    exact = exact_modules(job.model, job.training.attention, job.training.precision)
+    return ("attention",) if "attention" in exact else tuple(exact)
+
+
+def compose_recompute(job: Job) -> Settings:
+    strategy = job.strategy
+    if strategy.recompute == "none":
+        return {}
+    if strategy.recompute == "full":
+        method, layers = ("uniform", 1) if strategy.recompute_layers is None else ("block", strategy.recompute_layers)
+        return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
+    exact = exact_modules(job.model, job.training.attention, job.training.precision)
+    chosen = [exact[operator] for operator in job.selective_operators if operator in exact]
+    return {"--recompute-granularity": "selective", "--recompute-modules": chosen} if chosen else {}
+
+
+def interpret_recompute(reading: Reading, fields: dict[str, Any]) -> None:
+    kind = "selective" if reading.flag("--recompute-activations") else "none"
+    kind = reading.choice("--recompute-granularity", ("full", "selective"), kind)
+    method, layers = reading.text("--recompute-method"), reading.integer("--recompute-num-layers")
+    named = reading.value("--recompute-modules", ["core_attn"])
+    if kind == "full" and method == "block" and layers is not None:
+        fields["strategy.recompute_layers"] = layers
+    if kind == "selective":
+        operators = _operators(reading, fields, [named] if isinstance(named, str) else named)
+        if operators:
+            fields["strategy.recompute_operators"] = operators
+        kind = "selective" if operators else "none"
+    fields["strategy.recompute"] = kind
+
+
+def _operators(reading: Reading, fields: dict[str, Any], named: list[str]) -> tuple[str, ...]:
+    """The operators that the named modules recompute; notes say how other modules are treated."""
+    model = _model(reading, fields)
+    if model is None:
+        exact = dict(MODULES)
+    else:
+        exact = exact_modules(model, fields.get("training.attention", "flash"), fields["training.precision"])
+    operators = []
+    for operator, module in MODULES.items():
+        if module not in named:
+            continue
+        some = model is not None and model.moe is not None and module in ("layernorm", "moe_act")
+        if operator in exact or some:
+            operators.append(operator)
+        if operator not in exact:
+            made = "recomputes some of it: priced as all" if some else "recomputes nothing here: not priced"
+            reading.notes.append(f"--recompute-modules {module} {made}")
+    unknown = [name for name in named if name not in MODULES.values()]
+    reading.notes.extend(f"--recompute-modules {name} has no counterpart" for name in unknown)
+    return tuple(operators)
+
+
+def _model(reading: Reading, fields: dict[str, Any]) -> Model | None:
+    named = {path: value for path, value in fields.items() if path.startswith("model.")}
+    if not named:
+        return reading.model
+    return Model.from_dict(Imported("megatron", named).nested()["model"], "model")
+
+
+# -- arguments read back -----------------------------------------------------------------------------
+
+SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def interpret(reading: Reading, fields: dict[str, Any]) -> None:
+    megatron_model.interpret(reading, fields)
+    layers = fields.get("model.layers") or (reading.model.layers if reading.model else None)
+    if fields["strategy.tp"] == 1:
+        fields["strategy.sequence_parallel"] = True  # without effect: our default
+    if reading.value("--batch-size") is not None or reading.value("--model-parallel-size") is not None:
+        raise SpecError("--batch-size", "and --model-parallel-size belong to old versions", "use --micro-batch-size")
+    fields["training.precision"] = _read_precision(reading)
+    _read_optimizer(reading, fields)
+    _read_sharding(reading, fields)
+    _read_pipeline(reading, fields, layers)
+    interpret_recompute(reading, fields)
+    fields["strategy.order"] = ("tp", "cp", "dp", "pp")
+    if reading.flag("--use-tp-pp-dp-mapping"):
+        fields["strategy.order"] = ("tp", "cp", "pp", "dp")
+    fields["strategy.overlap.cp"] = fields["strategy.context_method"] == "ring"
+    dispatcher = reading.choice("--moe-token-dispatcher-type", {"allgather": "", "alltoall": "", "flex": "flex"})
+    if reading.flag("--moe-enable-deepep") and dispatcher == "flex":
+        fields["strategy.dispatch"] = "deduplicated"
+    if layers and (offloaded := reading.integer("--cpu-offloading-num-layers", 0)):
+        fields["strategy.offload.activations"] = offloaded / layers
+    fields["training.seq"] = reading.count("--seq-length", reading.count("--encoder-seq-length", 2048))
+    fields["training.dropout"] = max(reading.number(f"--{name}-dropout", 0.1) for name in ("attention", "hidden")) > 0
+    _read_batch(reading, fields)
+
+
+def _read_precision(reading: Reading) -> str:
+    half, brain = reading.flag("--fp16"), reading.flag("--bf16")
+    if half and brain:
+        raise SpecError("--fp16", "and --bf16 are mutually exclusive", "give one of them")
+    reading.flag("--accumulate-allreduce-grads-in-fp32")
+    in_bf16 = reading.flag("--grad-reduce-in-bf16")
+    fp8 = reading.choice("--fp8-format", {"e4m3": True, "hybrid": True}, False)
+    fp4 = reading.choice("--fp4-format", {"e2m1": True}, False)
+    recipe = reading.text("--fp8-recipe", "delayed")
+    reading.text("--fp4-recipe")
+    if fp4:
+        return "nvfp4"
+    if fp8:
+        return "mxfp8" if recipe == "mxfp8" else "fp8"
+    if half:
+        return "fp16"
+    # Without --grad-reduce-in-bf16 Megatron accumulates in fp32.
+    return ("bf16" if in_bf16 else "bf16-fp32-grads") if brain else "fp32"
+
+
+def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
+    words = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "dist_muon"}
+    name = reading.choice("--optimizer", words, "adamw")
+    momentum = reading.number("--sgd-momentum", 0.9)
+    if name == "dist_muon":
+        fields["strategy.zero"] = 1
+    fields["training.optimizer"] = "sgd-momentum" if name == "sgd" and momentum else name.removeprefix("dist_")
+    share = reading.number("--optimizer-offload-fraction", 1.0)
+    if reading.flag("--optimizer-cpu-offload"):
+        fields["strategy.offload.optimizer"] = share
+        fields["strategy.overlap.offload"] = reading.flag("--overlap-cpu-optimizer-d2h-h2d")
+
+
+def _read_sharding(reading: Reading, fields: dict[str, Any]) -> None:
+    stage = reading.choice("--data-parallel-sharding-strategy", SHARDED, 0)
+    if reading.flag("--use-distributed-optimizer"):
+        fields["strategy.zero"] = 1
+    if reading.flag("--use-megatron-fsdp"):
+        fields["strategy.zero"] = stage
+    if reading.flag("--use-torch-fsdp2"):
+        fields["strategy.zero"] = 3
+        fields["strategy.keep_parameters"] = reading.flag("--torch-fsdp2-no-reshard-after-forward")
+    fields["strategy.overlap.dp"] = reading.flag("--overlap-grad-reduce")
+    reading.flag("--overlap-param-gather")
+    instances, ranks = reading.count("--num-distributed-optimizer-instances", 1), reading.data_ranks(fields)
+    if instances > 1 and ranks is not None and fields.get("strategy.zero"):
+        fields["strategy.shard_group"] = ranks * fields["strategy.cp"] // instances
+
+
+def _read_pipeline(reading: Reading, fields: dict[str, Any], layers: int | None) -> None:
+    stages, chunks = fields["strategy.pp"], reading.count("--num-virtual-stages-per-pipeline-rank", 1)
+    per_chunk = reading.count("--num-layers-per-virtual-pipeline-stage")
+    if per_chunk and layers:
+        chunks = max(1, layers // (stages * per_chunk))
+    layout = reading.text("--pipeline-model-parallel-layout")
+    first, last = (reading.integer(f"--decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    if layout is not None:
+        counts = layout_counts(layout)
+        chunks = max(1, len(counts) // stages)
+        fields["strategy.stage_layers"] = counts
+    elif (first or last) and layers and chunks == 1:
+        fields["strategy.stage_layers"] = _uneven_ends(layers, stages, first, last)
+    if chunks > 1 and stages > 1:
+        fields.update({"strategy.schedule": "interleaved", "strategy.interleave": chunks})
+        fields["strategy.overlap.pp"] = not reading.flag("--no-overlap-p2p-communication")
+
+
+def layout_counts(layout: str) -> tuple[int, ...]:
+    """Layers per stage of a layout such as ``Et*3|(tt|)*6t*2L``."""
+    key, text = "--pipeline-model-parallel-layout", layout.replace(",", "")
+    if len(text) > 10_000 or not re.fullmatch(r"[EtmL|()*\d]+", text):
+        raise SpecError(key, f"{shown(layout)} is not understood", "write it like Et*3|t*4|t*4|t*3L")
+    while match := re.search(r"\(([^()]*)\)\*(\d{1,4})|([EtmL|])\*(\d{1,4})|\(([^()]*)\)", text):
+        group, times, single, repeat, bare = match.groups()
+        repeated = group * int(times) if times else single * int(repeat) if repeat else bare or ""
+        text = text[: match.start()] + repeated + text[match.end() :]
+        if len(text) > 20_000:
+            raise SpecError(key, f"{shown(layout)} has too many stages", "shorten it")
+    return tuple(stage.count("t") for stage in text.split("|"))
+
+
+def _uneven_ends(layers: int, stages: int, first: int | None, last: int | None) -> tuple[int, ...]:
+    middle = stages - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    counts = (rest // middle,) * middle if middle > 0 else ()
+    return (*((first,) if first is not None else ()), *counts, *((last,) if last is not None else ()))
+
+
+def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:
+    micro, ranks = fields.get("strategy.microbatch"), reading.data_ranks(fields)
+    batch = reading.count("--global-batch-size")
+    if batch is None and micro is not None and ranks is not None:
+        batch = micro * ranks  # Megatron's own default
+    if batch is not None:
+        fields["training.global_batch"] = batch
+    samples, steps = reading.count("--train-samples"), reading.count("--train-iters")
+    if samples is None and steps is not None and batch is not None:
+        samples = steps * batch
+    if samples is not None:
+        fields["training.tokens"] = samples * fields["training.seq"]
+    elif steps is not None:
+        fields["run.steps"] = steps
+    training_values.read_megatron(reading, fields, steps or (-(-samples // batch) if samples and batch else None))
+
 
 _CONTEXT = {"p2p": "ring", "allgather": "all-gather", "a2a": "ulysses"}
 _PRECISION: dict[str, Settings] = {
@@ -28,7 +254,7 @@ def _compose(job: Job) -> Settings:
         **_PRECISION[training.precision],
         **_sharding(job),
         **_pipeline(job),
-        **megatron_reading.compose_recompute(job),
+        **compose_recompute(job),
         "--seq-length": training.seq,
         "--attention-dropout": dropout,
         "--hidden-dropout": dropout,
@@ -73,8 +299,6 @@ def _pipeline(job: Job) -> Settings:
     if strategy.pp == 1 or strategy.schedule not in _SCHEDULES:
         return settings
     if isinstance(strategy.stage_layers, tuple) or job.model.layers % strategy.stages:
-        from shardwise.spec.rules import stage_layer_counts
-
         counts = stage_layer_counts(job.model, strategy)
         settings["--pipeline-model-parallel-layout"] = layout_text(counts, job.model.mtp_layers)
     elif strategy.schedule_record.chooses_chunks:
@@ -144,7 +368,7 @@ MEGATRON = Target(
     notes=_notes,
     stacks=("megatron-core", "megatron-bridge", "megatron-2022", "simumax"),
     recipe="bf16-fp32-grads",
-    selective=megatron_reading.selective,
+    selective=selective,
     reasons={
         "strategy.zero": "Muon runs without sharding or as dist_muon (ZeRO-1)",
         "strategy.keep_parameters": "Megatron-FSDP frees gathered weights after use",

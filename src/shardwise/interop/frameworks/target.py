@@ -102,13 +102,9 @@ class Imported:
         """The fields as the nested mapping of a job file."""
         return unflatten({path: plain(value) for path, value in self.fields.items()})
 
-    def job(self, cluster: Cluster, model: Model | None = None, **overrides: Any) -> Job:
-        """The complete job: these fields on ``cluster``; ``model`` where the configuration names none.
-
-        ``overrides`` are further fields by dotted path with ``__`` for the dot (``training__seq=8192``).
-        """
-        extra = {name.replace("__", "."): value for name, value in overrides.items()}
-        tree = Imported(self.target, {**self.fields, **extra}).nested()
+    def job(self, cluster: Cluster, model: Model | None = None) -> Job:
+        """The complete job: these fields on ``cluster``; ``model`` where the configuration names none."""
+        tree = self.nested()
         if model is not None:
             tree["model"] = model
         elif "model" not in tree:

@@ -16,7 +16,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.schedules import PLAIN, schedule_record
 
-_PARALLEL = "parallelism."
+_PARALLEL, _PARTS = "parallelism.", "parallelism.module_fqns_per_model_part"
 # Our presets by the model name and flavor of TorchTitan 0.2.2.
 FLAVORS = {
     "llama3-8b": ("llama3", "8B"),
@@ -102,7 +102,7 @@ def _pipeline(job: Job) -> Settings:
         start += count
     parts[0].insert(0, "tok_embeddings")
     parts[-1].extend(["norm", "output"])
-    settings[_PARALLEL + "module_fqns_per_model_part"] = parts
+    settings[_PARTS] = parts
     return settings
 
 
@@ -160,11 +160,8 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any]) -> None:
     if batch > 0:
         fields["training.global_batch"] = batch
         if ranks and batch % (local * ranks):
-            raise SpecError(
-                "training.global_batch_size",
-                f"{batch} is not a multiple of training.local_batch_size {local} × {ranks} data-parallel ranks",
-                "correct one of the three",
-            )
+            problem = f"{batch} is not a multiple of training.local_batch_size {local} × {ranks} data-parallel ranks"
+            raise SpecError("training.global_batch_size", problem, "correct one of the three")
     else:  # -1: one local batch per rank
         fields.pop("training.global_batch", None)
         fields.update({"training.global_batch": local * ranks} if ranks else {})
@@ -175,12 +172,10 @@ def _read_stages(reading: Reading, fields: dict[str, Any]) -> None:
     chunks = schedule.chunks or 2
     per_stage = reading.count(_PARALLEL + "pipeline_parallel_layers_per_stage")
     less = [reading.integer(_PARALLEL + f"pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")]
-    parts = reading.value(_PARALLEL + "module_fqns_per_model_part")
+    parts = reading.value(_PARTS)
     if parts is not None:
         if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
-            raise SpecError(
-                _PARALLEL + "module_fqns_per_model_part", f"{shown(parts)} is not a list of lists", "correct it"
-            )
+            raise SpecError(_PARTS, f"{shown(parts)} is not a list of lists", "correct it")
         fields["strategy.stage_layers"] = tuple(sum(str(name).startswith("layers.") for name in part) for part in parts)
         chunks = max(1, len(parts) // stages)
     elif per_stage and reading.model is not None:

@@ -1,6 +1,8 @@
-"""A collective on a topology: formula, numbers, alternatives, and its rounds drawn small."""
+"""A collective on a topology (formula, numbers, alternatives, its rounds drawn small); one message over a link."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from shardwise.collectives import (
     CollectiveCost,
@@ -10,15 +12,18 @@ from shardwise.collectives import (
     collective_cost,
     crossovers,
     draw_rounds,
+    p2p_latency,
     pairs,
     price_schedule,
 )
 from shardwise.collectives.cost import algorithm_names, family
 from shardwise.collectives.listing import SYMBOLS
+from shardwise.collectives.shapes import Axis, shape_of
 from shardwise.collectives.shapes import Grid as GridShape
 from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.quantity import Quantity, number, rate, seconds, size
 from shardwise.spec.errors import SpecError
+from shardwise.spec.network import Link
 from shardwise.spec.units import counted, readable_bytes, readable_seconds
 
 _LARGEST_CHECKED = 64  # ranks up to which the schedule itself is built and priced
@@ -39,6 +44,28 @@ def explain_collective(kind: CollectiveKind, size_bytes: float, topology: Topolo
         remarks=(*_schedule_remark(kind, size_bytes, topology, cost), *_crossover_remarks(kind, topology)),
         drawing=_drawing(kind, topology, cost.algorithm),
         source=(source,),
+    )
+
+
+def explain_message(size_bytes: float | str, link: Link) -> Explanation:
+    """One message over one link."""
+    cost = p2p_latency(size_bytes, link)
+    sent = float(cost.volume.sent_bytes)
+    return Explanation(
+        title=f"One message of {readable_bytes(sent)} over {link.name}",
+        formula=("seconds = a + m·b",),
+        numbers=(
+            ("m", "bytes of the message", Quantity(sent, "bytes", f"{sent:,.0f}")),
+            ("a", "latency, end to end in software", seconds(link.latency)),
+            ("1/b", "bandwidth, one direction, after line coding", rate(link.bandwidth)),
+        ),
+        result=(
+            ("latency part", seconds(link.latency)),
+            ("bandwidth part", seconds(sent / link.bandwidth)),
+            ("total", seconds(float(cost.latency))),
+            ("half of the bandwidth is reached at", size(link.latency * link.bandwidth)),
+        ),
+        source=("Hockney 1994: latency and bandwidth of one message", *((link.source,) if link.source else ())),
     )
 
 
@@ -172,10 +199,6 @@ def _drawing(kind: CollectiveKind, topology: Topology, algorithm: str) -> str:
 def _small(topology: Topology) -> Topology:
     if topology.size <= _LARGEST_DRAWN:
         return topology
-    from dataclasses import replace
-
-    from shardwise.collectives.shapes import Axis, shape_of
-
     levels = []
     for level in topology.levels:
         shape = level.shape

@@ -47,7 +47,6 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
             ("T", "tokens trained on", number(tokens, readable_count(tokens))),
             ("", f"peak of one {device.name}, bf16", flop_rate(peak)),
         ),
-        result=(),
         tables=(
             GridTable(
                 "by convention",
@@ -84,7 +83,6 @@ def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | 
             ("m", "microbatches", number(microbatches)),
             ("v", "chunks per rank (interleaved)", number(chunks)),
         ),
-        result=(),
         tables=(
             GridTable(
                 "by schedule",

@@ -2,67 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from shardwise.cost.analysis import Analysis
 from shardwise.report.explain.explanation import Explanation, GridTable
 from shardwise.report.explain.quantity import number, seconds, size
 
-
-@dataclass(frozen=True)
-class _Theory:
-    title: str
-    formula: tuple[str, ...]
-    remarks: tuple[str, ...]
-    source: tuple[str, ...]
-
-
 _THEORY = {
-    "tp": _Theory(
+    "tp": Explanation(
         "Tensor parallelism",
         (
             "per layer and microbatch, without SP: 2 all-reduces forward and 2 backward of b·s·h·e bytes",
             "with SP: 2 all-gathers + 2 reduce-scatters each way, the same bytes, + 2 re-gathers for weight gradients",
         ),
-        (
+        ("Shoeybi et al. 2019 (arXiv 1909.08053)", "Korthikanti et al. 2022 (arXiv 2205.05198)"),
+        remarks=(
             "A column-parallel layer does not all-reduce its output; its input gradient is reduced.",
             "The row-parallel layer reduces its output.",
         ),
-        ("Shoeybi et al. 2019 (arXiv 1909.08053)", "Korthikanti et al. 2022 (arXiv 2205.05198)"),
     ),
-    "dp": _Theory(
+    "dp": Explanation(
         "Data parallelism",
         (
             "replicated: all-reduce of P·e bytes per step, 2(n−1)/n·P·e on the wire",
             "ZeRO-1, 2: reduce-scatter + all-gather, the same bytes; ZeRO-3: 1.5 times, gathers again every microbatch",
         ),
-        ("ZeRO never gathers the full gradient: each rank updates its own shard and parameters are gathered.",),
         ("Rajbhandari et al. 2020 (arXiv 1910.02054), section 7",),
+        remarks=("ZeRO never gathers the full gradient: each rank updates its own shard and parameters are gathered.",),
     ),
-    "pp": _Theory(
+    "pp": Explanation(
         "Pipeline parallelism",
         ("per stage boundary and microbatch: b·s·h·e bytes each way (divided by t with SP), one latency per message",),
-        ("Interleaving sends v times as many messages. The bubble is explained by `shardwise explain bubble`.",),
         ("Narayanan et al. 2021 (arXiv 2104.04473)",),
+        remarks=(
+            "Interleaving sends v times as many messages. The bubble is explained by `shardwise explain bubble`.",
+        ),
     ),
-    "cp": _Theory(
+    "cp": Explanation(
         "Context parallelism",
         (
             "ring: c−1 point-to-point sends of 2·b·(s/c)·h_kv·e forward, twice that backward, under attention itself",
             "all-gather: 2·b·s·h_kv·e gathered forward, gathered and reduce-scattered backward",
             "Ulysses: all-to-all of q, k, v and the output, (2h + 2h_kv)·b·s/c·e, each way",
         ),
-        ("Training has no KV cache; context parallelism splits attention over the sequence.",),
         ("Liu et al. 2023 (arXiv 2310.01889)", "Llama 3 (arXiv 2407.21783)", "Jacobs et al. 2023 (arXiv 2309.14509)"),
+        remarks=("Training has no KV cache; context parallelism splits attention over the sequence.",),
     ),
-    "ep": _Theory(
+    "ep": Explanation(
         "Expert parallelism",
         (
             "dispatch and combine, forward and backward: 4 all-to-alls of T·k·h·e bytes per rank and layer",
             "deduplicated: T·h·e·E[distinct nodes] between nodes, E = N(1 − (1 − 1/N)^k) for uniform routing",
         ),
-        ("Expert ranks are those of one stage: expert_tp · ep · expert data parallelism = tp·cp·dp.",),
         ("Lepikhin et al. 2020, GShard (arXiv 2006.16668)", "DeepSeek-V3 (arXiv 2412.19437), section 3.2.2"),
+        remarks=("Expert ranks are those of one stage: expert_tp · ep · expert data parallelism = tp·cp·dp.",),
     ),
 }
 
@@ -87,9 +80,9 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
     keys = ("what", "collective", "network", "times", "bytes", "each_seconds", "exposed_seconds")
     strategy = job.strategy
     degrees = {"tp": strategy.tp, "cp": strategy.cp, "dp": strategy.data_parallel, "pp": strategy.pp, "ep": strategy.ep}
-    return Explanation(
+    return replace(
+        theory,
         title=f"{theory.title} of {job.model.name} on {job.cluster.devices} × {job.cluster.device.name}",
-        formula=theory.formula,
         numbers=(
             ("b", "sequences of a microbatch", number(strategy.microbatch)),
             ("s", "tokens of a sequence", number(job.training.seq)),
@@ -106,5 +99,4 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         ),
         tables=(GridTable("in one step", columns, keys, rows, words=3, optional=("network",)),) if rows else (),
         remarks=theory.remarks if rows else (f"This job has {name} 1: nothing is sent.", *theory.remarks),
-        source=theory.source,
     )

@@ -40,9 +40,9 @@ class Explanation:
 
     title: str
     formula: tuple[str, ...]
-    numbers: tuple[tuple[str, str, Quantity], ...]  # symbol, meaning, value
-    result: tuple[tuple[str, Quantity], ...]
     source: tuple[str, ...]
+    numbers: tuple[tuple[str, str, Quantity], ...] = ()  # symbol, meaning, value
+    result: tuple[tuple[str, Quantity], ...] = ()
     tables: tuple[GridTable, ...] = ()
     remarks: tuple[str, ...] = ()
     drawing: str = ""

@@ -55,7 +55,6 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
             ("", "bytes per parameter: master weights", number(recipe.master)),
             ("", f"bytes per parameter: {optimizer} states", number(states.matrices)),
         ),
-        result=(),
         tables=(
             GridTable(
                 "bytes of one device",

@@ -1,24 +1,29 @@
-"""An analysis as a page: the verdict, the predicted step, memory, one table per parallel dimension, and the rest."""
+"""An analysis as a page (verdict, predicted step, memory, a table per parallel dimension), and as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from shardwise.cost.analysis import Analysis
+from shardwise.cost.campaign import StorageCost
+from shardwise.cost.compute.flops import CONVENTIONS
 from shardwise.cost.step.parts import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.scaling import ScalingRow
+from shardwise.cost.step.verdict import Change
 from shardwise.cost.traffic.gradient_reduction import GradientTime
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
-from shardwise.planner.describe import less_communication_words
-from shardwise.report.campaign import campaign_pieces
-from shardwise.report.console import bar, spoken, table
-from shardwise.report.memory_timeline import memory_table
+from shardwise.planner.describe import change_words, less_communication_words
+from shardwise.report.campaign import campaign_data, campaign_pieces
+from shardwise.report.console import bar, picked, spoken, table, table_of
+from shardwise.report.memory_timeline import memory_over_time_data, memory_table
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import DIMENSIONS, MEMORY_PARTS
 from shardwise.report.tables import FittedTable
-from shardwise.report.verdict import verdict_table
+from shardwise.report.verdict import bottleneck_sentence, verdict_table
 from shardwise.spec.job import Job
 from shardwise.spec.units import (
     counted,
@@ -119,25 +124,21 @@ def _dimension_table(analysis: Analysis, name: str, traffics: tuple[Traffic, ...
     rank = f" on pipeline rank {analysis.dimension_rank(name)}" if analysis.job.strategy.pp > 1 else ""
     times = f"{readable_seconds(seconds)} per step{rank}, {readable_seconds(exposed)} exposed"
     title = f"{DIMENSIONS[name].capitalize()}: {times}"
-    columns = ("what", "collective", "network", "bytes", "times", "steps", "latency", "bandwidth", "seconds", "hidden",
-               "exposed")  # fmt: skip
-    rows = (_traffic_row(traffic) for traffic in traffics)
-    return table(title, columns, rows, numbers_from=3, optional=("steps", "latency", "bandwidth", "network", "hidden"))
-
-
-def _traffic_row(traffic: Traffic) -> Iterator[str]:
-    cost = traffic.cost
-    yield traffic.what
-    yield f"{traffic.kind.value.replace('_', '-')}, {spoken(cost.algorithm)}"
-    yield traffic.network
-    yield readable_bytes(traffic.size_bytes)
-    yield f"{traffic.count:,.0f}"
-    yield str(cost.steps)
-    yield readable_seconds(traffic.count * float(cost.latency_seconds))
-    yield readable_seconds(traffic.count * float(cost.bandwidth_seconds))
-    yield readable_seconds(traffic.seconds)
-    yield readable_seconds(traffic.hidden_seconds)
-    yield readable_seconds(traffic.added_seconds)
+    columns: dict[str, Callable[[Traffic], str]] = {
+        "what": lambda one: one.what,
+        "collective": lambda one: f"{one.kind.value.replace('_', '-')}, {spoken(one.cost.algorithm)}",
+        "network": lambda one: one.network,
+        "bytes": lambda one: readable_bytes(one.size_bytes),
+        "times": lambda one: f"{one.count:,.0f}",
+        "steps": lambda one: str(one.cost.steps),
+        "latency": lambda one: readable_seconds(one.count * float(one.cost.latency_seconds)),
+        "bandwidth": lambda one: readable_seconds(one.count * float(one.cost.bandwidth_seconds)),
+        "seconds": lambda one: readable_seconds(one.seconds),
+        "hidden": lambda one: readable_seconds(one.hidden_seconds),
+        "exposed": lambda one: readable_seconds(one.added_seconds),
+    }
+    optional = ("steps", "latency", "bandwidth", "network", "hidden")
+    return table_of(title, traffics, columns, numbers_from=3, optional=optional)
 
 
 def _memory_table(analysis: Analysis) -> FittedTable:
@@ -176,36 +177,29 @@ def _storage_table(found: Assessment) -> FittedTable:
     storage = found.storage
     size, rate = readable_bytes(storage.checkpoint_bytes), readable_rate(storage.data_bytes_per_second)
     title = f"Storage: a checkpoint is {size}, the data {rate}"
-    rows = [
-        (
-            cost.name,
-            readable_rate(cost.bandwidth),
-            readable_seconds(cost.write_seconds),
-            readable_seconds(cost.read_seconds),
-            readable_share(cost.data_rate_share, 2),
-        )
-        for cost in storage.levels
-    ]
-    return table(title, ("level", "bandwidth", "write", "read", "data needs"), rows)
+    columns: dict[str, Callable[[StorageCost], str]] = {
+        "level": lambda one: one.name,
+        "bandwidth": lambda one: readable_rate(one.bandwidth),
+        "write": lambda one: readable_seconds(one.write_seconds),
+        "read": lambda one: readable_seconds(one.read_seconds),
+        "data needs": lambda one: readable_share(one.data_rate_share, 2),
+    }
+    return table_of(title, storage.levels, columns)
 
 
 def _scaling_table(kind: str, scaled: Iterable[ScalingRow]) -> FittedTable:
     formula = "T1/(N·TN), fixed batch" if kind == "strong" else "T1/TN, batch grows with N"
-    rows = [
-        (
-            str(row.devices),
-            str(row.data_parallel),
-            str(row.sequences),
-            readable_seconds(row.predicted_seconds),
-            f"{row.tokens_per_second:,.0f}",
-            readable_share(row.efficiency),
-            readable_share(row.exposed_share),
-            {"fits": "yes", "tight": "tight", "does not fit": "no"}[row.fit],
-        )
-        for row in scaled
-    ]
-    columns = ("devices", "dp", "sequences", "step", "tokens/s", "efficiency", "exposed", "fits")
-    return table(f"{kind.capitalize()} scaling ({formula})", columns, rows, numbers_from=0)
+    columns: dict[str, Callable[[ScalingRow], str]] = {
+        "devices": lambda row: str(row.devices),
+        "dp": lambda row: str(row.data_parallel),
+        "sequences": lambda row: str(row.sequences),
+        "step": lambda row: readable_seconds(row.predicted_seconds),
+        "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
+        "efficiency": lambda row: readable_share(row.efficiency),
+        "exposed": lambda row: readable_share(row.exposed_share),
+        "fits": lambda row: {"fits": "yes", "tight": "tight", "does not fit": "no"}[row.fit],
+    }
+    return table_of(f"{kind.capitalize()} scaling ({formula})", scaled, columns, numbers_from=0)
 
 
 def _rank_lines(places: Sequence[RankPlace]) -> Iterator[str]:
@@ -220,3 +214,103 @@ def _rank_lines(places: Sequence[RankPlace]) -> Iterator[str]:
     for row in rows:
         yield "".join(cell.rjust(width) for cell, width in zip(row, widths))
     yield ""
+
+
+FORMAT = 2
+
+
+def analysis_data(found: Assessment) -> dict[str, Any]:
+    """Everything `analyze` prints, keyed by name; bytes, seconds and FLOPs as numbers."""
+    analysis = found.analysis
+    data = {
+        "format": FORMAT,
+        "job": analysis.job.to_dict(),
+        "notes": list(analysis.notes),
+        "devices": analysis.job.cluster.devices,
+        **picked(analysis.job, "microbatches", "sequences", "tokens_per_step"),
+        **picked(analysis, "parameters", "trained_parameters", "active_parameters"),
+        "dimensions": {
+            name: dimension_data(analysis, name) for name in COMMUNICATION if analysis.dimension_traffics(name)
+        },
+        "memory": _memory(analysis),
+        "flops": {
+            "per_token": {one.name: analysis.flops_per_token(one.name) for one in CONVENTIONS},
+            "per_step": analysis.flops_per_step(),
+            "cluster_peak_per_second": analysis.peak_flops,
+            **picked(analysis, "mfu", "mfu_ceiling"),
+            "mfu_peak": analysis.job.training.recipe.compute,
+        },
+        "time": {
+            "predicted_seconds": analysis.predicted_seconds,
+            **picked(found, "predicted_seconds_low", "predicted_seconds_high"),
+            **picked(analysis, "parts", "exposed_seconds", "exposed_share", "tokens_per_second", "floor_seconds"),
+        },
+        "storage": {**asdict(found.storage), "levels": [asdict(cost) for cost in found.storage.levels]},
+        "bottleneck": bottleneck_sentence(analysis, found.bottleneck),
+    }
+    if found.gradient_times:
+        data["gradient_sums"] = [
+            {"what": one.payload.words, "algorithm": one.choice.algorithm, **picked(one, "seconds", "backend_seconds")}
+            for one in found.gradient_times
+        ]
+    if analysis.fits:
+        data["best_change"] = None if found.best_change is None else _change(analysis.job, found.best_change)
+    else:
+        data["what_would_fit"] = found.what_would_fit
+    if found.campaign is not None:
+        data["campaign"] = campaign_data(found.campaign)
+    if found.scaling is not None:
+        data["scaling"] = {kind: [asdict(row) for row in rows] for kind, rows in found.scaling.items()}
+    if found.ranks is not None:
+        data["ranks"] = [asdict(place) for place in found.ranks]
+    if found.memory_over_time is not None:
+        data["memory_over_time"] = memory_over_time_data(found.memory_over_time)
+    return data
+
+
+def _change(job: Job, change: Change) -> dict[str, Any]:
+    return {
+        "what": change_words(job.strategy, change.job.strategy),
+        "strategy": change.job.strategy.to_dict(),
+        **picked(change, "predicted_seconds", "exposed_share"),
+        "memory_bytes": change.memory.total,
+    }
+
+
+def dimension_data(analysis: Analysis, name: str) -> dict[str, Any]:
+    traffics = analysis.dimension_traffics(name)
+    return {
+        "pipeline_rank": analysis.dimension_rank(name),
+        "seconds": sum(traffic.seconds for traffic in traffics),
+        "exposed_seconds": analysis.parts[name],
+        "bytes_sent": sum(traffic.bytes_sent for traffic in traffics),
+        "collectives": [_traffic(traffic) for traffic in traffics],
+    }
+
+
+def _traffic(traffic: Traffic) -> dict[str, Any]:
+    cost = traffic.cost
+    return {
+        "what": traffic.what,
+        "kind": traffic.kind.value,
+        **picked(cost, "algorithm", "exact"),
+        **picked(traffic, "network", "size_bytes", "count"),
+        "steps": cost.steps,
+        "latency_seconds": traffic.count * float(cost.latency_seconds),
+        "bandwidth_seconds": traffic.count * float(cost.bandwidth_seconds),
+        "seconds": traffic.seconds,
+        "exposed_seconds": traffic.added_seconds,
+        **picked(traffic, "slowed_seconds", "hidden_seconds", "bytes_sent"),
+    }
+
+
+def _memory(analysis: Analysis) -> dict[str, Any]:
+    room = analysis.room
+    return {
+        **analysis.memory.to_dict(),
+        "usable_bytes": room.usable_bytes,
+        "plannable_bytes": room.planned_bytes,
+        "fit": analysis.fit,
+        "left_bytes": room.usable_bytes - analysis.memory.total,
+        "by_pipeline_rank": [memory.to_dict() for memory in analysis.memories],
+    }

@@ -1,12 +1,17 @@
-"""A plan as a page: the best strategies, why the first wins, what else was asked."""
+"""A plan as a page (the best strategies, why the first wins, who can run it, answers), and as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
+from shardwise.cost.accuracy.residuals import error_bar
 from shardwise.planner.advice.answer import PlanAnswer
-from shardwise.planner.advice.why_not import NotRun, difference_words, largest_differences
+from shardwise.planner.advice.explanation import PlanExplanation
+from shardwise.planner.advice.frameworks import FrameworkVerdict
+from shardwise.planner.advice.what_if import WhatIf
+from shardwise.planner.advice.why_not import NotRun, WhyNot, difference_words, largest_differences
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.describe import (
     offload_words,
@@ -17,18 +22,18 @@ from shardwise.planner.describe import (
     sharding_words,
     strategy_words,
 )
-from shardwise.planner.plan import GROUPS, Group, Plan, RankingRow
+from shardwise.planner.plan import GROUPS, Group, Plan, RankingRow, StrategyFamily
 from shardwise.planner.request import Request
 from shardwise.planner.search.search import Search
-from shardwise.report.analysis_text import collective_lines
-from shardwise.report.campaign import campaign_pieces
-from shardwise.report.console import bar, table
+from shardwise.report.analysis import collective_lines
+from shardwise.report.campaign import campaign_data, campaign_pieces
+from shardwise.report.console import bar, picked, table
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.part_names import DIMENSIONS
-from shardwise.report.runners import runner_lines
 from shardwise.report.tables import FittedTable
 from shardwise.report.verdict import sending_less_words
 from shardwise.spec.parameters import parameter_count
+from shardwise.spec.support import verdict
 from shardwise.spec.units import (
     counted,
     readable_bytes,
@@ -285,3 +290,159 @@ def _pareto_table(answer: PlanAnswer) -> FittedTable:
         for one in answer.sizes
     ]  # fmt: skip
     return table("Time against money", ("devices", "strategy", "step", "time", "cost per token"), sized, numbers_from=2)
+
+
+def runner_lines(best: Candidate, verdicts: Sequence[FrameworkVerdict]) -> Iterator[str]:
+    """One line for all that run the plan, then one for each framework, priced as that runs it."""
+    here = ["shardwise"] if verdict(best.job).status == "runs" else []
+    able = [*here, *(one.name for one in verdicts if one.runs)]
+    yield f"\nWho can run 1: {', '.join(able) or 'no framework known here'}."
+    yield "Each framework with its own kernels and precision, compared with 1 as priced above:"
+    for one in verdicts:
+        lacks = ", ".join(lost.short_field for lost in one.lacks)
+        lead = f"lacks {lacks}" if lacks else ""
+        searched = one.own or one.needed_bytes or (one.searched and all(lost.within("strategy") for lost in one.lacks))
+        yield (
+            f"  {one.name}: " + "; ".join(part for part in (lead, searched and _what_it_runs(best, one)) if part) + "."
+        )
+
+
+def _what_it_runs(best: Candidate, one: FrameworkVerdict) -> str:
+    parts = [] if one.needed_bytes is None else [f"1 needs {readable_bytes(one.needed_bytes)} there"]
+    if one.own is not None:
+        what = "runs it" if one.runs else f"its best near 1 is {strategy_words(one.own.job.strategy)}"
+        way = f", with {' and '.join(one.differs)}" if one.differs else ""
+        parts.append(f"{what}{way}: {_against(best, one.own)}")
+    elif one.searched:
+        parts.append(f"nothing near 1 fits (`plan --for {one.name}` searches everything it can express)")
+    return "; ".join(parts)
+
+
+def _against(best: Candidate, own: Candidate) -> str:
+    slower = own.loss_to(best)
+    more = own.memory.total - best.memory.total
+    memory = f"{'+' if more >= 0 else '-'}{readable_bytes(abs(more))}"
+    step, held = readable_seconds(own.step_seconds), readable_bytes(own.memory.total)
+    return f"{step} ({difference_words(slower)}), {held} ({memory})"
+
+
+def runner_data(one: FrameworkVerdict, best: Candidate) -> dict[str, Any]:
+    """A verdict as plain data; ``loss`` is of time, as a share."""
+    own = one.own
+    return {
+        "name": one.name,
+        "runs": one.runs,
+        "lacks": [lost.field for lost in one.lacks],
+        "differs": list(one.differs),
+        "stack": None if own is None else own.job.stack.name,
+        "best": None if own is None else strategy_words(own.job.strategy),
+        "loss": None if own is None else own.loss_to(best),
+        "memory_bytes": None if own is None else own.memory.total,
+        "needed_bytes": one.needed_bytes,
+    }
+
+
+def plan_data(answer: PlanAnswer) -> dict[str, Any]:
+    """Everything `plan` prints; times in seconds, memory in bytes, shares as fractions."""
+    found: Plan = answer.plan
+    result = found.search
+    return {
+        "job": found.best.job.to_dict(),
+        "candidates": [ranked_data(found, one) for one in found.candidates],
+        "layouts": [ranked_data(found, one) for one in found.layouts],
+        "ranking": [_ranking_data(number, row) for number, row in enumerate(found.rows, 1)],
+        "families": [family_data(one) for one in found.families],
+        "fastest": strategy_words(found.fastest.job.strategy),
+        "noise": picked(found.noise, "share", "basis"),
+        "room": asdict(found.request.room),
+        "search": {
+            **picked(result, "priced", "fitting", "too_large", "unsupported"),
+            "cpu_seconds": result.seconds,
+            "narrowing": list(found.narrowing),
+        },
+        "explanation": _explanation(answer.explanation),
+        "textbook": None if answer.textbook is None else candidate_data(answer.textbook),
+        "frameworks": [runner_data(one, found.best) for one in answer.runners],
+        "not_run": None if answer.not_run is None else _not_run(answer.not_run),
+        "why_not": [_why_not(one) for one in answer.why_not],
+        "what_if": [_what_if(one) for one in answer.what_if],
+        "pareto": _pareto(answer),
+        "campaign": None if answer.campaign is None else campaign_data(answer.campaign),
+        "notes": list(answer.notes),
+    }
+
+
+def ranked_data(found: Plan, one: Candidate) -> dict[str, Any]:
+    return {"group": found.group_of(one), **candidate_data(one), "left_bytes": found.left_bytes(one)}
+
+
+def _ranking_data(number: int, row: RankingRow) -> dict[str, Any]:
+    """A row of the ranking; its figures are in the layout with the same words."""
+    like = [strategy_words(one.job.strategy) for one in row.like]
+    return {"rank": number, "group": row.group, "words": strategy_words(row.best.job.strategy), "like": like}
+
+
+def family_data(one: StrategyFamily) -> dict[str, Any]:
+    best = None if one.best is None else candidate_data(one.best)
+    return {"dimensions": list(one.dimensions), "best": best, "least_memory_bytes": one.least_memory_bytes}
+
+
+def candidate_data(one: Candidate) -> dict[str, Any]:
+    job, band = one.job, error_bar(one.job)
+    return {
+        "strategy": job.strategy.to_dict(),
+        "words": strategy_words(job.strategy),
+        "predicted_seconds": one.step_seconds,
+        "predicted_seconds_low": one.step_seconds * (1 + band.time_low),
+        "predicted_seconds_high": one.step_seconds * (1 + band.time_high),
+        "error_bar_basis": band.basis,
+        "tokens_per_step": job.tokens_per_step,
+        **picked(one, "tokens_per_second", "mfu"),
+        "mfu_peak": job.training.recipe.compute,
+        "memory": one.memory.to_dict(),
+        "margin_bytes": one.margin_bytes,
+        "batch": {
+            "sequences": job.sequences,
+            "data_parallel": job.strategy.data_parallel,
+            "accumulation": job.microbatches,
+            "microbatch": job.strategy.microbatch,
+        },
+        "parts_seconds": one.parts,
+    }
+
+
+def _explanation(explanation: PlanExplanation) -> dict[str, Any]:
+    second = explanation.second
+    return {
+        "sentence": explanation.sentence(),
+        "second": None if second is None else strategy_words(second.job.strategy),
+        "loss": None if second is None else explanation.loss,
+        "layouts_within_noise": explanation.within,
+        "turnings": [picked(one, "what", "factor") for one in explanation.turnings or ()],
+    }
+
+
+def _not_run(one: NotRun) -> dict[str, Any]:
+    return {"lacks": [list(finding.techniques) for finding in one.findings], "best": candidate_data(one.best)}
+
+
+def _why_not(one: WhyNot) -> dict[str, Any]:
+    best = None if one.best is None else candidate_data(one.best)
+    return {**picked(one, "wanted", "verdict", "reason", "loss"), "best": best}
+
+
+def _what_if(one: WhatIf) -> dict[str, Any]:
+    best, fastest = None, None
+    if isinstance(one.found, Plan):
+        best, fastest = candidate_data(one.found.best), candidate_data(one.found.fastest)
+    return {"change": one.change, "best": best, "fastest": fastest}
+
+
+def _pareto(answer: PlanAnswer) -> list[dict[str, Any]] | None:
+    if answer.memory_front is not None:
+        return [candidate_data(one) for one in answer.memory_front]
+    if answer.sizes is None:
+        return None
+    return [
+        {**picked(one, "devices", "device_seconds_per_token"), "best": candidate_data(one.best)} for one in answer.sizes
+    ]
