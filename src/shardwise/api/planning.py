@@ -24,7 +24,7 @@ from shardwise.planner.request import Request
 from shardwise.planner.search.supported import model_note
 from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.report.page import Page
-from shardwise.report.plan import candidate_data, family_data, plan_data, plan_page, ranked_data
+from shardwise.report.plan import family_data, plan_data, plan_page, ranked_data
 from shardwise.spec.clusters import parse_mixed
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.job import Job
@@ -70,10 +70,7 @@ class PlanResult(Result):
             "layouts": [_flat(ranked_data(found, one)) for one in found.layouts],
             "candidates": [_flat(ranked_data(found, one)) for one in found.candidates],
             "families": [_flat({**family_data(one), **(family_data(one)["best"] or {})}) for one in found.families],
-            "parts": [
-                {"part": name, "seconds": seconds}
-                for name, seconds in candidate_data(found.best)["parts_seconds"].items()
-            ],
+            "parts": [{"part": name, "seconds": seconds} for name, seconds in found.best.parts.items()],
         }
 
 

@@ -134,8 +134,8 @@ def _by_level(cost: CollectiveCost) -> GridTable:
         )
         for level in cost.levels
     )
-    keys = ("level", "hops", "bytes", "latency_seconds", "bandwidth_seconds")
-    return GridTable("numbers put in", ("level", "hops", "V", "hops·a", "V·b"), keys, rows)
+    columns = {"level": "level", "hops": "hops", "V": "bytes", "hops·a": "latency_seconds", "V·b": "bandwidth_seconds"}
+    return GridTable("numbers put in", columns, rows)
 
 
 def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, chosen: str) -> GridTable:
@@ -146,13 +146,8 @@ def _alternatives(kind: CollectiveKind, size_bytes: float, topology: Topology, c
         total = float(cost.seconds)
         rows.append((total, (name.replace("_", " "), formula, number(float(cost.steps)), seconds(total))))
     rows.sort(key=lambda row: row[0])
-    return GridTable(
-        "every algorithm here, cheapest first",
-        ("algorithm", "seconds", "steps", "total"),
-        ("algorithm", "formula", "steps", "total_seconds"),
-        tuple(row for _, row in rows),
-        words=2,
-    )
+    columns = {"algorithm": "algorithm", "seconds": "formula", "steps": "steps", "total": "total_seconds"}
+    return GridTable("every algorithm here, cheapest first", columns, tuple(row for _, row in rows), words=2)
 
 
 def _schedule_remark(

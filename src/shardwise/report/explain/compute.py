@@ -23,18 +23,18 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
     """Training FLOPs by every published convention."""
     peak = device.peak_flops("bf16")
     total, active = parameter_count(model), active_parameter_count(model)
-    rows = []
-    for convention in CONVENTIONS:
-        per_token = flops_per_token(model, seq, convention.name)
-        rows.append(
-            (
-                convention.name,
-                convention.formula,
-                flops(per_token),
-                flops(per_token * tokens),
-                seconds(per_token * tokens / peak),
-            )
-        )
+    per_token = [(one, flops_per_token(model, seq, one.name)) for one in CONVENTIONS]
+    rows = tuple(
+        (one.name, one.formula, flops(each), flops(each * tokens), seconds(each * tokens / peak))
+        for one, each in per_token
+    )
+    columns = {
+        "convention": "convention",
+        "per token": "formula",
+        "FLOPs/token": "flops_per_token",
+        "FLOPs in all": "flops",
+        "one device at peak": "one_device_at_peak_seconds",
+    }
     return Explanation(
         title=f"Training FLOPs of {model.name} at sequence length {seq}",
         formula=("forward: 2 per weight and token, plus attention; backward: twice the forward pass",),
@@ -47,15 +47,7 @@ def explain_flops(model: Model, seq: int, tokens: float, device: Device) -> Expl
             ("T", "tokens trained on", number(tokens, readable_count(tokens))),
             ("", f"peak of one {device.name}, bf16", flop_rate(peak)),
         ),
-        tables=(
-            GridTable(
-                "by convention",
-                ("convention", "per token", "FLOPs/token", "FLOPs in all", "one device at peak"),
-                ("convention", "formula", "flops_per_token", "flops", "one_device_at_peak_seconds"),
-                tuple(rows),
-                words=2,
-            ),
-        ),
+        tables=(GridTable("by convention", columns, rows, words=2),),
         remarks=(
             "MFU divides model FLOPs by peak × time, idle time included; recomputed FLOPs count only in HFU.",
             "Conventions differ by causal attention (counted once or fully) and by the embedding: convert, never mix.",
@@ -72,6 +64,13 @@ def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | 
         if one.in_jobs and in_rounds:
             idle = bubble_share(one.name, stages, microbatches, chunks)
             rows.append((one.name, bar(idle, 16), one.source, share(idle), share(idle / (1 + idle))))
+    columns = {
+        "schedule": "schedule",
+        "": "",
+        "activations it keeps, by": "source",
+        "of busy time": "share_of_busy_time",
+        "of the step": "share_of_the_step",
+    }
     return Explanation(
         title=f"Pipeline bubble of {counted(stages, 'stage')} and {counted(microbatches, 'microbatch')}",
         formula=(
@@ -83,15 +82,7 @@ def explain_bubble(stages: int, microbatches: int, chunks: int, *, drawn: str | 
             ("m", "microbatches", number(microbatches)),
             ("v", "chunks per rank (interleaved)", number(chunks)),
         ),
-        tables=(
-            GridTable(
-                "by schedule",
-                ("schedule", "", "activations it keeps, by", "of busy time", "of the step"),
-                ("schedule", "", "source", "share_of_busy_time", "share_of_the_step"),
-                tuple(rows),
-                words=3,
-            ),
-        ),
+        tables=(GridTable("by schedule", columns, tuple(rows), words=3),),
         remarks=("Unequal stages and communication between stages need a simulation of the schedule's actions.",),
         drawing=_timeline(drawn, stages, microbatches, chunks) if drawn else "",
         source=(

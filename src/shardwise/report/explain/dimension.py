@@ -76,8 +76,8 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
         )
         for t in traffics
     )
-    columns = ("what", "collective", "network", "times", "bytes", "each", "exposed")
-    keys = ("what", "collective", "network", "times", "bytes", "each_seconds", "exposed_seconds")
+    columns = {name: name for name in ("what", "collective", "network", "times", "bytes")}
+    columns |= {"each": "each_seconds", "exposed": "exposed_seconds"}
     strategy = job.strategy
     degrees = {"tp": strategy.tp, "cp": strategy.cp, "dp": strategy.data_parallel, "pp": strategy.pp, "ep": strategy.ep}
     return replace(
@@ -97,6 +97,6 @@ def explain_dimension(name: str, analysis: Analysis) -> Explanation:
             ("of them exposed in the predicted step", seconds(sum(t.added_seconds for t in traffics))),
             ("bytes the busiest device sends", size(sum(t.bytes_sent for t in traffics))),
         ),
-        tables=(GridTable("in one step", columns, keys, rows, words=3, optional=("network",)),) if rows else (),
+        tables=(GridTable("in one step", columns, rows, words=3, optional=("network",)),) if rows else (),
         remarks=theory.remarks if rows else (f"This job has {name} 1: nothing is sent.", *theory.remarks),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,17 @@ Value = str | Quantity | Bar
 class GridTable:
     """A small table inside an explanation; the first ``words`` columns hold text.
 
-    ``keys`` name the columns in the JSON, with the unit of what stands in them.
+    ``columns`` are headings with the names of the columns in the JSON, which say the unit of what stands in them.
     """
 
     title: str
-    columns: tuple[str, ...]
-    keys: tuple[str, ...]
+    columns: Mapping[str, str]
     rows: tuple[tuple[Value, ...], ...]
     words: int = 1
     optional: tuple[str, ...] = ()
 
     def data(self) -> dict[str, Any]:
-        rows = [{key: _data(cell) for key, cell in zip(self.keys, row) if not isinstance(cell, Bar)}
+        rows = [{key: _data(cell) for key, cell in zip(self.columns.values(), row) if not isinstance(cell, Bar)}
                 for row in self.rows]  # fmt: skip
         return {"title": self.title, "rows": rows}
 

@@ -32,17 +32,10 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
     rows = []
     for stage, formula in enumerate(formulas):
         part = state_bytes(parameters, precision=precision, optimizer=optimizer, zero=stage, shards=shards)
-        rows.append(
-            (
-                f"ZeRO-{stage}" if stage else "none",
-                formula,
-                bar(part.total / whole, 24),
-                _decimal(part.weights),
-                _decimal(part.gradients),
-                _decimal(part.optimizer),
-                _decimal(part.total),
-            )
-        )
+        sizes = map(_decimal, (part.weights, part.gradients, part.optimizer, part.total))
+        rows.append((f"ZeRO-{stage}" if stage else "none", formula, bar(part.total / whole, 24), *sizes))
+    parts = {name: f"{name}_bytes" for name in ("weights", "gradients", "optimizer", "total")}
+    columns = {"stage": "stage", "formula": "formula", "": "", **parts}
     return Explanation(
         title=f"Model states of {readable_count(parameters)} parameters over {counted(shards, 'device')} "
         f"({precision}, {optimizer})",
@@ -55,15 +48,7 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
             ("", "bytes per parameter: master weights", number(recipe.master)),
             ("", f"bytes per parameter: {optimizer} states", number(states.matrices)),
         ),
-        tables=(
-            GridTable(
-                "bytes of one device",
-                ("stage", "formula", "", "weights", "gradients", "optimizer", "total"),
-                ("stage", "formula", "", "weights_bytes", "gradients_bytes", "optimizer_bytes", "total_bytes"),
-                tuple(rows),
-                words=3,
-            ),
-        ),
+        tables=(GridTable("bytes of one device", columns, tuple(rows), words=3),),
         remarks=(
             "These already hold weights, gradients and optimizer states; activations come on top.",
             "ZeRO divides states, never activations.",
@@ -93,7 +78,7 @@ def explain_activations(job: Job) -> Explanation:
     )
     model = job.model
     per_element = total / (job.training.seq * strategy.microbatch * model.hidden)
-    keys = ("tensor", "", "recomputed_by", "bytes", "share")
+    columns = {"tensor": "tensor", "": "", "recomputed by": "recomputed_by", "bytes": "bytes", "share": "share"}
     return Explanation(
         title=f"Activations of one {'mixture-of-experts ' if moe else ''}layer of {model.name}, one microbatch",
         formula=(
@@ -120,7 +105,7 @@ def explain_activations(job: Job) -> Explanation:
             ("embedding, first stage", size(embedding_activation_bytes(job))),
             ("head and loss, last stage", size(head_activation_bytes(job))),
         ),
-        tables=(GridTable("saved tensors", ("tensor", "", "recomputed by", "bytes", "share"), keys, rows, words=3),),
+        tables=(GridTable("saved tensors", columns, rows, words=3),),
         source=(
             "Korthikanti et al. 2022 (arXiv 2205.05198), section 4 and Table 2",
             "Dao et al. 2022, FlashAttention (arXiv 2205.14135): one log-sum-exp per head and query",
