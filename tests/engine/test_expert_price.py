@@ -89,7 +89,7 @@ import sys, torch, torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.engine.experts.loads import Assumed
-from shardwise.engine.experts.apply import apply_experts, assume_load
+from shardwise.engine.experts.apply import apply_experts
 from shardwise.engine.mesh import build_mesh
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
@@ -99,7 +99,7 @@ mesh = build_mesh(one.strategy)
 with torch.device("meta"):
     made = MoELayer(one.model)
 exchange = apply_experts(made, mesh, one.strategy, lambda rank: rank // 2)
-assume_load(exchange, Assumed())
+exchange.assumed = Assumed()
 with FakeTensorMode(allow_non_fake_inputs=True):
     made.to_empty(device="cpu")
     result = made(torch.randn(1, int(one.microbatch_tokens), one.model.hidden, requires_grad=True))

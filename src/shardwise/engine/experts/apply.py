@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
-from shardwise.engine.experts.all_to_all import FlatExchange
 from shardwise.engine.experts.channel import Channel, ExchangedBytes, NodeOfRank, alone, channel, node_channels
-from shardwise.engine.experts.hierarchical import DeduplicatedExchange
-from shardwise.engine.experts.loads import Assumed, sequence_sum
-from shardwise.engine.experts.shared_tokens import DividedExchange, GatheredExchange, SummedExchange
+from shardwise.engine.experts.exchanges import (
+    DeduplicatedExchange,
+    DividedExchange,
+    FlatExchange,
+    GatheredExchange,
+    SummedExchange,
+)
+from shardwise.engine.experts.loads import sequence_sum
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, keep
-from shardwise.models.experts import GroupedExperts, LocalExchange, TokenExchange
+from shardwise.models.experts import LocalExchange, TokenExchange
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
 
-# Which dimension of a parameter runs over the features inside an expert; None: only the output, once.
-_INNER = {"gate": 2, "up": 2, "down": 1, "gate_bias": 1, "up_bias": 1, "down_bias": None}
+# Which dimension of a parameter runs over the features inside an expert, and how many equal blocks it is made of; None:
+# only the output, once.
+ExpertFeatures = Mapping[str, tuple[int, int] | None]
+_INNER = {"gate": (2, 1), "up": (2, 1), "down": (1, 1), "gate_bias": (1, 1), "up_bias": (1, 1), "down_bias": None}
 
 
 def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
@@ -38,27 +46,25 @@ def apply_experts(module: nn.Module, mesh: Mesh, strategy: Strategy, node_of_ran
     return exchange
 
 
-def cut_experts(experts: GroupedExperts, mesh: Mesh) -> None:
+def cut_experts(experts: nn.Module, mesh: Mesh, features: ExpertFeatures = _INNER) -> None:
     """Keeps this rank's experts, of each its part of the inner features; works on the meta device too."""
-    place, places = mesh.rank("ep"), mesh.size("ep")
-    part, parts = mesh.rank("expert_tp"), mesh.size("expert_tp")
     for name, whole in list(experts.named_parameters(recurse=False)):
-        here = _run(whole.shape[0], place, places, "strategy.ep", "experts")
-        held = HeldPart(tuple(whole.shape), expert=True).cut(0, *here)
-        inner = _INNER[name]
+        held = _own_run(HeldPart(tuple(whole.shape), expert=True), 0, 1, mesh, "ep", "experts")
+        inner = features[name]
         if inner is not None:
-            held = held.cut(inner, *_run(whole.shape[inner], part, parts, "strategy.expert_tp", "expert features"))
-        elif part > 0:
+            held = _own_run(held, *inner, mesh, "expert_tp", "expert features")
+        elif mesh.rank("expert_tp") > 0:
             setattr(experts, name, None)  # only the first rank adds what a sum over ranks gets once
             continue
         keep(experts, name, held)
 
 
-def _run(number: int, place: int, places: int, field: str, what: str) -> tuple[int, int]:
+def _own_run(part: HeldPart, dimension: int, blocks: int, mesh: Mesh, name: str, what: str) -> HeldPart:
+    number, place, places = part.shape[dimension] // blocks, mesh.rank(name), mesh.size(name)
     if number % places:
-        raise SpecError(field, f"{places} does not divide {number} {what}", "use a divisor")
+        raise SpecError(f"strategy.{name}", f"{places} does not divide {number} {what}", "use a divisor")
     each = number // places
-    return place * each, (place + 1) * each
+    return part.cut(dimension, place * each, (place + 1) * each, blocks)
 
 
 def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: NodeOfRank) -> TokenExchange | None:
@@ -89,11 +95,3 @@ def _between_tokens(
     if strategy.dispatch == "deduplicated":
         return DeduplicatedExchange(experts, *node_channels(mesh, node_of_rank, parts.traffic), parts)
     return FlatExchange(experts, channel(mesh, "ep", node_of_rank, parts.traffic), parts)
-
-
-def assume_load(exchange: TokenExchange | None, assumed: Assumed | None) -> None:
-    """Makes an exchange assume a load (in a dry run, where there are no numbers to read), or read it again."""
-    while isinstance(exchange, (SummedExchange, DividedExchange)):
-        exchange = exchange.inner
-    if isinstance(exchange, (FlatExchange, DeduplicatedExchange)):
-        exchange.assumed = assumed

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -55,18 +57,22 @@ class Channel:
         """Sends ``send[i]`` rows to member i, in this order; returns ``receive[i]`` rows of each. No gradient."""
         if self.group is None or self.size == 1:
             return rows
-        self.note(what, send, rows)
-        result = rows.new_empty(sum(receive), *rows.shape[1:])
-        with sent(self.dimension, what, rows):
-            dist.all_to_all_single(result, rows.contiguous(), list(receive), list(send), group=self.group)
-        return result
+        swap = partial(dist.all_to_all_single, output_split_sizes=list(receive), input_split_sizes=list(send))
+        return self.run(swap, rows, sum(receive), send, what)
 
-    def note(self, what: str, counts: Sequence[int], rows: Tensor) -> None:
+    def run(
+        self, collective: Callable[..., Any], rows: Tensor, received: int, counts: Sequence[int], what: str
+    ) -> Tensor:
+        """The ``received`` rows that a collective gives; ``counts[i]`` rows are for member i, and are counted."""
         size = rows.element_size() * prod(rows.shape[1:])
         for member, count in enumerate(counts):
             if member != self.rank:
                 bytes_by_name = self.traffic.between_nodes if self.away[member] else self.traffic.inside_node
                 bytes_by_name[what] = bytes_by_name.get(what, 0) + count * size
+        result = rows.new_empty(received, *rows.shape[1:])
+        with sent(self.dimension, what, rows):
+            collective(result, rows.contiguous(), group=self.group)
+        return result
 
 
 @dataclass(frozen=True)
@@ -79,14 +85,9 @@ class Splits:
 
 def exchange_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> Tensor:
     """An all-to-all of rows, and of their gradients the other way."""
-    if channel.size == 1:
-        return rows
-    send, receive = splits.send, splits.receive
-    return with_gradient(
-        rows,
-        lambda rows: channel.exchange(rows, send, receive, what),
-        lambda gradient: channel.exchange(gradient, receive, send, in_backward(what)),
-    )
+    there = partial(channel.exchange, send=splits.send, receive=splits.receive)
+    back = partial(channel.exchange, send=splits.receive, receive=splits.send)
+    return _both_ways(rows, channel, what, there, back)
 
 
 def return_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> Tensor:
@@ -96,50 +97,41 @@ def return_rows(rows: Tensor, channel: Channel, splits: Splits, what: str) -> Te
 
 def gather_rows(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
     """All members' rows, ``sizes[i]`` of member i; in the backward pass each gets the sum of its rows' gradients."""
-    if channel.size == 1:
-        return rows
-    return with_gradient(
-        rows,
-        lambda rows: _gathered(rows, channel, sizes, what),
-        lambda gradient: _scattered(gradient, channel, sizes, in_backward(what)),
-    )
+    return _both_ways(rows, channel, what, partial(_gathered, channel, sizes), partial(_scattered, channel, sizes))
 
 
 def scatter_sum(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
     """The sum over the members of ``rows`` [sum of sizes, width], of which each keeps its own ``sizes[i]``."""
+    return _both_ways(rows, channel, what, partial(_scattered, channel, sizes), partial(_gathered, channel, sizes))
+
+
+def _both_ways(
+    rows: Tensor, channel: Channel, what: str, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+) -> Tensor:
+    """``forward`` of rows and ``backward`` of their gradients, each by its own name; one rank alone moves nothing."""
     if channel.size == 1:
         return rows
     return with_gradient(
-        rows,
-        lambda rows: _scattered(rows, channel, sizes, what),
-        lambda gradient: _gathered(gradient, channel, sizes, in_backward(what)),
+        rows, lambda rows: forward(rows, what=what), lambda gradient: backward(gradient, what=in_backward(what))
     )
 
 
-def _gathered(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
+def _gathered(channel: Channel, sizes: Sequence[int], rows: Tensor, what: str) -> Tensor:
     if channel.group is None or not sum(sizes):
         return rows
     if len(set(sizes)) == 1:
-        channel.note(what, sizes, rows)
-        result = rows.new_empty(sum(sizes), *rows.shape[1:])
-        with sent(channel.dimension, what, rows):
-            all_gather(result, rows.contiguous(), channel.group)
-        return result
+        return channel.run(all_gather, rows, sum(sizes), sizes, what)
     # gloo gathers only equal sizes, and padding would send more: each member is sent a copy instead.
     copies = rows.repeat(channel.size, *(1 for _ in rows.shape[1:]))
     return channel.exchange(copies, [rows.shape[0]] * channel.size, sizes, what)
 
 
-def _scattered(rows: Tensor, channel: Channel, sizes: Sequence[int], what: str) -> Tensor:
+def _scattered(channel: Channel, sizes: Sequence[int], rows: Tensor, what: str) -> Tensor:
     own = sizes[channel.rank]
     if channel.group is None or not sum(sizes):
         return rows
     if len(set(sizes)) == 1:
-        channel.note(what, sizes, rows)
-        result = rows.new_empty(own, *rows.shape[1:])
-        with sent(channel.dimension, what, rows):
-            reduce_scatter_sum(result, rows.contiguous(), channel.group)
-        return result
+        return channel.run(reduce_scatter_sum, rows, own, sizes, what)
     parts = channel.exchange(rows, sizes, [own] * channel.size, what)
     return parts.view(channel.size, own, *rows.shape[1:]).sum(0)
 

@@ -1,4 +1,4 @@
-"""Loads of experts over all ranks: what the host reads of the routing, the balance loss, figures for users.
+"""Loads of experts over all ranks: what the host reads of the routing, and what balances them.
 
 An all-to-all takes its splits from the host, which has to wait for the row counts: the one host synchronisation of a
 dispatch. (PyTorch's symmetric memory has exchanges that read their splits on the device, for GPUs of one NVLink domain
@@ -65,21 +65,6 @@ def evenly(total: float, places: int) -> tuple[int, ...]:
     return tuple(whole * (place + 1) // places - whole * place // places for place in range(places))
 
 
-_TOTAL = "_shardwise_load"
-
-
-@dataclass(frozen=True)
-class LayerLoad:
-    """How many tokens of the last step chose each expert of a layer, all ranks together; tensors where they were."""
-
-    tokens: Tensor
-
-    @property
-    def imbalance(self) -> Tensor:
-        """The largest load over the mean: 1 is even."""
-        return self.tokens.max() / self.tokens.double().mean()
-
-
 def sequence_sum(mesh: Mesh, strategy: Strategy) -> Callable[[Tensor], Tensor]:
     """A function that turns the counts [batch, experts] of a rank's tokens into those of whole sequences."""
     name = "sequence" if strategy.sequence_parallel else "cp"  # else tensor-parallel ranks hold the same tokens
@@ -112,13 +97,3 @@ def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
         totals //= mesh.size("tp")  # each of these has counted the same tokens
     for mixture, total in zip(mixtures, totals):
         mixture.update_bias(total.float(), rate)
-        mixture.__dict__[_TOTAL] = total
-
-
-def expert_load(module: nn.Module) -> dict[str, LayerLoad]:
-    """Loads of the last step that `update_balance` ended, by the name of the layer's mixture of experts."""
-    return {
-        name: LayerLoad(one.__dict__[_TOTAL])
-        for name, one in module.named_modules()
-        if isinstance(one, MoELayer) and _TOTAL in one.__dict__
-    }

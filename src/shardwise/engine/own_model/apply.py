@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.context.apply import apply_attention, apply_context
-from shardwise.engine.experts.apply import exchange_of
+from shardwise.engine.experts.apply import cut_experts, exchange_of
 from shardwise.engine.experts.channel import NodeOfRank
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.own_model.tables import is_hugging_face
-from shardwise.engine.parameters import HeldPart, fill, held, keep, materialise
+from shardwise.engine.parameters import fill, held, materialise
 from shardwise.engine.patterns import Patterns, change_attribute, matching, replace_module
 from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
 from shardwise.engine.tensor.apply import apply_tensor
@@ -79,23 +79,9 @@ def spread_experts(root: nn.Module, mesh: Mesh, patterns: Patterns, node_of_rank
     """
     exchange = exchange_of(number, mesh, mesh.strategy, node_of_rank)
     for _, experts in matching(root, patterns.experts):
-        _cut(experts, mesh, patterns)
+        cut_experts(experts, mesh, patterns.expert_features)
         if exchange is not None:
             _send_through(experts, exchange, number // mesh.size("ep"))
-
-
-def _cut(experts: nn.Module, mesh: Mesh, patterns: Patterns) -> None:
-    """This rank's experts, and of each its part of the inner features."""
-    for name, whole in list(experts.named_parameters(recurse=False)):
-        part = _run(HeldPart(tuple(whole.shape), expert=True), 0, 1, mesh.rank("ep"), mesh.size("ep"))
-        dimension, blocks = patterns.expert_features[name]
-        part = _run(part, dimension, blocks, mesh.rank("expert_tp"), mesh.size("expert_tp"))
-        keep(experts, name, part)
-
-
-def _run(part: HeldPart, dimension: int, blocks: int, rank: int, ranks: int) -> HeldPart:
-    each = part.shape[dimension] // blocks // ranks
-    return part if ranks == 1 else part.cut(dimension, rank * each, (rank + 1) * each, blocks)
 
 
 def _send_through(experts: Any, exchange: TokenExchange, here: int) -> None:
