@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.context.gather import GatheredAttention
 from shardwise.engine.context.kernels import KernelChoice, kernel_for
 from shardwise.engine.context.ring import RingAttention
@@ -38,7 +39,8 @@ def attend_of(method: str, group: dist.ProcessGroup, overlap: bool = True, choos
     documents = WholeDocuments(group, method)
     if method == "ulysses":
         return UlyssesAttention(group, documents, dot_product_attention)
-    return {"ring": RingAttention, "all-gather": GatheredAttention}[method](group, documents, overlap, choose)
+    kind = {"ring": RingAttention, "all-gather": GatheredAttention}[method]
+    return AcrossRanks(kind, group, documents, overlap, choose)
 
 
 def inputs_of(case: Case) -> tuple[Tensor, ...]:

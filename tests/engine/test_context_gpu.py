@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.context_cases import Case, arguments_of, gradients_of, inputs_of
 from shardwise.engine.context import gather, ring
 from shardwise.engine.context.blocks import Merged
+from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.context.kernels import (
     CUDNN,
     EFFICIENT,
@@ -189,7 +190,8 @@ def across_threads(group: Threads, case: Case) -> list[float]:
     found = [0.0] * size
 
     def work(rank: int) -> None:
-        call = attention(group, Whole(arguments.documents)).call(case.seq // size, arguments)  # type: ignore[arg-type]
+        across = AcrossRanks(attention, group, Whole(arguments.documents))  # type: ignore[arg-type]
+        call = across.call(case.seq // size, arguments)
         query, key, value, gradient = (cut_sequence(tensor, rank, size, method) for tensor in tensors)
         out, log_sum = call.forward(query, key, value)
         results = out, *call.backward(BackwardInputs(gradient, query, key, value, out, log_sum))

@@ -58,7 +58,7 @@ def trained(strategy: Strategy, tied_model: bool, precision: str = "fp32") -> di
         tied.copy_of(tied.weight)
         tied.follow()
     data.start()
-    runner = toy.runner_of(schedule, modules, pipeline, data, tied, settings.compute)
+    runner = toy.runner_of(schedule, modules, pipeline, data.parts, tied, settings.compute)
     parameters = named(modules)
     optimizer = torch.optim.SGD([data.masters.get(one, one) for one in parameters.values()], lr=0.5)
     batch = toy.batch_of(dp * MICROBATCHES * toy.ROWS)

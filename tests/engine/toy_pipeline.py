@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -87,11 +89,11 @@ def runner_of(
     schedule: PipelineSchedule,
     modules: dict[int, nn.Module],
     group: dist.ProcessGroup,
-    reduction: Reduction | None = None,
+    reductions: Mapping[nn.Module, Reduction] | None = None,
     tied: TiedEnds | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PipelineRunner:
-    return PipelineRunner(schedule, modules, group, message(dtype), reduction=reduction, tied=tied)
+    return PipelineRunner(schedule, modules, group, message(dtype), reductions=reductions, tied=tied)
 
 
 def schedule_for(name: str, ranks: int, microbatches: int) -> PipelineSchedule:

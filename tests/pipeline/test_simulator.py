@@ -214,16 +214,6 @@ def test_rates_and_idle_time():
     assert 1 - sum(skewed.busy) / 4 / skewed.makespan_seconds == pytest.approx(3 / 27)
 
 
-def test_optimizer_alone_or_together():
-    """Post-validation keeps the parallelogram; a global norm squares it off (Qi et al. 2023, section 4)."""
-    timeline = simulate(build("zb-h2", 4, 8), equal_stages(4))
-    assert timeline.step_seconds(2.0, synchronized=False) == 24 + 2
-    assert timeline.step_seconds(2.0) == 27 + 2
-    assert timeline.step_seconds([1, 2, 3, 4], synchronized=False) == 24 + 4
-    with pytest.raises(SpecError, match="optimizer_seconds"):
-        timeline.step_seconds([1.0, 2.0])
-
-
 def test_uneven_stages_run_at_the_pace_of_the_slowest():
     times = stage_times([1, 1, 3, 1], [1, 1, 3, 1], [1, 1, 3, 1])
     timeline = simulate(build("1f1b", 4, 64), times)

@@ -24,7 +24,6 @@ def moved() -> tuple[list[float | None], list[float]]:
     for step, peak in enumerate(peaks):
         engine.step(sample_batch(engine.job, step, 0))
         found.append(pressure.after(round(peak)))
-        assert engine.optimizer.stored is not None
         stored.append(engine.optimizer.stored.elements / sum(row.size for row in engine.optimizer.stored.rows))
     return found, stored
 

@@ -77,36 +77,22 @@ class StepPhase:
 
 
 # Collectives that have a price by themselves.
-_PRICED_AS = {
-    Called.ALL_REDUCE: CollectiveKind.ALL_REDUCE,
-    Called.WHOLE_GRADIENTS: CollectiveKind.ALL_REDUCE,
-    Called.LARGEST_LOGITS: CollectiveKind.ALL_REDUCE,
-    Called.EXPONENTIALS: CollectiveKind.ALL_REDUCE,
-    Called.TIED_GRADIENTS: CollectiveKind.ALL_REDUCE,
-    Called.GRADIENTS: CollectiveKind.ALL_REDUCE,
-    Called.LATE_GRADIENTS: CollectiveKind.ALL_REDUCE,
-    Called.WORKERS_WEIGHTS: CollectiveKind.ALL_REDUCE,
-    Called.FIRST_FACTORS: CollectiveKind.ALL_REDUCE,
-    Called.SECOND_FACTORS: CollectiveKind.ALL_REDUCE,
-    Called.GRADIENT_NORM: CollectiveKind.ALL_REDUCE,
-    Called.OVER_THE_BATCH: CollectiveKind.ALL_REDUCE,
-    Called.ALL_GATHER: CollectiveKind.ALL_GATHER,
-    Called.DOCUMENTS: CollectiveKind.ALL_GATHER,
-    Called.KEYS_AND_VALUES: CollectiveKind.ALL_GATHER,
-    Called.CODES_OF_SUMS: CollectiveKind.ALL_GATHER,
-    Called.PARAMETERS: CollectiveKind.ALL_GATHER,
-    Called.MOMENTUM: CollectiveKind.ALL_GATHER,
-    Called.REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
-    Called.KEY_VALUE_GRADIENTS: CollectiveKind.REDUCE_SCATTER,
-    Called.GRADIENT_SHARDS: CollectiveKind.REDUCE_SCATTER,
-    Called.HEADS: CollectiveKind.ALL_TO_ALL,
-    Called.DISPATCH: CollectiveKind.ALL_TO_ALL,
-    Called.COMBINE: CollectiveKind.ALL_TO_ALL,
-    Called.GRADIENT_CODES: CollectiveKind.ALL_TO_ALL,
-    Called.LOSS: CollectiveKind.BROADCAST,
-    Called.PASSED_KEYS_AND_VALUES: CollectiveKind.SEND_RECV,
-    Called.PASSED_GRADIENTS: CollectiveKind.SEND_RECV,
-}
+_OF_A_KIND = {
+    CollectiveKind.ALL_REDUCE: (
+        Called.ALL_REDUCE, Called.WHOLE_GRADIENTS, Called.LARGEST_LOGITS, Called.EXPONENTIALS, Called.TIED_GRADIENTS,
+        Called.GRADIENTS, Called.LATE_GRADIENTS, Called.WORKERS_WEIGHTS, Called.FIRST_FACTORS, Called.SECOND_FACTORS,
+        Called.GRADIENT_NORM, Called.OVER_THE_BATCH,
+    ),
+    CollectiveKind.ALL_GATHER: (
+        Called.ALL_GATHER, Called.DOCUMENTS, Called.KEYS_AND_VALUES, Called.CODES_OF_SUMS, Called.PARAMETERS,
+        Called.MOMENTUM,
+    ),
+    CollectiveKind.REDUCE_SCATTER: (Called.REDUCE_SCATTER, Called.KEY_VALUE_GRADIENTS, Called.GRADIENT_SHARDS),
+    CollectiveKind.ALL_TO_ALL: (Called.HEADS, Called.DISPATCH, Called.COMBINE, Called.GRADIENT_CODES),
+    CollectiveKind.BROADCAST: (Called.LOSS,),
+    CollectiveKind.SEND_RECV: (Called.PASSED_KEYS_AND_VALUES, Called.PASSED_GRADIENTS),
+}  # fmt: skip
+_PRICED_AS = {called: kind for kind, several in _OF_A_KIND.items() for called in several}
 # Where the time of a phase counts.
 _PARTS = {
     StepPhase.DATA: "data",

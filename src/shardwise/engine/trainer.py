@@ -78,8 +78,7 @@ class Trainer(ABC, Generic[Given]):
             store=self.store, offload=offload,
         )  # fmt: skip
         data.forget_masters(self.optimizer.cut)
-        if self.optimizer.stored is not None:
-            data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
+        data.offload(self.optimizer.stored, stay={one.parameter for one in self.parameters if self._stays(one)})
         self.outer, self.late = self._synchronisation()
         # Workers that do not synchronise in every step are separate worlds.
         self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
@@ -193,7 +192,7 @@ class Trainer(ABC, Generic[Given]):
         """As `forward_backward` left it, wherever it is stored, divided like the parameter; None if there is none."""
         self.data.settle_gradients(())
         stored = self.optimizer.stored
-        if stored is None or one.parameter not in stored.summed:
+        if one.parameter not in stored.summed:
             return one.parameter.grad
         values = stored.read(one.parameter, GRADIENT).view(local(one.parameter).shape)
         return as_divided(values.to(self.device), one.parameter)
@@ -286,5 +285,5 @@ class Trainer(ABC, Generic[Given]):
         message = Message(shape, dtype, self.device)
         return PipelineRunner(
             schedule_of(job), self.stages, self.mesh.group("pp"), message,
-            reduction=self.data, tied=self.tied, call=self.call,
+            reductions=self.data.parts, tied=self.tied, call=self.call,
         )  # fmt: skip

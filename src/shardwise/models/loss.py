@@ -6,7 +6,7 @@ otherwise be the largest tensor of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,10 +25,30 @@ def cross_entropy_sum(
     ``hidden`` [..., features] and ``labels`` [...] agree in their leading dimensions. Logits are bounded to
     ``softcap``, where it is given.
     """
+    return summed_loss(hidden, head_weight, head_bias, labels, softcap, _entropy)
+
+
+# Of the logits of some tokens (fp32 if they are capped) and their labels: the summed cross entropy of those that count,
+# and a function that gives the gradient of each token's by its logits, whether it counts or not.
+Entropy = Callable[[Tensor, Tensor], tuple[Tensor, Callable[[], Tensor]]]
+
+
+def summed_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softcap: float | None, entropy: Entropy
+) -> Tensor:
+    """`cross_entropy_sum` by any ``entropy``."""
     total: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), head_weight, head_bias, labels.flatten(), torch.is_grad_enabled(), softcap
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), torch.is_grad_enabled(), softcap, entropy
     )
     return total
+
+
+def _entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    scores = logits.log_softmax(-1, dtype=torch.float32)
+    row = labels.clamp(min=0)[:, None]
+    lost = -torch.where(labels != IGNORED, scores.gather(1, row)[:, 0], 0.0).sum()
+    # The probabilities, less one at the label.
+    return lost, lambda: scores.exp_().scatter_add_(1, row, torch.full_like(row, -1.0, dtype=torch.float32))
 
 
 def softly_capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -53,6 +73,7 @@ class _CrossEntropySum(torch.autograd.Function):
         labels: Tensor,
         differentiated: bool,
         softcap: float | None,
+        entropy: Entropy,
     ) -> Tensor:
         for_hidden, for_weight, for_bias = (wanted and differentiated for wanted in ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -65,21 +86,19 @@ class _CrossEntropySum(torch.autograd.Function):
             if softcap is not None:
                 logits = softly_capped(logits.float(), softcap)
             slopes = cap_slopes(logits, softcap)
-            scores = logits.log_softmax(-1, dtype=torch.float32)
+            lost, gradient_by_logits = entropy(logits, labels[part])
             del logits
-            counts, row = labels[part] != IGNORED, labels[part].clamp(min=0)[:, None]
-            total -= torch.where(counts, scores.gather(1, row)[:, 0], 0.0).sum()
+            total += lost
             if of_hidden is None and of_weight is None and of_bias is None:
                 continue
-            # The gradient of one token's cross-entropy by its logits: the probabilities, less one at the label. What
-            # counts is masked on the narrow side of each matmul, not on the wide logits.
-            of_logits = scores.exp_().scatter_add_(1, row, torch.full_like(row, -1.0, dtype=torch.float32))
+            # What counts is masked on the narrow side of each matmul, not on the wide logits.
+            of_logits, counts = gradient_by_logits(), labels[part] != IGNORED
+            del gradient_by_logits  # it holds the largest tensors of the step: none stays beside those of the next part
             if slopes is not None:
                 of_logits.mul_(slopes)
             if of_bias is not None:
                 of_bias += of_logits.T @ counts.float()
             of_logits = of_logits.to(hidden.dtype)
-            del scores  # the largest tensors of the step: none stays beside those of the next part
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[part]).mul_(counts[:, None])
             if of_weight is not None:
@@ -94,7 +113,7 @@ class _CrossEntropySum(torch.autograd.Function):
         scaled_ones = (
             None if one is None else scaled(one, gradient, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         )
-        return (*scaled_ones, None, None, None)
+        return (*scaled_ones, None, None, None, None)
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

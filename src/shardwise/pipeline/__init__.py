@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardwise.pipeline.build import build, chunks_per_rank
-from shardwise.pipeline.closed_forms import bubble_is_exact, bubble_seconds, peak_chunks_in_flight
-from shardwise.pipeline.forms import ClosedForms, EqualStages
+from shardwise.pipeline.forms import ClosedForms, EqualStages, bubble_is_exact, bubble_seconds, peak_chunks_in_flight
 from shardwise.pipeline.partition import Layers, Partition, Place, layers_of, partition_over
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, StageTimes, equal_stages, stage_times
 from shardwise.pipeline.simulator import simulate

@@ -54,10 +54,6 @@ class Partition:
     stage_seconds: tuple[float, ...]
     stage_bytes: tuple[float, ...]
 
-    @property
-    def slowest_seconds(self) -> float:
-        return max(self.stage_seconds)
-
 
 def layers_of(
     seconds: Sequence[float],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, check_released, durations
+from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, check_released
 from shardwise.spec.errors import SpecError
 
 
@@ -51,18 +51,6 @@ class Timeline:
         """1 - m(F + I + W)/cost (Qi et al. 2023, section 5.3): the longest rank over the mean computation."""
         cost = self.longest_rank_seconds
         return self.bubble_seconds / cost if cost else 0.0
-
-    def step_seconds(self, optimizer_seconds: float | Sequence[float] = 0.0, synchronized: bool = True) -> float:
-        """One training step with its optimizer.
-
-        ``synchronized``: all ranks first compute the norm of the gradients, so every optimizer starts at the end of
-        the makespan. Otherwise each rank continues by itself and the norm is checked afterwards (post-validation: Qi
-        et al. 2023, section 4).
-        """
-        optimizer = durations("optimizer_seconds", optimizer_seconds, self.schedule.ranks, "rank")
-        if synchronized:
-            return self.makespan_seconds + max(optimizer)
-        return max(own + step for own, step in zip(self.rank_seconds, optimizer))
 
     def _first_starts(self) -> list[float]:
         return [own[0] for own in self.starts if own]

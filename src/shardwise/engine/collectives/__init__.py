@@ -1,5 +1,3 @@
 """Runs collective schedules: what `shardwise.collectives` describes, prices and proves."""
 
-from shardwise.engine.collectives.communicator import Communicator, run_schedule
-
-__all__ = ["Communicator", "run_schedule"]
+from shardwise.engine.collectives.communicator import Communicator as Communicator

@@ -145,18 +145,6 @@ class Communicator:
                 _add(buffers, arrival.target, arrival.sources)
 
 
-def run_schedule(
-    schedule: Schedule,
-    input: Tensor | None,
-    output: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """One collective, once. To run many on a group keep a `Communicator`, which translates a schedule only once."""
-    chosen = group if group is not None else dist.group.WORLD
-    assert chosen is not None
-    Communicator(chosen).run(schedule, input, output)
-
-
 class _Prepared:
     """A schedule for one rank and size; ``schedule`` is kept alive so that no other gets its id."""
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.collectives.reductions import Pending
-from shardwise.engine.compression.one_bit_adam import MomentumSum
 from shardwise.engine.compression.powersgd import LowRankSum
-from shardwise.engine.compression.quantised import ExchangedSum, codec_of
+from shardwise.engine.compression.quantised import ExchangedSum, MomentumSum, codec_of
 from shardwise.spec.less_communication import Compression
 
 

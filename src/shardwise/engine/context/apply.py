@@ -30,12 +30,12 @@ def apply_context(module: nn.Module, mesh: Mesh, strategy: Strategy, choose: Ker
     """Sets ``attend`` on every submodule that has one; tokens must be split by `cut_sequence` from then on."""
     if strategy.cp == 1:
         return
-    group, overlap = mesh.group("cp"), strategy.overlap.cp
+    group = mesh.group("cp")
     documents = WholeDocuments(group, strategy.context_method)  # one for all layers: gathered once
     across: AcrossRanks | None = None
     if strategy.context_method != "ulysses":
         kind = RingAttention if strategy.context_method == "ring" else GatheredAttention
-        across = kind(group, documents, overlap, choose)
+        across = AcrossRanks(kind, group, documents, strategy.overlap.cp, choose)
     for part in module.modules():
         if hasattr(part, "attend"):
             own: Any = part.attend

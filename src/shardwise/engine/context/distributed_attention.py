@@ -41,18 +41,20 @@ class AttentionCall(ABC):
 
 
 class AcrossRanks:
-    """Without ``overlap`` it waits for each message before it computes on; ``choose`` picks the kernel of a block."""
+    """An ``attend`` for tokens cut in zig-zag, by one ``kind`` of call.
 
-    kind: type[AttentionCall]
+    Without ``overlap`` it waits for each message before it computes on; ``choose`` picks the kernel of a block.
+    """
 
     def __init__(
         self,
+        kind: type[AttentionCall],
         group: dist.ProcessGroup,
         documents: WholeDocuments,
         overlap: bool = True,
         choose: KernelChoice = kernel_for,
     ) -> None:
-        self.group, self.size, self.rank = group, group.size(), group.rank()
+        self.kind, self.group, self.size = kind, group, group.size()
         self.documents, self.overlap, self.choose = documents, overlap, choose
         self.handle = next(_numbers)
         _known[self.handle] = self

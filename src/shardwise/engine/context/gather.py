@@ -16,13 +16,13 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
-from shardwise.engine.context.distributed_attention import AcrossRanks, AttentionCall
+from shardwise.engine.context.distributed_attention import AttentionCall
 from shardwise.engine.context.kernels import BackwardInputs, Gradients, Scores
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, wait_for
 
 
-class _Gathered(AttentionCall):
+class GatheredAttention(AttentionCall):
     """Plain causal attention takes the own chunks separately (`own_apart`); all others see only runs (`_runs`)."""
 
     @property
@@ -96,12 +96,6 @@ class _Gathered(AttentionCall):
         """Keys that any query from ``first`` to ``end`` may see."""
         reach = total if self.window is None else self.window - 1
         return slice(max(0, first - reach), end if self.causal else min(total, end + reach))
-
-
-class GatheredAttention(AcrossRanks):
-    """An ``attend`` for tokens cut in zig-zag."""
-
-    kind = _Gathered
 
 
 class _GatherKeys:

@@ -132,7 +132,11 @@ class Math:
 
 
 class _Fused(ABC):
-    """A fused operator of PyTorch. It takes [batch, heads, seq, features] in the widths that ``fitted`` gives them."""
+    """A fused operator of PyTorch. It takes [batch, heads, seq, features], features padded to a ``multiple``; with
+    ``one_width``, those of the narrower tensors to the widest (MLA). Zeros change no dot product."""
+
+    multiple = 8
+    one_width = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = self.fitted(query, key, value)
@@ -148,7 +152,10 @@ class _Fused(ABC):
         return dq, dk, dv
 
     def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        return _heads_first(query, key, value, multiple=8)
+        tensors = (query, key, value)
+        widest = max(tensor.shape[-1] for tensor in tensors) if self.one_width else 0
+        widths = [max(widest, tensor.shape[-1]) for tensor in tensors]
+        return [_widened(one, width + -width % self.multiple).transpose(1, 2) for one, width in zip(tensors, widths)]
 
     @abstractmethod
     def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]: ...
@@ -160,8 +167,8 @@ class _Fused(ABC):
 class CpuFlash(_Fused):
     """PyTorch's flash attention for CPUs; keys and values must have one width."""
 
-    def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        return _one_width(query, key, value, multiple=1)
+    multiple = 1
+    one_width = True
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         out, log_sum = cpu_flash_attention(q, k, v, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale)
@@ -174,8 +181,7 @@ class CpuFlash(_Fused):
 class Flash(_Fused):
     """FlashAttention on GPUs (Dao 2023, arXiv 2307.08691): 16-bit numbers, widths a multiple of 8, no bias."""
 
-    def fitted(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        return _one_width(query, key, value, multiple=8)
+    one_width = True
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         out, log_sum, *_ = flash_attention(q, k, v, 0.0, scores.causal, False, scale=scores.scale)
@@ -241,19 +247,6 @@ def hidden_score(dtype: torch.dtype) -> float:
     Such a row's log-sum-exp is so small that merging gives its block the weight zero, exactly.
     """
     return torch.finfo(dtype).min / 2
-
-
-def _one_width(query: Tensor, key: Tensor, value: Tensor, multiple: int) -> list[Tensor]:
-    """Heads first, the narrower ones padded with zeros, which change no dot product (MLA)."""
-    widest = max(query.shape[-1], value.shape[-1])
-    width = -(-widest // multiple) * multiple
-    return [_widened(tensor, width).transpose(1, 2) for tensor in (query, key, value)]
-
-
-def _heads_first(query: Tensor, key: Tensor, value: Tensor, multiple: int) -> list[Tensor]:
-    """Each of its own width, rounded up."""
-    tensors = (query, key, value)
-    return [_widened(tensor, -(-tensor.shape[-1] // multiple) * multiple).transpose(1, 2) for tensor in tensors]
 
 
 def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
-from shardwise.engine.context.distributed_attention import AcrossRanks, AttentionCall
+from shardwise.engine.context.distributed_attention import AttentionCall
 from shardwise.engine.context.kernels import BackwardInputs, Gradients, Scores
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
@@ -29,7 +29,7 @@ KEYS_TAG, GRADIENTS_TAG = 1, 2  # gloo matches messages in flight by tag, NCCL b
 
 
 @dataclass(frozen=True)
-class _Ring(AttentionCall):
+class RingAttention(AttentionCall):
     """What is seen in each step, and the two passes around the ring."""
 
     def __post_init__(self) -> None:
@@ -108,12 +108,6 @@ class _Ring(AttentionCall):
         here = cut_sequence(self.documents, rank, size, "ring")[:, queries]
         there = cut_sequence(self.documents, (rank - step) % size, size, "ring")[:, keys]
         return Seen(self.causal and step == 0, query_documents=here, key_documents=there)
-
-
-class RingAttention(AcrossRanks):
-    """An ``attend`` for tokens cut in zig-zag."""
-
-    kind = _Ring
 
 
 class _Packed:

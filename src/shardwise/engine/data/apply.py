@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.collectives.choose import GradientSums
-from shardwise.engine.compression.one_bit_adam import MomentumSum
+from shardwise.engine.compression.quantised import MomentumSum
 from shardwise.engine.data.fsdp import Sharded
 from shardwise.engine.data.replicated import Bucket, Replicated
 from shardwise.engine.data.units import find_layers, units_of
@@ -31,8 +31,8 @@ class DataParallel:
     """Data parallelism of all stages of this rank, as a step drives it.
 
     Without a pipeline call `before_microbatch` before each forward pass and `after_step` after the optimizer. A
-    pipeline calls `before_backward` or `before_input_gradients` before the backward passes of each stage, and
-    `after_weight_gradients` once it has computed them separately. Gradients are complete when the last pass returns.
+    pipeline calls the ``parts``, each of one stage (`engine.pipeline.stage.Reduction`). Gradients are complete when the
+    last pass returns.
     """
 
     def __init__(self, parts: dict[nn.Module, Sharded | Replicated]) -> None:
@@ -109,15 +109,6 @@ class DataParallel:
     def after_step(self) -> None:
         for part in self.parts.values():
             part.after_step()
-
-    def before_backward(self, module: nn.Module, last: bool) -> None:
-        self.parts[module].before_microbatch(last)
-
-    def before_input_gradients(self, module: nn.Module) -> None:
-        self.parts[module].before_input_gradients()
-
-    def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
-        self.parts[module].after_weight_gradients(last)
 
 
 def apply_data(

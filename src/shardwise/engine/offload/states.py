@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
-from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion
+from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion, host_tensor
 from shardwise.engine.optim.elementwise import Update
 from shardwise.engine.parameters import local
 
@@ -60,14 +60,14 @@ class StoredStates:
     time, ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857). All elements of a rank's parameters form one row,
     in the order of the optimizer's groups. AdamW and SGD work element by element, so any cut is exact. The first
     ``weights`` and ``gradients`` elements have their weights and sums of gradients here instead of on the device; both
-    are whole parameters.
+    are whole parameters. Without elements no store is needed.
     """
 
     def __init__(
-        self, rows: Sequence[FlatRow], names: Sequence[str], store: Store, elements: int, weights: int = 0,
+        self, rows: Sequence[FlatRow], names: Sequence[str], store: Store | None, elements: int, weights: int = 0,
         gradients: int = 0,
     ) -> None:  # fmt: skip
-        self.rows, self.states, self.store = rows, tuple(names), store
+        self.rows, self.states, self._store = rows, tuple(names), store
         self.weights, self.gradients = weights, gradients
         self.elements = 0
         self.summed: dict[nn.Parameter, Tensor] = {}  # norms of the gradients that are here in this step
@@ -75,6 +75,11 @@ class StoredStates:
         self._starts: dict[str, int] = {}  # where in the region, in elements
         self._region: StoredRegion | None = None
         self.resize(elements)
+
+    @property
+    def store(self) -> Store:
+        assert self._store is not None, "made without a store"
+        return self._store
 
     def count(self, parameter: nn.Parameter) -> int:
         """How many of a parameter's first local elements have their states here."""
@@ -261,12 +266,10 @@ class _Slot:
         self.copies = []
 
     def _down(self, role: Role, pieces: list[tuple[_StatePiece, Tensor]]) -> Tensor:
-        lanes = self.stored.store.lanes
-        pinned = lanes.device.type == "cuda"
         if not pieces:
             return torch.empty(0)
-        dtype = pieces[0][1].dtype
-        values = torch.empty(self.chunk.end - self.chunk.begin, dtype=dtype, pin_memory=pinned)
+        lanes = self.stored.store.lanes
+        values = host_tensor(self.chunk.end - self.chunk.begin, pieces[0][1].dtype, lanes.device)
         targets = [(values[one.inside], tensor) for one, tensor in pieces]
         lanes.moved[sent_backward(role)] += sum(tensor.numel() * tensor.element_size() for _, tensor in targets)
         self.copies.append(lanes.out(lambda: _copy_all(targets), values, *(tensor for _, tensor in targets)))

@@ -87,15 +87,33 @@ class StoredRegion(ABC):
     def __init__(self, lanes: Lanes, size: int) -> None:
         self.lanes, self.size = lanes, size
 
-    @abstractmethod
-    def write(self, at: int, tensor: Tensor) -> BackgroundCopy: ...
+    def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
+        source = as_bytes(tensor)
+        return self.lanes.out(lambda: self.put(at, source), source)
 
-    @abstractmethod
-    def read(self, at: int, into: Tensor) -> BackgroundCopy: ...
+    def read(self, at: int, into: Tensor) -> BackgroundCopy:
+        target = as_bytes(into)
+        return self.lanes.back(lambda: self.get(at, target), target)
 
-    @abstractmethod
     def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
         """Adds an fp32 tensor to the sum that is there, unless it ``is_first``; ``norm`` becomes that of the sum."""
+        source = tensor.detach().view(-1)
+
+        def add() -> None:
+            norm.copy_(torch.linalg.vector_norm(self.summed(at, source, is_first)))
+
+        return self.lanes.out(add, source)
+
+    @abstractmethod
+    def put(self, at: int, source: Tensor) -> None:
+        """Writes bytes, on a thread of its own."""
+
+    @abstractmethod
+    def get(self, at: int, target: Tensor) -> None: ...
+
+    @abstractmethod
+    def summed(self, at: int, source: Tensor, is_first: bool) -> Tensor:
+        """The new sum, on the host: it waits for what comes from a GPU."""
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
         """The bytes themselves, where the host can compute with them."""
@@ -134,26 +152,15 @@ class _HostRegion(StoredRegion):
         super().__init__(lanes, size)
         self.bytes = host_tensor(size, torch.uint8, lanes.device)
 
-    def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
-        source = as_bytes(tensor)
-        place = self.bytes[at : at + source.numel()]
-        return self.lanes.out(lambda: _copy(place, source), source)
+    def put(self, at: int, source: Tensor) -> None:
+        _copy(self.in_memory(at, source.numel()), source)
 
-    def read(self, at: int, into: Tensor) -> BackgroundCopy:
-        target = as_bytes(into)
-        place = self.bytes[at : at + target.numel()]
-        return self.lanes.back(lambda: _copy(target, place), target)
+    def get(self, at: int, target: Tensor) -> None:
+        _copy(target, self.in_memory(at, target.numel()))
 
-    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
-        source = tensor.detach().view(-1)
-        total = self.bytes[at : at + source.nbytes].view(torch.float32)
-
-        def add() -> None:
-            # On the host, so that it waits for what comes from a GPU.
-            total.copy_(source) if is_first else total.add_(source.cpu())
-            norm.copy_(torch.linalg.vector_norm(total))
-
-        return self.lanes.out(add, source)
+    def summed(self, at: int, source: Tensor, is_first: bool) -> Tensor:
+        total = self.in_memory(at, source.nbytes).view(torch.float32)
+        return total.copy_(source) if is_first else total.add_(source.cpu())
 
     def in_memory(self, at: int, size: int) -> Tensor:
         return self.bytes[at : at + size]
@@ -164,34 +171,23 @@ class _FileRegion(StoredRegion):
         super().__init__(lanes, size)
         self.file, self.start = file, file.grow(size)
 
-    def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
-        source, start = as_bytes(tensor), self.start + at
-        return self.lanes.out(lambda: self.file.write(source.cpu(), start), source)
+    def put(self, at: int, source: Tensor) -> None:
+        self.file.write(source.cpu(), self.start + at)
 
-    def read(self, at: int, into: Tensor) -> BackgroundCopy:
-        target, start = as_bytes(into), self.start + at
-        if target.device.type == "cpu":
-            return self.lanes.back(lambda: self.file.read(target, start), target)
-        return self.lanes.back(lambda: self._read_through_host(target, start), target)
+    def get(self, at: int, target: Tensor) -> None:
+        through = target if target.device.type == "cpu" else host_tensor(target.numel(), torch.uint8, target.device)
+        self.file.read(through, self.start + at)
+        if through is not target:
+            _copy(target, through)
 
-    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
-        source, start = tensor.detach().view(-1), self.start + at
-
-        def add() -> None:
-            total = source.cpu()
-            if not is_first:
-                before = torch.empty_like(total)
-                self.file.read(as_bytes(before), start)
-                total = before.add_(total)
-            self.file.write(as_bytes(total), start)
-            norm.copy_(torch.linalg.vector_norm(total))
-
-        return self.lanes.out(add, source)
-
-    def _read_through_host(self, target: Tensor, start: int) -> None:
-        through = host_tensor(target.numel(), torch.uint8, target.device)
-        self.file.read(through, start)
-        _copy(target, through)
+    def summed(self, at: int, source: Tensor, is_first: bool) -> Tensor:
+        total = source.cpu()
+        if not is_first:
+            before = torch.empty_like(total)
+            self.get(at, as_bytes(before))
+            total = before.add_(total)
+        self.put(at, as_bytes(total))
+        return total
 
 
 class _File:

@@ -51,18 +51,18 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
         for group in self.param_groups:
             group["step"] = _step_counter(group["params"])
-        self.stored = self._room(store, offload) if store is not None else None
+        self.stored = self._room(store, offload)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._begin(parameter, STATES[group["kind"]])
 
-    def _room(self, store: Store, offload: Offload) -> StoredStates | None:
+    def _room(self, store: Store | None, offload: Offload) -> StoredStates:
         kinds = {group["kind"] for group in self.param_groups}
-        if "muon" in kinds:
-            if offload.optimizer:
+        if store is None or "muon" in kinds:
+            if store is not None and offload.optimizer:
                 problem = "muon moves whole matrices, not single elements"
                 raise SpecError("strategy.offload.optimizer", problem, "optimizer: adamw")
-            return None
+            return StoredStates((), (), store, 0)
         names = [name for kind in sorted(kinds) for name in STATES[kind]]
         rows = rows_of(self.param_groups)
         elements = round(offload.optimizer * sum(row.size for row in rows))
@@ -76,13 +76,13 @@ class LocalOptimizer(torch.optim.Optimizer):
         if parameter in self.masters:
             state[MASTER] = self.masters[parameter]
         self._push_out(parameter, 0)
-        if self.stored is not None and self._is_away(parameter):
+        if self.stored.has_weights(parameter):
             self.stored.write(parameter, MASTER, local(parameter))
 
     def _push_out(self, parameter: nn.Parameter, before: int) -> None:
         """Moves into the store what belongs there now; the first ``before`` elements are there already."""
-        more = self._stored_of(parameter) - before
-        if more <= 0 or self.stored is None:
+        more = self.stored.count(parameter) - before
+        if more <= 0:
             return
         state = self.state[parameter]
         for name, tensor in state.items():
@@ -95,7 +95,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def _pull_in(self, parameter: nn.Parameter, after: int) -> None:
         """Moves out of the store what is beyond the first ``after`` elements of a parameter."""
-        if self.stored is None or self._stored_of(parameter) <= after:
+        if self.stored.count(parameter) <= after:
             return
         state = self.state[parameter]
         for name, tensor in state.items():
@@ -108,7 +108,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     @property
     def cut(self) -> list[nn.Parameter]:
         """Parameters whose states are not, or not all, on the device."""
-        return [one for group in self.param_groups for one in group["params"] if self._stored_of(one)]
+        return [one for group in self.param_groups for one in group["params"] if self.stored.count(one)]
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -124,8 +124,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         Gradients in the store are first multiplied by ``stored_factor``.
         """
         assert closure is None, "gradients are there already: nothing is evaluated again"
-        stored = self.stored is not None and self.stored.elements > 0
-        if stored and bad is not None:
+        if self.stored.elements and bad is not None:
             if known_to_host(bad):
                 return
             bad = None
@@ -144,7 +143,7 @@ class LocalOptimizer(torch.optim.Optimizer):
                 for some in _in_portions(members):
                     gradients = [self._rest(one, local(one.grad)).float() for one in some if one.grad is not None]
                     self._update(update, some, gradients)
-            if stored and self.stored is not None:
+            if self.stored.elements:
                 with named(StepPhase.OFFLOADED_STATES):
                     factor = None if stored_factor is None else stored_factor.cpu()
                     self.stored.update([one.on(torch.device("cpu")) for one in updates], factor)
@@ -177,12 +176,11 @@ class LocalOptimizer(torch.optim.Optimizer):
     @property
     def state_bytes(self) -> int:
         """Of all states that may be offloaded, wherever they are now."""
-        return 0 if self.stored is None else BYTES * len(self.stored.states) * sum(row.size for row in self.stored.rows)
+        return BYTES * len(self.stored.states) * sum(row.size for row in self.stored.rows)
 
     @torch.no_grad()
     def offload(self, share: float) -> None:
         """Between two steps: from now on this ``share`` of all elements has its states in the store."""
-        assert self.stored is not None, "made without a store"
         stored = self.stored
         elements = round(share * sum(row.size for row in stored.rows))
         before = {row.parameter: stored.count(row.parameter) for row in stored.rows}
@@ -195,25 +193,24 @@ class LocalOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def read(self, parameter: nn.Parameter, name: str) -> Tensor:
         """The local values of a state (``master``: the fp32 values); the tensor itself where it is on the device."""
-        if name == MASTER and self.stored is not None and self._is_away(parameter):
+        if name == MASTER and self.stored.has_weights(parameter):
             return self.stored.read(parameter, MASTER).view(local(parameter).shape)
         if name == MASTER and parameter not in self._tails:
             return self.values(parameter)
-        stored, shape = self._stored_of(parameter), local(parameter).shape
-        here = local(self.state[parameter][name])
-        if not stored or self.stored is None:
+        here, shape = local(self.state[parameter][name]), local(parameter).shape
+        if not self.stored.count(parameter):
             return here.view(shape)
         return torch.cat([self.stored.read(parameter, name), here.cpu()]).view(shape)
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
         """Writes what `read` returned, changed; the weights follow their masters."""
-        stored = self._stored_of(parameter)
-        if name == MASTER and self.stored is not None and self._is_away(parameter):
+        stored = self.stored.count(parameter)
+        if name == MASTER and self.stored.has_weights(parameter):
             self.stored.write(parameter, MASTER, values.flatten())
             if local(parameter).untyped_storage().nbytes():  # until the first step it is on the device as well
                 local(parameter).copy_(values)
-        elif stored and self.stored is not None and name in self.state[parameter]:
+        elif stored and name in self.state[parameter]:
             flat = values.flatten()
             self.stored.write(parameter, name, flat[:stored])
             self.state[parameter][name].copy_(flat[stored:])
@@ -237,19 +234,12 @@ class LocalOptimizer(torch.optim.Optimizer):
     def _values(self, parameter: nn.Parameter) -> Tensor:
         return self.masters.get(parameter, parameter)
 
-    def _is_away(self, parameter: nn.Parameter) -> bool:
-        """Whether the device keeps none of its weights."""
-        return self.stored is not None and self.stored.has_weights(parameter)
-
-    def _stored_of(self, parameter: nn.Parameter) -> int:
-        return 0 if self.stored is None else self.stored.count(parameter)
-
     def _resident(self, parameter: nn.Parameter) -> int:
-        return local(parameter).numel() - self._stored_of(parameter)
+        return local(parameter).numel() - self.stored.count(parameter)
 
     def _rest(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """The elements whose states are on the device."""
-        stored = self._stored_of(parameter)
+        stored = self.stored.count(parameter)
         return tensor.reshape(-1)[stored:] if stored else tensor
 
     def _publish(self) -> None:

@@ -94,7 +94,7 @@ class PipelineRunner:
         group: dist.ProcessGroup,
         message: Message,
         *,
-        reduction: Reduction | None = None,
+        reductions: Mapping[nn.Module, Reduction] | None = None,
         tied: TiedEnds | None = None,
         call: Call = call_decoder,
     ) -> None:
@@ -103,12 +103,12 @@ class PipelineRunner:
             raise ValueError(f"rank {rank} holds stages {schedule.stages_of(rank)}, not {tuple(sorted(modules))}")
         self.schedule, self.group, self.tied = schedule, group, tied
         self.mailbox = Mailbox(group, message)
-        reduction = reduction or NoReduction()
         deferrable = Deferrable(tied.borrowers if tied else ()) if splits_backward(schedule) else None
-        self.stages = [
-            PipelineStage(module, index, schedule.stages, self.mailbox, reduction, call, deferrable)
-            for index, module in sorted(modules.items())
-        ]
+        self.stages = []
+        for index, module in sorted(modules.items()):
+            reduction = reductions[module] if reductions else NoReduction()
+            stage = PipelineStage(module, index, schedule.stages, self.mailbox, reduction, call, deferrable)
+            self.stages.append(stage)
         self._training = _Runtime(self.stages, schedule, runtime_actions(schedule))
         self._evaluation = _Runtime(self.stages, schedule, runtime_actions(schedule, backward=False))
 

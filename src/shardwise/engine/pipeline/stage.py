@@ -92,30 +92,30 @@ class IncomingMessage:
 
 
 class Reduction(Protocol):
-    """Data parallelism around the passes of a stage; ``last``: no other gradients of this step follow.
+    """Data parallelism around the passes of one stage; ``last``: no other gradients of this step follow.
 
     PyTorch's runtime only knows how to reduce a stage's gradients after its last microbatch, in a pass of their own;
     and FSDP's hooks would not wait for weight gradients that are computed separately (pytorch#144530).
     """
 
-    def before_backward(self, module: nn.Module, last: bool) -> None:
+    def before_microbatch(self, last: bool) -> None:
         """A whole backward pass follows."""
 
-    def before_input_gradients(self, module: nn.Module) -> None:
+    def before_input_gradients(self) -> None:
         """A backward pass without weight gradients follows."""
 
-    def after_weight_gradients(self, module: nn.Module, last: bool) -> None:
+    def after_weight_gradients(self, last: bool) -> None:
         """The weight gradients of a microbatch are in ``.grad``, added outside of a backward pass."""
 
 
 class NoReduction:
     """One rank holds the stage alone."""
 
-    def before_backward(self, module: nn.Module, last: bool) -> None: ...
+    def before_microbatch(self, last: bool) -> None: ...
 
-    def before_input_gradients(self, module: nn.Module) -> None: ...
+    def before_input_gradients(self) -> None: ...
 
-    def after_weight_gradients(self, module: nn.Module, last: bool) -> None: ...
+    def after_weight_gradients(self, last: bool) -> None: ...
 
 
 Call = Callable[[nn.Module, Tensor, Batch, bool], Tensor]
@@ -176,10 +176,10 @@ class PipelineStage(PipelineStageBase):
             gradient = self.output_gradients.pop(bwd_chunk_id).wait()
         with named(pass_name("backward", bwd_chunk_id, self.stage_index)):
             if full_backward:
-                self.reduction.before_backward(self.submod, last_backward)
+                self.reduction.before_microbatch(last_backward)
                 self._backward(root, gradient)
             else:
-                self.reduction.before_input_gradients(self.submod)
+                self.reduction.before_input_gradients()
                 with deferring() as waiting:
                     self._backward(root, gradient)
                 self.weights_to_do[bwd_chunk_id] = waiting
@@ -191,7 +191,7 @@ class PipelineStage(PipelineStageBase):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with named(pass_name("weight gradients", bwd_chunk_id, self.stage_index)):
             compute(self.weights_to_do.pop(bwd_chunk_id))
-            self.reduction.after_weight_gradients(self.submod, last_backward)
+            self.reduction.after_weight_gradients(last_backward)
 
     def _backward(self, root: GradientEdge, gradient: Tensor) -> None:
         # From an edge: started at a tensor, PyTorch 2.13 dispatches the call to the mode, which is off meanwhile.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.parameters import HeldPart, keep
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.tensor.collectives import copy, gather, join, reduce, scatter
-from shardwise.models import loss as whole_loss
-from shardwise.models.loss import IGNORED, LOGITS_AT_ONCE
+from shardwise.models.loss import IGNORED, summed_loss
 
 
 @dataclass(frozen=True)
@@ -100,72 +99,22 @@ def cut_loss(
     own, enter = Slice.of(vocabulary, rank, group.size()), gather if sequence_parallel else copy
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-        whole = enter(hidden, group).flatten(0, -2)
-        total: Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            whole, weight, bias, labels.flatten(), own, group, softcap
-        )
-        return total
+        return summed_loss(enter(hidden, group), weight, bias, labels, softcap, partial(_entropy, own, group))
 
     return loss
 
 
-class _CutCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy, a few tokens at a time; the forward pass computes the gradient, the backward scales it.
+def _entropy(
+    own: Slice, group: dist.ProcessGroup, logits: Tensor, labels: Tensor
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """For this rank's logits, which it overwrites.
 
-    Logits are made once and never kept. Ranks exchange three numbers per token: the largest logit, the sum of
-    exponentials and the logit of the label (Shoeybi et al. 2019, section 3).
+    Ranks exchange three numbers per token: the largest logit, the sum of exponentials and the logit of the label
+    (Shoeybi et al. 2019, section 3).
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, own: Slice,
-        group: dist.ProcessGroup, softcap: float | None,
-    ) -> Tensor:  # fmt: skip
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
-        tokens_at_once = max(1, LOGITS_AT_ONCE // weight.shape[0])
-        for start in range(0, hidden.shape[0], tokens_at_once):
-            rows = slice(start, start + tokens_at_once)
-            logits = whole_loss.softly_capped(F.linear(hidden[rows], weight, bias).float(), softcap)
-            slopes = whole_loss.cap_slopes(logits, softcap)
-            if own.present < own.width:
-                logits[:, own.present :] = float("-inf")
-            lost, of_logits = _entropy(logits, labels[rows], own, group)
-            total += lost
-            if slopes is not None:
-                of_logits.mul_(slopes)
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-            of_logits = of_logits.to(hidden.dtype)
-            del logits  # the largest tensors of the step: none stays beside those of the next tokens
-            if of_hidden is not None:
-                torch.mm(of_logits, weight, out=of_hidden[rows])
-            if of_weight is not None:
-                whole_loss.add_product(of_weight, of_logits.T, hidden[rows])
-            del of_logits
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_weight, of_bias = ctx.saved_tensors
-        weight_type, bias_type = ctx.dtypes
-        return (
-            None if of_hidden is None else of_hidden * gradient.to(of_hidden.dtype),
-            None if of_weight is None else whole_loss.scaled(of_weight, gradient, weight_type),
-            None if of_bias is None else whole_loss.scaled(of_bias, gradient, bias_type),
-            None,
-            None,
-            None,
-            None,
-        )
-
-
-def _entropy(logits: Tensor, labels: Tensor, own: Slice, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy of some tokens, and its gradient for this rank's logits, which it overwrites."""
+    logits = logits.float()
+    if own.present < own.width:
+        logits[:, own.present :] = float("-inf")
     counts = labels != IGNORED
     row, inside = own.local(labels)
     inside &= counts
@@ -179,5 +128,4 @@ def _entropy(logits: Tensor, labels: Tensor, own: Slice, group: dist.ProcessGrou
         dist.all_reduce(sums, group=group)
     lost = (sums[0].log() - sums[1]).where(counts, 0.0).sum()
     gradient = exponentials.div_(sums[0][:, None])
-    gradient.scatter_add_(1, row[:, None], -inside.to(gradient.dtype)[:, None])
-    return lost, gradient.mul_(counts[:, None])
+    return lost, lambda: gradient.scatter_add_(1, row[:, None], -inside.to(gradient.dtype)[:, None])

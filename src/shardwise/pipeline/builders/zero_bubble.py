@@ -151,14 +151,12 @@ class _Messages:
 # r = p, H2 (2(p-r)-1) + 2r = 2p-1.
 
 
-def zb_h1(ranks: int, microbatches: int) -> PipelineSchedule:
-    actions = [_split(rank, microbatches, in_flight=ranks - rank, lag=rank) for rank in range(ranks)]
-    return one_copy("zb-h1", microbatches, loop_placement(ranks), actions)
+def _handcrafted(name: str, h: int, ranks: int, microbatches: int) -> PipelineSchedule:
+    actions = [_split(r, microbatches, in_flight=h * (ranks - r - 1) + 1, lag=h * r) for r in range(ranks)]
+    return one_copy(name, microbatches, loop_placement(ranks), actions)
 
 
-def zb_h2(ranks: int, microbatches: int) -> PipelineSchedule:
-    actions = [_split(rank, microbatches, in_flight=2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)]
-    return one_copy("zb-h2", microbatches, loop_placement(ranks), actions)
+zb_h1, zb_h2 = partial(_handcrafted, "zb-h1", 1), partial(_handcrafted, "zb-h2", 2)
 
 
 def _split(stage: int, microbatches: int, in_flight: int, lag: int) -> list[Action]:
