@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cost.builders import job
 from engine.live_bytes import Kept, kept_by
-from shardwise.engine.context.kernels import BackwardInputs, Scores, kernel_for
+from shardwise.engine.context.blocks import BackwardInputs, Scores, kernel_for
 from shardwise.models.attention import attention_scale
 from shardwise.models.decoder import Decoder
 from shardwise.models.dot_product import AttentionArguments

@@ -18,7 +18,7 @@ from engine.context_cases import (
     worst_deviation,
 )
 from engine.workers import on_ranks
-from shardwise.engine.context.kernels import MATH, BlockKernel
+from shardwise.engine.context.blocks import MATH, BlockKernel
 from shardwise.engine.context.sequence import check_sequence, cut_sequence, join_sequence
 from shardwise.spec.errors import SpecError
 

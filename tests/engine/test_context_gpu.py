@@ -13,18 +13,18 @@ from torch import Tensor
 
 from engine.context_cases import Case, arguments_of, gradients_of, inputs_of
 from shardwise.engine.context import gather, ring
-from shardwise.engine.context.blocks import Merged
-from shardwise.engine.context.distributed_attention import AcrossRanks
-from shardwise.engine.context.kernels import (
+from shardwise.engine.context.blocks import (
     CUDNN,
     EFFICIENT,
     FLASH,
     MATH,
     BackwardInputs,
     BlockKernel,
+    Merged,
     Scores,
     hidden_score,
 )
+from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.models.dot_product import dot_product_attention
 

@@ -7,8 +7,18 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.context import blocks
-from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
-from shardwise.engine.context.kernels import CPU_FLASH, MATH, BackwardInputs, BlockKernel, Scores, kernel_for
+from shardwise.engine.context.blocks import (
+    CPU_FLASH,
+    MATH,
+    BackwardInputs,
+    BlockKernel,
+    Merged,
+    Scores,
+    Seen,
+    attention_block,
+    attention_block_backward,
+    kernel_for,
+)
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention, shapes_taken
 
 SCALE = 0.3

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engine.workers import on_ranks
 from shardwise.engine.optim.gradient_norm import GradientNorm, clip_factor, scale_gradients
-from shardwise.engine.optim.muon import orthogonal
 from shardwise.engine.optim.optimizer import LocalOptimizer, build_optimizer, decays, local
+from shardwise.engine.optim.updates import orthogonal
 from shardwise.spec.errors import SpecError
 from shardwise.spec.training import Optimization, Training
 

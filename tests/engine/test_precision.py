@@ -61,7 +61,8 @@ def test_a_static_scale_stays_and_a_saved_one_returns() -> None:
         LossScaler(LossScaling(initial=64, window=2), "cpu"),
     )
     run(scaler, "gb")
-    other.load_state_dict(scaler.state_dict())
+    for name, tensor in other.state_dict().items():
+        tensor.copy_(scaler.state_dict()[name])
     assert run(other, "bgg") == run(scaler, "bgg")
 
 

@@ -58,8 +58,7 @@ class Engine(Trainer[Batch]):
         if tied:
             tied.follow()
         initialise_parts(stages.values(), job.model, seed)
-        super().__init__(job, place, mesh, stages, tied, data, call_decoder)
-        self.offload_activations(DECODER)
+        super().__init__(job, place, mesh, stages, tied, data, call_decoder, DECODER)
         self.mixtures = [one for stage in stages.values() for one in stage.modules() if isinstance(one, MoELayer)]
 
     def microbatches(self, batch: Batch) -> tuple[list[Batch], Tensor]:

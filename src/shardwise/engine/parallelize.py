@@ -132,8 +132,7 @@ class Parallel(Trainer[Any]):
             fill_stages(stages, initialise, device)
         if tied:
             tied.follow()
-        super().__init__(job, device, mesh, stages, tied, data, forward.call_stage)
-        self.offload_activations(self.patterns)
+        super().__init__(job, device, mesh, stages, tied, data, forward.call_stage, self.patterns)
 
     @property
     def module(self) -> nn.Module:

@@ -52,7 +52,6 @@ class Patterns:
     headless: tuple[str, ...] = ()
     flat: tuple[str, ...] = ()
     position_embedding: str = ""
-    mixtures: str = ""  # modules that route tokens to experts
     experts: str = ""
     expert_features: dict[str, tuple[int, int]] = field(default_factory=dict)
     attention: str = ""
@@ -91,7 +90,6 @@ DECODER = Patterns(
         "layers.*.attention.key_value_down",
         "layers.*.attention.key_value_down_norm",
     ),
-    mixtures="layers.*.mlp",
     experts="layers.*.mlp.experts",
 )
 

@@ -64,6 +64,7 @@ class Trainer(ABC, Generic[Given]):
         tied: TiedEnds | None,
         data: DataParallel,
         call: Call,
+        patterns: Patterns,
     ) -> None:
         self.job, self.device, self.mesh = job, device, mesh
         self.stages, self.tied, self.data, self.call = stages, tied, data, call
@@ -89,6 +90,8 @@ class Trainer(ABC, Generic[Given]):
         if job.strategy.compression.compresses_momentum:
             data.follow_momenta(lambda one: self.optimizer.state[one]["exp_avg"], optimization.beta1)
         self.reset_compression()
+        if self.store is not None and offload.activations:
+            offload_activations(list(stages.values()), patterns, self.store, offload.activations)
 
     def step(self, batch: Given, *, loss_limit: float | None = None) -> StepResult:
         """Forward, backward and update on this rank's share of the global batch; the loss is that of all of it.
@@ -196,12 +199,6 @@ class Trainer(ABC, Generic[Given]):
             return one.parameter.grad
         values = stored.read(one.parameter, GRADIENT).view(local(one.parameter).shape)
         return as_divided(values.to(self.device), one.parameter)
-
-    def offload_activations(self, patterns: Patterns) -> None:
-        """Offloads the strategy's share of what the layers save for their backward passes."""
-        share = self.job.strategy.offload.activations
-        if self.store is not None and share:
-            offload_activations(list(self.stages.values()), patterns, self.store, share)
 
     def _stays(self, one: HeldParameter) -> bool:
         """Whether something is added to the gradient after data parallelism has reduced it."""

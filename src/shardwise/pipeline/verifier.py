@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from itertools import chain, product
 
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule
 
@@ -64,19 +64,10 @@ def _check_rank(schedule: PipelineSchedule, rank: int, actions: tuple[Action, ..
 
 
 def _check_complete(schedule: PipelineSchedule) -> None:
-    found = Counter((kind, stage) for actions in schedule.actions for kind, stage, _ in actions)
-    for stage in range(schedule.stages):
-        full = found[B, stage]
-        for kind, count in ((F, found[F, stage]), (I, found[I, stage] + full), (W, found[W, stage] + full)):
-            if count != schedule.microbatches:
-                missing = _first_missing(schedule, kind, stage)
-                raise InvalidPipelineSchedule(f"stage {stage} never runs {_name(missing)}")
-
-
-def _first_missing(schedule: PipelineSchedule, kind: ActionKind, stage: int) -> Action:
-    kinds = (kind,) if kind is F else (kind, B)
-    seen = {a.microbatch for actions in schedule.actions for a in actions if a.stage == stage and a.kind in kinds}
-    return next(Action(kind, stage, j) for j in range(schedule.microbatches) if j not in seen)
+    found = set(chain.from_iterable(schedule.actions))
+    for stage, kind, j in product(range(schedule.stages), (F, I, W), range(schedule.microbatches)):
+        if (kind, stage, j) not in found and (kind is F or (B, stage, j) not in found):
+            raise InvalidPipelineSchedule(f"stage {stage} never runs {_name(Action(kind, stage, j))}")
 
 
 def _check_runs(schedule: PipelineSchedule) -> None:

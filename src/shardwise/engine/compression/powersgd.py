@@ -48,8 +48,7 @@ class LowRankSum:
     @torch.no_grad()
     def start(self, flat: Tensor) -> Pending:
         """As in `ExchangedSum`: `wait` makes ``flat`` the sum over all ranks."""
-        pieces = torch.split(flat.view(-1), [shape.numel() for shape in self.shapes])
-        self.places = [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
+        self.places = _cut(flat.view(-1), self.shapes)
         self.matrices: dict[int, Tensor] = {}
         for number, place in enumerate(self.places):
             if self.widths[number]:

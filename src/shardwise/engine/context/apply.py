@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.engine.context.blocks import KernelChoice, kernel_for
 from shardwise.engine.context.distributed_attention import AcrossRanks
 from shardwise.engine.context.gather import GatheredAttention
-from shardwise.engine.context.kernels import KernelChoice, kernel_for
 from shardwise.engine.context.ring import RingAttention
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.engine.context.ulysses import UlyssesAttention

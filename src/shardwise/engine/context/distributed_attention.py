@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.kernels import BackwardInputs, Gradients, KernelChoice, kernel_for
+from shardwise.engine.context.blocks import BackwardInputs, Gradients, KernelChoice, kernel_for
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.models.dot_product import AttentionArguments
 

@@ -17,9 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.blocks import Merged, Seen, attention_block, attention_block_backward
+from shardwise.engine.context.blocks import (
+    BackwardInputs,
+    Gradients,
+    Merged,
+    Scores,
+    Seen,
+    attention_block,
+    attention_block_backward,
+)
 from shardwise.engine.context.distributed_attention import AttentionCall
-from shardwise.engine.context.kernels import BackwardInputs, Gradients, Scores
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, waited

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from shardwise.engine.experts.channel import Channel, ExchangedBytes, NodeOfRank, alone, channel, node_channels
+from shardwise.engine.experts.channel import Channel, ExchangedBytes, NodeOfRank, channel, node_channels
 from shardwise.engine.experts.exchanges import (
     DeduplicatedExchange,
     DividedExchange,
@@ -71,12 +71,13 @@ def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: Node
     """The exchange that a strategy asks for; None if every rank holds all experts of its own tokens."""
     traffic = ExchangedBytes()
     same_tokens = strategy.tp > 1 and not strategy.sequence_parallel
-    parts = channel(mesh, "expert_tp", node_of_rank, traffic)
+    parts = channel("expert_tp", mesh.group("expert_tp"), node_of_rank, traffic)
     if not same_tokens:
         return _between_tokens(experts, mesh, strategy, node_of_rank, parts)
-    inner = _between_tokens(experts, mesh, strategy, node_of_rank, alone(traffic)) or LocalExchange(experts)
+    alone = Channel("", None, (False,), traffic)
+    inner = _between_tokens(experts, mesh, strategy, node_of_rank, alone) or LocalExchange(experts)
     if parts.size == 1:
-        return DividedExchange(inner, channel(mesh, "tp", node_of_rank, traffic))
+        return DividedExchange(inner, channel("tp", mesh.group("tp"), node_of_rank, traffic))
     if not mesh.same("expert_tp", "tp"):
         raise SpecError(
             "strategy.order",
@@ -94,4 +95,4 @@ def _between_tokens(
         return GatheredExchange(experts, parts) if parts.size > 1 else None
     if strategy.dispatch == "deduplicated":
         return DeduplicatedExchange(experts, *node_channels(mesh, node_of_rank, parts.traffic), parts)
-    return FlatExchange(experts, channel(mesh, "ep", node_of_rank, parts.traffic), parts)
+    return FlatExchange(experts, channel("ep", mesh.group("ep"), node_of_rank, parts.traffic), parts)

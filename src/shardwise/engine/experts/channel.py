@@ -139,14 +139,10 @@ def _scattered(channel: Channel, sizes: Sequence[int], rows: Tensor, what: str) 
 NodeOfRank = Callable[[int], int]
 
 
-def channel(mesh: Mesh, name: str, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> Channel:
-    """The group ``name`` of the mesh."""
-    return _channel(name, mesh.group(name), node_of_rank, traffic)
-
-
-def alone(traffic: ExchangedBytes) -> Channel:
-    """A channel of this rank alone."""
-    return Channel("", None, (False,), traffic)
+def channel(name: str, group: dist.ProcessGroup, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> Channel:
+    """The channel of a process group, by the ``name`` of its dimension."""
+    here, ranks = node_of_rank(dist.get_rank()), dist.get_process_group_ranks(group)
+    return Channel(name, group, tuple(node_of_rank(rank) != here for rank in ranks), traffic)
 
 
 def node_channels(mesh: Mesh, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> tuple[Channel, Channel]:
@@ -161,15 +157,8 @@ def node_channels(mesh: Mesh, node_of_rank: NodeOfRank, traffic: ExchangedBytes)
     by_node = _same_node(own(division), node_of_rank)
     here = next(ranks for ranks in by_node if dist.get_rank() in ranks)
     opposite = [ranks[here.index(dist.get_rank())] for ranks in by_node]
-    between = _channel("ep", new_group(opposite), node_of_rank, traffic)
-    inside = _channel("ep", new_group(here), node_of_rank, traffic)
-    return between, inside
-
-
-def _channel(name: str, group: dist.ProcessGroup, node_of_rank: NodeOfRank, traffic: ExchangedBytes) -> Channel:
-    here = node_of_rank(dist.get_rank())
-    ranks = dist.get_process_group_ranks(group)
-    return Channel(name, group, tuple(node_of_rank(rank) != here for rank in ranks), traffic)
+    between = channel("ep", new_group(opposite), node_of_rank, traffic)
+    return between, channel("ep", new_group(here), node_of_rank, traffic)
 
 
 def _same_node(ranks: Sequence[int], node_of_rank: NodeOfRank) -> list[list[int]]:

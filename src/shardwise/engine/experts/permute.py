@@ -60,7 +60,7 @@ def inverse(order: Tensor) -> Tensor:
 
 def spread(rows: Tensor, copies: Copies) -> Tensor:
     """[rows, width] to [copies, width]."""
-    result: Tensor = _Spread.apply(rows, copies.source, copies.listed, copies.starts, copies.each)  # type: ignore[no-untyped-call]
+    result: Tensor = _Spread.apply(rows, copies)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -68,8 +68,7 @@ def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tens
     """[copies, width] to [rows, width]: the sum of each row's copies, times ``weights`` [copies] in listed order."""
     if weights is not None:
         weights = weights.to(rows.dtype)
-    plan = (copies.source, copies.listed, copies.starts, copies.each)
-    result: Tensor = _Collect.apply(rows, weights, *plan)  # type: ignore[no-untyped-call]
+    result: Tensor = _Collect.apply(rows, weights, copies)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -84,39 +83,29 @@ def _summed(rows: Tensor, listed: Tensor, starts: Tensor, each: int | None, weig
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, listed: Tensor, starts: Tensor, each: int | None) -> Tensor:
-        ctx.save_for_backward(listed, starts)
-        ctx.each = each
-        return rows.index_select(0, source)
+    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+        ctx.save_for_backward(copies.listed, copies.starts)
+        ctx.each = copies.each
+        return rows.index_select(0, copies.source)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        listed, starts = ctx.saved_tensors
-        return _summed(gradient, listed, starts, ctx.each), None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, *ctx.saved_tensors, ctx.each), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weights: Tensor | None,
-        source: Tensor,
-        listed: Tensor,
-        starts: Tensor,
-        each: int | None,
-    ) -> Tensor:
-        kept = (source,) if weights is None else (source, listed, weights, rows)
-        ctx.save_for_backward(*kept)
-        return _summed(rows, listed, starts, each, weights)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, copies: Copies) -> Tensor:
+        ctx.save_for_backward(copies.source, *(() if weights is None else (copies.listed, weights, rows)))
+        return _summed(rows, copies.listed, copies.starts, copies.each, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         source, *weighted = ctx.saved_tensors
         gradients = gradient.index_select(0, source)
         if not weighted:
-            return gradients, None, None, None, None, None
+            return gradients, None, None
         listed, weights, rows = weighted
         of_weights = torch.linalg.vecdot(gradients, rows).index_select(0, listed)
         by_copy = torch.empty_like(weights).scatter_(0, listed, weights)
-        return gradients.mul_(by_copy[:, None]), of_weights, None, None, None, None
+        return gradients.mul_(by_copy[:, None]), of_weights, None

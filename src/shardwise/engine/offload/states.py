@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
 from shardwise.engine.offload.store import BackgroundCopy, Store, StoredRegion, host_tensor
-from shardwise.engine.optim.elementwise import Update
+from shardwise.engine.optim.updates import Update
 from shardwise.engine.parameters import local
 
 

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from shardwise.engine.labels import StepPhase
 from shardwise.engine.offload.states import BYTES, MASTER, StoredStates, rows_of, whole_rows
 from shardwise.engine.offload.store import Store
-from shardwise.engine.optim.elementwise import STATES as _ELEMENTWISE
-from shardwise.engine.optim.elementwise import Update
-from shardwise.engine.optim.muon import muon_update
+from shardwise.engine.optim.updates import STATES, Update, muon_update
 from shardwise.engine.parameters import local
 from shardwise.engine.profiler_ranges import named
 from shardwise.engine.torch_private import foreach_copy_
@@ -26,7 +24,6 @@ from shardwise.spec.strategy import Offload
 from shardwise.spec.training import Optimization, Training
 
 NOWHERE = Offload()
-STATES = {**_ELEMENTWISE, "muon": ("momentum_buffer",)}
 CONVERTED_ELEMENTS = 2**24  # 16-bit gradients that have an fp32 copy at a time
 
 

@@ -75,7 +75,3 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "good": self.good, "patience": self.patience}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])

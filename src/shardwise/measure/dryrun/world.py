@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
-from shardwise.engine.context.kernels import EFFICIENT, FLASH, BlockKernel
+from shardwise.engine.context.blocks import EFFICIENT, FLASH, BlockKernel
 from shardwise.engine.offload.store import BackgroundCopy, Lanes, Store, StoredRegion
 from shardwise.engine.torch_private import (
     FakeStore,
@@ -192,14 +192,12 @@ class _Nowhere(StoredRegion):
         super().__init__(lanes, size)
         self.in_host = in_host
 
-    def write(self, at: int, tensor: Tensor) -> BackgroundCopy:
-        return self.lanes.out(lambda: None, tensor)
+    def put(self, at: int, source: Tensor) -> None: ...
 
-    def read(self, at: int, into: Tensor) -> BackgroundCopy:
-        return self.lanes.back(lambda: None, into)
+    def get(self, at: int, target: Tensor) -> None: ...
 
-    def add(self, at: int, tensor: Tensor, norm: Tensor, *, is_first: bool) -> BackgroundCopy:
-        return self.lanes.out(lambda: None, tensor)
+    def summed(self, at: int, source: Tensor, is_first: bool) -> Tensor:
+        return source
 
     def in_memory(self, at: int, size: int) -> Tensor | None:
         """While a chunk is updated its few elements count as the device's: far from the peak."""
