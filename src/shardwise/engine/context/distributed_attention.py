@@ -16,7 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.blocks import BackwardInputs, Gradients, KernelChoice, kernel_for
+from shardwise.engine.context.blocks import (
+    BackwardInputs,
+    Gradients,
+    KernelChoice,
+    Scores,
+    Seen,
+    attention_block,
+    attention_block_backward,
+    kernel_for,
+)
 from shardwise.engine.context.sequence import WholeDocuments
 from shardwise.models.dot_product import AttentionArguments
 
@@ -38,6 +47,15 @@ class AttentionCall(ABC):
 
     @abstractmethod
     def backward(self, saved: BackwardInputs) -> Gradients: ...
+
+    def block(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool = False, seen: Seen | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`attention_block` of some queries with some keys."""
+        return attention_block(query, key, value, Scores(self.scale, causal), seen, self.choose)
+
+    def block_backward(self, saved: BackwardInputs, causal: bool = False, seen: Seen | None = None) -> Gradients:
+        return attention_block_backward(saved, Scores(self.scale, causal), seen, self.choose)
 
 
 class AcrossRanks:

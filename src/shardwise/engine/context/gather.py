@@ -15,15 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.collectives.reductions import all_gather, reduce_scatter_sum
-from shardwise.engine.context.blocks import (
-    BackwardInputs,
-    Gradients,
-    Merged,
-    Scores,
-    Seen,
-    attention_block,
-    attention_block_backward,
-)
+from shardwise.engine.context.blocks import BackwardInputs, Gradients, Merged, Seen
 from shardwise.engine.context.distributed_attention import AttentionCall
 from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, wait_for
@@ -43,15 +35,13 @@ class GatheredAttention(AttentionCall):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         gather = _GatherKeys(self.group, key, value, self.overlap)
         if self.own_apart:
-            chunks = _chunks(query), _chunks(key), _chunks(value)
-            out, log_sum = attention_block(*chunks, Scores(self.scale, causal=True), choose=self.choose)
+            out, log_sum = self.block(_chunks(query), _chunks(key), _chunks(value), causal=True)
             merged = Merged(_in_row(out), torch.unflatten(log_sum, 0, (-1, 2)).transpose(1, 2).flatten(2))
         else:
             merged = Merged.nothing(query, value)
         key, value = gather.finish()
         for queries, keys, seen in self._runs(query.shape[1]):
-            scores, parts = Scores(self.scale), (query[:, queries], key[:, keys], value[:, keys])
-            merged.add(*attention_block(*parts, scores, seen, self.choose), queries)
+            merged.add(*self.block(query[:, queries], key[:, keys], value[:, keys], seen=seen), queries)
         return merged.result(some_rows_empty=self.masked)
 
     def backward(self, saved: BackwardInputs) -> Gradients:
@@ -63,15 +53,14 @@ class GatheredAttention(AttentionCall):
             log_sums = torch.unflatten(saved.log_sum, 2, (2, -1)).transpose(1, 2).flatten(0, 1).contiguous()
             gradient, own_query, own_key, own_value, out = (_chunks(tensor) for tensor in saved[:-1])
             chunks = BackwardInputs(gradient, own_query, own_key, own_value, out, log_sums)
-            scores = Scores(self.scale, causal=True)
-            add_query, of_key, of_value = attention_block_backward(chunks, scores, choose=self.choose)
+            add_query, of_key, of_value = self.block_backward(chunks, causal=True)
             of_query += _in_row(add_query)
             own = _in_row(of_key), _in_row(of_value)
         key, value = gather.finish()
         of_key, of_value = gather.gradients()
         for queries, keys, seen in self._runs(query.shape[1]):
             block = saved.block(queries, key[:, keys], value[:, keys])
-            add_query, add_key, add_value = attention_block_backward(block, Scores(self.scale), seen, self.choose)
+            add_query, add_key, add_value = self.block_backward(block, seen=seen)
             of_query[:, queries] += add_query
             of_key[:, keys] += add_key
             of_value[:, keys] += add_value

@@ -17,15 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.engine.context.blocks import (
-    BackwardInputs,
-    Gradients,
-    Merged,
-    Scores,
-    Seen,
-    attention_block,
-    attention_block_backward,
-)
+from shardwise.engine.context.blocks import BackwardInputs, Gradients, Merged, Seen
 from shardwise.engine.context.distributed_attention import AttentionCall
 from shardwise.engine.context.sequence import cut_sequence
 from shardwise.engine.labels import Called
@@ -41,11 +33,8 @@ class RingAttention(AttentionCall):
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            raise SpecError(
-                "strategy.context_method",
-                f"ring does not support a window of {self.window} keys",
-                "use context_method: all-gather or ulysses",
-            )
+            problem = f"ring does not support a window of {self.window} keys"
+            raise SpecError("strategy.context_method", problem, "use context_method: all-gather or ulysses")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         layout = _Packed(key, value)
@@ -56,8 +45,8 @@ class RingAttention(AttentionCall):
             if not self._last(step):
                 exchange.start(travelling)
             queries, keys, causal = self._halves(step, query.shape[1])
-            scores, seen = Scores(self.scale, causal), self._seen(step, queries, keys)
-            block = attention_block(query[:, queries], key[:, keys], value[:, keys], scores, seen, self.choose)
+            seen = self._seen(step, queries, keys)
+            block = self.block(query[:, queries], key[:, keys], value[:, keys], causal, seen)
             if merged is None:
                 merged = Merged(*block)
             else:
@@ -80,8 +69,7 @@ class RingAttention(AttentionCall):
                 exchange.start(travelling)
             queries, keys, causal = self._halves(step, query.shape[1])
             block = saved.block(queries, key[:, keys], value[:, keys])
-            scores, seen = Scores(self.scale, causal), self._seen(step, queries, keys)
-            add_query, add_key, add_value = attention_block_backward(block, scores, seen, self.choose)
+            add_query, add_key, add_value = self.block_backward(block, causal, self._seen(step, queries, keys))
             of_query[:, queries] += add_query
             if step == 0:
                 of_key, of_value = add_key, add_value

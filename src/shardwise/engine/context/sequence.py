@@ -33,11 +33,8 @@ def check_sequence(seq: int, size: int, method: str) -> None:
     """Refuses a sequence that does not divide into the chunks that the method needs."""
     chunks = 2 * size if method in ZIGZAG else size
     if size > 1 and seq % chunks:
-        raise SpecError(
-            "strategy.cp",
-            f"{size} with {method} cuts sequences of {seq} tokens into {chunks} equal chunks",
-            f"use a multiple of {chunks} as training.seq",
-        )
+        problem = f"{size} with {method} cuts sequences of {seq} tokens into {chunks} equal chunks"
+        raise SpecError("strategy.cp", problem, f"use a multiple of {chunks} as training.seq")
 
 
 def cut_sequence(tensor: Tensor, rank: int, size: int, method: str) -> Tensor:

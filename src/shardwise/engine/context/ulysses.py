@@ -41,17 +41,11 @@ class UlyssesAttention:
 
 def check_heads(heads: int, key_heads: int, size: int) -> None:
     if heads % size:
-        raise SpecError(
-            "strategy.cp",
-            f"{size} does not divide {heads} query heads (ulysses)",
-            "use a divisor, or context_method: ring",
-        )
+        problem = f"{size} does not divide {heads} query heads (ulysses)"
+        raise SpecError("strategy.cp", problem, "use a divisor, or context_method: ring")
     if key_heads % size and size % key_heads:
-        raise SpecError(
-            "strategy.cp",
-            f"{size} neither divides {key_heads} key-value heads nor repeats them evenly (ulysses)",
-            "use a divisor or a multiple, or context_method: ring",
-        )
+        problem = f"{size} neither divides {key_heads} key-value heads nor repeats them evenly (ulysses)"
+        raise SpecError("strategy.cp", problem, "use a divisor or a multiple, or context_method: ring")
 
 
 def _to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Iterator[Tensor]:

@@ -79,11 +79,8 @@ def exchange_of(experts: int, mesh: Mesh, strategy: Strategy, node_of_rank: Node
     if parts.size == 1:
         return DividedExchange(inner, channel("tp", mesh.group("tp"), node_of_rank, traffic))
     if not mesh.same("expert_tp", "tp"):
-        raise SpecError(
-            "strategy.order",
-            "the ranks that split an expert are not those that hold the same tokens",
-            "put tp first, or use sequence_parallel: true or expert_tp: 1",
-        )
+        problem = "the ranks that split an expert are not those that hold the same tokens"
+        raise SpecError("strategy.order", problem, "put tp first, or use sequence_parallel: true or expert_tp: 1")
     return SummedExchange(inner, parts)
 
 

@@ -90,7 +90,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, *ctx.saved_tensors, ctx.each), None
+        listed, starts = ctx.saved_tensors
+        return _summed(gradient, listed, starts, ctx.each), None
 
 
 class _Collect(torch.autograd.Function):

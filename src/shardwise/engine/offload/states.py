@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -200,8 +200,7 @@ class StoredStates:
         return self._region.write(place, values)
 
 
-@dataclass(frozen=True)
-class _StatePiece:
+class _StatePiece(NamedTuple):
     """Elements ``start`` to ``stop`` of a parameter, at ``at`` of a chunk."""
 
     parameter: nn.Parameter
@@ -217,8 +216,7 @@ class _StatePiece:
         return local(tensor).reshape(-1)[self.start : self.stop]
 
 
-@dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     begin: int
     end: int
     group: int

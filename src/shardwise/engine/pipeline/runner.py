@@ -41,11 +41,8 @@ def schedule_of(job: Job) -> PipelineSchedule:
 def require_runnable(schedule: str) -> None:
     record = schedule_record(schedule)
     if record.two_copies:
-        raise SpecError(
-            "strategy.schedule",
-            f"{schedule} keeps two copies of every stage, which this engine does not keep in sync",
-            f"use {record.instead}, about the same bubble with one copy",
-        )
+        problem = f"{schedule} keeps two copies of every stage, which this engine does not keep in sync"
+        raise SpecError("strategy.schedule", problem, f"use {record.instead}, about the same bubble with one copy")
     if not record.runs:
         raise SpecError("strategy.schedule", f"this engine does not run {schedule}", f"use {record.instead}")
 

@@ -126,11 +126,8 @@ def _require_possible(job: Job) -> None:
         ("attention", "context", strategy.cp),
     ):
         if operator in operators and degree > 1:
-            raise SpecError(
-                "strategy.recompute_operators",
-                f"{operator} would repeat the communication of {dimension} parallelism",
-                "use [norm, activation], or recompute: full",
-            )
+            problem = f"{operator} would repeat the communication of {dimension} parallelism"
+            raise SpecError("strategy.recompute_operators", problem, "use [norm, activation], or recompute: full")
 
 
 def _recompute_whole(layer: nn.Module) -> None:
@@ -183,11 +180,8 @@ def _recompute_operators(layer: nn.Module, job: Job) -> None:
             replace = _checkpointed if operator == "attention" else discarded.discarding
             setattr(module, name, replace(getattr(module, name)))
         if not found:
-            raise SpecError(
-                "strategy.recompute_operators",
-                f"a {type(layer).__name__} has no {operator} that can be recomputed on its own",
-                "leave it out, or use recompute: full",
-            )
+            problem = f"a {type(layer).__name__} has no {operator} that can be recomputed on its own"
+            raise SpecError("strategy.recompute_operators", problem, "leave it out, or use recompute: full")
     layer.forward = discarded.around(layer.forward, compiled)
 
 

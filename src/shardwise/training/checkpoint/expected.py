@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.engine.optim.optimizer import STATES, kind_for
+from shardwise.engine.optim.optimizer import kind_for
+from shardwise.engine.optim.updates import STATES
 from shardwise.interop.companions import CONFIG, has_companions
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder
