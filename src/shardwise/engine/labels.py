@@ -228,7 +228,9 @@ def label_of(name: str) -> Label:
     if found := _WAIT.fullmatch(name):
         return Label("wait", _part(found[1]), found[1], found[2])
     if found := _PASS.fullmatch(name):
-        return _pass(found)
+        kind = next(one for one in PASS_KINDS if one == found[1])
+        stage = None if found[3] is None else int(found[3])
+        return Label("pass", "compute", number=int(found[2]), pass_kind=kind, stage=stage)
     if name in _PARTS:
         return Label("phase", _PARTS[name])
     if name in _PURPOSES:
@@ -253,12 +255,6 @@ def _begun(dimension: str, what: str, size_bytes: int) -> Label:
     collective = _PRICED_AS.get(gradients[1] if gradients else what)
     over_the_batch = what == Called.OVER_THE_BATCH
     return Label("begin", part, dimension, what, size_bytes, collective=collective, over_the_batch=over_the_batch)
-
-
-def _pass(found: re.Match[str]) -> Label:
-    kind = next(one for one in PASS_KINDS if one == found[1])
-    stage = None if found[3] is None else int(found[3])
-    return Label("pass", "compute", number=int(found[2]), pass_kind=kind, stage=stage)
 
 
 def _part(dimension: str) -> str:

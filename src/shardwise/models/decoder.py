@@ -108,9 +108,11 @@ class Decoder(nn.Module):
         bounds = None
         if documents is not None and most_documents is not None and documents.is_cuda:
             bounds = document_bounds(documents, most_documents)
+        softcap, scale = self.model.numerics.attention_softcap, attention_scale(self.model)
         for index, layer in self.layers.items():
-            arguments = self._arguments(int(index), positions, documents, bounds)
-            hidden = layer(hidden, rotation if arguments.window is None else windowed_rotation, arguments)
+            window = window_of(self.model, int(index))
+            arguments = AttentionArguments(self.model.causal, window, scale, documents, positions, bounds, softcap)
+            hidden = layer(hidden, rotation if window is None else windowed_rotation, arguments)
         if self.norm is not None:
             hidden = self.norm(hidden)
         if self.head is None:
@@ -148,19 +150,6 @@ class Decoder(nn.Module):
         if self.model.numerics.windowed_rope_theta is None:
             return everywhere, everywhere
         return everywhere, rotation_of(self.model, places, windowed=True)
-
-    def _arguments(
-        self, index: int, positions: Tensor | None, documents: Tensor | None, bounds: Tensor | None
-    ) -> AttentionArguments:
-        return AttentionArguments(
-            causal=self.model.causal,
-            window=window_of(self.model, index),
-            scale=attention_scale(self.model),
-            documents=documents,
-            positions=positions,
-            bounds=bounds,
-            softcap=self.model.numerics.attention_softcap,
-        )
 
 
 def window_of(model: Model, index: int) -> int | None:

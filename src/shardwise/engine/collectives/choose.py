@@ -14,7 +14,7 @@ from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Schedule
 from shardwise.cost.traffic.gradient_reduction import UNNAMED, choose, gradient_groups
 from shardwise.engine.collectives.communicator import Communicator
-from shardwise.engine.collectives.reductions import Pending, all_reduce_sum, backend_of, reduce_scatter_sum
+from shardwise.engine.collectives.reductions import Completion, Pending, all_reduce_sum, backend_of, reduce_scatter_sum
 from shardwise.engine.mesh import Mesh
 from shardwise.layout.groups import RankRun
 from shardwise.spec.errors import SpecError
@@ -44,13 +44,21 @@ class GradientSums:
     def reduce_scatter(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False, *, in_fp32: bool = False
     ) -> Pending | None:
-        """Like `reduce_scatter_sum`."""
+        """Like `reduce_scatter_sum`: with ``async_op``, ``output`` must not be read before `wait`."""
         schedule = self._schedule(group, CollectiveKind.REDUCE_SCATTER, input)
         if schedule is None or output.dtype != input.dtype:
             return reduce_scatter_sum(output, input, group, async_op, in_fp32=in_fp32)
         if not async_op:
             return self._communicator(group).run(schedule, input, output)
-        return _WrittenByWait(self._communicator(group), schedule, input, output)
+        summed = torch.empty_like(output)
+        work = self._communicator(group).run(schedule, input, summed, async_op=True)
+        assert work is not None
+
+        def write() -> None:
+            work.wait()
+            output.copy_(summed)
+
+        return Completion(write)
 
     def _communicator(self, group: dist.ProcessGroup) -> Communicator:
         if group not in self._communicators:
@@ -73,16 +81,3 @@ class GradientSums:
                     raise
                 self._chosen[key] = None  # a group that lies across the levels: no network is known for it
         return self._chosen[key]
-
-
-class _WrittenByWait:
-    """``output`` must not be read before `wait`."""
-
-    def __init__(self, communicator: Communicator, schedule: Schedule, input: Tensor, output: Tensor) -> None:
-        self.output, self.summed = output, torch.empty_like(output)
-        self.work = communicator.run(schedule, input, self.summed, async_op=True)
-
-    def wait(self) -> None:
-        assert self.work is not None
-        self.work.wait()
-        self.output.copy_(self.summed)

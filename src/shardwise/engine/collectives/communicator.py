@@ -29,7 +29,7 @@ from shardwise.engine.collectives.program import (
     ordered,
     program_of,
 )
-from shardwise.engine.collectives.reductions import NARROW, Completed, Pending, backend_of
+from shardwise.engine.collectives.reductions import NARROW, Completion, Pending, backend_of
 
 MOST_PROGRAMS = 256
 KEPT_STAGING_BYTES = 128 * 2**20
@@ -68,7 +68,7 @@ class Communicator:
         on_cpu = next(iter(tensors.values())).device.type == "cpu"
         if not on_cpu or backend_of(self.group, "cpu") != "gloo":
             self._in_rounds(prepared.program, tensors)
-            return Completed() if async_op else None
+            return Completion() if async_op else None
         self._count += 1
         tag = FIRST_TAG + self._count % COLLECTIVES * MESSAGES
         if not async_op and (self._last is None or self._last.done()):
@@ -77,7 +77,7 @@ class Communicator:
         self._thread = self._thread or ThreadPoolExecutor(1, "collectives")
         self._last = self._thread.submit(self._step, prepared, tensors, tag)
         if async_op:
-            return _Running(self._last)
+            return Completion(self._last.result)
         self._last.result()
         return None
 
@@ -152,14 +152,6 @@ class _Prepared:
         self.schedule = schedule
         self.program = program_of(schedule, rank, elements)
         self.steps: tuple[Step, ...] = ordered(self.program)
-
-
-class _Running:
-    def __init__(self, future: Future[None]) -> None:
-        self.future = future
-
-    def wait(self) -> None:
-        self.future.result()
 
 
 def _flat(kind: CollectiveKind, input: Tensor | None, output: Tensor | None) -> dict[str, Tensor]:

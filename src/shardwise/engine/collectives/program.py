@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.schedule import Round, Schedule, Transfer
@@ -65,7 +66,8 @@ def layout_of(schedule: Schedule, rank: int, elements: int) -> ChunkLayout:
         bounds = [slot * elements // count for slot in range(count + 1)]
         at = {chunk: TensorRegion(OUTPUT, bounds[slot], bounds[slot + 1]) for slot, chunk in enumerate(order)}
         sizes = [at[chunk].elements for chunk in range(count)]
-        return ChunkLayout({c: at[c] for c in held}, {c: at[c] for c in wanted}, _inverse(order), sizes)
+        places = sorted(range(count), key=order.__getitem__)  # the slot of each chunk
+        return ChunkLayout({c: at[c] for c in held}, {c: at[c] for c in wanted}, places, sizes)
     blocks = schedule.n**2 if schedule.kind is CollectiveKind.ALL_TO_ALL else schedule.n
     split = schedule.chunk_count // blocks
     bounds = [part * elements // split for part in range(split + 1)]
@@ -98,20 +100,10 @@ def _neighbours(schedule: Schedule) -> list[int]:
     """Chunks of a whole tensor in an order that makes those of one message adjacent, so that they are sent without
     packing. Every rank finds the same order; nothing else is promised about which chunk is which part."""
     travels: list[list[int]] = [[] for _ in range(schedule.chunk_count)]
-    number = 0
-    for one in schedule.rounds:
-        for t in one:
-            for chunk in t.chunks:
-                travels[chunk].append(number)
-            number += 1
+    for number, transfer in enumerate(chain.from_iterable(schedule.rounds)):
+        for chunk in transfer.chunks:
+            travels[chunk].append(number)
     return sorted(range(schedule.chunk_count), key=travels.__getitem__)
-
-
-def _inverse(order: list[int]) -> list[int]:
-    places = [0] * len(order)
-    for place, chunk in enumerate(order):
-        places[chunk] = place
-    return places
 
 
 @dataclass(frozen=True, slots=True)

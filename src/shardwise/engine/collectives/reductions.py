@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Completed:
-    """Nothing is left to wait for: nothing was sent, or all is on the current stream."""
+@dataclass(frozen=True)
+class Completion:
+    """A collective that is over when ``wait`` returns; by default nothing was sent, or all is on the current stream."""
 
-    def wait(self) -> None: ...
+    wait: Callable[[], object] = lambda: None
 
 
 def all_reduce_bytes(tensor: torch.Tensor, ranks: int) -> int:
@@ -61,7 +63,7 @@ def reduce_scatter_sum(
     world, rank = group.size(), group.rank()
     if world == 1:
         output.copy_(input.detach().view_as(output))
-        return Completed() if async_op else None
+        return Completion() if async_op else None
     pieces, flat = input.detach().reshape(world, -1), output.detach().view(-1)
     if async_op or input.device.type != "cpu":
         exchange = _ExchangedSum(flat, pieces, rank, group)

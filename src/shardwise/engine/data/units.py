@@ -57,13 +57,10 @@ def own_parameters(root: nn.Module, units: Sequence[Unit]) -> tuple[list[list[nn
 
 def find_layers(root: nn.Module) -> list[nn.Module]:
     """The blocks of a network without a table: members of the largest list of modules of one kind."""
-    candidates = [list(module.children()) for module in root.modules() if _is_list(module)]
-    alike = [blocks for blocks in candidates if len({type(block) for block in blocks}) == 1]
+    lists = nn.ModuleList | nn.ModuleDict | nn.Sequential
+    candidates = [list(module.children()) for module in root.modules() if isinstance(module, lists)]
+    alike = [blocks for blocks in candidates if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
     return max(alike, key=lambda blocks: sum(one.numel() for block in blocks for one in block.parameters()), default=[])
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(list(module.children())) > 1
 
 
 def _ends(root: nn.Module, patterns: Patterns) -> Iterator[tuple[nn.Module, str]]:

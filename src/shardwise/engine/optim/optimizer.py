@@ -47,7 +47,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         self.learnt_steps: int | None = None  # after which AdamW's second moments stay as they are
         self._tails: dict[nn.Parameter, Tensor] = {}  # masters of parameters that are cut, without what is stored
         for group in self.param_groups:
-            group["step"] = _step_counter(group["params"])
+            # On the device, where a fused kernel reads it and a skipped step leaves it.
+            group["step"] = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
         self.stored = self._room(store, offload)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -250,11 +251,6 @@ class LocalOptimizer(torch.optim.Optimizer):
 def known_to_host(flag: Tensor) -> bool:
     """Waits for the device: the host has to know whether to update."""
     return bool(flag.item())
-
-
-def _step_counter(parameters: list[nn.Parameter]) -> Tensor:
-    """On the device, where a fused kernel reads it and a skipped step leaves it."""
-    return torch.zeros((), dtype=torch.float32, device=parameters[0].device)
 
 
 def _in_portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -19,6 +19,11 @@ from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
 _NEED_A_TABLE = ("tp", "cp", "pp", "ep")
+_ROLES = (
+    "columns", "rows", "fused", "divided", "regions", "flat", "layers", "embedding", "position_embedding", "norm",
+    "head", "experts", "attention",
+)  # fmt: skip
+_CLASSES = {**dict.fromkeys(("columns", "rows", "fused", "head"), nn.Linear), "embedding": nn.Embedding}
 _DESCRIBED = ("layers", "hidden", "heads", "key_value_heads", "vocab", "moe")
 
 
@@ -121,18 +126,11 @@ def _is_a(module: nn.Module, field: str, kind: type[nn.Module]) -> bool:
 
 
 def _expected(patterns: Patterns) -> Iterator[tuple[str, str, type[nn.Module]]]:
-    yield from (("columns", one, nn.Linear) for one in patterns.columns)
-    yield from (("rows", one, nn.Linear) for one in patterns.rows)
-    yield from (("fused", one, nn.Linear) for one in patterns.fused)
-    yield from (("divided", one, nn.Module) for one in patterns.divided)
-    yield from (("regions", one, nn.Module) for one in (*patterns.regions, *patterns.flat))
-    for field, kind in (
-        ("layers", nn.Module), ("embedding", nn.Embedding), ("position_embedding", nn.Module), ("norm", nn.Module),
-        ("head", nn.Linear), ("experts", nn.Module), ("attention", nn.Module),
-    ):  # fmt: skip
-        pattern = getattr(patterns, field)
-        if pattern:
-            yield field, pattern, kind
+    for field in _ROLES:
+        named = getattr(patterns, field)
+        for pattern in (named,) if isinstance(named, str) else named:
+            if pattern:
+                yield "regions" if field == "flat" else field, pattern, _CLASSES.get(field, nn.Module)
 
 
 def _require_attributes(module: nn.Module, patterns: Patterns) -> None:

@@ -177,8 +177,11 @@ def _recompute_operators(layer: nn.Module, job: Job) -> None:
     for operator in operators:
         found = list(_FUNCTIONS[operator](layer))
         for module, name in found:
-            replace = _checkpointed if operator == "attention" else discarded.discarding
-            setattr(module, name, replace(getattr(module, name)))
+            function = getattr(module, name)
+            if operator == "attention":  # its intermediates may be large: the scores of unfused attention
+                setattr(module, name, partial(checkpoint, function, use_reentrant=False))
+            else:
+                setattr(module, name, discarded.discarding(function))
         if not found:
             problem = f"a {type(layer).__name__} has no {operator} that can be recomputed on its own"
             raise SpecError("strategy.recompute_operators", problem, "leave it out, or use recompute: full")
@@ -203,8 +206,3 @@ _FUNCTIONS: dict[str, Callable[[nn.Module], Iterator[Place]]] = {
     "up-projection": partial(_attributes, "expand"),
     "attention": partial(_attributes, "attend"),
 }
-
-
-def _checkpointed(function: Function) -> Function:
-    """For a function with large intermediates, such as the scores of unfused attention."""
-    return partial(checkpoint, function, use_reentrant=False)
