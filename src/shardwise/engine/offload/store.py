@@ -30,10 +30,6 @@ class BackgroundCopy:
     def __init__(self, future: Future[None], *tensors: Tensor) -> None:
         self._future, self._tensors = future, tensors
 
-    @property
-    def done(self) -> bool:
-        return self._future.done()
-
     def wait(self) -> None:
         self._future.result()
         self._tensors = ()
@@ -203,18 +199,24 @@ class _File:
         return start
 
     def write(self, source: Tensor, start: int) -> None:
-        self._guarded(lambda: _all_of(source, start, lambda part, at: os.pwritev(self._file.fileno(), [part], at)))
+        self._move(os.pwritev, source, start)
 
     def read(self, target: Tensor, start: int) -> None:
-        self._guarded(lambda: _all_of(target, start, lambda part, at: os.preadv(self._file.fileno(), [part], at)))
+        self._move(os.preadv, target, start)
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def _move(self, move: Callable[[int, list[Any], int], int], tensor: Tensor, start: int) -> None:
+        """A disk may transfer less than was requested."""
+        # Not `tensor.numpy()`, after which a storage can never be freed by resizing it.
+        left = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
         try:
-            return work()
+            while left:
+                done = move(self._file.fileno(), [left], start)
+                if done == 0:
+                    raise OSError("the file ends early")
+                left, start = left[done:], start + done
         except OSError as error:
             problem = f"{self.folder}: {error.strerror or error}"
-            remedy = "free some of it, or name another folder"
-            raise SpecError(FIELD, problem, remedy) from None
+            raise SpecError(FIELD, problem, "free some of it, or name another folder") from None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -224,14 +226,3 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
-
-
-def _all_of(tensor: Tensor, start: int, move: Callable[[Any, int], int]) -> None:
-    """A disk may transfer less than was requested."""
-    # Not `tensor.numpy()`, after which a storage can never be freed by resizing it.
-    left = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-    while left:
-        done = move(left, start)
-        if done == 0:
-            raise OSError("the file ends early")
-        left, start = left[done:], start + done
