@@ -1,8 +1,9 @@
-"""A function of one tensor with a gradient function of its own: how collectives enter the autograd graph."""
+"""How our own parts enter the autograd graph: functions with a gradient function, views saved in place of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,3 +32,27 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.gradient_of(gradient), None, None
+
+
+# -- What autograd saves in place of a tensor that is computed again or brought back: a view of a storage to come -----
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """``content`` returns a tensor that begins where the storage does."""
+
+    content: Callable[[], Tensor]
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    @classmethod
+    def of(cls, tensor: Tensor, content: Callable[[], Tensor]) -> SavedView:
+        return cls(content, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def unpack(saved: Tensor | SavedView) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    return saved.content().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)

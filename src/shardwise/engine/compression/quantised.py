@@ -147,10 +147,10 @@ class ExchangedSum:
     def wait(self) -> None:
         self.work.wait()
         self._count(self.codes)
-        total = None
-        for part in self.received.view(self.ranks, self.blocks_each, -1):
-            total = self.codec.decode(part) if total is None else total.add_(self.codec.decode(part))
-        assert total is not None
+        first, *others = self.received.view(self.ranks, self.blocks_each, -1)
+        total = self.codec.decode(first)
+        for part in others:
+            total.add_(self.codec.decode(part))
         summed = self._encoded("sum", total)
         whole = self.received  # its pieces have been added
         with sent("dp", Called.CODES_OF_SUMS, whole):

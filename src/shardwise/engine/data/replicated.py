@@ -125,10 +125,8 @@ class Replicated:
     @_out_of_graphs
     def _mark(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Puts a node before the layer, whose backward runs when all gradients of the layer are complete."""
-        if (
-            not torch.is_grad_enabled() or current_graph_task_id() != -1
-        ):  # the second forward pass of recompute is not counted
-            return None
+        if not torch.is_grad_enabled() or current_graph_task_id() != -1:
+            return None  # the second forward pass of recompute is not counted
         values = [*arguments, *named.values()]
         places = [place for place, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
         if not places:

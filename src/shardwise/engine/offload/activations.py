@@ -18,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.cost.traffic.traffic import Role, sent_backward, sent_forward
+from shardwise.engine.autograd import SavedView, unpack
 from shardwise.engine.offload.store import BackgroundCopy, Store
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.saved_views import SavedView, unpack
 from shardwise.engine.torch_private import storage_id, version_of
 
 SMALLEST_BYTES = 4096  # smaller tensors stay: the transfer would cost more than the memory

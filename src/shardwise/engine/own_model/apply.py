@@ -135,15 +135,14 @@ def keep_part(root: nn.Module, patterns: Patterns, layers: range, *, first: bool
         change_attribute(root, path, lambda several: [several[layer] for layer in layers])
     gone: dict[str, type[nn.Module]] = {}
     if not first:
-        gone |= {patterns.embedding: PassedBy, patterns.position_embedding: Nothing}
+        gone |= {"embedding": PassedBy, "position_embedding": Nothing}
     if not last:
-        gone |= {patterns.norm: PassedBy, patterns.head: PassedBy}
-    for pattern, stand_in in gone.items():
-        for name, _ in list(matching(root, pattern)):
+        gone |= {"norm": PassedBy, "head": PassedBy}
+    for field, stand_in in gone.items():
+        for name, _ in list(matching(root, getattr(patterns, field))):
             replace_module(root, name, stand_in())
-    if not first:
-        patterns = replace(patterns, embedding="", position_embedding="")
-    return patterns if last else replace(patterns, norm="", head="")
+    emptied: dict[str, Any] = dict.fromkeys(gone, "")
+    return replace(patterns, **emptied)
 
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]

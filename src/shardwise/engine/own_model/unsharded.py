@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.parameters import HeldPart, plain_name
 from shardwise.engine.torch_private import persistent_buffers
 
+Described = Sequence[dict[str, tuple[HeldPart, torch.dtype]]]  # of every rank, what it holds
+
 
 @dataclass(frozen=True)
 class HeldPiece:
@@ -44,7 +46,7 @@ def whole_tensors(pieces: dict[str, HeldPiece], aliases: dict[str, str]) -> Iter
             dist.send(mine.contiguous(), 0)
 
 
-def _owners(name: str, described: Sequence[dict[str, tuple[HeldPart, torch.dtype]]]) -> list[int]:
+def _owners(name: str, described: Described) -> list[int]:
     """The first rank that holds each part."""
     found: dict[object, int] = {}
     for rank, one in enumerate(described):
@@ -53,9 +55,7 @@ def _owners(name: str, described: Sequence[dict[str, tuple[HeldPart, torch.dtype
     return list(found.values())
 
 
-def _collected(
-    name: str, owners: Sequence[int], described: Sequence[dict[str, tuple[HeldPart, torch.dtype]]], mine: Tensor | None
-) -> Tensor:
+def _collected(name: str, owners: Sequence[int], described: Described, mine: Tensor | None) -> Tensor:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu") if mine is None else mine.device
     first, dtype = described[owners[0]][name]
     whole = torch.empty(first.shape, dtype=dtype)

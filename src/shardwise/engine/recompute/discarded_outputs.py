@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.engine.saved_views import SavedView, unpack
+from shardwise.engine.autograd import SavedView, unpack
 from shardwise.engine.torch_private import storage_id, version_of
 
 Function = Callable[..., Any]

@@ -65,9 +65,7 @@ def _regions(root: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
     """The modules that hold cut layers themselves: an MLP, but not a mixture of experts in its place."""
     columns = (*patterns.columns, *patterns.fused)
     cut = {name.rpartition(".")[0] for pattern in columns for name, _ in matching(root, pattern)}
-    return {
-        name: module for pattern in patterns.regions for name, module in matching(root, pattern) if name in cut
-    }  # fmt: skip
+    return {name: one for pattern in patterns.regions for name, one in matching(root, pattern) if name in cut}
 
 
 def _entry(group: dist.ProcessGroup, sequence_parallel: bool, keyword: str) -> Entry:
