@@ -107,7 +107,7 @@ def _(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], rows.shape[1], gradient.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -118,7 +118,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     return for_rows, _product_of_columns(rows, gradient, ends), None
 
 
-_product_in_any_format.register_autograd(_backward, setup_context=_save)
+_product_in_any_format.register_autograd(_backward, setup_context=save_inputs)
 
 
 class TokenExchange(Protocol):
@@ -144,9 +144,9 @@ class LocalExchange:
         experts = indices.flatten()
         order = experts.argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        handle = (order, back)
-        spread: Tensor = _SpreadRows.apply(rows, *handle, indices.shape[1])  # type: ignore[no-untyped-call]
-        return spread, count_tokens(experts[None], self.experts)[0], handle
+        each = indices.shape[1]
+        spread: Tensor = _CopiedRows.apply(rows, order // each, back, each)  # type: ignore[no-untyped-call]
+        return spread, count_tokens(experts[None], self.experts)[0], (order, back)
 
     def combine(self, rows: Tensor, weights: Tensor, handle: tuple[Tensor, Tensor]) -> Tensor:
         order, back = handle
@@ -160,34 +160,24 @@ def count_tokens(indices: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(1, indices, torch.ones_like(indices))
 
 
-class _SpreadRows(torch.autograd.Function):
-    """Each row ``copies`` times over, in the given order; ``back`` is the inverse of that order."""
+def reorder_rows(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Row i of the result is row ``order[i]``; ``back`` is the inverse of that order. Backward is a gather too."""
+    result: Tensor = _CopiedRows.apply(rows, order, back, 1)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _CopiedRows(torch.autograd.Function):
+    """Row i of the result is row ``source[i]``, each of them ``copies`` times; ``back`` lists the copies row by row."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, source: Tensor, back: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(back)
         ctx.copies = copies
-        return rows.index_select(0, order // copies)
+        return rows.index_select(0, source)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        return torch.unflatten(gradient.index_select(0, back), 0, (-1, ctx.copies)).sum(1), None, None, None
-
-
-def reorder_rows(rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Row i of the result is row ``order[i]``; ``back`` is the inverse of that order. Backward is a gather too."""
-    result: Tensor = _ReorderRows.apply(rows, order, back)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _ReorderRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back), None, None
+        of_copies = gradient.index_select(0, back)
+        of_rows = of_copies if ctx.copies == 1 else torch.unflatten(of_copies, 0, (-1, ctx.copies)).sum(1)
+        return of_rows, None, None, None

@@ -6,7 +6,7 @@ otherwise be the largest tensor of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +81,9 @@ class _CrossEntropySum(torch.autograd.Function):
         # Summed over the parts in fp32: a bf16 sum of many parts would lose the small ones.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and for_bias else None
-        for part in _parts(hidden, weight):
+        tokens_at_once = max(1, LOGITS_AT_ONCE // weight.shape[0])
+        for start in range(0, hidden.shape[0], tokens_at_once):
+            part = slice(start, start + tokens_at_once)
             logits = F.linear(hidden[part], weight, bias)
             if softcap is not None:
                 logits = softly_capped(logits.float(), softcap)
@@ -129,9 +131,3 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
-
-
-def _parts(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    tokens = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    for start in range(0, hidden.shape[0], tokens):
-        yield slice(start, start + tokens)

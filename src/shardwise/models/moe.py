@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.experts import GroupedExperts, LocalExchange, TokenExchange, count_tokens
+from shardwise.models.experts import GroupedExperts, LocalExchange, TokenExchange, count_tokens, save_inputs
 from shardwise.models.mlp import MLP
 from shardwise.spec.model import Model
 
@@ -95,10 +95,6 @@ def _(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=torch.float32)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     hidden, weight = ctx.saved_tensors
     of_hidden = gradient @ weight.float()
@@ -106,7 +102,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype)
 
 
-_wide_product.register_autograd(_backward, setup_context=_save)
+_wide_product.register_autograd(_backward, setup_context=save_inputs)
 
 
 def balance_value(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:

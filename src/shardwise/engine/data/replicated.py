@@ -8,7 +8,7 @@ node before each layer runs once the layer's gradients are complete; they move i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,7 @@ from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.engine.torch_private import at_end_of_backward, current_graph_task_id, foreach_copy_, foreach_zero_
 from shardwise.spec.less_communication import Compression
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel, unless the strategy says otherwise
-
-
-def _out_of_graphs(method: Method) -> Method:
-    """A hook that `torch.compile` leaves alone, as it does FSDP's."""
-    left: Method = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
-    return left
 
 
 class Replicated:
@@ -122,7 +115,7 @@ class Replicated:
             if work is not None:
                 work.wait()
 
-    @_out_of_graphs
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP's hooks are
     def _mark(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Puts a node before the layer, whose backward runs when all gradients of the layer are complete."""
         if not torch.is_grad_enabled() or current_graph_task_id() != -1:
@@ -146,7 +139,7 @@ class Replicated:
                 if self.last and self._open[module] == 0:
                     self._start(bucket)
 
-    @_out_of_graphs
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _see_backward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         outputs = output if isinstance(output, tuple | list) else [output]
         for one in outputs:
