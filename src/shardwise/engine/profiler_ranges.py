@@ -18,20 +18,24 @@ class Pending(Protocol):
     def wait(self) -> Any: ...
 
 
-def named(name: str) -> AbstractContextManager[object]:
+def marked(name: str) -> AbstractContextManager[object]:
     """A profiler's range, or nothing without a profiler: a hundred ranges would make a step 1% slower.
 
-    In compiled layers always a range, which the compiler leaves out by itself. On a GPU an NVTX range comes with it
-    under ``torch.autograd.profiler.emit_nvtx``.
+    In compiled layers always a range, which the compiler leaves out by itself.
     """
     if torch.compiler.is_compiling() or profiler_enabled():
         return record_function(name)
     return nullcontext()
 
 
+def named(phase: str) -> AbstractContextManager[object]:
+    """Marks what runs inside; on a GPU an NVTX range comes with it under ``torch.autograd.profiler.emit_nvtx``."""
+    return marked(phase)
+
+
 def sent(dimension: str, what: str, tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Marks a collective with its dimension and the bytes that this rank contributes."""
-    return named(begin_name(dimension, what, tensor.numel() * tensor.element_size()))
+    return marked(begin_name(dimension, what, tensor.numel() * tensor.element_size()))
 
 
 def wait_for(work: Pending | None, dimension: str, what: str) -> None:
@@ -46,4 +50,4 @@ def waited(dimension: str, what: str) -> AbstractContextManager[object]:
 
     ``what`` is the name of the collective or message; waits of one name come in the order in which they began.
     """
-    return named(wait_name(dimension, what))
+    return marked(wait_name(dimension, what))

@@ -56,9 +56,6 @@ class LossScaler:
         self.good = torch.zeros((), dtype=torch.int64, device=device)
         self.patience = torch.full((), scaling.hysteresis, dtype=torch.int64, device=device)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.scale
-
     def update(self, bad: Tensor) -> None:
         """``bad`` is 1 where the gradients of this step were not finite, else 0."""
         if self.scaling.static is not None:
