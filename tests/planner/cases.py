@@ -11,7 +11,9 @@ from typing import Any
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE
 from cost.jobs import CLUSTERS
 from shardwise.cost.memory.device import device_memories, peak_memory
+from shardwise.planner.advice.why_not import WhyNot, judged, wish
 from shardwise.planner.constraints import Allowed, Constraints, allowed
+from shardwise.planner.plan import Plan
 from shardwise.planner.request import Request
 from shardwise.planner.search.supported import findings_of
 from shardwise.spec.clusters import cluster_from
@@ -45,6 +47,12 @@ def job_of(model: Model | str, cluster: Cluster | str, batch: int | str | None, 
 def within(**texts: str) -> Constraints:
     """Constraints as the command line writes them: tp="2,4", microbatch="1"."""
     return Constraints({name: allowed(name, text) for name, text in texts.items()})
+
+
+def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
+    """What keeps strategies with the ``wanted`` values from being the plan."""
+    asked = wish(found, wanted)
+    return judged(found.joined(asked.candidates), asked)
 
 
 def host_room(cluster: Cluster) -> float:

@@ -13,7 +13,7 @@ from planner.cases import MODELS, job_of, within
 from shardwise.cost.accuracy.residuals import noise_of, residuals
 from shardwise.planner.advice.explanation import explain
 from shardwise.planner.advice.why_not import difference_words
-from shardwise.planner.candidate import Candidate, candidate, complexity
+from shardwise.planner.candidate import candidate, complexity
 from shardwise.planner.describe import strategy_words
 from shardwise.planner.plan import Plan, plan, ranked, said_by_a_framework
 from shardwise.planner.request import Request
@@ -75,13 +75,9 @@ def test_of_equals_the_one_that_leaves_room_is_first() -> None:
     """Two layouts as simple and as fast: the memory decides."""
     one = candidate(job_of("llama3.2-1b", "dgx-h100:1", 64, seq=2048).with_strategy(tp=2, dp=4, zero=1))
     other = candidate(job_of("llama3.2-1b", "dgx-h100:1", 64, seq=2048).with_strategy(tp=4, dp=2, zero=1))
-    same_time = replace(other, simulated=_lasting(other, one.step_seconds))
+    same_time = replace(other, pipeline_seconds=one.step_seconds - other.prediction.tail_seconds)
     assert ranked([one, same_time]).candidates[0] is same_time
     assert ranked([same_time, one]).candidates[0] is same_time
-
-
-def _lasting(one: Candidate, seconds: float) -> Any:
-    return replace(one.simulated, pipeline_seconds=seconds - one.prediction.tail_seconds)
 
 
 def test_noise_is_that_of_pairs_of_published_runs() -> None:

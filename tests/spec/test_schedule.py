@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import SpecError
-from shardwise.spec.run import LearningRateSchedule
+from shardwise.spec.run import LearningRateSchedule, Run
 
 KINDS = st.sampled_from(["constant", "cosine", "linear", "wsd"])
 
@@ -49,4 +49,4 @@ def test_a_larger_batch_has_a_larger_rate() -> None:
 
 def test_a_run_shorter_than_its_warmup_is_refused() -> None:
     with pytest.raises(SpecError, match="warmup: 10 steps in a run of 10"):
-        LearningRateSchedule(warmup=10).check_against(10)
+        Run(steps=10, schedule=LearningRateSchedule(warmup=10))

@@ -178,6 +178,7 @@ def plan_mixed(
 ) -> MixedPlanResult:
     """The plan for several kinds of nodes, such as ``cluster="dgx-h100:1+dgx-a100:1"``; it is priced only."""
     from shardwise.planner.mixed.plan import plan_mixed as plan_kinds
+    from shardwise.planner.mixed.space import MixedRequest
 
     asked, bounds = bounded(job_arguments(job, keywords))
     mixed = None if asked.cluster is None else parse_mixed(asked.cluster)
@@ -186,19 +187,16 @@ def plan_mixed(
     # What depends on one cluster is taken from the first kind.
     least = _minimum(min_global_batch)
     wanted, notes = planning_job(replace(asked, cluster=mixed.kinds[0]), batch_from=least)
-    found = plan_kinds(
-        wanted.model,
-        mixed,
-        wanted.training,
-        wanted.stack,
-        strategy=wanted.strategy,
-        constraints=constraints(bounds, exclude, None),
+    request = MixedRequest(
+        wanted,
+        constraints(bounds, exclude, None),
         minimum_batch=least,
         memory_bytes=_memory(max_memory, min(kind.device.usable_memory for kind in mixed.kinds)),
         any_priced=any_priced,
         time_limit_seconds=_time_limit(time_limit),
+        mixed=mixed,
     )
-    return MixedPlanResult(found, (*notes, *filter(None, [model_note(wanted)])))
+    return MixedPlanResult(plan_kinds(request), (*notes, *filter(None, [model_note(wanted)])))
 
 
 def bounded(asked: JobArguments) -> tuple[JobArguments, dict[str, Allowed]]:

@@ -25,13 +25,13 @@ from shardwise.collectives.work import CollectiveCost, LevelCost
 
 if TYPE_CHECKING:
     from shardwise.collectives.build import build_schedule
-    from shardwise.collectives.listing import Pair, draw_rounds, pairs, why_not
+    from shardwise.collectives.listing import Pair, draw_rounds, pairs
     from shardwise.collectives.pricing import price_schedule, simulated_seconds
     from shardwise.collectives.verifier import InvalidSchedule, verify
 
 _LATER = {
     "build": ("build_schedule",),
-    "listing": ("Pair", "draw_rounds", "pairs", "why_not"),
+    "listing": ("Pair", "draw_rounds", "pairs"),
     "pricing": ("price_schedule", "simulated_seconds"),
     "verifier": ("InvalidSchedule", "verify"),
 }
@@ -49,5 +49,5 @@ __all__ = [
     "Axis", "CollectiveCost", "CollectiveKind", "FullyConnected", "Grid", "InNetwork", "InvalidSchedule",
     "LatencyAndVolume", "Level", "LevelCost", "Pair", "Schedule", "Switch", "Topology", "Transfer", "Tree", "Volume",
     "build_schedule", "collective_cost", "collective_latency_and_volume", "crossovers", "draw_rounds", "p2p_latency",
-    "pairs", "place", "price_schedule", "simulated_seconds", "verify", "why_not",
+    "pairs", "place", "price_schedule", "simulated_seconds", "verify",
 ]  # fmt: skip

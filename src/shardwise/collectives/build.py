@@ -37,7 +37,6 @@ class _Place:
     above: int
 
     def ranks(self, above: int, rail: int) -> list[int]:
-        """The members of one group."""
         return [rail + self.below * (member + self.size * above) for member in range(self.size)]
 
     def held(self, member: int, rail: int, split: int) -> list[int]:

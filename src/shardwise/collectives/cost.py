@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from shardwise.collectives.arrays import checked_size, is_array
 from shardwise.collectives.hierarchy import (
@@ -20,8 +20,9 @@ from shardwise.collectives.kinds import CollectiveKind
 from shardwise.collectives.shapes import Switch
 from shardwise.collectives.table import EXACT, LEVELS_ROWS, ROWS, choose, rows_for, rows_for_level_of_hierarchy
 from shardwise.collectives.topology import Level, Topology, offered, runs_levels_in_turn
-from shardwise.collectives.work import CollectiveCost, Work, level_cost, settle
+from shardwise.collectives.work import COST_FIGURES, CollectiveCost, Work, level_cost, settle
 from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.network import Link
 
 if TYPE_CHECKING:
     from shardwise.collectives.arrays import Size
@@ -190,7 +191,6 @@ def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
     def pick(values: Sequence[Any]) -> Any:
         return np.choose(winner, values)
 
-    numbers = ("latency_seconds", "bandwidth_seconds", "steps", "sent_bytes", "received_bytes", "total_bytes")
     per_level = ("hops", "bytes", "latency_seconds", "bandwidth_seconds")
     levels = tuple(
         replace(one, **{name: pick([getattr(cost.levels[i], name) for cost in costs]) for name in per_level})
@@ -199,7 +199,7 @@ def select(costs: list[CollectiveCost], wheres: list[Any]) -> CollectiveCost:
     chosen = [costs[i] for i in np.unique(winner)]
     return replace(
         costs[0],
-        **{name: pick([getattr(cost, name) for cost in costs]) for name in numbers},
+        **{name: pick([getattr(cost, name) for cost in costs]) for name in COST_FIGURES},
         algorithm="|".join(dict.fromkeys(cost.algorithm for cost in chosen)),
         exact=all(cost.exact for cost in chosen),
         levels=levels,
@@ -225,16 +225,6 @@ class LatencyAndVolume:
     algorithm: str
 
 
-class AlphaBetaLink(Protocol):
-    """Anything with a bandwidth (bytes/s, one direction) and a latency (seconds)."""
-
-    @property
-    def bandwidth(self) -> float: ...
-
-    @property
-    def latency(self) -> float: ...
-
-
 def collective_latency_and_volume(
     kind: str | CollectiveKind, size_bytes: Any, topology: Topology, algorithm: str = "textbook"
 ) -> LatencyAndVolume:
@@ -244,7 +234,7 @@ def collective_latency_and_volume(
     return LatencyAndVolume(cost.seconds, volume, cost.steps, cost.algorithm)
 
 
-def p2p_latency(size_bytes: Any, link: AlphaBetaLink) -> LatencyAndVolume:
+def p2p_latency(size_bytes: Any, link: Level | Link) -> LatencyAndVolume:
     """latency + size/bandwidth of one message over ``link`` (a catalogue link, a Level with its ramp, ...)."""
     size = checked_size(size_bytes)
     level = link if isinstance(link, Level) else Level(Switch(2), link.bandwidth, link.latency)

@@ -69,12 +69,6 @@ def _pairs(kind: CollectiveKind, topology: str) -> list[Pair]:
     ]
 
 
-def why_not(algorithm: str, topology: str) -> str:
-    """Why ``algorithm`` is not offered on ``topology``; empty if it is, or if no reason is known."""
-    found = (reason for name, networks, reason in WHY_NOT if name == algorithm and topology in networks)
-    return next(found, "")
-
-
 def draw_rounds(schedule: Schedule, max_rounds: int = 8, max_ranks: int = 16) -> str:
     """A row per rank, a column per round: ``2>3`` sends chunk 2 to rank 3, ``2+3`` adds it there."""
     shown = schedule.rounds[:max_rounds]

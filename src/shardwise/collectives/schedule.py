@@ -79,7 +79,6 @@ def reverse(schedule: Schedule) -> Schedule:
 
 
 def compose(kind: CollectiveKind, first: Schedule, second: Schedule) -> Schedule:
-    """``first`` and then ``second``, on the same chunks."""
     assert (first.n, first.chunk_count) == (second.n, second.chunk_count)
     return replace(second, kind=kind, rounds=first.rounds + second.rounds)
 

@@ -80,6 +80,9 @@ class CollectiveCost:
         return self.latency_seconds + self.bandwidth_seconds
 
 
+COST_FIGURES = ("latency_seconds", "bandwidth_seconds", "steps", "sent_bytes", "received_bytes", "total_bytes")
+
+
 def level_cost(index: int, level: Level, work: Work | None) -> LevelCost:
     """hops * latency + startup, and (V + sqrt(ramp*V)) / rate.
 

@@ -32,7 +32,8 @@ def smallest_offload(job: Job, memory_bytes: float | None = None, kinds: Sequenc
     """
     limit = room_of(job, memory_bytes).planned_bytes
     for kind in (kind for kind in kinds if _may_go(job, kind)):
-        for share in _shares(getattr(job.strategy.offload, kind)):
+        least = getattr(job.strategy.offload, kind)
+        for share in (least, *(step / STEPS for step in range(1, STEPS + 1) if step / STEPS > least)):
             tried = _with_share(job, kind, share)
             if fit_of(tried, memory_bytes) == "fits":
                 return tried
@@ -50,10 +51,6 @@ def _may_go(job: Job, kind: str) -> bool:
         return True
     with_optimizer = _with_share(job, "optimizer", 1.0)
     return set(verdict(_with_share(with_optimizer, kind, 1.0)).findings) <= set(verdict(with_optimizer).findings)
-
-
-def _shares(least: float) -> list[float]:
-    return [least, *(step / STEPS for step in range(1, STEPS + 1) if step / STEPS > least)]
 
 
 def _with_share(job: Job, kind: str, share: float) -> Job:
@@ -77,7 +74,7 @@ def ways_to_fit(job: Job) -> list[Job]:
     if kinds:
         job = job.with_strategy(offload=_with_target(job))
     sizes = _microbatches(job) if "microbatch" in job.run.automatic else [job]
-    fitting = [one for one in sizes if _fits(one)]
+    fitting = [one for one in sizes if fit_of(one) == "fits"]
     if fitting or not kinds:
         return fitting or sizes[-1:]
     least = sizes[-1]
@@ -97,10 +94,6 @@ def _microbatches(job: Job) -> list[Job]:
         except SpecError:  # an interleaved pipeline takes only some of them
             continue
     return found or [job]
-
-
-def _fits(job: Job) -> bool:
-    return fit_of(job) == "fits"
 
 
 def _with_target(job: Job) -> Offload:

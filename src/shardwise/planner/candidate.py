@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from shardwise.cost.memory.device import DeviceMemory, peak_memory
 from shardwise.cost.step.parts import COMPUTE, grouped, step_parts
-from shardwise.cost.step.prediction import Prediction, predict
+from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import SimulatedStep, simulated_step
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
@@ -24,24 +24,8 @@ PARTS = tuple(_GROUPS)
 Degrees = tuple[int, int, int, int, int]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A job whose step was simulated."""
-
-    job: Job
-    simulated: SimulatedStep
-
-    @property
-    def prediction(self) -> Prediction:
-        return self.simulated.prediction
-
-    @property
-    def step_seconds(self) -> float:
-        return self.simulated.step_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.simulated.tokens_per_second
+class Candidate(SimulatedStep):
+    """A simulated step of a job, beside those of other strategies."""
 
     def loss_to(self, other: Candidate) -> float:
         """The extra time per token compared with ``other``, as a share."""
@@ -50,10 +34,6 @@ class Candidate:
     @property
     def seconds_per_token(self) -> float:
         return self.step_seconds / self.job.tokens_per_step
-
-    @property
-    def mfu(self) -> float:
-        return self.simulated.mfu
 
     @cached_property
     def memory(self) -> DeviceMemory:
@@ -75,11 +55,10 @@ class Candidate:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Where the seconds of the step go; they add up to it."""
-        return grouped(step_parts(self.simulated), _GROUPS)
+        return grouped(step_parts(self), _GROUPS)
 
     @property
     def shares(self) -> dict[str, float]:
-        """The same as shares of the step."""
         return {name: seconds / self.step_seconds for name, seconds in self.parts.items()}
 
     @property
@@ -93,7 +72,7 @@ class Candidate:
 
 
 def candidate(job: Job) -> Candidate:
-    return Candidate(job, simulated_step(predict(job)))
+    return Candidate(**vars(simulated_step(predict(job))))
 
 
 def job_with(job: Job, strategy: Strategy, sequences: int) -> Job:

@@ -25,13 +25,9 @@ def strategy_words(strategy: Strategy) -> str:
     if strategy.ep > 1 or strategy.expert_tensor_parallel != strategy.tp:
         split = strategy.expert_tensor_parallel
         words.append(f"ep {strategy.ep}" + (f" × {split}" if split > 1 else ""))
-    words.append(sharding_words(strategy))
-    words.append(f"microbatch {strategy.microbatch}")
-    words.append(recompute_words(strategy))
-    words.append(offload_words(strategy))
-    words += less_communication_words(strategy)
-    words += communication_words(strategy)
-    words.append(order_words(strategy))
+    words += [sharding_words(strategy), f"microbatch {strategy.microbatch}"]
+    words += [recompute_words(strategy), offload_words(strategy)]
+    words += [*less_communication_words(strategy), *communication_words(strategy), order_words(strategy)]
     return " · ".join(word for word in words if word)
 
 
@@ -49,21 +45,17 @@ def change_words(before: Strategy, after: Strategy) -> str:
     for one in fields(Overlap):
         if getattr(before.overlap, one.name) != getattr(after.overlap, one.name):
             return f"overlap {one.name} communication"
-    if before.recompute != after.recompute:
-        return "recompute nothing" if after.recompute == "none" else f"use {after.recompute} recompute"
-    if before.zero != after.zero:
-        return f"{'raise' if after.zero > before.zero else 'lower'} zero to {after.zero}"
-    if before.shard_group != after.shard_group:
-        return f"shard inside a node (shard_group {after.shard_group})"
-    if before.keep_parameters != after.keep_parameters:
-        return "keep gathered parameters between microbatches"
-    if before.accumulate != after.accumulate:
-        return "accumulate gradients locally"
-    if before.dispatch != after.dispatch:
-        return "send each token once per node (dispatch: deduplicated)"
-    if before.offload != after.offload:
-        return "offload the optimizer"
-    return strategy_words(after)  # the same words, or a change that is not one of the above
+    advice = {
+        "recompute": "recompute nothing" if after.recompute == "none" else f"use {after.recompute} recompute",
+        "zero": f"{'raise' if after.zero > before.zero else 'lower'} zero to {after.zero}",
+        "shard_group": f"shard inside a node (shard_group {after.shard_group})",
+        "keep_parameters": "keep gathered parameters between microbatches",
+        "accumulate": "accumulate gradients locally",
+        "dispatch": "send each token once per node (dispatch: deduplicated)",
+        "offload": "offload the optimizer",
+    }
+    changed = (words for name, words in advice.items() if getattr(before, name) != getattr(after, name))
+    return next(changed, strategy_words(after))  # the same words, or a change that is not one of the above
 
 
 def _scaled(what: str, before: int, after: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from shardwise.cost.memory.room import Room, room_of
 from shardwise.planner.constraints import Constraints, has
@@ -103,11 +103,9 @@ class Request:
 
     @property
     def deadline(self) -> Deadline:
-        """The running deadline, or a new one."""
         return self.running or Deadline(self.seconds)
 
-    def started(self) -> Request:
-        """The same request with its time running."""
+    def started(self) -> Self:
         return replace(self, running=self.deadline)
 
     @property
@@ -135,6 +133,5 @@ class Request:
             all(has(strategy, name, values, idle=False) for name, values in entry.items()) for entry in excluded
         )
 
-    def on(self, cluster: Cluster) -> Request:
-        """The same request for another cluster."""
+    def on(self, cluster: Cluster) -> Self:
         return replace(self, job=self.job.unchecked(cluster=cluster))

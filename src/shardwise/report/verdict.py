@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.step.parts import COMMUNICATION
-from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, FasterJob, SendingLess, StepCause
+from shardwise.cost.step.verdict import EXPOSED_LIMIT, Bottleneck, SendingLess, StepCause
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.describe import change_words
 from shardwise.report.console import table
@@ -120,15 +120,15 @@ def _change_words(found: Assessment) -> str:
 
 def sending_less_words(job: Job, found: SendingLess) -> str:
     """That a step mostly waits for gradients, and what would send less of them."""
-    options = ", ".join(_faster_words(job, one) for one in found.options)
+    options = ", ".join(_faster_words(job, *one) for one in found.speedups.items())
     waits = f"{found.waiting_share:.0%} of the step waits for data-parallel ranks"
     return f"{waits}; options that also change the training: {options}"
 
 
-def _faster_words(job: Job, one: FasterJob) -> str:
-    strategy = one.job.strategy
+def _faster_words(job: Job, other: Job, speedup: float) -> str:
+    strategy = other.strategy
     compressed = strategy.compression.is_used
     setting = (
         f"compression={strategy.compression.method}" if compressed else f"synchronise={strategy.synchronise.method}"
     )
-    return f"{'zero=0 and ' if job.strategy.zero else ''}strategy.{setting}: {one.speedup:.1f} times faster"
+    return f"{'zero=0 and ' if job.strategy.zero else ''}strategy.{setting}: {speedup:.1f} times faster"

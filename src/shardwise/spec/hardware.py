@@ -72,12 +72,6 @@ class UnitsTaken(Spec):
     copies: float = field(default=0.0, metadata=_PART)
     in_network: float = field(default=0.0, metadata=_PART)
 
-    def of_messages(self) -> float:
-        return self.collectives if self.messages is None else self.messages
-
-    def of_exchanges(self) -> float:
-        return self.collectives if self.exchanges is None else self.exchanges
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device(Spec):
@@ -251,5 +245,4 @@ class Cluster(Spec):
         return replace(self, levels=tuple(level.run_by_schedules() for level in self.levels), library="any")
 
     def with_level(self, index: int, level: NetworkLevel) -> Cluster:
-        """The same cluster with one level replaced."""
         return replace(self, levels=(*self.levels[:index], level, *self.levels[index + 1 :]))

@@ -151,11 +151,6 @@ class LearningRateSchedule(Spec):
     decay: float = field(default=0.1, metadata={"above": 0, "maximum": 1})
     reference_batch: int | None = count(None)
 
-    def check_against(self, steps: int) -> None:
-        """Raises SpecError if the run ends during warm-up."""
-        if self.warmup >= steps:
-            raise SpecError("warmup", f"{self.warmup} steps in a run of {steps}", "use fewer")
-
     def share(self, step: int, steps: int) -> float:
         """The rate of update number ``step`` (from 0), as a share of the peak, in a run of ``steps``."""
         if step < self.warmup:
@@ -234,10 +229,9 @@ class Run(Spec):
     emulate: Emulation | None = reference(emulation_from, str, default=None)
 
     def check(self) -> None:
-        try:
-            self.schedule.check_against(self.steps)
-        except SpecError as error:
-            raise error.under("schedule") from None
+        if self.schedule.warmup >= self.steps:
+            problem = f"{self.schedule.warmup} steps in a run of {self.steps}"
+            raise SpecError("schedule.warmup", problem, "use fewer")
         if self.profile is not None and self.profile.last > self.steps:
             raise SpecError("profile", f"step {self.profile.last} is after the last, {self.steps}", "name earlier ones")
         if self.evaluation.batches and not self.data.validation and not self.data.held_out:

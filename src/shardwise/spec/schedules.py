@@ -196,11 +196,6 @@ def searched_schedules(*, any_priced: bool = False) -> tuple[str, ...]:
     return tuple(one.name for one in records)
 
 
-def hiding_schedule() -> str:
-    """The schedule to use to overlap the expert exchange."""
-    return next(one.name for one in _TABLE if one.hides_exchange and one.runs)
-
-
 def chosen_chunks_schedules() -> tuple[str, ...]:
     """Names of the schedules whose chunks per rank the user chooses."""
     return tuple(one.name for one in registered_schedules() if one.chooses_chunks)

@@ -95,11 +95,6 @@ class Strategy(Spec):
         if sorted(self.order) != sorted(DIMENSIONS):
             problem = f"{shown(list(self.order))} does not name tp, cp, dp and pp once each"
             raise SpecError("order", problem, "write it like [tp, cp, dp, pp]")
-        self._check_schedule()
-        if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.stages:
-            raise SpecError("stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.stages}")
-
-    def _check_schedule(self) -> None:
         chooses = self.schedule_record.chooses_chunks
         if not self.schedule_record.in_jobs:
             remedy = "choose one of " + ", ".join(job_schedules())
@@ -108,9 +103,10 @@ class Strategy(Spec):
             problem = f"{self.interleave} needs schedule: {' or '.join(chosen_chunks_schedules())}"
             raise SpecError("interleave", problem, f"the schedule is {self.schedule}")
         if chooses and self.interleave == 1 and self.pp > 1:
-            raise SpecError(
-                "interleave", f"1 chunk per rank is plain {PLAIN}", f"use interleave: 2 or schedule: {PLAIN}"
-            )
+            remedy = f"use interleave: 2 or schedule: {PLAIN}"
+            raise SpecError("interleave", f"1 chunk per rank is plain {PLAIN}", remedy)
+        if isinstance(self.stage_layers, tuple) and len(self.stage_layers) != self.stages:
+            raise SpecError("stage_layers", f"names {len(self.stage_layers)} stages", f"give {self.stages}")
 
     @property
     def schedule_record(self) -> ScheduleRecord:
@@ -123,7 +119,6 @@ class Strategy(Spec):
 
     @property
     def chunks_per_rank(self) -> int:
-        """Model chunks that one pipeline rank holds."""
         return self.schedule_record.chunks_per_rank(self.pp, self.interleave)
 
     @property

@@ -72,7 +72,7 @@ def _of_schedules(records: tuple[ScheduleRecord, ...]) -> Iterator[Finding]:
 
 
 def _one_at_a_time(technique: str) -> Iterator[Finding]:
-    hides = schedules.hiding_schedule()
+    hides = next(one.name for one in schedules.own_schedules() if one.hides_exchange and one.runs)
     reason = f"the exchange overlaps only with another microbatch's computation, which {hides} runs beside it"
     remedy = f"schedule: {hides}, or overlap.ep: false"
     return _each(f"ep-overlap + {technique}", "needs", reason, remedy, "strategy.overlap.ep", False)

@@ -159,7 +159,6 @@ def readable_count(number: float) -> str:
 
 
 def readable_share(number: float, digits: int = 1) -> str:
-    """A share in per cent."""
     return _odd(number) if _is_odd(number) else _without_minus_zero(f"{number:.{digits}%}")
 
 

@@ -12,8 +12,9 @@ from shardwise.cost.accuracy import vocabulary
 from shardwise.cost.accuracy.runs import PublishedRun, run_from_row
 from shardwise.cost.accuracy.scores import score
 from shardwise.cost.accuracy.table import TableRow
-from shardwise.cost.accuracy.vocabulary import machine, machine_name
+from shardwise.cost.accuracy.vocabulary import cut, machine_name
 from shardwise.cost.compute.flops import flops_per_token
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 
 with (Path(__file__).parents[3] / "validation" / "training_runs.csv").open(newline="") as file:
@@ -172,7 +173,7 @@ def test_an_unknown_machine_is_named_with_those_that_are_known(text: str) -> Non
 def test_a_job_takes_whole_nodes_and_the_same_share_of_every_rack(
     name: str, devices: int, node: int, widths: list[int]
 ) -> None:
-    assert [level.width for level in machine(name, devices, node).levels] == widths
+    assert [level.width for level in cut(cluster_from(name), devices, node).levels] == widths
 
 
 # -- rows of other sources ---------------------------------------------------------------------------------

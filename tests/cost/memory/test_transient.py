@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cost.builders import GPT, LLAMA, MOE, job
-from shardwise.cost.accuracy.vocabulary import machine
+from shardwise.cost.accuracy.vocabulary import cut
 from shardwise.cost.memory.activations import (
     head_activation_bytes,
     layer_activation_bytes,
@@ -17,6 +17,7 @@ from shardwise.cost.memory.activations import (
 from shardwise.cost.memory.device import memory_at_moments, memory_of_rank, peak_memory
 from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.layout.stages import rank_contents
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
 from shardwise.spec.stack import Stack, stack_from
 from shardwise.spec.training import RECIPES
@@ -163,8 +164,8 @@ def test_a_published_recipe_is_not_refused_on_its_device(
     }  # fmt: skip
     training = {"seq": 8192, "global_batch": batch, "precision": precision}
     case = Job.from_dict(
-        {"model": "llama3-405b", "cluster": machine(cluster, devices), "strategy": strategy, "training": training,
-         "stack": "megatron-bridge"}
+        {"model": "llama3-405b", "cluster": cut(cluster_from(cluster), devices), "strategy": strategy,
+         "training": training, "stack": "megatron-bridge"}
     )  # fmt: skip
     assert peak_memory(case).total <= case.cluster.device.memory
 

@@ -29,7 +29,7 @@ def test_factors_are_the_fewest_bytes_and_signs_come_next() -> None:
 def test_a_step_that_waits_for_gradients_is_told_what_would_pay() -> None:
     found = sending_less(far_apart())
     assert found is not None
-    assert "diloco" in [one.job.strategy.synchronise.method for one in found.options]
+    assert "diloco" in [one.strategy.synchronise.method for one in found.speedups]
     assert sending_less(far_apart(synchronise="diloco")) is None
     inside = Job.from_dict({"model": "llama3-8b", "cluster": "dgx-h100:1", "strategy": {"tp": 8},
                             "training": {"global_batch": 256, "seq": 4096}})  # fmt: skip

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from cost.builders import GPT, LLAMA, MLA_MOE, job
 from cost.jobs import valid_jobs
 from effort import examples
+from shardwise.cost.compute.flops import flops_per_token
+from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.step.parts import step_parts
 from shardwise.cost.step.prediction import Prediction, predict
 from shardwise.cost.step.simulation import pipeline_times, simulated_step
@@ -37,14 +39,12 @@ class FixedRank:
     """A pipeline rank that takes what a test says."""
 
     contents: RankContents
-    forward: float
-    input_gradient: float
-    weight_gradient: float
+    passes: Seconds
     message_seconds: float = 0.0
 
     @property
     def microbatch_seconds(self) -> float:
-        return self.forward + self.input_gradient + self.weight_gradient
+        return float(self.passes.total)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -55,7 +55,9 @@ def test_any_job_can_be_simulated(case: Job) -> None:
     work = case.microbatches * prediction.slowest.microbatch_seconds
     assert step.step_seconds == step.pipeline_seconds + prediction.tail_seconds
     assert step.bubble_seconds == pytest.approx(step.pipeline_seconds - work)
-    assert step.mfu * step.step_seconds == pytest.approx(prediction.mfu * prediction.step_seconds)
+    peak = case.cluster.devices * case.cluster.device.peak_flops(case.training.recipe.compute)
+    flops = flops_per_token(case.model, case.training.seq) * case.tokens_per_step
+    assert step.mfu * step.step_seconds * peak == pytest.approx(flops)
     assert step.tokens_per_second * step.step_seconds == pytest.approx(case.tokens_per_step)
     if case.strategy.schedule != "dualpipe":
         assert step.bubble_seconds >= -1e-9 * work
@@ -75,9 +77,9 @@ def test_the_stages_of_a_rank_take_what_the_rank_takes(case: Job) -> None:
         own = rank_contents(case, number)
         rank = kinds[own.layers, own.has_embedding, own.has_head, own.moe_layers]
         stages = stages_of_rank(case, number)
-        assert sum(times.forward[s] for s in stages) == pytest.approx(rank.forward)
-        assert sum(times.input_grad[s] for s in stages) == pytest.approx(rank.input_gradient)
-        assert sum(times.weight_grad[s] for s in stages) == pytest.approx(rank.weight_gradient)
+        assert sum(times.forward[s] for s in stages) == pytest.approx(rank.passes.forward)
+        assert sum(times.input_grad[s] for s in stages) == pytest.approx(rank.passes.input_gradient)
+        assert sum(times.weight_grad[s] for s in stages) == pytest.approx(rank.passes.weight_gradient)
 
 
 @pytest.mark.parametrize("schedule", TWO_CHUNKS)
@@ -123,7 +125,7 @@ def test_equal_ranks_equal_the_closed_form_where_it_is_exact(
     if not bubble_is_exact(schedule, pp, microbatches, *passes):
         return
     real = predict(case)
-    ranks = tuple(FixedRank(rank.contents, *passes) for rank in real.ranks)
+    ranks = tuple(FixedRank(rank.contents, Seconds(*passes)) for rank in real.ranks)
     step = simulated_step(Prediction(case, ranks, real.counts))  # type: ignore[arg-type]
     bubble = bubble_seconds(schedule, pp, microbatches, None, *passes)
     assert step.bubble_seconds == pytest.approx(bubble, abs=1e-9 * step.pipeline_seconds)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from planner.cases import SHARDINGS, every_job, fits, narrow_request, narrow_values, runs
+from planner.cases import SHARDINGS, every_job, fits, narrow_request, narrow_values, runs, why_not
 from planner.test_offers import keeps_to
 from shardwise.cost.memory.device import peak_memory
-from shardwise.planner.advice.why_not import why_not
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.planner.constraints import Allowed, allowed
 from shardwise.planner.plan import Plan, plan

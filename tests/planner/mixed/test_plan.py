@@ -12,13 +12,13 @@ import pytest
 
 from shardwise.planner.candidate import candidate
 from shardwise.planner.constraints import Constraints, parse_constraints
-from shardwise.planner.mixed.plan import MixedPlan, divided, fits_kinds, parse_mixed, plan_mixed, polished
+from shardwise.planner.mixed.plan import MixedPlan, divided, fits_kinds, plan_mixed, polished
 from shardwise.planner.mixed.space import MixedRequest, MixedSpace
 from shardwise.planner.mixed.step import Arrangement, MixedStep, message_seconds, mixed_step
 from shardwise.planner.search.stages import pieces_of
 from shardwise.report.mixed import mixed_data, mixed_page
 from shardwise.spec import presets
-from shardwise.spec.clusters import MixedCluster, cluster_from
+from shardwise.spec.clusters import MixedCluster, cluster_from, parse_mixed
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -53,16 +53,23 @@ def arrangement(mixed: MixedCluster, order: tuple[int, ...], name: str, batch: i
 
 def placed(own: Arrangement, memory_bytes: float | None = None) -> MixedStep:
     """The arrangement with its layers where the planner puts them."""
-    request = MixedRequest(own.mixed, own.job, memory_bytes=memory_bytes)
+    request = MixedRequest(own.job, memory_bytes=memory_bytes, mixed=own.mixed)
     pieces = {kind: pieces_of(own.joined(kind)) for kind in own.kinds}
     ways = [mixed_step(way) for way in divided(request, own, pieces)]
     return polished(request, min(ways, key=lambda step: step.step_seconds))
 
 
-def small_plan(mixed: MixedCluster, fixed: str = "tp=4,schedule=1f1b,microbatch=1", **more: Any) -> MixedPlan:
+def small_plan(
+    mixed: MixedCluster, fixed: str = "tp=4,schedule=1f1b,microbatch=1", *, alone: bool = False, **more: Any
+) -> MixedPlan:
     constraints = Constraints(parse_constraints(fixed))
-    options = {"alone": False, "constraints": constraints, **more}
-    return plan_mixed(model("llama3.2-1b"), mixed, Training(global_batch=64, seq=4096), **options)
+    options = {"constraints": constraints, **more}
+    return plan_mixed(asked("llama3.2-1b", mixed, Training(global_batch=64, seq=4096), **options), alone=alone)
+
+
+def asked(name: str, mixed: MixedCluster, training: Training, **options: Any) -> MixedRequest:
+    job = Job(model=model(name), cluster=mixed.kinds[0], training=replace(training, global_batch=None))
+    return MixedRequest(job.unchecked(strategy=Strategy(), training=training), mixed=mixed, **options)
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -208,7 +215,7 @@ def test_no_division_is_better(batch: int) -> None:
         own = arrangement(mixed, order, "llama3.2-1b", batch, tp=4, pp=4)
         own = replace(own, job=own.job.unchecked(model=replace(own.job.model, layers=10, published_parameters=None)))
         found.append(placed(own).step_seconds)
-        request = MixedRequest(mixed, own.job)
+        request = MixedRequest(own.job, mixed=mixed)
         for cuts in combinations(range(1, 12), 3):
             counts = [end - start for start, end in zip((0, *cuts), (*cuts, 12))]
             counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
@@ -273,7 +280,7 @@ def test_a_model_that_no_kind_holds_alone(capsys: pytest.CaptureFixture[str]) ->
         parse_constraints("tp=8,schedule=1f1b,microbatch=1,zero=0..1,recompute=none,offload=none")
     )
     training = Training(global_batch=16, seq=2048)
-    found = plan_mixed(model("llama3-8b"), mixed_of(*kinds), training, constraints=constraints)
+    found = plan_mixed(asked("llama3-8b", mixed_of(*kinds), training, constraints=constraints))
     assert found.alone == (None, None)
     assert found.gain is None
     mixed_page(found).print()
@@ -303,4 +310,4 @@ def test_what_cannot_be_planned_says_why(change: dict[str, Any], message: str) -
 
 def test_a_batch_is_needed() -> None:
     with pytest.raises(SpecError, match="global_batch: is missing"):
-        plan_mixed(model("llama3.2-1b"), mixed_of("dgx-h100", "dgx-a100"), Training(seq=4096))
+        asked("llama3.2-1b", mixed_of("dgx-h100", "dgx-a100"), Training(seq=4096))

@@ -49,15 +49,12 @@ def score_all_reduces(
     scored = []
     for number, row in enumerate(read_table(path, COLUMNS, "collectives"), start=1):
         try:
-            if _is_all_reduce(row) and row.needed("size_bytes") >= smallest_bytes:
+            kind = re.sub(r"[^a-z]", "", row.text("collective").lower())
+            if kind == "allreduce" and row.needed("size_bytes") >= smallest_bytes:
                 scored.append(_scored(row, described))
         except SpecError as error:
             raise error.under(f"row {number}") from None
     return scored
-
-
-def _is_all_reduce(row: TableRow) -> bool:
-    return re.sub(r"[^a-z]", "", row.text("collective").lower()) == "allreduce"
 
 
 def _scored(row: TableRow, described: Callable[[str], Cluster]) -> ScoredRow:

@@ -7,6 +7,7 @@ other. What breaks a rule, or does not fit in the device's memory, cannot have b
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,10 +51,6 @@ def _each(column: str, *values: object) -> list[Cells]:
     return [{column: str(value)} for value in values]
 
 
-def _sequence_parallel(run: PublishedRun) -> list[Cells]:
-    return _each("sp", 0, 1) if run.job.strategy.tp > 1 else []
-
-
 def _microbatch(run: PublishedRun) -> list[Cells]:
     share = run.job.sequences // run.job.strategy.data_parallel
     return [{"mbs": str(size), "microbatches": ""} for size in divisors(share)]
@@ -84,20 +81,12 @@ def _sequence(run: PublishedRun) -> list[Cells]:
     return [] if seq > _LONGEST_USUAL_SEQUENCE else _each("seq", seq // 2, seq, 2 * seq)
 
 
-def _zero(run: PublishedRun) -> list[Cells]:
-    return _each("zero", 0, 1) if run.job.strategy.data_parallel > 1 and run.job.strategy.zero < 2 else []
-
-
-def _context_method(run: PublishedRun) -> list[Cells]:
-    return _each("notes", "CP=ring", "CP=all-gather", "CP=all-to-all") if run.job.strategy.cp > 1 else []
-
-
 FIELDS = (
     Field(
         ("sp", "sequence-parallel"),
         "on, off",
         "one flag beside tensor parallelism, on in every framework's advice",
-        _sequence_parallel,
+        lambda run: _each("sp", 0, 1) if run.job.strategy.tp > 1 else [],
     ),
     Field(
         ("recompute", "checkpointing"),
@@ -129,14 +118,24 @@ FIELDS = (
         "powers of two; above 8192 a length is what a table is about, so printed",
         _sequence,
     ),
-    Field(("zero",), "0, 1", "a flag beside data parallelism; ZeRO-3 is always printed", _zero),
+    Field(
+        ("zero",),
+        "0, 1",
+        "a flag beside data parallelism; ZeRO-3 is always printed",
+        lambda run: _each("zero", 0, 1) if run.job.strategy.data_parallel > 1 and run.job.strategy.zero < 2 else [],
+    ),
     Field(
         ("vocab", "vocabulary"),
         "32k, 50k",
         "SentencePiece's and GPT-2's usual sizes; also where the cell is empty",
         lambda run: _each("vocab", 32_000, 50_304),
     ),
-    Field(("cp",), "ring, all-gather, all-to-all", "the three ways that frameworks have", _context_method),
+    Field(
+        ("cp",),
+        "ring, all-gather, all-to-all",
+        "the three ways that frameworks have",
+        lambda run: _each("notes", "CP=ring", "CP=all-gather", "CP=all-to-all") if run.job.strategy.cp > 1 else [],
+    ),
 )
 
 
@@ -181,16 +180,9 @@ def _alternatives(run: PublishedRun, fields: Sequence[Field]) -> Iterator[Publis
 def _bounded(choices: list[list[Cells]]) -> list[list[Cells]]:
     """The choices with the longest thinned, their ends kept, until their product is small enough to price."""
     choices = [list(own) for own in choices]
-    while _product(choices) > _MOST_COMBINATIONS:
+    while math.prod(map(len, choices)) > _MOST_COMBINATIONS:
         longest = max(choices, key=len)
         if len(longest) <= 2:
             break
         del longest[len(longest) // 2]
     return choices
-
-
-def _product(choices: list[list[Cells]]) -> int:
-    total = 1
-    for own in choices:
-        total *= len(own)
-    return total

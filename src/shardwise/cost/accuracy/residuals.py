@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -110,18 +111,9 @@ def _runs(one: Residuals) -> str:
 def residuals() -> dict[tuple[str, str, str], Residuals]:
     """Every line of the table, by what, of and kind."""
     with FILE.open(newline="", encoding="utf-8") as file:
-        return {(row["what"], row["of"], row["kind"]): _read(row) for row in csv.DictReader(file)}
+        return {(row["what"], row["of"], row["kind"]): _read(**row) for row in csv.DictReader(file)}
 
 
-def _read(row: dict[str, str]) -> Residuals:
-    return Residuals(
-        row["what"],
-        row["of"],
-        row["kind"],
-        int(row["rows"]),
-        int(row["models"]),
-        float(row["mape"]),
-        float(row["bias"]),
-        float(row["left_out_mape"]) if row["left_out_mape"] else None,
-        float(row["band"]),
-    )
+def _read(what: str, of: str, kind: str, rows: str, models: str, **errors: str) -> Residuals:
+    read: dict[str, Any] = {name: float(error) if error else None for name, error in errors.items()}
+    return Residuals(what, of, kind, int(rows), int(models), **read)

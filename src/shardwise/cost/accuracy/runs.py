@@ -10,8 +10,9 @@ from typing import Any
 from shardwise.cost.accuracy import vocabulary
 from shardwise.cost.accuracy.sources import SET_ASIDE, Source, source_of
 from shardwise.cost.accuracy.table import TableRow, read_table
-from shardwise.cost.accuracy.vocabulary import counted, machine, machine_name
+from shardwise.cost.accuracy.vocabulary import counted, cut, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -151,7 +152,7 @@ def _job(row: TableRow, source: Source) -> Job:
     return Job.from_dict(
         {
             "model": _model(row, source),
-            "cluster": machine(source.machines.get(name, name), devices, node_devices),
+            "cluster": cut(cluster_from(source.machines.get(name, name)), devices, node_devices),
             "strategy": _strategy(row, source, stack),
             "training": training,
             "stack": stack,

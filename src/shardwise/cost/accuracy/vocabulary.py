@@ -7,31 +7,35 @@ for an empty cell.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.schedules import job_schedules
 
 
+def _first(named: Sequence[tuple[str, str]], text: str) -> str | None:
+    """What the first pattern that is found in ``text`` stands for."""
+    return next((name for name, pattern in named if re.search(pattern, text)), None)
+
+
+_PRECISIONS = (
+    ("nvfp4", "fp4"),
+    ("mxfp8", r"mx-?fp8|fp8-?mx|\bmx"),
+    ("fp8", "fp8|float8|e4m3"),
+    ("fp32", "^(tf|fp|float)32"),
+    ("fp16", "^((fp|float)16|half)"),
+    ("bf16", "(bf16|16-bit) grad"),
+    ("bf16-fp32-grads", "(fp|float)32 grad"),
+)
+
+
 def precision(text: str, fp32_gradients: bool) -> str:
     """The recipe that a cell names; ``fp32_gradients`` is what 16-bit training accumulates in unless it says."""
-    words = text.lower().replace("_", "-")
-    if "fp4" in words:
-        return "nvfp4"
-    if re.search(r"mx-?fp8|fp8-?mx|\bmx", words):
-        return "mxfp8"
-    if re.search(r"fp8|float8|e4m3", words):
-        return "fp8"
-    if re.match(r"(tf|fp|float)32", words):
-        return "fp32"
-    if re.match(r"(fp|float)16|half", words):
-        return "fp16"
-    if re.search(r"(bf16|16-bit) grad", words):
-        return "bf16"
-    return "bf16-fp32-grads" if fp32_gradients or re.search(r"(fp|float)32 grad", words) else "bf16"
+    usual = "bf16-fp32-grads" if fp32_gradients else "bf16"
+    return _first(_PRECISIONS, text.lower().replace("_", "-")) or usual
 
 
 _UNSAID = re.compile(r"(unknown|see |n/?a\b|not |\?|-|$)")
@@ -100,6 +104,14 @@ def context_method(text: str) -> str | None:
     return "all-gather" if re.match(r"all-?gather", words) else methods.get(words[:1])
 
 
+_CONVENTIONS = (
+    ("causal", "causal|halve|half"),
+    ("full-attention", r"(72|96) ?\*?bl|full.?attention|non-?causal"),
+    ("6nd", r"6 ?\*? ?n ?\*? ?d\b"),
+    ("palm", "palm"),
+)
+
+
 @dataclass(frozen=True)
 class Counted:
     """What a TFLOP/s or MFU figure counts: the convention, whether recomputed FLOPs are in it, and over which peak."""
@@ -112,20 +124,11 @@ class Counted:
 def counted(text: str) -> Counted:
     """What the row's own flops_convention says; a formula for hardware FLOPs beside one for model FLOPs is not it."""
     words = ";".join(part for part in text.lower().split(";") if not part.strip().startswith("hfu"))
-    convention = None
-    if re.search(r"causal|halve|half", words):
-        convention = "causal"
-    elif re.search(r"(72|96) ?\*?bl|full.?attention|non-?causal", words):
-        convention = "full-attention"
-    elif re.search(r"6 ?\*? ?n ?\*? ?d\b", words):
-        convention = "6nd"
-    elif "palm" in words:
-        convention = "palm"
     # 96·B·L·s·h² is Narayanan et al. 2021 (arXiv 2104.04473) eq. 3: four passes, one of them recomputed.
     recomputed = bool(re.search(r"96 ?\*?bl|hardware|hfu|(with|incl\w*|plus|\+) (the )?recomput", words))
     peak = re.search(r"(\d+(?:\.\d+)?) ?tf|/ ?(\d+(?:\.\d+)?e1[2-6])", words)
     value = None if peak is None else float(peak[1]) * 1e12 if peak[1] else float(peak[2])
-    return Counted(convention, recomputed, value)
+    return Counted(_first(_CONVENTIONS, words), recomputed, value)
 
 
 # The first match decides, so specific names come before general ones.
@@ -164,12 +167,8 @@ def machine_name(text: str, column: str) -> str:
     raise SpecError(column, f"{shown(text)} is unknown", f"known are {KNOWN}")
 
 
-def machine(name: str, devices: int, node_devices: int | None = None) -> Cluster:
-    """``devices`` of a cluster of the catalogue, ``node_devices`` of them in use on each node."""
-    return cut(cluster_from(name), devices, node_devices)
-
-
 def cut(cluster: Cluster, devices: int, node_devices: int | None = None) -> Cluster:
+    """``devices`` of a cluster, ``node_devices`` of them in use on each node."""
     width = cluster.levels[0].width
     # A rack of 72 is one NVLink domain, whatever number of its trays of 4 a table calls a node. Jobs that are no
     # multiple of 72 take the same share of every rack (NVIDIA's recipes: 64 of 72).

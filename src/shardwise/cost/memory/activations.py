@@ -57,7 +57,6 @@ class SavedTensor:
 
     @property
     def name(self) -> str:
-        """For people."""
         return self.share.value + self.role.value
 
 
@@ -92,10 +91,11 @@ def _sizes(job: Job) -> _Sizes:
 def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
     """Every tensor that one layer saves when nothing is recomputed."""
     sizes, model = _sizes(job), job.model
+    wide = sizes.full_tokens * model.ffn / sizes.tensor
     tensors = [
         *_norm_and_linear_inputs(model, sizes),
         *_attention_tensors(job, sizes),
-        *(_expert_tensors(job, sizes) if moe and model.moe else _dense_mlp_tensors(model, sizes, model.ffn)),
+        *(_expert_tensors(job, sizes) if moe and model.moe else _mlp_tensors(model, sizes, wide)),
     ]
     if job.training.dropout:
         blocks = 1 if model.parallel_block else 2
@@ -177,10 +177,6 @@ def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, share: Share = Share.
     return tensors
 
 
-def _dense_mlp_tensors(model: Model, sizes: _Sizes, width: int) -> list[SavedTensor]:
-    return _mlp_tensors(model, sizes, sizes.full_tokens * width / sizes.tensor)
-
-
 def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     """Router, dispatched tokens and expert MLPs, with balanced load."""
     model, moe = job.model, job.model.moe
@@ -198,7 +194,7 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     if job.stack.expert_outputs == "kept":
         tensors.append(SavedTensor(SavedRole.EXPERT_OUTPUTS, routed * model.hidden * sizes.element))
     if moe.shared_ffn:
-        tensors += _dense_mlp_tensors(model, sizes, moe.shared_ffn)
+        tensors += _mlp_tensors(model, sizes, sizes.full_tokens * moe.shared_ffn / sizes.tensor)
     return tensors
 
 

@@ -7,6 +7,7 @@ holds around them, where that is reported instead of what tensors take.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from shardwise.cost.compute.operators import (
     blend,
@@ -49,17 +50,7 @@ class DeviceMemory:
     allowance: float
     host: float
 
-    PARTS = (
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "recomputed",
-        "gathered",
-        "communication",
-        "temporary",
-        "allowance",
-    )
+    PARTS: ClassVar[tuple[str, ...]]  # those of the sum
 
     @property
     def states(self) -> float:
@@ -75,6 +66,9 @@ class DeviceMemory:
     def to_dict(self) -> dict[str, float]:
         parts = {f"{f.name}_bytes": getattr(self, f.name) for f in fields(self) if f.name != "pipeline_rank"}
         return {"pipeline_rank": self.pipeline_rank, **parts, "total_bytes": self.total}
+
+
+DeviceMemory.PARTS = tuple(one.name for one in fields(DeviceMemory) if one.name not in ("pipeline_rank", "host"))
 
 
 def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
@@ -134,7 +128,6 @@ def _passes(job: Job, contents: RankContents, transient: dict[Moment, float]) ->
 
 
 def offloaded_activations(job: Job, contents: RankContents) -> OffloadedActivations:
-    """The activations of a rank that offload moves."""
     passes = _passes(job, contents, dict.fromkeys(moments_of(job.stack), 0.0))
     return OffloadedActivations(passes.saved, passes.in_flight, contents.layers)
 

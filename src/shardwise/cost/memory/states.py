@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 from shardwise.collectives.arrays import select
@@ -88,13 +89,7 @@ class StateBytes:
         return float(self.total)
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.offloaded + other.offloaded,
-            self.stored + other.stored,
-        )
+        return StateBytes(*map(add, vars(self).values(), vars(other).values()))
 
 
 def state_bytes(
@@ -142,23 +137,11 @@ def state_bytes(
 
 def rank_state_bytes(contents: RankContents, sharding: Sharding, precision: str | Recipe, optimizer: str) -> StateBytes:
     """States of one device of a pipeline rank: dense parts and experts have different sharding groups."""
-
-    def part(matrices: Any, others: Any, shards: Any) -> StateBytes:
-        return state_bytes(
-            matrices,
-            others,
-            precision=precision,
-            optimizer=optimizer,
-            zero=sharding.zero,
-            shards=shards,
-            gradients_sharded=sharding.gradients_sharded,
-            offload=sharding.offload,
-            sums_once=sharding.sums_once,
-        )
-
-    dense = part(contents.layer_matrices, contents.others, sharding.shards)
-    kept = StateBytes(0.0, 0.0, sharding.kept_bytes * contents.total)
-    return dense + part(contents.experts, 0.0, sharding.expert_shards) + kept
+    shared: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
+    shared |= {name: getattr(sharding, name) for name in ("zero", "gradients_sharded", "offload", "sums_once")}
+    dense = state_bytes(contents.layer_matrices, contents.others, shards=sharding.shards, **shared)
+    experts = state_bytes(contents.experts, shards=sharding.expert_shards, **shared)
+    return dense + experts + StateBytes(0.0, 0.0, sharding.kept_bytes * contents.total)
 
 
 def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:

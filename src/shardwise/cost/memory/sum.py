@@ -175,17 +175,13 @@ class Absent(NamedTuple):
         return self.left_over + self.reduced + self.not_yet
 
 
-def _as_it_is(figure: Any) -> Any:
-    return figure
-
-
 @dataclass(frozen=True)
 class MomentMemory:
     """A device at one moment; ``spread`` expands held figures, one per block of a sweep, to the columns of passes."""
 
     held: HeldMemory
     passes: PassMemory
-    spread: Callable[[Any], Any] = _as_it_is
+    spread: Callable[[Any], Any] = lambda figure: figure
 
     @property
     def moment(self) -> Moment:

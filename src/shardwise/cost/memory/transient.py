@@ -198,7 +198,8 @@ def divided_units(contents: RankContents, sharding: Sharding, *, tied: bool) -> 
     layers = contents.layer_matrices * dense + contents.experts * experts
     ends = contents.others * dense
     both_ends = contents.has_embedding * contents.has_head * (not tied)
-    return units(layers, contents.layers, ends, contents.has_embedding, both_ends)
+    layer, end = layers / maximum(1, contents.layers), ends / select(both_ends, 2, 1)
+    return Units(layers, layer, ends, end, contents.has_embedding)
 
 
 class Units(NamedTuple):
@@ -209,10 +210,6 @@ class Units(NamedTuple):
     ends: Any
     end: Any
     has_embedding: Any
-
-
-def units(layers: Any, number: Any, ends: Any, has_embedding: Any, both_ends: Any) -> Units:
-    return Units(layers, layers / maximum(1, number), ends, ends / select(both_ends, 2, 1), has_embedding)
 
 
 def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:

@@ -25,7 +25,7 @@ def step_parts(step: SimulatedStep) -> dict[str, float]:
     Microbatches are those of the busiest pipeline rank; work done once per step is that of the rank which takes longest
     for it. ``pp`` is what the pipeline would save if messages took no time.
     """
-    prediction, job = step.prediction, step.prediction.job
+    prediction, job = step.prediction, step.job
     stages = busiest_stages(prediction)
     parts = _mean([_compute(job, stage) for stage in stages])
     parts |= {name: sum(one.added_seconds for one in traffics_of(step, name)) for name in COMMUNICATION}
@@ -98,12 +98,8 @@ def _of_stages(stages: Sequence[RankPrediction], dimension: str) -> list[Traffic
 def _shared(members: Sequence[Traffic], stages: int) -> Traffic:
     if stages == 1:
         return members[0]
-    return replace(
-        members[0],
-        count=sum(one.count for one in members) / stages,
-        exposed_seconds=sum(one.exposed_seconds for one in members) / stages,
-        under_compute_seconds=sum(one.under_compute_seconds for one in members) / stages,
-    )
+    names = ("count", "exposed_seconds", "under_compute_seconds")
+    return replace(members[0], **{name: sum(getattr(one, name) for one in members) / stages for name in names})
 
 
 def grouped(parts: Mapping[str, float], groups: Mapping[str, tuple[str, ...]]) -> dict[str, float]:

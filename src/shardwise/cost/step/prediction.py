@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.collectives.arrays import select
-from shardwise.cost.compute.flops import flops_per_token
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.states import sharding_of
 from shardwise.cost.step.stage_time import StageSeconds, optimizer_seconds, stage_seconds
@@ -91,18 +90,6 @@ class RankPrediction:
         return passes_with_exposed(self.compute, transfers, hidden, self.microbatches)
 
     @property
-    def forward(self) -> float:
-        return float(self.passes.forward)
-
-    @property
-    def input_gradient(self) -> float:
-        return float(self.passes.input_gradient)
-
-    @property
-    def weight_gradient(self) -> float:
-        return float(self.passes.weight_gradient)
-
-    @property
     def once_seconds(self) -> float:
         """Communication once after the last microbatch: gradients that both ends or all tensor ranks hold."""
         return sum(traffic.exposed_seconds for traffic in self.traffics if traffic.once)
@@ -163,18 +150,6 @@ class Prediction:
     @property
     def step_seconds(self) -> float:
         return self.pipeline_seconds + self.tail_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.job.tokens_per_step / self.step_seconds
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation, causal attention counted once, recomputed FLOPs not counted."""
-        device = self.job.cluster.device
-        peak = self.job.cluster.devices * device.peak_flops(self.job.training.recipe.compute)
-        flops = flops_per_token(self.job.model, self.job.training.seq) * self.job.tokens_per_step
-        return flops / (self.step_seconds * peak)
 
 
 def predict(job: Job) -> Prediction:

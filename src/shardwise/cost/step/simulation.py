@@ -29,31 +29,35 @@ class SimulatedStep:
     is_closed_form: bool = False
 
     @property
+    def job(self) -> Job:
+        return self.prediction.job
+
+    @property
     def step_seconds(self) -> float:
         return self.pipeline_seconds + self.prediction.tail_seconds
 
     @property
     def bubble_seconds(self) -> float:
         """Beyond the work of the slowest rank; negative where DualPipe divides that stage's work between two ranks."""
-        return self.pipeline_seconds - self.prediction.job.microbatches * self.prediction.slowest.microbatch_seconds
+        return self.pipeline_seconds - self.job.microbatches * self.prediction.slowest.microbatch_seconds
 
     @cached_property
     def message_seconds(self) -> float:
         """Seconds that the pipeline would save if messages between its stages took no time."""
         if self.is_closed_form:
             return self.prediction.bubble_seconds - self.prediction.bubble_with(0.0)
-        if self.prediction.job.strategy.pp == 1:
+        if self.job.strategy.pp == 1:
             return 0.0
         return max(0.0, self.pipeline_seconds - _pipeline(self.prediction, 0.0)[0])
 
     @property
     def tokens_per_second(self) -> float:
-        return self.prediction.job.tokens_per_step / self.step_seconds
+        return self.job.tokens_per_step / self.step_seconds
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation, causal attention counted once, recomputed FLOPs not counted."""
-        job = self.prediction.job
+        job = self.job
         peak = job.cluster.devices * job.cluster.device.peak_flops(job.training.recipe.compute)
         return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / peak
 
@@ -102,7 +106,7 @@ def pipeline_times(prediction: Prediction) -> StageTimes:
     job = prediction.job
     if job.strategy.pp == 1:
         rank = prediction.slowest
-        return stage_times([rank.forward], [rank.input_gradient], [rank.weight_gradient])
+        return stage_times(*([seconds] for seconds in rank.passes.passes))
     passes = [(0.0, 0.0, 0.0)] * job.strategy.stages
     for number, rank in enumerate(rank_predictions(prediction)):
         stages = stages_of_rank(job, number)
@@ -128,16 +132,14 @@ def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -
     In proportion to the computation of each stage: its layers, its head, its call. Exposed communication is known only
     for the whole rank and is divided in the same way.
     """
-    whole = (rank.forward, rank.input_gradient, rank.weight_gradient)
+    whole = rank.passes.passes
     if len(stages) == 1:
         return [whole]
     alone = [part_seconds(job, stage_contents(job, stage)) for stage in stages]
     call = job.cluster.device.efficiency.stage_call_seconds
     columns = zip(*((one.forward + call, one.input_gradient + call, one.weight_gradient) for one in alone))
-    parts = [_in_proportion(seconds, column) for seconds, column in zip(whole, columns)]
+    parts = []
+    for seconds, column in zip(whole, columns):
+        total = sum(column)
+        parts.append([seconds * weight / total if total else seconds / len(column) for weight in column])
     return list(zip(*parts))
-
-
-def _in_proportion(total: float, weights: tuple[float, ...]) -> list[float]:
-    whole = sum(weights)
-    return [total * weight / whole if whole else total / len(weights) for weight in weights]

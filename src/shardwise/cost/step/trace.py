@@ -51,7 +51,9 @@ def step_trace(job: Job) -> dict[str, Any]:
     step = job.strategy.pp  # the process after those of the ranks
     events = [*_named(step, "step", -1, {0: "step"}), _event(step, 0, _Slice(_COMPUTE, "step", 0.0, seconds))]
     passes = _pass_events(timeline)
-    for number in _shown_ranks(job.strategy.pp):
+    pp = job.strategy.pp
+    # All of them; if they are very many, the ends and the middle.
+    for number in range(pp) if pp <= _MOST_RANKS else (0, 1, pp // 2, pp - 2, pp - 1):
         slices = [
             *_inside_passes(timeline, number, ranks, times),
             *_messages(timeline, number, prediction.slowest.message_seconds),
@@ -62,11 +64,6 @@ def step_trace(job: Job) -> dict[str, Any]:
     tokens = job.tokens_per_step / seconds
     data = {"model": job.model.name, "cluster": job.cluster.name, "step_seconds": seconds, "tokens_per_second": tokens}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": data}
-
-
-def _shown_ranks(ranks: int) -> tuple[int, ...]:
-    """All of them; if they are very many, the ends and the middle."""
-    return tuple(range(ranks)) if ranks <= _MOST_RANKS else (0, 1, ranks // 2, ranks - 2, ranks - 1)
 
 
 def _pass_events(timeline: Timeline) -> list[list[dict[str, Any]]]:
@@ -103,8 +100,8 @@ def _inside_passes(timeline: Timeline, number: int, ranks: list[RankPrediction],
 def _pass_of(action: Action, rank: RankPrediction, times: StageTimes) -> tuple[Pass, float]:
     """The pass that an action belongs to, and its stage's share of the rank's."""
     if action.kind is ActionKind.F:
-        return "forward", times.forward[action.stage] / rank.forward
-    return "backward", times.input_grad[action.stage] / rank.input_gradient
+        return "forward", times.forward[action.stage] / rank.passes.forward
+    return "backward", times.input_grad[action.stage] / rank.passes.input_gradient
 
 
 def _in_layers(rank: RankPrediction, which: Pass) -> dict[str, tuple[float, float]]:

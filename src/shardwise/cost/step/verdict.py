@@ -5,7 +5,7 @@ Less communication between data-parallel ranks is only a hint, since it changes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -97,18 +97,16 @@ class Change:
 def best_change(analysis: Analysis) -> Change | None:
     """The single change that shortens the predicted step most, if by enough; it fits no less well than the job."""
     allowed = ("fits",) if analysis.fit == "fits" else ("fits", "tight")
-    found = _quickest(analysis.job, allowed)
+    found = fitting_change(analysis.job, allowed)
     limit = (1 - WORTH_A_CHANGE) * analysis.predicted_seconds / analysis.job.tokens_per_step
     return found if found is not None and found.seconds_per_token < limit else None
 
 
-def fitting_change(job: Job) -> Change | None:
-    """The fastest single change with which a job that does not fit would fit, with the usual margin."""
-    return _quickest(job, ("fits",))
+def fitting_change(job: Job, allowed: tuple[str, ...] = ("fits",)) -> Change | None:
+    """The fastest single change with which a job fits, with the usual margin unless ``allowed`` says otherwise.
 
-
-def _quickest(job: Job, allowed: tuple[str, ...]) -> Change | None:
-    """The fastest change that the engine also runs: it must not add anything unsupported to the job."""
+    The engine also runs it: it must not add anything unsupported to the job.
+    """
     found = []
     for other in neighbours(job):
         try:
@@ -189,19 +187,11 @@ _TRIED = ((Compression(method="int8"), Synchronise()), (Compression(), Synchroni
 
 
 @dataclass(frozen=True)
-class FasterJob:
-    """A job that communicates less, and how many times faster its step is."""
-
-    job: Job
-    speedup: float
-
-
-@dataclass(frozen=True)
 class SendingLess:
-    """The share of the step that waits for data-parallel ranks, and what would shorten it."""
+    """The share of the step that waits for data-parallel ranks; and jobs that communicate less, with their speedups."""
 
     waiting_share: float
-    options: tuple[FasterJob, ...]
+    speedups: Mapping[Job, float]
 
 
 def sending_less(job: Job) -> SendingLess | None:
@@ -210,7 +200,7 @@ def sending_less(job: Job) -> SendingLess | None:
     waiting = max(rank.exposed("dp") for rank in step.ranks) / step.step_seconds
     if waiting < WORTH_A_WORD or strategy.compression.is_used or not strategy.synchronise.every_step:
         return None
-    found = []
+    found = {}
     for compression, synchronise in _TRIED:
         try:
             other = job.with_strategy(
@@ -221,5 +211,5 @@ def sending_less(job: Job) -> SendingLess | None:
         fits = fit_of(other) == "fits"
         speedup = step.step_seconds / predict(other).step_seconds
         if fits and verdict(other).status == "runs" and speedup > WORTH_A_CHANGE_OF_TRAINING:
-            found.append(FasterJob(other, speedup))
-    return SendingLess(waiting, tuple(found)) if found else None
+            found[other] = speedup
+    return SendingLess(waiting, found) if found else None

@@ -53,17 +53,6 @@ class ShardChoice:
 
 
 @dataclass(frozen=True)
-class GroupPlaces:
-    """Which ranks the groups of each dimension inside a pipeline hold."""
-
-    tensor: tuple[RankRun, ...]
-    context: tuple[RankRun, ...]
-    pipeline: tuple[RankRun, ...]
-    expert: tuple[RankRun, ...]
-    expert_tensor: tuple[RankRun, ...]
-
-
-@dataclass(frozen=True)
 class Group:
     """``base`` has the degrees, the rank order, and the overlap and dispatch of all strategies here.
 
@@ -91,18 +80,12 @@ class Group:
         return len(self.ranks) * len(self.layers) * len(self.schedules) * len(self.recomputes)
 
     @cached_property
-    def places(self) -> GroupPlaces:
-        base = self.base
-        return GroupPlaces(
-            group_runs(base, ("tp",)),
-            group_runs(base, ("cp",)),
-            group_runs(base, ("pp",)),
-            expert_runs(base),
-            expert_tensor_runs(base),
-        )
+    def places(self) -> dict[str, tuple[RankRun, ...]]:
+        """Which ranks the groups of each dimension inside a pipeline hold."""
+        dense = {name: group_runs(self.base, (name,)) for name in ("tp", "cp", "pp")}
+        return {**dense, "ep": expert_runs(self.base), "expert_tp": expert_tensor_runs(self.base)}
 
     def strategy(self, row: dict[str, Any], column: ShardChoice, offload: Offload) -> Strategy:
-        """The strategy of one cell of the table."""
         return replace(self.base, **row, **vars(column), offload=offload)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 Piece = TypeVar("Piece")
+Probes = Callable[[str], Job]
 MODES = ("none", "selective", "full")
 # The kinds of layer that a rank may have: dense, mixture of experts.
 KINDS: tuple[tuple[bool, ...], ...] = ((), (False,), (True,), (False, True))
@@ -46,19 +48,16 @@ PROBES = (
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED = range(6)
 
 
-class Probes:
+def probes(job: Job, base: Strategy, layer: LayerChoice) -> Probes:
     """The job of one microbatch with a layer choice, under each recompute mode; created on first use."""
 
-    def __init__(self, job: Job, base: Strategy, layer: LayerChoice) -> None:
-        self.job, self._base, self._layer = job, base, layer
-        self._made: dict[str, Job] = {}
+    @cache
+    def probe(mode: str) -> Job:
+        strategy = base.unchecked(**vars(layer), recompute=mode, stage_layers="balanced")
+        training = job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
+        return job.unchecked(strategy=strategy, training=training)
 
-    def __getitem__(self, mode: str) -> Job:
-        if mode not in self._made:
-            strategy = self._base.unchecked(**vars(self._layer), recompute=mode, stage_layers="balanced")
-            training = self.job.training.unchecked(global_batch=strategy.data_parallel * strategy.microbatch)
-            self._made[mode] = self.job.unchecked(strategy=strategy, training=training)
-        return self._made[mode]
+    return probe
 
 
 def probed_seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
@@ -134,8 +133,8 @@ class PartBook:
 
     def parts(self, group: Group, layer: LayerChoice) -> Parts:
         base, places = group.base, group.places
-        key = (base.tp, base.cp, base.ep, base.expert_tp, base.pp > 1, base.overlap.ep, layer, places.tensor,
-               places.context, places.expert, places.expert_tensor)  # fmt: skip
+        key = (base.tp, base.cp, base.ep, base.expert_tp, base.pp > 1, base.overlap.ep, layer, places["tp"],
+               places["cp"], places["ep"], places["expert_tp"])  # fmt: skip
         found = self._parts.get(key)
         if found is None:
             found = self._parts[key] = self._priced(group, layer)
@@ -168,31 +167,31 @@ class PartBook:
         tokens = layer.microbatch * self.job.training.seq / base.cp
 
         def price() -> float:
-            traffic = message_traffic(Probes(self.job, base, layer)["none"], sent_forward(Role.ACTIVATIONS))
+            traffic = message_traffic(probes(self.job, base, layer)("none"), sent_forward(Role.ACTIVATIONS))
             assert traffic is not None
             return float(traffic.cost.seconds)
 
-        key = (tokens, base.tp, layer.sequence_parallel, group.places.tensor, group.places.pipeline)
+        key = (tokens, base.tp, layer.sequence_parallel, group.places["tp"], group.places["pp"])
         return self._piece("message", key, price)
 
     def once_seconds(self, group: Group, contents: RankContents, sequence_parallel: bool) -> float:
         """Communication of such a rank after the last microbatch, without data parallelism and tied embeddings."""
         base, places = group.base, group.places
         ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding)
-        jobs = Probes(self.job, base, LayerChoice(sequence_parallel, "ring", 1))
+        jobs = probes(self.job, base, LayerChoice(sequence_parallel, "ring", 1))
 
         def price() -> float:
-            return sum(traffic.seconds for traffic in replicated_gradient_traffic(jobs["none"], contents))
+            return sum(traffic.seconds for traffic in replicated_gradient_traffic(jobs("none"), contents))
 
-        return self._piece("unsplit", (base.tp, sequence_parallel, ends, places.tensor), price)
+        return self._piece("unsplit", (base.tp, sequence_parallel, ends, places["tp"]), price)
 
     def tied_seconds(self, group: Group, contents: RankContents, sharding: Sharding) -> list[float]:
         """Exchange of such a rank with the other end of the pipeline, for every column of ``sharding``."""
         base, ends = group.base, (contents.has_embedding, contents.has_head)
-        job = Probes(self.job, base, LayerChoice(True, "ring", 1))["none"]
+        job = probes(self.job, base, LayerChoice(True, "ring", 1))("none")
 
         def price(size: float) -> float:
-            key = (base.tp, ends, group.places.pipeline, base.schedule, size)
+            key = (base.tp, ends, group.places["pp"], base.schedule, size)
             return self._piece("tied", key, lambda: sum(one.seconds for one in tied_traffic(job, contents, size)))
 
         return [price(tied_bytes(job, shards)) for shards in sharding.shards.tolist()]
@@ -202,7 +201,7 @@ class PartBook:
         import numpy as np
 
         base, places = group.base, group.places
-        jobs = Probes(self.job, base, layer)
+        jobs = probes(self.job, base, layer)
         tokens = layer.microbatch * self.job.training.seq / base.cp
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
         method = layer.context_method if base.cp > 1 else ""
@@ -213,19 +212,19 @@ class PartBook:
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         saved = self._piece("saved", (*common, base.cp, method), lambda: self._figures(jobs, 1, probed_saved_bytes))
         lines: dict[LineKey, PartLine] = {}
-        tensor = (*common, exchanged, base.ep == 1, places.tensor, places.expert_tensor)
+        tensor = (*common, exchanged, base.ep == 1, places["tp"], places["expert_tp"])
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
         if base.cp > 1:
-            context = (tokens, base.tp, base.cp, layer.context_method, places.context)
+            context = (tokens, base.tp, base.cp, layer.context_method, places["cp"])
             lines |= self._piece("cp", context, lambda: self._lines(jobs, context_traffic))
         if base.ep > 1:
-            expert = (*common, base.ep, base.overlap.ep, places.expert)
+            expert = (*common, base.ep, base.overlap.ep, places["ep"])
             lines |= self._piece("ep", expert, lambda: self._lines(jobs, expert_traffic))
         buffers = self._piece(
             "buffers",
             (*common, base.cp, base.ep, base.pp > 1, method),
             lambda: {
-                (moment, kinds, has_head): sum(transient_bytes(jobs["none"], kinds, moment, has_head=has_head))
+                (moment, kinds, has_head): sum(transient_bytes(jobs("none"), kinds, moment, has_head=has_head))
                 for moment in moments_of(self.job.stack)
                 for kinds in KINDS
                 for has_head in (False, True)
@@ -245,10 +244,10 @@ class PartBook:
             if probe.moe_layers and self.job.model.moe is None:
                 continue
             if not probe.layers:
-                yield part, slice(None), jobs["none"], probe
+                yield part, slice(None), jobs("none"), probe
                 continue
             for number, mode in enumerate(MODES):
-                yield part, number, jobs[mode], probe
+                yield part, number, jobs(mode), probe
 
     def _figures(self, jobs: Probes, width: int, of: Callable[[Job, RankContents], tuple[float, ...]]) -> Array:
         """Part × mode × the ``width`` figures that ``of`` gives."""

@@ -83,7 +83,6 @@ class RowTable:
         return part
 
     def row(self, group: Group, number: int) -> dict[str, Any]:
-        """What a row sets in a strategy."""
         layer, schedule, recompute = self.index[:, number].tolist()
         return {**vars(group.layers[layer]), **vars(group.schedules[schedule]), **vars(group.recomputes[recompute])}
 

@@ -29,21 +29,8 @@ from shardwise.spec.schedules import schedule_record
 from shardwise.spec.strategy import Strategy
 
 
-class ThinElements(NamedTuple):
+def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, float]]) -> tuple[float, float]:
     """Elements of the first sum (left factors, and what is no matrix) and of the second (right factors)."""
-
-    first: float
-    second: float
-
-
-def thin_elements(model: Model, strategy: Strategy, contents: RankContents) -> tuple[ThinElements, ThinElements]:
-    """Of the dense parameters and of the experts of a rank."""
-    rank = strategy.compression.rank
-    dense = _thin(rank, contents.dense, _dense_matrices(model, strategy, contents))
-    return dense, _thin(rank, contents.experts, _expert_matrices(model, strategy, contents))
-
-
-def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, float]]) -> ThinElements:
     left = right = replaced = 0.0
     for count, rows, columns in matrices:
         width = low_rank(rank, rows, columns)
@@ -51,7 +38,7 @@ def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, f
             left += count * rows * width
             right += count * columns * width
             replaced += count * rows * columns
-    return ThinElements(left + parameters - replaced, right)
+    return left + parameters - replaced, right
 
 
 def _dense_matrices(model: Model, strategy: Strategy, contents: RankContents) -> Iterator[tuple[float, float, float]]:
@@ -122,9 +109,12 @@ class SentParameters(NamedTuple):
 
 def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tuple[SentParameters, SentParameters]:
     """Of the dense parameters and of the experts of a rank."""
-    thin = (ThinElements(0.0, 0.0), ThinElements(0.0, 0.0))
+    thin, model, rank = [(0.0, 0.0), (0.0, 0.0)], job.model, strategy.compression.rank
     if job.strategy.compression.method == "powersgd":
-        thin = thin_elements(job.model, strategy, contents)
+        thin = [
+            _thin(rank, contents.dense, _dense_matrices(model, strategy, contents)),
+            _thin(rank, contents.experts, _expert_matrices(model, strategy, contents)),
+        ]
     whole = strategy.compression.in_blocks
     dense = whole(contents.dense, strategy.gradient_group)
     experts = whole(contents.experts, strategy.expert_data_parallel)

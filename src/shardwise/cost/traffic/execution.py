@@ -65,8 +65,9 @@ def units_taken(job: Job, dimension: str, kind: CollectiveKind, link_seconds: Ma
     if job.strategy.collective in ("nvls", "sharp"):
         return taken.in_network
     if kind is CollectiveKind.ALL_TO_ALL and dimension != "dp":
-        return taken.of_exchanges()
-    units = taken.of_messages() if kind is CollectiveKind.SEND_RECV else taken.collectives
+        return taken.collectives if taken.exchanges is None else taken.exchanges
+    units = taken.messages if kind is CollectiveKind.SEND_RECV else None
+    units = taken.collectives if units is None else units
     return units * busy_share(job.cluster.levels[0].name, link_seconds) if units else 0.0
 
 

@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 from shardwise.collectives import Level, Topology, place
-from shardwise.collectives.shapes import Axis, FullyConnected, Grid, Shape, Switch, Tree
+from shardwise.collectives.shapes import Axis, Grid, Shape, shape_of
 from shardwise.collectives.topology import InNetwork
 from shardwise.layout.groups import RankRun
 from shardwise.spec.errors import SpecError
@@ -16,16 +16,13 @@ from shardwise.spec.network import NetworkLevel
 
 @functools.lru_cache(maxsize=64)
 def network(cluster: Cluster) -> Topology:
-    """The whole cluster's network."""
     levels = tuple(_level(level) for level in cluster.levels)
     return Topology(levels=levels, pipelined_levels=cluster.pipelined_levels, library=cluster.library)
 
 
 def _level(level: NetworkLevel) -> Level:
-    in_network = None
-    if level.in_network is not None:
-        described = level.in_network
-        in_network = InNetwork(described.kind, described.efficiency, described.ramp, described.startup)
+    helps = level.in_network
+    in_network = None if helps is None else InNetwork(helps.kind, helps.efficiency, helps.ramp, helps.startup)
     return Level(
         shape=_shape(level),
         bandwidth=level.bandwidth_per_direction,
@@ -40,11 +37,8 @@ def _level(level: NetworkLevel) -> Level:
 
 
 def _shape(level: NetworkLevel) -> Shape:
-    shapes: dict[str, type[Switch | Tree | FullyConnected]] = {
-        "switch": Switch, "tree": Tree, "fully-connected": FullyConnected
-    }  # fmt: skip
-    if level.topology in shapes:
-        return shapes[level.topology](level.width)
+    if level.topology in ("switch", "tree", "fully-connected"):
+        return shape_of(level.topology.replace("-", "_"), level.width)
     axes = level.shape or (level.width,)
     return Grid(tuple(Axis(size, level.wraps(size)) for size in axes))
 

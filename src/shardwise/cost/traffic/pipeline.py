@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
+from shardwise.collectives.work import COST_FIGURES
 from shardwise.cost.traffic.network import spanned
 from shardwise.cost.traffic.traffic import Payload, Role, Traffic, collective_price, priced, sent_backward, sent_forward
 from shardwise.layout.groups import group_runs
@@ -56,17 +57,8 @@ def message_traffic(job: Job, payload: Payload) -> Traffic | None:
 
 
 def _followed_by(first: CollectiveCost, second: CollectiveCost) -> CollectiveCost:
-    """Both, one after the other."""
-    return replace(
-        first,
-        latency_seconds=first.latency_seconds + second.latency_seconds,
-        bandwidth_seconds=first.bandwidth_seconds + second.bandwidth_seconds,
-        steps=first.steps + second.steps,
-        sent_bytes=first.sent_bytes + second.sent_bytes,
-        received_bytes=first.received_bytes + second.received_bytes,
-        total_bytes=first.total_bytes + second.total_bytes,
-        levels=(*first.levels, *second.levels),
-    )
+    summed = {name: getattr(first, name) + getattr(second, name) for name in (*COST_FIGURES, "levels")}
+    return replace(first, **summed)
 
 
 def tied_bytes(job: Job, shards: float) -> float:

@@ -125,10 +125,11 @@ def _turning(
     def ahead(factor: float) -> bool:
         """Whether the second is at least as fast with the change."""
         try:
-            seconds = [_seconds_per_token(change(one.job, factor)) for one in (first, second)]
+            jobs = [change(one.job, factor) for one in (first, second)]
+            before, after = (predict(job).step_seconds / job.tokens_per_step for job in jobs)
         except SpecError:
             return False
-        return seconds[1] <= seconds[0]
+        return after <= before
 
     if ahead(1.0):
         return  # the closed form ranks them the other way round: no turning point
@@ -148,10 +149,6 @@ def _refined(ahead: Callable[[float], bool], factor: float, direction: int) -> f
         middle = (low * high) ** 0.5
         low, high = (low, middle) if ahead(middle**direction) else (middle, high)
     return float(high**direction)
-
-
-def _seconds_per_token(job: Job) -> float:
-    return predict(job).step_seconds / job.tokens_per_step
 
 
 def _with_link(index: int) -> Change:

@@ -169,7 +169,8 @@ def _by_several_changes(job: Job) -> Job | None:
     """Greedy: the change that saves most, again and again, without offload; many times faster than a search."""
     status, least_bytes = verdict(job).status, peak_memory(job).total
     while fit_of(job) != "fits":
-        priced = [(peak_memory(other).total, other) for other in _alike(job) if verdict(other).status == status]
+        alike = [other for other in neighbours(job) if other.strategy.offload == job.strategy.offload]
+        priced = [(peak_memory(other).total, other) for other in alike if verdict(other).status == status]
         saved_bytes, job = min(priced, key=lambda one: one[0], default=(least_bytes, job))
         if saved_bytes >= least_bytes:
             return None
@@ -181,13 +182,13 @@ def _by_several_changes(job: Job) -> Job | None:
     return job
 
 
-def _alike(job: Job) -> list[Job]:
-    return [other for other in neighbours(job) if other.strategy.offload == job.strategy.offload]
-
-
 def _nearest(job: Job, found: Plan) -> str:
     """The strategy that differs in the fewest fields; the fastest of several."""
-    best = min(found.candidates, key=lambda one: (_changes(job.strategy, one.job.strategy), one.step_seconds))
+
+    def changes(one: Strategy) -> int:
+        return sum(getattr(one, field.name) != getattr(job.strategy, field.name) for field in fields(Strategy))
+
+    best = min(found.candidates, key=lambda one: (changes(one.job.strategy), one.step_seconds))
     return f"nearest that fits: {strategy_words(best.job.strategy)} ({readable_bytes(best.memory.total)})"
 
 
@@ -205,7 +206,3 @@ def _with_offload(job: Job) -> str | None:
     shares = ", ".join(f"{kind}: {getattr(offload, kind):g}" for kind in KINDS if getattr(offload, kind))
     needed = readable_bytes(peak_memory(fitting).total)
     return f"the least that fits: strategy.offload: {{{shares}, target: {offload.target}}} ({needed})"
-
-
-def _changes(one: Strategy, other: Strategy) -> int:
-    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(Strategy))

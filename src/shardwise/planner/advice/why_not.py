@@ -49,10 +49,6 @@ class Wish:
     def candidates(self) -> tuple[Candidate, ...]:
         return self.found.candidates if isinstance(self.found, Plan) else ()
 
-    def holds_for(self, one: Candidate) -> bool:
-        strategy = one.job.strategy
-        return all(has(strategy, name, values, idle=False) for name, values in self.wanted.items())
-
 
 def wish(found: Plan, wanted: Mapping[str, Allowed]) -> Wish:
     """Searches strategies with the ``wanted`` values; what it simulates joins the plan (`Plan.joined`)."""
@@ -68,17 +64,15 @@ def wish(found: Plan, wanted: Mapping[str, Allowed]) -> Wish:
     return Wish(words, wanted, restricted, plan(restricted))
 
 
-def why_not(found: Plan, wanted: Mapping[str, Allowed]) -> WhyNot:
-    """What keeps strategies with the ``wanted`` values from being the plan."""
-    asked = wish(found, wanted)
-    return judged(found.joined(asked.candidates), asked)
-
-
 def judged(found: Plan, asked: Wish) -> WhyNot:
     """The answer to a wish whose strategies are among those of the plan."""
     if isinstance(asked.found, Plan):
-        own = {one.job for one in asked.candidates}
-        best = next(one for one in found.candidates if one.job in own or asked.holds_for(one))
+        own, wanted = {one.job for one in asked.candidates}, asked.wanted.items()
+        best = next(
+            one
+            for one in found.candidates
+            if one.job in own or all(has(one.job.strategy, name, values, idle=False) for name, values in wanted)
+        )
         return _behind(asked.words, found, best)
     if asked.found is None:
         return WhyNot(asked.words, "does not divide", asked.problem)

@@ -14,20 +14,12 @@ from shardwise.cost.memory.device import memory_of_rank
 from shardwise.layout.stages import stages_of_rank
 from shardwise.pipeline import Place
 from shardwise.planner.candidate import Candidate, complexity
-from shardwise.planner.constraints import Constraints
 from shardwise.planner.mixed.space import MixedRequest, MixedSpace, estimated
 from shardwise.planner.mixed.step import Arrangement, MixedStep, mixed_step
 from shardwise.planner.plan import Plan, plan
-from shardwise.planner.request import USUAL_SECONDS, Deadline, Request
+from shardwise.planner.request import Deadline, Request
 from shardwise.planner.search.stages import Pieces, divisions, pieces_of, room_for_pieces
-from shardwise.planner.search.supported import require_offered
-from shardwise.spec.clusters import MixedCluster, parse_mixed
 from shardwise.spec.errors import DoesNotFit, SpecError
-from shardwise.spec.job import Job
-from shardwise.spec.model import Model
-from shardwise.spec.stack import Stack, default_stack
-from shardwise.spec.strategy import Strategy
-from shardwise.spec.training import Training
 from shardwise.spec.units import readable_bytes
 
 _SIMULATED = 200_000  # passes simulated to try neighbours of one division
@@ -37,14 +29,12 @@ _GAIN = 1e-4
 
 def divided(request: MixedRequest, arrangement: Arrangement, pieces: dict[int, Pieces]) -> list[Arrangement]:
     """The arrangement with layers divided by the speed and memory of each kind, in every way that fits."""
-    ranks = range(arrangement.strategy.pp)
     own = _in_first_kinds_seconds(arrangement, pieces)
     speeds = _speeds(arrangement, pieces)
-    rooms = [_room(request, arrangement, own, rank) for rank in ranks]
-    places = [
-        Place(speeds[kind], max(1.0, rooms[rank]), microbatches_in_flight(arrangement.job, rank))
-        for rank, kind in enumerate(arrangement.kind_of_rank)
-    ]
+    places = []
+    for rank, kind in enumerate(arrangement.kind_of_rank):
+        room = room_for_pieces(arrangement.on(kind), own, rank, request.capacities[kind])
+        places.append(Place(speeds[kind], max(1.0, room), microbatches_in_flight(arrangement.job, rank)))
     ways = [arrangement.with_strategy(stage_layers=counts) for counts in divisions(arrangement.job, own, places)]
     return [way for way in ways if fits_kinds(request, way)]
 
@@ -63,18 +53,13 @@ def _in_first_kinds_seconds(arrangement: Arrangement, pieces: dict[int, Pieces])
     return replace(sharded, head=replace(sharded.head, seconds=seconds))
 
 
-def _room(request: MixedRequest, arrangement: Arrangement, pieces: Pieces, rank: int) -> float:
-    kind = arrangement.kind_of_rank[rank]
-    return room_for_pieces(arrangement.on(kind), pieces, rank, request.capacity_bytes(kind))
-
-
 def fits_kinds(request: MixedRequest, arrangement: Arrangement) -> bool:
     """Whether every inner stage has a layer, and every rank fits its device."""
     counts = arrangement.strategy.stage_layers
     if not isinstance(counts, tuple) or 0 in counts[1:-1] or min(counts) < 0:
         return False
     return all(
-        memory_of_rank(arrangement.on(kind), rank).total <= request.capacity_bytes(kind)
+        memory_of_rank(arrangement.on(kind), rank).total <= request.capacities[kind]
         for rank, kind in enumerate(arrangement.kind_of_rank)
     )
 
@@ -117,8 +102,6 @@ def _moved(arrangement: Arrangement, source: int, target: int) -> Arrangement:
     return arrangement.with_strategy(stage_layers=tuple(counts))
 
 
-__all__ = ["MixedCluster", "MixedPlan", "parse_mixed", "plan_mixed"]
-
 MOST_SIMULATED = 64
 POLISHED = 4  # of the fastest, whose neighbouring divisions are tried too
 TIE = 0.005  # strategies this close are ranked by simplicity
@@ -152,41 +135,24 @@ class MixedPlan:
         return self.best.tokens_per_second / self.best_alone.tokens_per_second if self.best_alone else None
 
 
-def plan_mixed(
-    model: Model,
-    mixed: MixedCluster,
-    training: Training,
-    stack: Stack | None = None,
-    *,
-    strategy: Strategy | None = None,
-    constraints: Constraints | None = None,
-    minimum_batch: int | None = None,
-    memory_bytes: float | None = None,
-    any_priced: bool = False,
-    time_limit_seconds: float | None = None,
-    alone: bool = True,
-) -> MixedPlan:
-    """The best strategies with the pipeline across the kinds, and the best plan on each kind alone.
-
-    ``strategy`` says what no search varies; for the others see `Request`.
-    """
-    one = Job(model=model, cluster=mixed.kinds[0], training=replace(training, global_batch=None))
-    job = one.unchecked(strategy=strategy or Strategy(), training=training, stack=stack or default_stack())
-    asked = (constraints or Constraints(), minimum_batch, memory_bytes, any_priced, time_limit_seconds)
-    request = MixedRequest(mixed, job, *asked)
-    if minimum_batch is None and training.global_batch is None:
-        raise SpecError("training.global_batch", "is missing", "give --global-batch, such as 4M-tokens or 1024")
-    require_offered(job, any_priced=any_priced)
+def plan_mixed(request: MixedRequest, *, alone: bool = True) -> MixedPlan:
+    """The best strategies with the pipeline across the kinds, and the best plan on each kind alone."""
     space = MixedSpace(request)
     space.check()
-    deadline = Deadline(USUAL_SECONDS if time_limit_seconds is None else time_limit_seconds)
+    request = request.started()
+    deadline = request.deadline
     tried, found = _search(space, deadline.part())
     steps = _ranked(found)
     polishing = deadline.part()
     better = [polished(request, step, polishing) for step in polishing.until(steps[:POLISHED])]
     steps = _ranked(better + steps[len(better) :])
-    apart = _alone(request, deadline) if alone else ()
+    apart = tuple(_fastest(request.on(kind)) for kind in request.mixed.kinds) if alone else ()
     return MixedPlan(request, tried, tuple(steps), apart, deadline.was_hit)
+
+
+def _fastest(request: Request) -> Candidate | None:
+    found = plan(request)
+    return found.fastest if isinstance(found, Plan) else None
 
 
 def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
@@ -195,23 +161,6 @@ def _ranked(steps: list[MixedStep]) -> list[MixedStep]:
     tied = [one for one in by_time if one.seconds_per_token <= by_time[0].seconds_per_token * (1 + TIE)]
     first = min(tied, key=lambda one: (complexity(one.arrangement.strategy), one.seconds_per_token))
     return [first, *(one for one in by_time if one is not first)]
-
-
-def _alone(request: MixedRequest, deadline: Deadline) -> tuple[Candidate | None, ...]:
-    """The best plan on each kind by itself."""
-    found: list[Candidate | None] = []
-    for kind in request.mixed.kinds:
-        own = Request(
-            request.job.unchecked(cluster=kind),
-            request.constraints,
-            request.minimum_batch,
-            request.memory_bytes,
-            any_priced=request.any_priced,
-            running=deadline,
-        )
-        result = plan(own)
-        found.append(result.fastest if isinstance(result, Plan) else None)
-    return tuple(found)
 
 
 def _search(space: MixedSpace, deadline: Deadline) -> tuple[int, list[MixedStep]]:
@@ -242,7 +191,7 @@ def _what_is_missing(space: MixedSpace, *, stopped: bool) -> SpecError:
         remedy = "use numbers of nodes with a common divisor, or a batch in tokens, which is rounded"
         return SpecError("plan", problem, remedy)
     there = " and ".join(
-        f"{readable_bytes(request.capacity_bytes(number))} per {kind.device.name}"
+        f"{readable_bytes(request.capacities[number])} per {kind.device.name}"
         for number, kind in enumerate(request.mixed.kinds)
     )
     problem = f"no strategy with the pipeline across the kinds fits in {there}"

@@ -13,10 +13,10 @@ from itertools import pairwise, permutations, product
 from typing import Any
 
 from shardwise.cost.memory.activations import microbatches_in_flight
-from shardwise.cost.memory.room import room_of
 from shardwise.pipeline import bubble_seconds as idle_seconds
-from shardwise.planner.constraints import OFFLOADS, Constraints, field_value, shown_value
+from shardwise.planner.constraints import OFFLOADS, field_value, shown_value
 from shardwise.planner.mixed.step import Arrangement
+from shardwise.planner.request import Request
 from shardwise.planner.search.space import (
     MOST_MICROBATCH_TOKENS,
     expert_choices,
@@ -25,7 +25,7 @@ from shardwise.planner.search.space import (
     schedule_choices,
 )
 from shardwise.planner.search.stages import NOTHING, Pieces, pieces_of
-from shardwise.planner.search.supported import findings_of, offers_priced
+from shardwise.planner.search.supported import findings_of
 from shardwise.spec.clusters import MixedCluster
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -48,26 +48,16 @@ FIXED: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class MixedRequest:
-    """A `Request` for a mixed cluster; the cluster of ``job`` is not used."""
+@dataclass(frozen=True, kw_only=True)
+class MixedRequest(Request):
+    """A request for a mixed cluster; the cluster of its ``job`` is not used."""
 
     mixed: MixedCluster
-    job: Job
-    constraints: Constraints = Constraints()
-    minimum_batch: int | None = None
-    memory_bytes: float | None = None
-    any_priced: bool = False
-    time_limit_seconds: float | None = None
-
-    def capacity_bytes(self, kind: int) -> float:
-        """What the predicted memory of a plan may take of a device of this kind."""
-        return self._capacities[kind]
 
     @cached_property
-    def _capacities(self) -> tuple[float, ...]:
-        jobs = (self.job.unchecked(cluster=kind) for kind in self.mixed.kinds)
-        return tuple(room_of(job, self.memory_bytes).planned_bytes for job in jobs)
+    def capacities(self) -> tuple[float, ...]:
+        """What the predicted memory of a plan may take of a device of each kind."""
+        return tuple(self.on(kind).capacity_bytes for kind in self.mixed.kinds)
 
 
 @dataclass(frozen=True)
@@ -75,6 +65,8 @@ class MixedSpace:
     """The strategies of a request; how states are divided and layers placed is decided for each."""
 
     request: MixedRequest
+    _verdicts: dict[Strategy, bool] = field(default_factory=dict, init=False, compare=False)
+    _divides: dict[Any, bool] = field(default_factory=dict, init=False, compare=False)
 
     def check(self) -> None:
         """Raises SpecError for a constraint on something that is not varied."""
@@ -178,7 +170,7 @@ class MixedSpace:
         sequences = job.training.sequences(multiple) if minimum is None else -(-minimum // multiple) * multiple
         if sequences % multiple:
             return None
-        ours = job.stack.is_own and not offers_priced(job, self.request.any_priced)
+        ours = job.stack.is_own and not self.request.offers_priced
         hides = strategy.ep > 1 and strategy.schedule_record.hides_exchange and not ours
         overlap = strategy.overlap.unchecked(ep=hides)
         training = job.training.unchecked(global_batch=sequences)
@@ -189,14 +181,6 @@ class MixedSpace:
         if key not in self._divides:
             self._divides[key] = model_divides(self.request.job, strategy)
         return self._divides[key]
-
-    @cached_property
-    def _verdicts(self) -> dict[Strategy, bool]:
-        return {}
-
-    @cached_property
-    def _divides(self) -> dict[Any, bool]:
-        return {}
 
 
 _BETTER = 0.99  # more sharding has to shorten the bound to this share
@@ -272,7 +256,7 @@ def _most_layers(space: MixedSpace, arrangement: Arrangement, pieces: Pieces) ->
     layer, most = pieces.mean_layer, {}
     for kind in arrangement.kinds:
         ranks = arrangement.ranks_of(kind)
-        room = space.request.capacity_bytes(kind) - arrangement.mixed.kinds[kind].device.framework_memory
+        room = space.request.capacities[kind] - arrangement.mixed.kinds[kind].device.framework_memory
         held = (layer.bytes + microbatches_in_flight(arrangement.job, rank) * layer.activation_bytes for rank in ranks)
         ends = (0 in ranks) * pieces.embedding.bytes + (arrangement.head_rank in ranks) * pieces.head.bytes
         most[kind] = max(0.0, sum(room / each for each in held) - ends / layer.bytes)

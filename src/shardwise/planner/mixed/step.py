@@ -38,7 +38,6 @@ class Arrangement:
         return self.job.strategy
 
     def ranks_of(self, kind: int) -> range:
-        """The pipeline's ranks on one kind."""
         first = sum(self._ranks(other) for other in self.kinds[: self.kinds.index(kind)])
         return range(first, first + self._ranks(kind))
 
@@ -85,7 +84,7 @@ class KindPart:
     ranks: range
     layers: tuple[int, ...]  # of each of its ranks
     memory: DeviceMemory
-    idle_share: float
+    idle_share: float  # of the pipeline's time
 
 
 @dataclass(frozen=True)
@@ -137,13 +136,9 @@ class MixedStep:
         counts = stage_layer_counts(own.job.model, own.strategy)
         layers = tuple(sum(counts[stage] for stage in stages_of_rank(own.job, rank)) for rank in ranks)
         cluster, strategy = own.mixed.kinds[kind], own.alone(kind).strategy
-        return KindPart(kind, cluster, strategy, ranks, layers, self.memory(kind), self.idle_share(kind))
-
-    def idle_share(self, kind: int) -> float:
-        """Share of the pipeline's time in which the devices of a kind are idle."""
-        own = self._of(kind)
-        busy = sum(rank.microbatches * rank.microbatch_seconds for rank in own) / len(own)
-        return max(0.0, 1 - busy / self.pipeline_seconds)
+        busy = sum(rank.microbatches * rank.microbatch_seconds for rank in self._of(kind)) / len(ranks)
+        idle = max(0.0, 1 - busy / self.pipeline_seconds)
+        return KindPart(kind, cluster, strategy, ranks, layers, self.memory(kind), idle)
 
     def memory(self, kind: int) -> DeviceMemory:
         """The fullest device of a kind."""

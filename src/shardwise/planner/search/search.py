@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.room import room_of
-from shardwise.cost.sweep.group import Group
 from shardwise.cost.sweep.price import TableBlock, TablePiece, TablePricer
 from shardwise.planner.candidate import Degrees, degrees_of
 from shardwise.planner.request import Deadline
@@ -99,7 +99,8 @@ def search(
     pricer, supported = TablePricer(space.job), Supported(space.job, any_priced=any_priced)
     priced = Supported(space.job, any_priced=True)
     excluded = [Mask(entry, idle=False) for entry in space.constraints.excluded if len(entry) > 1]
-    for groups in _batches(deadline.until(space.groups())):
+    every = deadline.until(space.groups())
+    while groups := list(islice(every, GROUPS_AT_ONCE)):
         for piece in deadline.until(pricer.pieces(groups)):
             allowed, left_out = supported.allowed(piece), _excluded(piece, excluded)
             if allowed is not None and not any_priced:
@@ -109,16 +110,6 @@ def search(
                 progress(keeper.result.priced)
     keeper.result.seconds, keeper.result.was_stopped = deadline.spent_seconds, deadline.was_hit
     return keeper.finished()
-
-
-def _batches(groups: Iterator[Group]) -> Iterator[list[Group]]:
-    batch: list[Group] = []
-    for group in groups:
-        batch.append(group)
-        if len(batch) == GROUPS_AT_ONCE:
-            yield batch
-            batch = []
-    yield batch
 
 
 def _excluded(piece: TablePiece, masks: list[Mask]) -> Array | None:

@@ -228,29 +228,29 @@ class Space:
 
     def groups(self) -> Iterator[Group]:
         """All groups, innermost dimensions last."""
-        for base in self._bases():
-            yield from self._groups_of(base)
+        for degrees in self._degrees():
+            for base in self._placed(**degrees):
+                yield from self._groups_of(base)
 
     # -- degrees -------------------------------------------------------------------------------------
-
-    def _bases(self) -> Iterator[Strategy]:
-        for degrees in self._degrees():
-            yield from self._placed(**degrees)
 
     def _degrees(self) -> Iterator[dict[str, Any]]:
         job, constraints = self.job, self.constraints
         devices, layers = job.cluster.devices, job.model.layers
         sizes = self._batches.microbatches
+        # Beyond twice the innermost network level tensor parallelism never wins.
+        most_tensor = min(MOST_TENSOR, (2 if self.narrowed < 3 else 1) * job.cluster.levels[0].width)
         fewest = FEWEST_CONTEXT_TOKENS if self.narrowed < 4 else 4 * FEWEST_CONTEXT_TOKENS
         for pp in self._dividing("pp", devices, layers):
-            for tp in self._dividing("tp", devices // pp, self._most_tensor):
+            for tp in self._dividing("tp", devices // pp, most_tensor):
                 for cp in self._dividing("cp", devices // pp // tp, max(1, job.training.seq // fewest)):
                     dp = devices // pp // tp // cp
                     if dp not in constraints.candidates("dp", (dp,)):
                         continue
                     if not any(self._batches.batch(dp * size) for size in sizes):
                         continue
-                    for ep, expert_tp in self._experts(tp, tp * cp * dp):
+                    splits = dict.fromkeys((1, tp) if self.narrowed < 2 else (1,))
+                    for ep, expert_tp in expert_choices(job.model, constraints, splits, tp * cp * dp):
                         yield {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "expert_tp": expert_tp}
 
     @cached_property
@@ -260,15 +260,6 @@ class Space:
     def _dividing(self, name: str, devices: int, most: int) -> list[int]:
         usual = [degree for degree in divisors(devices) if degree <= most]
         return [degree for degree in self.constraints.candidates(name, usual) if devices % degree == 0]
-
-    @property
-    def _most_tensor(self) -> int:
-        """Twice the innermost network level: tensor parallelism beyond that never wins."""
-        return min(MOST_TENSOR, (2 if self.narrowed < 3 else 1) * self.job.cluster.levels[0].width)
-
-    def _experts(self, tp: int, ranks: int) -> list[tuple[int, int | None]]:
-        splits = dict.fromkeys((1, tp) if self.narrowed < 2 else (1,))
-        return expert_choices(self.job.model, self.constraints, splits, ranks)
 
     def _orders(self, **degrees: Any) -> list[tuple[Any, ...]]:
         """Rank orders that differ in the dimensions that are used."""
@@ -374,9 +365,7 @@ class Space:
 
     def _rank_kinds(self, base: Strategy, choice: ScheduleChoice) -> Any:
         """The distinct kinds of ranks and their members; schedules with equal stages share them."""
-        strategy = base.unchecked(
-            schedule=choice.schedule, interleave=choice.interleave, stage_layers=choice.stage_layers
-        )
+        strategy = base.unchecked(**vars(choice))
         placed = strategy.schedule_record.placement
         key = (base.tp, base.ep, base.expert_tp, base.pp, strategy.chunks_per_rank, placed, choice.stage_layers)
         if key not in self._kinds:

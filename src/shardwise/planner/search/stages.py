@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank
@@ -32,12 +33,10 @@ class Piece:
     activation_bytes: float
 
     def __add__(self, other: Piece) -> Piece:
-        return Piece(
-            self.seconds + other.seconds, self.bytes + other.bytes, self.activation_bytes + other.activation_bytes
-        )
+        return Piece(*map(add, vars(self).values(), vars(other).values()))
 
     def __truediv__(self, count: int) -> Piece:
-        return Piece(self.seconds / count, self.bytes / count, self.activation_bytes / count)
+        return Piece(*(figure / count for figure in vars(self).values()))
 
 
 NOTHING = Piece(0.0, 0.0, 0.0)
@@ -59,8 +58,7 @@ class Pieces:
     def row(self) -> Layers:
         """For the partitioner; embedding and head are separate pieces, since an end stage may hold nothing else."""
         row = (self.embedding, *self.layers, self.head)
-        columns = zip(*((one.seconds, one.bytes, one.activation_bytes) for one in row))
-        return layers_of(*columns)
+        return layers_of(*zip(*(vars(one).values() for one in row)))
 
     def stage(self, counts: tuple[int, ...], stage: int) -> Piece:
         """What one stage of a division holds."""
@@ -73,11 +71,6 @@ class Pieces:
         """What a rank holds of a job that says how many layers each stage has."""
         counts = stage_layer_counts(job.model, job.strategy)
         return sum((self.stage(counts, stage) for stage in stages_of_rank(job, rank)), NOTHING)
-
-
-def layer_counts(row_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers per stage of a division of ``Pieces.row``, without embedding and head."""
-    return (row_counts[0] - 1, *row_counts[1:-1], row_counts[-1] - 1)
 
 
 def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None = None) -> Pieces:
@@ -200,7 +193,8 @@ def _by_stage(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, .
     if job.strategy.chunks_per_rank > 1:
         speeds = {stage: place.speed for rank, place in enumerate(places) for stage in stages_of_rank(job, rank)}
         places = [Place(speeds[stage]) for stage in range(len(speeds))]
-    return layer_counts(partition_over(pieces.row, places).layer_counts)
+    first, *inner, last = partition_over(pieces.row, places).layer_counts
+    return (first - 1, *inner, last - 1)  # without embedding and head
 
 
 def _by_rank(job: Job, pieces: Pieces, places: Sequence[Place]) -> tuple[int, ...]:

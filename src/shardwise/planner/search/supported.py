@@ -6,9 +6,10 @@ Which cells have certain values in certain fields is read off the axes of a tabl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cost.sweep.group import Group, ShardChoice
+from shardwise.cost.sweep.group import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.sweep.price import TableBlock, TablePiece
 from shardwise.planner.constraints import Allowed, has
 from shardwise.spec.errors import SpecError
@@ -24,16 +25,12 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 
-_LAYER_FIELDS = ("sequence_parallel", "context_method", "microbatch")
-_SCHEDULE_FIELDS = ("schedule", "interleave", "stage_layers")
-_RECOMPUTE_FIELDS = ("recompute", "recompute_layers")
-_SHARDS_FIELDS = ("zero", "shard_group", "keep_parameters", "accumulate")
-_CHOSEN_FIELDS = frozenset((*_LAYER_FIELDS, *_SCHEDULE_FIELDS, *_RECOMPUTE_FIELDS, *_SHARDS_FIELDS, "offload"))
+_CHOICES = (LayerChoice, ScheduleChoice, RecomputeChoice, ShardChoice)
+_CHOSEN_FIELDS = frozenset(("offload", *(one.name for choice in _CHOICES for one in fields(choice))))
 
 
-def _variants(base: Strategy, choices: Sequence[Any], names: tuple[str, ...]) -> list[Strategy]:
-    """The strategy with those fields that each of the choices has."""
-    return [base.unchecked(**{name: getattr(one, name) for name in names}) for one in choices]
+def _variants(base: Strategy, choices: Sequence[Any]) -> list[Strategy]:
+    return [base.unchecked(**vars(one)) for one in choices]
 
 
 class CellBook:
@@ -88,19 +85,15 @@ class Mask:
             has(base, name, self._entry[name], idle=self._idle) for name in self._entry if name not in _CHOSEN_FIELDS
         )
 
-        def alike(choices: Sequence[Any], names: tuple[str, ...]) -> Array:
-            asked = [name for name in names if name in self._entry]
-            strategies = _variants(base, choices, names)
+        def alike(choices: Sequence[Any]) -> Array:
+            asked = [name for name in vars(choices[0]) if name in self._entry]
+            strategies = _variants(base, choices)
             return np.array(
                 [all(has(one, name, self._entry[name], idle=self._idle) for name in asked) for one in strategies]
             )
 
-        rows = (
-            alike(group.layers, _LAYER_FIELDS)[index[:, 0]]
-            & alike(group.schedules, _SCHEDULE_FIELDS)[index[:, 1]]
-            & alike(group.recomputes, _RECOMPUTE_FIELDS)[index[:, 2]]
-        )
-        return rows & here, alike(group.shards, _SHARDS_FIELDS)[block.columns.numbers]
+        rows = alike(group.layers)[index[:, 0]] & alike(group.schedules)[index[:, 1]]
+        return rows & alike(group.recomputes)[index[:, 2]] & here, alike(group.shards)[block.columns.numbers]
 
 
 # Which choice of a table decides a technique; all others follow from the group's degrees, the model or the training.
@@ -215,16 +208,16 @@ class Supported:
         rest = tuple(name for name in self._bit if name not in chosen)
         return (
             self._used(base, rest),
-            self._bits(_variants(base, group.layers, _LAYER_FIELDS), _LAYER),
-            self._bits(_variants(base, group.schedules, _SCHEDULE_FIELDS), self._schedule_names),
-            self._bits(_variants(base, group.recomputes, _RECOMPUTE_FIELDS), _RECOMPUTE),
+            self._bits(_variants(base, group.layers), _LAYER),
+            self._bits(_variants(base, group.schedules), self._schedule_names),
+            self._bits(_variants(base, group.recomputes), _RECOMPUTE),
         )
 
     def _shard_bits(self, group: Group) -> Array:
         """Groups of one layout that differ in their schedules have the same ``shards``, which are many."""
         known = self._of_shards.get(id(group.shards))
         if known is None or known[0] is not group.shards:
-            strategies = _variants(group.base, group.shards, _SHARDS_FIELDS)
+            strategies = _variants(group.base, group.shards)
             known = self._of_shards[id(group.shards)] = (group.shards, self._bits(strategies, _SHARDS))
         return known[1]
 
