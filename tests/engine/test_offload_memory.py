@@ -1,5 +1,5 @@
 """What recompute and offload to a disk save of the peak of tensors: what the planner says, with equal weights after
-ten steps."""
+some steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.spec.parameters import layer_parameters
 from shardwise.training.metrics.memory import TensorBytes
 
 MODEL = {"name": "deep", "layers": 8, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "vocab": 256}
-STEPS = 10
+STEPS, MANY_STEPS = 4, 10
 DIVIDED = {"dp": 2, "zero": 3, "microbatch": 1}
 
 
@@ -35,24 +35,24 @@ def job(layout: dict[str, Any] | None = None, **offload: Any) -> Job:
     return Job.from_dict({"model": MODEL, "cluster": cluster, "strategy": strategy, "training": training})
 
 
-def trained(one: Job) -> tuple[int, dict[str, torch.Tensor]]:
+def trained(one: Job, steps: int = STEPS) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes of tensors at the most in the last of some steps, and the weights after it."""
     # How much memory gloo's exchanges keep for the next one is a matter of time; here they keep none.
     with mock.patch.object(reductions, "TEMPORARY_BYTES", 2**18), mock.patch.object(SCRATCH, "free", []):
-        return _trained(one)
+        return _trained(one, steps)
 
 
-def _trained(one: Job) -> tuple[int, dict[str, torch.Tensor]]:
+def _trained(one: Job, steps: int) -> tuple[int, dict[str, torch.Tensor]]:
     engine = Engine(one)
     data = engine.mesh.rank("dp"), engine.mesh.size("dp")
-    for step in range(STEPS - 1):
+    for step in range(steps - 1):
         engine.step(sample_batch(one, step, 0).share(*data))
     gc.collect()
     with TensorBytes() as memory:
         memory.watch(local(held.parameter) for held in engine.parameters)
         memory.watch(local(state) for states in engine.optimizer.state.values() for state in states.values())
         memory.reset_peak()
-        engine.step(sample_batch(one, STEPS - 1, 0).share(*data))
+        engine.step(sample_batch(one, steps - 1, 0).share(*data))
     return memory.peak, {held.name: engine.optimizer.read(held.parameter, "master") for held in engine.parameters}
 
 
@@ -78,6 +78,14 @@ def test_the_peak_falls_as_planned(saver: dict[str, Any], plain: tuple[int, dict
     planned = memory_of_rank(job(), 0).total - memory_of_rank(one, 0).total
     assert plain[0] - peak == pytest.approx(planned, rel=0.1)
     for name, tensor in plain[1].items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_ten_steps_end_with_the_same_weights() -> None:
+    everything = {"activations": 0.5, "optimizer": 1}
+    ((_, expected),), ((_, weights),) = (on_ranks(1, trained, one, MANY_STEPS) for one in (job(), job(**everything)))
+    for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
