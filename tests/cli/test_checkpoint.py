@@ -87,7 +87,10 @@ def test_inspect(made: tuple[Path, dict[str, Any]]) -> None:
         assert words in text
 
 
-def test_inspect_shows_what_the_layout_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_what_the_layout_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # the table must not fold, however long the folder's name is
     layout = {"dp": 2, "tp": 1, "zero": 1, "order": ["tp", "dp"], "offload": {"optimizer": 0.5}}
     scale = {"scale": 1024.0, "growth_tracker": 3.0}
     job = {"model": "tiny", "strategy": layout, "training": {"precision": "fp16"}}
