@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.experts.loads import Assumed
-from shardwise.measure.dryrun.trace import _batch, _pose, _structure_is_real
+from shardwise.measure.dryrun.trace import _pose, _structure_is_real
 from shardwise.measure.dryrun.world import fake_tensors, nothing_moves, posing_as
 from shardwise.spec.job import Job
 
@@ -41,6 +42,11 @@ def operators_of(job: Job, rank: int = 0) -> tuple[str, ...]:
         states = [f"{name} {value.nbytes}" for of in engine.optimizer.state.values() for name, value in of.items()]
         moved = [] if engine.store is None else [f"{what}: {size}" for what, size in engine.store.lanes.moved.items()]
         return (*groups, *held, *states, *moved, *log.calls)
+
+
+def _batch(job: Job) -> Batch:
+    tokens = torch.zeros((job.sequences // job.strategy.data_parallel, job.training.seq), dtype=torch.int64)
+    return Batch.of(tokens, tokens.clone())
 
 
 def _ranks(engine: Engine, name: str) -> list[int] | None:

@@ -62,12 +62,7 @@ class CheckpointFolder:
 
         Without ``replace`` the rename fails (OSError) if there is a checkpoint of that step.
         """
-        part, target = self.unfinished(step, attempt), self.of_step(step)
-        with (part / NAME).open("wb") as file:
-            file.write(manifest)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(part)
+        part, target = self._sealed(step, attempt, manifest), self.of_step(step)
         if replace and target.is_symlink():
             target.unlink()
         elif replace and target.exists():  # of an earlier, damaged or undone attempt at the same step
@@ -75,6 +70,16 @@ class CheckpointFolder:
         part.rename(target)
         sync_folder(self.path)
         return target
+
+    def _sealed(self, step: int, attempt: str, manifest: bytes) -> Path:
+        """Complete but for its name: tests inject faults between the two."""
+        part = self.unfinished(step, attempt)
+        with (part / NAME).open("wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(part)
+        return part
 
     def clear_unfinished(self) -> None:
         """Removes what earlier starts of the run left behind; the caller must hold the lock."""
