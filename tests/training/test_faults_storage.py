@@ -113,7 +113,7 @@ def test_a_full_disk_stops_a_run_or_does_not(tmp_path: Path, shards: str, undist
     """To the last byte of a small disk that has the whole run's folder; what was committed stays whole."""
     run, filler = tmp_path / "disk" / "run", tmp_path / "disk" / "filler"
     with small_disk(tmp_path / "disk", "size=32m"):
-        ended = train(full_disk_job(shards, "stop"), run, Fault(f"fill {filler}", "begin", 3, rank=0))
+        ended = train(full_disk_job(shards, "stop"), run, Fault(f"fill {filler}", "committed", 2, rank=0))
         ended.require(2, "step-00000004: rank 0 could not write its part: No space left on device; make room")
         ended.require_whole()
         assert ended.checkpoints.committed() == [2]
